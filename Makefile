@@ -1,0 +1,65 @@
+# `make` alone says what there is. Everything runs from .venv, which is made on first use with python3 and pip only.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+JOBS ?= auto
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+FOLDERS := ir passes runtime visualize shardfx
+CODE := $(wildcard $(FOLDERS) tests examples benchmarks)
+PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
+
+# More threads than cores make a small tensor program many times slower.
+test test-all coverage: export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test test-all lint format types bench coverage clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## parallelize a model, prove it, draw it
+	$(BIN)/shardfx demo $(ARGS)
+
+test: $(READY) ## the tests of all tiers (unit, virtual, torchrun) without the slow ones
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(READY) ## every test, the slow ones too
+	$(PYTEST) $(ARGS)
+
+lint: $(READY) ## ruff: rules and format
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+format: $(READY) ## let ruff mend what it can
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+# mypy reads names from folders, so show it the package as it installs: build/types/shardfx/ir -> ir, ...
+types: $(READY) ## mypy, strict
+	@rm -rf build/types && mkdir -p build/types/shardfx
+	@ln -s $(CURDIR)/shardfx/* $(filter-out %/shardfx,$(addprefix $(CURDIR)/,$(FOLDERS))) build/types/shardfx/
+	@cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p shardfx | sed -E 's#^shardfx/(ir|passes|runtime|visualize)/#\1/#'
+
+bench: $(READY) ## the benchmarks
+	$(BIN)/python -m benchmarks $(ARGS)
+
+coverage: $(READY) ## line and branch coverage of the quick tests, also in htmlcov/
+	$(PYTEST) -m "not slow" $(addprefix --cov=,$(FOLDERS)) --cov-report=term:skip-covered --cov-report=html $(ARGS)
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist out htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# setuptools comes first and the build is not isolated: pip then builds with the pinned tools and fetches nothing twice.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@

@@ -1,0 +1,239 @@
+"""Capture: from a user's module to one functional graph of forward, loss and backward.
+
+``torch.export`` (non-strict) keeps the names of modules and lines; AOTAutograd then writes the backward beside
+the forward; :mod:`shardfx.ir.convert` turns that into our IR. Nothing is computed: weights may be fake, or on
+``meta``, and examples may be fake.
+
+    >>> captured = capture(model, Mesh(dp=2), args=(x,), loss=F.cross_entropy, targets=(y,))
+    >>> print(captured.graph)
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .convert import Names, convert
+from .errors import Error
+from .graph import Graph
+from .mesh import Mesh
+
+aten = torch.ops.aten
+
+DECOMPOSED = (
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+    aten.std,
+    aten.std_mean,
+    aten.var,
+    aten.var_mean,
+    aten.linalg_vector_norm,
+    aten.logsumexp,
+    aten.log_sigmoid_forward,
+    aten.log_sigmoid_backward,
+    aten.nan_to_num,
+)
+"""Ops whose result is a mean over everything, or a statistic of a dim: taken apart at once into sums and pointwise ops."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model: the graph, and how the leaves of inputs and results are arranged.
+
+    ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters.
+    """
+
+    graph: Graph
+    leaves: tuple[str, ...]
+    result_tree: pytree.TreeSpec
+    result_leaves: tuple[Any, ...]
+    aliases: Mapping[str, str]
+
+
+class _Results:
+    """How the model's results are arranged: known once it was traced."""
+
+    tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+
+class _Program(nn.Module):
+    """The model and its loss as one function of tensor leaves."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tree: pytree.TreeSpec,
+        leaves: Sequence[Any],
+        loss: Callable[..., torch.Tensor] | None,
+        targets: int,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._tree, self._leaves, self._loss, self._targets = tree, list(leaves), loss, targets
+        self.results = _Results()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
+        out = self.model(*args, **kwargs)
+        flat, tree = pytree.tree_flatten(out)
+        self.results.tree = tree
+        self.results.leaves = tuple("tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
+        outs = [leaf.detach() for leaf in flat if isinstance(leaf, torch.Tensor)]
+        if self._loss is None:
+            return tuple(outs)
+        loss = self._loss(out, *targets)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            raise Error(
+                "the loss is not a scalar tensor",
+                where="Hints(loss=...)",
+                expected="a tensor of shape ()",
+                got=f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__,
+                remedy="reduce it, for example by .mean()",
+            )
+        return (loss, *outs)
+
+
+def leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Names such as ``args.0``, ``kwargs.mask``, ``targets.0``, ``args.0.key``, with the leaves they name."""
+    found = []
+    for root, tree in (("args", args), ("kwargs", dict(kwargs)), ("targets", targets)):
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            keys = [str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path]
+            found.append((".".join([root, *keys]), leaf))
+    return found
+
+
+def capture(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    targets: tuple[Any, ...] = (),
+) -> Captured:
+    """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
+
+    Raises:
+        Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
+    """
+    kwargs = dict(kwargs or {})
+    named = leaf_names(args, kwargs, targets)
+    leaves, tree = pytree.tree_flatten((args, kwargs, targets))
+    names = [name for name, leaf in named if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise Error(
+            "there is no example input",
+            where="Hints(args=..., kwargs=...)",
+            expected="the global batch as tensors (fake ones will do)",
+            got=f"args={args!r}, kwargs={kwargs!r}",
+        )
+    with ExitStack() as stack:
+        traced, tensors = _fake_weights(model, tensors, stack)
+        program = _Program(traced, tree, leaves, loss, len(targets))
+        gm = _trace(program, tuple(tensors), stack)
+        params = {name: p for name, p in traced.named_parameters(remove_duplicate=False)}
+        buffers = {name: b for name, b in traced.named_buffers(remove_duplicate=False)}
+        aliases = _aliases({**params, **buffers})
+        graph = convert(gm, mesh, Names(tuple(names), aliases, loss is not None))
+    return Captured(graph, tuple(names), program.results.tree, program.results.leaves, aliases)
+
+
+def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """For every name the first name of the same tensor (itself, mostly)."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _fake_weights(
+    model: nn.Module, tensors: list[torch.Tensor], stack: ExitStack
+) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model on ``meta`` gets fake CPU weights: on ``meta`` some ops have no autograd kernel."""
+    everything = [*model.parameters(), *model.buffers(), *tensors]
+    fake = next((t.fake_mode for t in everything if isinstance(t, FakeTensor)), None)
+    if fake is None and not any(t.is_meta for t in everything):
+        return model, tensors
+    mode = fake or FakeTensorMode(allow_non_fake_inputs=True)
+    stack.enter_context(mode)
+    if any(t.is_meta and not isinstance(t, FakeTensor) for t in (*model.parameters(), *model.buffers())):
+        model = copy.deepcopy(model).to_empty(device="cpu")
+    return model, [
+        torch.empty(t.shape, dtype=t.dtype, device="cpu") if t.is_meta and not isinstance(t, FakeTensor) else t
+        for t in tensors
+    ]
+
+
+def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], stack: ExitStack) -> torch.fx.GraphModule:
+    from torch._decomp import get_decompositions
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(program, tensors, strict=False).module()
+            joint = aot_export_joint_with_descriptors(
+                stack, exported, tensors, decompositions=get_decompositions(DECOMPOSED), _record_nn_module_stack=True
+            )
+    except Error:
+        raise
+    except Exception as error:
+        raise _explain(error) from error
+    return joint.graph_module
+
+
+DATA_DEPENDENT = ("GuardOnDataDependent", "data-dependent", "Could not guard", "_local_scalar_dense", "nonzero", "u0")
+
+
+def _explain(error: Exception) -> Error:
+    """What the user did that torch.export does not take, from its own words."""
+    text = f"{type(error).__name__}: {error}"
+    where = _user_frame(error)
+    if any(word in text for word in DATA_DEPENDENT):
+        return Error(
+            "the model's shapes or control flow depend on the data",
+            where=where,
+            expected="shapes that follow from the shapes of the inputs",
+            got=text.splitlines()[0][:300],
+            remedy="use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`",
+        )
+    return Error(
+        "the model cannot be captured by torch.export",
+        where=where,
+        expected="an nn.Module of tensor operations",
+        got=text[:600],
+        remedy="try torch.export.export(model, args, strict=False) on its own, and mend what it names",
+    )
+
+
+def _user_frame(error: Exception) -> str | None:
+    """The innermost line of code outside of torch that the error passed through."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "/torch/" not in code.co_filename and not code.co_filename.startswith("<") and code is not capture.__code__:
+            if code.co_filename != __file__:
+                found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return found

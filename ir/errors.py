@@ -1,0 +1,37 @@
+"""Errors that speak to the user: what, where, expected, got, remedy."""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """A mistake that the caller can mend.
+
+    Example::
+
+        raise Error("unknown mesh axis 'tq'", where="hint 'layers.*.w1.weight'",
+                    expected="one of dp, tp", got="tq", remedy="spell it as in Mesh(...)")
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: object = None,
+        got: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        lines = [what]
+        for label, value in (("where", where), ("expected", expected), ("got", got), ("remedy", remedy)):
+            if value is not None:
+                lines.append(f"  {label + ':':<10}{value}")
+        super().__init__("\n".join(lines))
+
+
+class ShardfxWarning(UserWarning):
+    """Something that works, but not as well as the user may think."""

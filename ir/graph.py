@@ -1,0 +1,337 @@
+"""The program: a small SSA graph, the same before and after every pass.
+
+    %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]    @ layers.0.w1  model.py:42
+
+A :class:`Graph` has inputs (parameters, buffers, the arguments of the model, constants), nodes in an order that
+can be executed, and outputs (results, loss, gradients, new buffer contents). It is changed through
+:class:`Rewriter` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from .mesh import Mesh
+from .spec import Spec, TensorType
+
+
+class Phase(str, Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a node comes from in the user's own code."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+    def __str__(self) -> str:
+        name = self.file.rsplit("/", 1)[-1]
+        return "  ".join(part for part in (self.module, f"{name}:{self.line}" if name else "") if part)
+
+
+NOWHERE = Where()
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a node is computed: the spec it needs of each tensor operand and gives to each result.
+
+    ``cuts`` says which factor of the op's rule is cut over which axes.
+    """
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One tensor of the program: result ``index`` of ``node``, or (``node`` is None) an input of the graph."""
+
+    type: TensorType
+    node: Node | None = None
+    index: int = 0
+    name: str = ""
+    spec: Spec | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.type.shape
+
+    @property
+    def where(self) -> Where:
+        return self.node.where if self.node is not None else Where(module=self.name)
+
+    def __repr__(self) -> str:
+        return f"%{self.name or '?'}"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One application of an op. ``args`` and ``kwargs`` nest Values in lists and tuples, as the op's schema does."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Value | None] = field(default_factory=list)
+    phase: Phase = Phase.FORWARD
+    where: Where = NOWHERE
+    stage: int | None = None
+    strategy: Strategy | None = None
+    why: str = ""
+
+    @property
+    def operands(self) -> list[Value]:
+        """The tensors that go in, in the order of the arguments (a value that is used twice stands twice)."""
+        found: list[Value] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect(tuple(self.kwargs.values()), found)
+        return found
+
+    @property
+    def outs(self) -> list[Value]:
+        """The results that are tensors."""
+        return [value for value in self.results if value is not None]
+
+    @property
+    def name(self) -> str:
+        return self.outs[0].name if self.outs else op_name(self.op)
+
+    def __repr__(self) -> str:
+        return f"<{op_name(self.op)} {', '.join(map(repr, self.outs))}>"
+
+
+def _collect(args: Iterable[Any], found: list[Value]) -> None:
+    for arg in args:
+        if isinstance(arg, Value):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            _collect(arg, found)
+
+
+def substitute(arg: Any, change: Callable[[Value], Any]) -> Any:
+    """The same nest of arguments with every Value changed."""
+    if isinstance(arg, Value):
+        return change(arg)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(substitute(a, change) for a in arg)
+    return arg
+
+
+class InputKind(str, Enum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    ARGUMENT = "argument"
+    TARGET = "target"
+    CONSTANT = "constant"
+    SEED = "seed"
+
+
+@dataclass(eq=False, slots=True)
+class Input:
+    """An input of the graph. ``name`` is the model's own (``layers.0.w1.weight``, ``args.0``, ``targets.0``)."""
+
+    kind: InputKind
+    name: str
+    value: Value
+    constant: torch.Tensor | None = None
+
+
+class OutputKind(str, Enum):
+    RESULT = "result"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    BUFFER = "buffer"
+
+
+@dataclass(eq=False, slots=True)
+class Output:
+    """An output of the graph: a result of the model, its loss, the gradient of a parameter, or a buffer's new content."""
+
+    kind: OutputKind
+    name: str
+    value: Value
+
+
+@dataclass(eq=False)
+class Graph:
+    """A program on a mesh. ``str(graph)`` is its legal, parseable text (see :mod:`shardfx.ir.text`)."""
+
+    mesh: Mesh
+    inputs: list[Input] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    established: frozenset[str] = frozenset()
+
+    def values(self) -> Iterator[Value]:
+        """Every value, in the order of definition."""
+        for given in self.inputs:
+            yield given.value
+        for node in self.nodes:
+            yield from node.outs
+
+    def users(self) -> dict[Value, list[Node]]:
+        """For every value the nodes that use it, each node once, in order."""
+        users: dict[Value, list[Node]] = {value: [] for value in self.values()}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.operands):
+                users[value].append(node)
+        return users
+
+    def input(self, name: str) -> Input:
+        return next(given for given in self.inputs if given.name == name)
+
+    def of_kind(self, kind: InputKind) -> list[Input]:
+        return [given for given in self.inputs if given.kind is kind]
+
+    def rename(self) -> None:
+        """Give every node's values the names %0, %1, ... in order; inputs keep theirs."""
+        number = 0
+        for node in self.nodes:
+            for value in node.outs:
+                value.name = str(number)
+                number += 1
+
+    def __str__(self) -> str:
+        from .text import print_graph
+
+        return print_graph(self)
+
+
+class Rewriter:
+    """The one way to change a graph: collect the changes, then :meth:`apply` them in one walk.
+
+    Example::
+
+        rewriter = Rewriter(graph)
+        doubled = rewriter.before(node, aten.mul.Tensor, (x, 2), x.type)
+        rewriter.replace(x, doubled, users=[node])
+        rewriter.apply()
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._before: dict[Node, list[Node]] = {}
+        self._after: dict[Node | None, list[Node]] = {}
+        self._end: list[Node] = []
+        self._erased: set[Node] = set()
+        self._global: dict[Value, Value] = {}
+        self._local: dict[tuple[Value, Node | Output], Value] = {}
+
+    @staticmethod
+    def make(
+        op: Any,
+        args: tuple[Any, ...],
+        types: TensorType | list[TensorType | None],
+        *,
+        like: Node | None = None,
+        kwargs: dict[str, Any] | None = None,
+        phase: Phase | None = None,
+    ) -> Node:
+        """A node that is not in the graph yet; phase, source and stage are those of ``like``."""
+        node = Node(op, args, kwargs or {})
+        if like is not None:
+            node.phase, node.where, node.stage = like.phase, like.where, like.stage
+        if phase is not None:
+            node.phase = phase
+        given = types if isinstance(types, list) else [types]
+        node.results = [None if t is None else Value(t, node, i) for i, t in enumerate(given)]
+        return node
+
+    def before(self, anchor: Node, node: Node) -> Node:
+        """Insert ``node`` just before ``anchor`` (after what was inserted there already)."""
+        self._before.setdefault(anchor, []).append(node)
+        return node
+
+    def after(self, anchor: Node | None, node: Node) -> Node:
+        """Insert ``node`` just after ``anchor``; None stands for the graph's inputs."""
+        self._after.setdefault(anchor, []).append(node)
+        return node
+
+    def at_end(self, node: Node) -> Node:
+        self._end.append(node)
+        return node
+
+    def erase(self, node: Node) -> None:
+        self._erased.add(node)
+
+    def replace(self, old: Value, new: Value, users: Iterable[Node | Output] | None = None) -> None:
+        """Use ``new`` for ``old``: everywhere in the old graph, or in ``users`` only."""
+        if users is None:
+            self._global[old] = new
+        else:
+            for user in users:
+                self._local[old, user] = new
+
+    def apply(self) -> bool:
+        """Make the changes; says whether there were any."""
+        changed = bool(self._before or self._after or self._end or self._erased or self._global or self._local)
+        if not changed:
+            return False
+
+        def final(value: Value) -> Value:
+            while value in self._global:
+                value = self._global[value]
+            return value
+
+        nodes: list[Node] = []
+
+        def add(node: Node) -> None:
+            for extra in self._before.get(node, ()):
+                add(extra)
+            if node not in self._erased:
+                nodes.append(node)
+            for extra in self._after.get(node, ()):
+                add(extra)
+
+        for extra in self._after.get(None, ()):
+            add(extra)
+        for node in self.graph.nodes:
+            add(node)
+        for extra in self._end:
+            add(extra)
+        for node in nodes:
+
+            def change(value: Value, node: Node = node) -> Value:
+                return final(self._local.get((value, node), value))
+
+            node.args = substitute(node.args, change)
+            if node.kwargs:
+                node.kwargs = {key: substitute(arg, change) for key, arg in node.kwargs.items()}
+        for output in self.graph.outputs:
+            output.value = final(self._local.get((output.value, output), output.value))
+        self.graph.nodes = nodes
+        return True
+
+
+def op_name(op: Any) -> str:
+    """``aten.mm``, ``aten.add.Tensor``, ``comm.all_reduce``: the default overload's name is left out."""
+    if isinstance(op, torch._ops.OpOverload):
+        namespace, name = op.name().split("::")
+        return f"{namespace}.{name}"
+    return str(op)
+
+
+def dead_code(graph: Graph) -> bool:
+    """Drop nodes whose results nothing uses. All our ops are pure, so that none is kept for an effect."""
+    needed = {output.value for output in graph.outputs}
+    kept = []
+    for node in reversed(graph.nodes):
+        if any(value in needed for value in node.outs):
+            needed.update(node.operands)
+            kept.append(node)
+    changed = len(kept) != len(graph.nodes)
+    graph.nodes = kept[::-1]
+    return changed

@@ -1,0 +1,195 @@
+"""The mesh: named axes of ranks (space) and of turns (time), and the links between ranks.
+
+A mesh is a pure description. ``Mesh(dp=128, tp=128)`` plans for 16,384 ranks and starts no process.
+
+    >>> mesh = Mesh(dp=2, tp=4)
+    >>> mesh.size, mesh.coords(5)
+    (8, {'dp': 1, 'tp': 1})
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from .errors import Error
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks along an axis: bytes per second (per rank) and seconds per message."""
+
+    bandwidth: float = 100e9
+    latency: float = 5e-6
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not self.latency >= 0:
+            raise Error(
+                "a link needs a positive bandwidth and a latency that is not negative",
+                expected="Link(bandwidth=bytes/s, latency=s)",
+                got=f"Link(bandwidth={self.bandwidth}, latency={self.latency})",
+            )
+
+
+@dataclass(frozen=True)
+class Time:
+    """An axis of turns instead of ranks: its parts are computed one after the other."""
+
+    turns: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One named axis: ``size`` ranks (space) or turns (time)."""
+
+    name: str
+    size: int
+    time: bool = False
+    link: Link = Link()
+
+
+class Mesh:
+    """Named axes, outermost first; rank 0 is all zeros, the last axis varies fastest.
+
+    Args:
+        axes: ``name=int`` for ranks, ``name=Time(int)`` for turns.
+        links: a :class:`Link` per axis name; the default serves where none is given.
+    """
+
+    def __init__(self, *, links: Mapping[str, Link] | None = None, **axes: int | Time) -> None:
+        links = dict(links or {})
+        if not axes:
+            raise Error("a mesh needs at least one axis", expected="Mesh(dp=2, tp=2)", got="Mesh()")
+        unknown = [name for name in links if name not in axes]
+        if unknown:
+            raise Error(f"links name unknown axes {unknown}", expected=f"among {list(axes)}", got=unknown)
+        made = []
+        for name, value in axes.items():
+            size = value.turns if isinstance(value, Time) else value
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise Error(
+                    f"mesh axis {name!r} has no valid size", expected="an int of at least 1, or Time(turns)", got=value
+                )
+            made.append(Axis(name, size, isinstance(value, Time), links.get(name, Link())))
+        self.axes: tuple[Axis, ...] = tuple(made)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Axis]:
+        return {axis.name: axis for axis in self.axes}
+
+    @cached_property
+    def space(self) -> tuple[Axis, ...]:
+        """The axes of ranks, outermost first."""
+        return tuple(axis for axis in self.axes if not axis.time)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @cached_property
+    def size(self) -> int:
+        """How many ranks the mesh has."""
+        return math.prod(axis.size for axis in self.space)
+
+    def __getitem__(self, name: str) -> Axis:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise Error(
+                f"unknown mesh axis {name!r}",
+                expected=f"one of {', '.join(self.names)}",
+                got=name,
+                remedy="spell it as in the Mesh, or add the axis there",
+            ) from None
+
+    def extent(self, axes: Iterable[str]) -> int:
+        """The product of the sizes of some axes."""
+        return math.prod(self[name].size for name in axes)
+
+    def order(self, name: str) -> int:
+        """The place of an axis, outermost first: the canonical order where a set of axes is written."""
+        return self.names.index(self[name].name)
+
+    def sort(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Axes in the mesh's own order, outermost first."""
+        return tuple(sorted(set(axes), key=self.order))
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis of ranks."""
+        if not 0 <= rank < self.size:
+            raise Error(f"no rank {rank} on this mesh", expected=f"0 .. {self.size - 1}", got=rank)
+        result = {}
+        for axis in reversed(self.space):
+            rank, result[axis.name] = divmod(rank, axis.size)
+        return dict(reversed(result.items()))
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The inverse of :meth:`coords`."""
+        result = 0
+        for axis in self.space:
+            result = result * axis.size + coords[axis.name]
+        return result
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along ``axes`` only, the first axis given being the major one."""
+        coords = self.coords(rank)
+        ranks = [coords]
+        for name in axes:
+            ranks = [{**c, name: i} for c in ranks for i in range(self[name].size)]
+        return tuple(self.rank(c) for c in ranks)
+
+    def group_name(self, rank: int, axes: Iterable[str]) -> str:
+        """A name for :meth:`group` that is the same on all of its ranks, such as ``dp2.tp2/tp@1``."""
+        axes = tuple(axes)
+        others = [a.name for a in self.space if a.name not in axes]
+        coords = self.coords(rank)
+        index = 0
+        for name in others:
+            index = index * self[name].size + coords[name]
+        return f"{self.signature}/{'.'.join(axes)}@{index}"
+
+    @cached_property
+    def signature(self) -> str:
+        """The shape in a word, such as ``dp2.tp2``."""
+        return ".".join(f"{a.name}{a.size}" for a in self.space)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
+        """The description of a torch ``DeviceMesh`` with named dimensions, whose ranks are 0, 1, 2, ... in order."""
+        names = mesh.mesh_dim_names
+        if not names:
+            raise Error(
+                "this DeviceMesh has no dimension names",
+                expected="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
+                got="mesh_dim_names=None",
+            )
+        if mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
+            raise Error(
+                "this DeviceMesh does not hold the ranks 0, 1, 2, ... in order",
+                expected=list(range(mesh.mesh.numel())),
+                got=mesh.mesh.flatten().tolist(),
+                remedy="make it with init_device_mesh over the whole world",
+            )
+        return cls(**dict(zip(names, mesh.mesh.shape, strict=True)))
+
+    def to_device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """The torch ``DeviceMesh`` of the axes of ranks (``torch.distributed`` must be initialised)."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = tuple(axis.size for axis in self.space)
+        return init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.name for axis in self.space))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self.axes == other.axes
+
+    def __hash__(self) -> int:
+        return hash(self.axes)
+
+    def __repr__(self) -> str:
+        return "Mesh(" + ", ".join(f"{a.name}={f'Time({a.size})' if a.time else a.size}" for a in self.axes) + ")"

@@ -1,0 +1,134 @@
+"""Convolution, pooling and interpolation. Batch and channels may be cut; height and width are whole here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..graph import Node
+from ..rules import Dim, Emit, RuleEntry, ShardingRule, rule
+
+aten = torch.ops.aten
+
+
+def _conv_dims(x: tuple[int, ...], w: tuple[int, ...], transposed: bool, groups: int) -> Any:
+    """Input, weight, bias and output dims in factors: n, g groups, ci and co channels within a group."""
+    space = len(x) - 2
+    sizes = {"n": x[0], "g": groups}
+    whole = {f"{p}{i}" for p in "hkp" for i in range(space)}
+    sizes.update({f"h{i}": s for i, s in enumerate(x[2:])}, **{f"k{i}": s for i, s in enumerate(w[2:])})
+    if transposed:
+        sizes["ci"], sizes["co"] = w[0] // groups, w[1]
+        channels: tuple[Dim, Dim] = (("g", "ci"), ("co",))
+    else:
+        sizes["co"], sizes["ci"] = w[0] // groups, w[1]
+        channels = (("g", "co"), ("ci",))
+    if groups == 1:
+        sizes.pop("g")
+        channels = tuple(tuple(f for f in c if f != "g") for c in channels)  # type: ignore[assignment]
+    lead: Dim = ("g",) if groups > 1 else ()
+    if groups > 1:
+        whole |= {"ci"}
+    kernel = tuple((f"k{i}",) for i in range(space))
+    x_dims = (("n",), (*lead, "ci"), *((f"h{i}",) for i in range(space)))
+    y_dims = (("n",), (*lead, "co"), *((f"p{i}",) for i in range(space)))
+    return sizes, whole, x_dims, (*channels, *kernel), ((*lead, "co"),), y_dims
+
+
+def convolution(node: Node) -> ShardingRule:
+    """``x[n (g ci) h!..], w[(g co) ci k!..], b[(g co)] -> y[n (g co) p!..]``: with a bias inside, ci is whole."""
+    x, w = node.operands[0].shape, node.operands[1].shape
+    sizes, whole, x_dims, w_dims, b_dims, y_dims = _conv_dims(x, w, node.args[6], node.args[8])
+    sizes.update({f"p{i}": s for i, s in enumerate(node.outs[0].shape[2:])})
+    operands = [x_dims, w_dims]
+    linear = [frozenset({0}), frozenset({1})]
+    if len(node.operands) > 2:
+        operands.append(b_dims)
+        whole.add("ci")
+        linear = [frozenset({0, 2}), frozenset({1, 2})]
+    return ShardingRule(tuple(operands), (y_dims,), sizes, frozenset(whole), tuple(linear))
+
+
+def convolution_local(emit: Emit) -> Any:
+    args = list(emit.args)
+    args[8] = _local_groups(emit.node.args[8], emit.node.operands[0].shape[1], emit.operand_shape(0)[1])
+    return emit.call(emit.node.op, *args)
+
+
+def _local_groups(groups: int, channels: int, local: int) -> int:
+    return max(groups * local // channels, 1) if groups > 1 else groups
+
+
+def convolution_backward(node: Node) -> ShardingRule:
+    """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci."""
+    y, x, w = (v.shape for v in node.operands[:3])
+    sizes, whole, x_dims, w_dims, b_dims, y_dims = _conv_dims(x, w, node.args[7], node.args[9])
+    sizes.update({f"p{i}": s for i, s in enumerate(y[2:])})
+    if len(node.results) > 2 and node.results[2] is not None:
+        whole.add("ci")
+    results = [x_dims, w_dims, b_dims]
+    kept = tuple(r if v is not None else None for r, v in zip(results, node.results, strict=False))
+    return ShardingRule((y_dims, x_dims, w_dims), kept, sizes, frozenset(whole), (frozenset({0}),))
+
+
+def convolution_backward_local(emit: Emit) -> Any:
+    args = list(emit.args)
+    args[9] = _local_groups(emit.node.args[9], emit.node.operands[1].shape[1], emit.operand_shape(1)[1])
+    if args[3] is not None:
+        args[3] = [emit.operand_shape(0)[1]]
+    return emit.call(emit.node.op, *args)
+
+
+def expand_convolution(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> torch.Tensor:
+    y = torch.ops.aten.convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
+    return y if bias is None else y + bias.view([1, -1, *[1] * (x.dim() - 2)])
+
+
+def expand_convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias_sizes: list[int] | None, *args: Any
+) -> tuple[torch.Tensor | None, ...]:
+    mask = list(args[-1])
+    gx, gw, _ = torch.ops.aten.convolution_backward(grad, x, w, None, *args[:-1], [mask[0], mask[1], False])
+    gb = torch.sum(grad, [d for d in range(grad.dim()) if d != 1]) if mask[2] else None
+    return gx, gw, gb
+
+
+SPATIAL = "n.. h! w!"
+POOL = f"{SPATIAL} -> n.. p! q!"
+POOL_BACKWARD = f"n.. p! q!, {SPATIAL} -> {SPATIAL}"
+
+RULES: tuple[RuleEntry, ...] = (
+    rule(aten.convolution.default, convolution, local=convolution_local, expand=expand_convolution),
+    rule(
+        aten.convolution_backward.default,
+        convolution_backward,
+        local=convolution_backward_local,
+        expand=expand_convolution_backward,
+    ),
+    rule(aten.max_pool2d_with_indices.default, f"{SPATIAL} -> n.. p! q!, n.. p! q!"),
+    rule(
+        aten.max_pool2d_with_indices_backward.default,
+        f"n.. p! q!, {SPATIAL}, n.. p! q! -> {SPATIAL}",
+        linear="0",
+    ),
+    rule((aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default), POOL, linear="0"),
+    rule((aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default), POOL_BACKWARD, linear="0"),
+    rule((aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default), POOL, linear="0"),
+    rule(
+        (aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default),
+        POOL,
+        linear="0",
+        shape_arg=2,
+    ),
+)

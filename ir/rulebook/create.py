@@ -1,0 +1,66 @@
+"""Ops that make values: constants, ranges, random masks. Any dim of the result may be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..graph import Node
+from ..random import dropout
+from ..rules import Dim, Emit, RuleEntry, ShardingRule, rule
+from .pointwise import pointwise
+
+aten = torch.ops.aten
+
+
+def created(node: Node) -> ShardingRule:
+    """The result's dims, whatever the operands are (``new_zeros`` needs only the dtype of its operand)."""
+    sizes: dict[str, int] = {}
+    operands = []
+    for t, value in enumerate(node.operands):
+        dims: list[Dim] = []
+        for i, size in enumerate(value.shape):
+            sizes[f"o{t}_{i}"] = size
+            dims.append((f"o{t}_{i}",))
+        operands.append(tuple(dims))
+    whole = frozenset(sizes) if node.operands else frozenset()
+    result: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(node.outs[0].type.ndim))
+    sizes.update({f"d{i}": s for i, s in enumerate(node.outs[0].shape)})
+    return ShardingRule(tuple(operands), (result,), sizes, whole)
+
+
+def arange_local(emit: Emit) -> Any:
+    op = emit.node.op
+    args = emit.node.args
+    first, step = 0, 1
+    if op is aten.arange.start:
+        first = args[0]
+    elif op is aten.arange.start_step:
+        first, step = args[0], args[2] if len(args) > 2 else 1
+    start, length = emit.result_bounds(0, 0)
+    if length == emit.node.outs[0].shape[0]:
+        return emit.call(op, *emit.args, **emit.kwargs)
+    low = first + start * step
+    return emit.call(aten.arange.start_step, low, low + length * step, step, **emit.kwargs)
+
+
+def dropout_local(emit: Emit) -> Any:
+    """The mask is drawn by the box of the whole that the rank holds: replicas agree, shards differ."""
+    x, p, seed, number, _ = emit.args
+    box = [emit.result_bounds(0, d)[0] for d in range(len(emit.result_shape(0)))]
+    return emit.call(dropout, x, p, seed, number, box)
+
+
+def dropout_rule(node: Node) -> ShardingRule:
+    base = pointwise(node)
+    return ShardingRule((base.operands[0], ()), base.results, base.sizes)
+
+
+RULES: tuple[RuleEntry, ...] = (
+    rule((aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format), created, shape_arg=0),
+    rule((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), created, shape_arg=1),
+    rule((aten.scalar_tensor, aten.eye), created),
+    rule(aten.arange, created, local=arange_local),
+    rule(dropout, dropout_rule, local=dropout_local),
+)

@@ -1,0 +1,215 @@
+"""Lookups: embedding, gather, index, and the loss over class indices.
+
+Where the dim that is looked up is cut, each rank finds what lies in its own range and gives nothing for the
+rest: the sum over the ranks is the answer. That is the vocabulary-parallel embedding of Megatron-LM
+(Shoeybi et al., 2019), here for every op of the kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..graph import Node
+from ..rules import Dim, Emit, RuleEntry, ShardingRule, rule
+
+aten = torch.ops.aten
+
+
+def _mine(emit: Emit, index: Any, start: int, length: int) -> tuple[Any, Any]:
+    """The index within this rank's range (clamped), and where it lies outside."""
+    local = emit.call(aten.sub.Tensor, index, start) if start else index
+    low = emit.call(aten.lt.Scalar, local, 0)
+    high = emit.call(aten.ge.Scalar, local, length)
+    return emit.call(aten.clamp.default, local, 0, max(length - 1, 0)), emit.call(aten.logical_or.default, low, high)
+
+
+def embedding_local(emit: Emit) -> Any:
+    start, length = emit.operand_bounds(0, 0)
+    weight, index = emit.args[:2]
+    if length == emit.node.operands[0].shape[0]:
+        return emit.call(emit.node.op, *emit.args, **emit.kwargs)
+    if length == 0:
+        return emit.call(aten.new_zeros.default, weight, list(emit.result_shape(0)))
+    local, outside = _mine(emit, index, start, length)
+    found = emit.call(aten.embedding.default, weight, local)
+    return emit.call(aten.masked_fill.Scalar, found, emit.call(aten.unsqueeze.default, outside, -1), 0)
+
+
+def embedding_backward_local(emit: Emit) -> Any:
+    start, length = emit.result_bounds(0, 0)
+    grad, index, rows, padding, scale = emit.args[:5]
+    if length == rows:
+        return emit.call(emit.node.op, *emit.args)
+    if length == 0:
+        return emit.call(aten.new_zeros.default, grad, list(emit.result_shape(0)))
+    local, outside = _mine(emit, index, start, length)
+    masked = emit.call(aten.masked_fill.Scalar, grad, emit.call(aten.unsqueeze.default, outside, -1), 0)
+    inside = padding - start if start <= padding < start + length else -1
+    return emit.call(aten.embedding_dense_backward.default, masked, local, length, inside, scale)
+
+
+def gather(node: Node) -> ShardingRule:
+    """``x[v, n..], index[i, n..] -> y[i, n..]`` at the gathered dim; v is looked up."""
+    x, index = (v.shape for v in node.operands)
+    dim = node.args[1] % max(len(x), 1)
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    sizes = {f"d{i}": s for i, s in enumerate(index)}
+    whole = {f"d{i}" for i in range(len(x)) if i != dim and x[i] != index[i]}
+    operand = list(names)
+    for i in range(len(x)):
+        if i == dim or x[i] != index[i]:
+            operand[i] = (f"v{i}",)
+            sizes[f"v{i}"] = x[i]
+            if i != dim:
+                whole.add(f"v{i}")
+    return ShardingRule((tuple(operand), tuple(names)), (tuple(names),), sizes, frozenset(whole), (frozenset({0}),))
+
+
+def gather_local(emit: Emit) -> Any:
+    x = emit.node.operands[0].shape
+    dim = emit.node.args[1] % max(len(x), 1)
+    start, length = emit.operand_bounds(0, dim) if x else (0, 0)
+    if not x or length == x[dim]:
+        return emit.call(emit.node.op, *emit.args, **emit.kwargs)
+    if length == 0:
+        return emit.call(aten.new_zeros.default, emit.args[0], list(emit.result_shape(0)))
+    local, outside = _mine(emit, emit.args[2], start, length)
+    found = emit.call(aten.gather.default, emit.args[0], dim, local)
+    return emit.call(aten.masked_fill.Scalar, found, outside, 0)
+
+
+def scatter(node: Node) -> ShardingRule:
+    """``scatter``, ``scatter_add`` and the gradient of gather: the scattered dim is whole, the others pass."""
+    x = node.operands[0].shape
+    dim = node.args[1] % max(len(x), 1)
+    sizes: dict[str, int] = {f"d{i}": s for i, s in enumerate(x)}
+    whole: set[str] = {f"d{dim}"}
+    tensors: list[tuple[Dim, ...]] = [tuple((f"d{i}",) for i in range(len(x)))]
+    for t, value in enumerate(node.operands[1:]):
+        dims: list[Dim] = []
+        for i, size in enumerate(value.shape):
+            if i == dim or size != x[i]:
+                name = f"t{t}_{i}"
+                sizes[name] = size
+                whole |= {name, f"d{i}"}
+                dims.append((name,))
+            else:
+                dims.append((f"d{i}",))
+        tensors.append(tuple(dims))
+    return ShardingRule(tuple(tensors), (tensors[0],), sizes, frozenset(whole))
+
+
+def index_tensor(node: Node) -> ShardingRule:
+    """``x[i, j]``: indexed dims are whole, the dims of the (broadcast) index and the other dims may be cut."""
+    x = node.operands[0].shape
+    indices = node.args[1]
+    at = [i for i, index in enumerate(indices) if index is not None]
+    kept = [i for i in range(len(x)) if i not in at]
+    if any(index.type.dtype in (torch.bool, torch.uint8) for index in indices if index is not None):
+        raise NotImplementedError
+    sizes = {f"x{i}": s for i, s in enumerate(x)}
+    shape = torch.broadcast_shapes(*(indices[i].shape for i in at))
+    sizes.update({f"i{j}": s for j, s in enumerate(shape)})
+    together = at == list(range(at[0], at[0] + len(at)))
+    lead = [i for i in kept if i < at[0]] if together else []
+    broadcast: tuple[Dim, ...] = tuple((f"i{j}",) for j in range(len(shape)))
+    result = (
+        *((f"x{i}",) for i in lead),
+        *broadcast,
+        *((f"x{i}",) for i in kept if i not in lead),
+    )
+    operands: list[tuple[Dim, ...]] = [tuple((f"x{i}",) for i in range(len(x)))]
+    for i in at:
+        own = indices[i].shape
+        skip = len(shape) - len(own)
+        operands.append(tuple(() if s == 1 and shape[skip + j] != 1 else (f"i{skip + j}",) for j, s in enumerate(own)))
+    whole = frozenset(f"x{i}" for i in at)
+    return ShardingRule(tuple(operands), (result,), sizes, whole, (frozenset({0}),), moves_only=True)
+
+
+def index_select(node: Node) -> ShardingRule:
+    x = node.operands[0].shape
+    dim = node.args[1] % len(x)
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    sizes = {f"d{i}": s for i, s in enumerate(x)}
+    sizes["i"] = node.operands[1].type.numel
+    result = tuple(("i",) if i == dim else n for i, n in enumerate(names))
+    return ShardingRule(
+        (tuple(names), (("i",),) * node.operands[1].type.ndim), (result,), sizes, frozenset({f"d{dim}"}), (frozenset({0}),)
+    )
+
+
+NOTHING = -100
+"""The index that a local loss ignores: never a class of the rank's."""
+
+
+def nll_forward_local(emit: Emit) -> Any:
+    dim = 1 if emit.node.operands[0].type.ndim > 1 else 0
+    start, length = emit.operand_bounds(0, dim)
+    logp, target, weight, reduction, ignore = emit.args[:5]
+    if length == emit.node.operands[0].shape[dim]:
+        return emit.call(emit.node.op, *emit.args)
+    local = _nll_local_target(emit, target, start, length, ignore)
+    return emit.call(emit.node.op, logp, local, weight, reduction, NOTHING)
+
+
+def _nll_local_target(emit: Emit, target: Any, start: int, length: int, ignore: int) -> Any:
+    local, outside = _mine(emit, target, start, length)
+    ignored = emit.call(aten.eq.Scalar, target, ignore)
+    return emit.call(aten.masked_fill.Scalar, local, emit.call(aten.logical_or.default, outside, ignored), NOTHING)
+
+
+def nll_backward_local(emit: Emit) -> Any:
+    dim = 1 if emit.node.operands[1].type.ndim > 1 else 0
+    start, length = emit.operand_bounds(1, dim)
+    grad, logp, target, weight, reduction, ignore, total = emit.args[:7]
+    if length == emit.node.operands[1].shape[dim]:
+        return emit.call(emit.node.op, *emit.args)
+    local = _nll_local_target(emit, target, start, length, ignore)
+    return emit.call(emit.node.op, grad, logp, local, weight, reduction, NOTHING, total)
+
+
+def nll(node: Node) -> ShardingRule:
+    """The *summed* negative log likelihood (capture makes the mean a quotient): ``x[n c s..], t[n s..] -> sum, weight``."""
+    x = node.operands[0].shape
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    sizes = {f"d{i}": s for i, s in enumerate(x)}
+    dim = 1 if len(x) > 1 else 0
+    target = tuple(n for i, n in enumerate(names) if i != dim)
+    operands: list[tuple[Dim, ...]] = [tuple(names), target]
+    if len(node.operands) > 2:
+        operands.append((names[dim],))
+    loss = target if node.args[3] == 0 else ()
+    whole = frozenset() if node.args[3] != 1 else frozenset(sizes)
+    return ShardingRule(tuple(operands), (loss, ()), sizes, whole)
+
+
+def nll_backward(node: Node) -> ShardingRule:
+    """``grad, x[n c s..], t[n s..], total -> gx[n c s..]``: every row on its own, given the total weight."""
+    x = node.operands[1].shape
+    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
+    sizes = {f"d{i}": s for i, s in enumerate(x)}
+    dim = 1 if len(x) > 1 else 0
+    target = tuple(n for i, n in enumerate(names) if i != dim)
+    grad = target if node.operands[0].type.ndim else ()
+    operands: list[tuple[Dim, ...]] = [grad, tuple(names), target]
+    if len(node.operands) > 4:
+        operands.append((names[dim],))
+    operands.append(())
+    return ShardingRule(tuple(operands), (tuple(names),), sizes, linear=(frozenset({0}),))
+
+
+RULES: tuple[RuleEntry, ...] = (
+    rule(aten.embedding.default, "v d, n.. -> n.. d", linear="0", local=embedding_local),
+    rule(
+        aten.embedding_dense_backward.default, "n.. d, n.. -> v d", linear="0", local=embedding_backward_local
+    ),
+    rule(aten.gather.default, gather, local=gather_local),
+    rule((aten.scatter.src, aten.scatter.value, aten.scatter_add.default), scatter),
+    rule(aten.index.Tensor, index_tensor),
+    rule(aten.index_select.default, index_select),
+    rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_forward_local),
+    rule((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_backward, local=nll_backward_local),
+)

@@ -1,0 +1,352 @@
+"""Op rules: what may be cut, as data.
+
+A rule is an einsum over *factors*, in the spirit of Shardy's::
+
+    rule(aten.mm.default, "m k, k n -> m n", linear="0|1")
+
+    m k        the dims of an operand, in order          n..   any number of leading dims
+    (h d)      a dim that is the product of factors      1     a dim of size one
+    k!         a factor that must be whole
+
+A factor that is missing from *one* result makes *that* result partial over the axes that cut the factor.
+``linear`` says which operands may be partial sums: ``"0|1"`` one of them at a time, ``"0&1"`` both together.
+An operand that is optional and not given is left out of the template. What no template can say is said by a
+function of the node that returns a :class:`ShardingRule`. From a rule follow all strategies of an op, for any
+number of mesh axes: see :func:`strategy`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from .errors import Error
+from .graph import Node, Strategy, Value, op_name
+from .mesh import Mesh
+from .spec import WHOLE, Cut, Part, Spec, compound
+
+Dim = tuple[str, ...]
+"""The factors whose product a tensor dim is, major first; () is a dim of size one."""
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """What may be cut of one node: per operand and per result the factors of each dim."""
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...] | None, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    reduce: str = "sum"
+    moves_only: bool = False
+    """The op only moves elements about: any kind of partial value (a max too) may pass."""
+
+    @cached_property
+    def factors(self) -> dict[str, list[tuple[bool, int, int, int]]]:
+        """Where each factor stands: (is an operand, tensor, dim, place in the dim)."""
+        found: dict[str, list[tuple[bool, int, int, int]]] = {}
+        for is_operand, tensors in ((True, self.operands), (False, self.results)):
+            for t, dims in enumerate(tensors):
+                for d, dim in enumerate(dims or ()):
+                    for place, factor in enumerate(dim):
+                        found.setdefault(factor, []).append((is_operand, t, d, place))
+        return found
+
+    @cached_property
+    def result_factors(self) -> tuple[frozenset[str], ...]:
+        return tuple(frozenset(f for dim in dims or () for f in dim) for dims in self.results)
+
+    def dim_sizes(self, dim: Dim) -> list[int]:
+        return [self.sizes[f] for f in dim]
+
+
+class Emit(Protocol):
+    """What a rule's ``local`` function gets to write one rank's version of a node (made by code generation)."""
+
+    node: Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write a call; gives its result, to be used in further calls."""
+
+    def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
+        """Start and length of what this rank holds of a dim of an operand."""
+
+    def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
+        """Start and length of what this rank holds of a dim of a result."""
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """The local shape of an operand."""
+
+    def result_shape(self, result: int) -> tuple[int, ...]:
+        """The local shape of a result."""
+
+
+MakeRule = Callable[[Node], "ShardingRule | None"]
+MakeLocal = Callable[[Emit], Any]
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """A rule in a rule book: for which ops, and how one rank's version of a node is written.
+
+    ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``local``
+    writes anything else; ``expand`` says that where a whole factor is in the way the op may be taken apart
+    into its decomposition (True: torch's own).
+    """
+
+    ops: tuple[Any, ...]
+    make: MakeRule
+    text: str = ""
+    shape_arg: int | None = None
+    local: MakeLocal | None = None
+    expand: bool | Callable[..., Any] = False
+
+
+def rule(
+    ops: Any,
+    template: str | MakeRule,
+    *,
+    linear: str = "",
+    reduce: str = "sum",
+    moves_only: bool = False,
+    shape_arg: int | None = None,
+    local: MakeLocal | None = None,
+    expand: bool | Callable[..., Any] = False,
+) -> RuleEntry:
+    """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"`` or from a function of the node.
+
+    Args:
+        ops: an ``OpOverload``, an ``OpOverloadPacket`` (all its overloads), or a tuple of them.
+
+    Raises:
+        Error: the template cannot be read.
+
+    Example::
+
+        rule(torch.ops.mylib.scale_rows.default, "n d, n -> n d", linear="0|1")
+    """
+    given = ops if isinstance(ops, tuple) else (ops,)
+    if isinstance(template, str):
+        parsed = Template(template, linear, reduce, moves_only)
+        return RuleEntry(given, parsed, template, shape_arg, local, expand)
+    return RuleEntry(given, template, template.__name__, shape_arg, local, expand)
+
+
+def parse_linear(text: str) -> tuple[frozenset[int], ...]:
+    return tuple(frozenset(int(i) for i in group.split("&")) for group in text.split("|")) if text else ()
+
+
+@dataclass(frozen=True)
+class Template:
+    """A parsed template; calling it with a node gives the node's rule."""
+
+    text: str
+    linear: str = ""
+    reduce: str = "sum"
+    moves_only: bool = False
+    operands: tuple[tuple[Dim, ...], ...] = field(init=False)
+    results: tuple[tuple[Dim, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        left, arrow, right = self.text.partition("->")
+        if not arrow:
+            raise Error("a rule's template has no arrow", expected="such as 'm k, k n -> m n'", got=self.text)
+        object.__setattr__(self, "operands", tuple(self._tensor(t) for t in left.split(",")) if left.strip() else ())
+        object.__setattr__(self, "results", tuple(self._tensor(t) for t in right.split(",")))
+
+    def _tensor(self, text: str) -> tuple[Dim, ...]:
+        dims: list[Dim] = []
+        compound_dim: list[str] | None = None
+        for word in text.replace("(", " ( ").replace(")", " ) ").split():
+            if word == "(":
+                compound_dim = []
+            elif word == ")":
+                if compound_dim is None:
+                    raise Error("a ')' without '(' in a rule's template", got=self.text)
+                dims.append(tuple(compound_dim))
+                compound_dim = None
+            elif compound_dim is not None:
+                compound_dim.append(word)
+            else:
+                dims.append(() if word == "1" else (word,))
+        return tuple(dims)
+
+    def __call__(self, node: Node) -> ShardingRule:
+        slots = tensor_slots(node)
+        if len(slots) != len(self.operands):
+            raise Error(
+                f"the rule of {op_name(node.op)} does not fit its tensor arguments",
+                where=str(node.where),
+                expected=f"{len(self.operands)} as in {self.text!r}",
+                got=len(slots),
+            )
+        ellipsis: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        whole: set[str] = set()
+        given = [(d, v) for d, v in zip(self.operands, slots, strict=True) if v is not None]
+        position = {slot: i for i, slot in enumerate(j for j, v in enumerate(slots) if v is not None)}
+        operands = tuple(self._bind(dims, v.shape, ellipsis, sizes, whole) for dims, v in given)
+        results = tuple(
+            None if v is None else self._bind(dims, v.shape, ellipsis, sizes, whole)
+            for dims, v in zip(self.results, node.results, strict=False)
+        )
+        linear = tuple(
+            frozenset(position[i] for i in group if i in position)
+            for group in parse_linear(self.linear)
+            if any(i in position for i in group)
+        )
+        return ShardingRule(operands, results, sizes, frozenset(whole), linear, self.reduce, self.moves_only)
+
+    def _bind(
+        self, dims: tuple[Dim, ...], shape: Sequence[int], ellipsis: dict[str, int], sizes: dict[str, int], whole: set[str]
+    ) -> tuple[Dim, ...]:
+        expanded: list[Dim] = []
+        free = len(shape) - sum(1 for d in dims if not (d and d[0].endswith("..")))
+        for dim in dims:
+            if dim and dim[0].endswith(".."):
+                base = dim[0][:-2].rstrip("!")
+                count = ellipsis.setdefault(base, free)
+                names = [f"{base}{i}" for i in range(count)]
+                if "!" in dim[0]:
+                    whole.update(names)
+                expanded.extend((name,) for name in names)
+            else:
+                whole.update(f.rstrip("!") for f in dim if f.endswith("!"))
+                expanded.append(tuple(f.rstrip("!") for f in dim))
+        if len(expanded) != len(shape):
+            raise Error(
+                "a rule's template does not have as many dims as the tensor",
+                expected=f"{len(shape)} dims for shape {tuple(shape)}",
+                got=self.text,
+            )
+        bound: list[Dim] = []
+        for dim, size in zip(expanded, shape, strict=True):
+            unknown = [f for f in dim if f not in sizes]
+            known = math.prod(sizes[f] for f in dim if f in sizes)
+            if len(unknown) == 1 and known and size % known == 0:
+                sizes[unknown[0]] = size // known
+            elif unknown or known != size:
+                raise Error(
+                    "a tensor's dim does not fit the rule",
+                    expected=f"{' '.join(dim)} = {known}" if not unknown else f"sizes of {unknown}",
+                    got=f"size {size} in {self.text!r}",
+                )
+            bound.append(dim)
+        return tuple(bound)
+
+
+def tensor_slots(node: Node) -> list[Value | None]:
+    """The tensor arguments that the op's schema names, in its order; None for an optional one that is not given."""
+    schema = node.op._schema.arguments
+    slots: list[Value | None] = []
+    for i, argument in enumerate(schema):
+        kind = str(argument.type)
+        if "Tensor" not in kind:
+            continue
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if "List" in kind:
+            slots.extend(v if isinstance(v, Value) else None for v in value or ())
+        else:
+            slots.append(value if isinstance(value, Value) else None)
+    return slots
+
+
+class RuleBook:
+    """The rules by op: for an overload, for all overloads of a name, or (pointwise ops) by torch's tag."""
+
+    def __init__(self, entries: Iterable[RuleEntry], pointwise: RuleEntry) -> None:
+        self._pointwise = pointwise
+        self._by_op: dict[Any, RuleEntry] = {}
+        for entry in entries:
+            for op in entry.ops:
+                self._by_op[op] = entry
+
+    def extended(self, entries: Iterable[RuleEntry]) -> RuleBook:
+        """A new book in which ``entries`` stand beside these, and win."""
+        book = RuleBook((), self._pointwise)
+        book._by_op = dict(self._by_op)
+        for entry in entries:
+            for op in entry.ops:
+                book._by_op[op] = entry
+        return book
+
+    def entry(self, op: Any) -> RuleEntry | None:
+        """The entry of an op, or None where there is no rule."""
+        found = self._by_op.get(op)
+        if found is None and isinstance(op, torch._ops.OpOverload):
+            found = self._by_op.get(op.overloadpacket)
+            if found is None and torch.Tag.pointwise in op.tags:
+                found = self._pointwise
+        return found
+
+    def __iter__(self) -> Any:
+        return iter(self._by_op.items())
+
+
+def replicated(node: Node) -> ShardingRule:
+    """The rule of an op that has none: nothing may be cut."""
+    sizes: dict[str, int] = {}
+
+    def dims(prefix: str, value: Value) -> tuple[Dim, ...]:
+        names = [f"{prefix}{d}" for d in range(value.type.ndim)]
+        sizes.update(zip(names, value.shape, strict=True))
+        return tuple((name,) for name in names)
+
+    operands = tuple(dims(f"a{i}_", v) for i, v in enumerate(node.operands))
+    results = tuple(None if v is None else dims(f"r{i}_", v) for i, v in enumerate(node.results))
+    return ShardingRule(operands, results, sizes, frozenset(sizes))
+
+
+Cuts = Mapping[str, Cut]
+
+
+def place(dims: tuple[Dim, ...], cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> tuple[Cut, ...]:
+    """The cuts of a tensor's dims that follow from the cuts of the factors."""
+    placed = []
+    for dim in dims:
+        if len(dim) == 1:
+            placed.append(cuts.get(dim[0], WHOLE))
+        elif not any(f in cuts for f in dim):
+            placed.append(WHOLE)
+        else:
+            parts: list[Part] = []
+            for f in dim:
+                parts.extend(cuts.get(f, WHOLE).sub(rule.sizes[f]))
+            placed.append(compound(parts, mesh))
+    return tuple(placed)
+
+
+def strategy(
+    rule: ShardingRule,
+    cuts: Cuts,
+    mesh: Mesh,
+    partial: Mapping[str, tuple[str, frozenset[int]]] | None = None,
+) -> Strategy:
+    """How a node is computed when its factors are cut so, and operands are partial so.
+
+    Args:
+        cuts: factor -> cut. Over all factors, an axis at most once.
+        partial: axis -> (reduction, the operands that are partial over it), one of ``rule.linear``'s groups.
+    """
+    partial = partial or {}
+    operands = []
+    for i, dims in enumerate(rule.operands):
+        held = tuple((axis, op) for axis, (op, group) in partial.items() if i in group)
+        operands.append(Spec(place(dims, cuts, rule, mesh), held))
+    passed = tuple((axis, op) for axis, (op, _) in partial.items())
+    results = []
+    for present, dims in zip(rule.result_factors, rule.results, strict=True):
+        if dims is None:
+            continue
+        made = tuple((axis, rule.reduce) for f, cut in cuts.items() if f not in present for axis in cut.axes)
+        ordered = sorted(passed + made, key=lambda pair: mesh.order(pair[0]))
+        results.append(Spec(place(dims, cuts, rule, mesh), tuple(ordered)))
+    return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in cuts.items() if c.axes))

@@ -1,0 +1,12 @@
+"""shardfx: a graph-level parallelizing compiler for PyTorch."""
+
+from pathlib import Path as _Path
+
+# In a checkout, ./shardfx may shadow the installed package. The folders ir/, passes/, ... then lie beside it,
+# so let `shardfx.ir` be found there. An installed wheel has no pyproject.toml beside it and needs nothing.
+_root = _Path(__file__).resolve().parent.parent
+if (_root / "pyproject.toml").is_file() and (_root / "ir").is_dir() and str(_root) not in __path__:
+    __path__.append(str(_root))
+del _root
+
+# ---- public names -----------------------------------------------------------------------------------------

@@ -1,0 +1,22 @@
+"""Tiers are folders: a test in tests/unit has the marker ``unit``, and so on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before torch is imported, and for the processes that tests start: more threads than cores are many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test asks the network for a model.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+TESTS = Path(__file__).parent
+TIERS = ("unit", "virtual", "torchrun")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if TESTS in item.path.parents and (tier := item.path.relative_to(TESTS).parts[0]) in TIERS:
+            item.add_marker(tier)

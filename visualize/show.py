@@ -1,0 +1,191 @@
+"""How much of a graph is drawn: the finest detail that has at most so many boxes.
+
+    every op                       a small graph
+    ops, with views hidden         a view or transpose is drawn as part of the op that uses it
+    modules closed, deepest first  communication stays outside of its module
+    communication inside too       as a line of the closed module
+    slices of the program          for a graph without modules
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardfx.ir.graph import Graph, Node, Phase, op_name
+
+from .boxes import Box, Kind, Lane, Picture
+from .flow import Flow, flow, hosts, is_view
+from .fold import Module, is_own
+from .pieces import untangle
+from .wiring import wire
+
+ALL_OPS = 48
+"""Up to so many boxes every single op is drawn."""
+WRAPPER = 0.6
+"""A module at the top that holds such a share of all boxes is not drawn itself: it says nothing."""
+
+
+@dataclass(frozen=True)
+class Detail:
+    """Are views boxes of their own, from which depth on are modules closed, does communication stay outside of them."""
+
+    views: bool = False
+    depth: int | None = None
+    comm: bool = True
+    slices: int | None = None
+
+
+def show(graph: Graph, limit: int = 300) -> Picture:
+    """The finest picture of ``graph`` that has at most ``limit`` boxes."""
+    flown = flow(graph)
+    host = hosts(flown)
+    deepest = max((_depth(lane.root) for lane in flown.lanes), default=0)
+    depths = range(deepest, 0, -1)
+    closing = [Detail(depth=depth) for depth in depths] + [Detail(depth=depth, comm=False) for depth in depths]
+    for level in [Detail(views=True), Detail(), *closing]:
+        most = min(limit, ALL_OPS) if level.views else limit
+        builder = Builder(flown, level, {} if level.views else host)
+        if builder.at_least() <= most:
+            picture = builder.picture()
+            if picture.size <= most:
+                return picture
+    slices = max(1, (limit - len(graph.outputs)) // (2 * max(1, len(flown.lanes))))
+    return Builder(flown, Detail(depth=1, comm=False, slices=slices), host).picture()
+
+
+def _depth(module: Module) -> int:
+    return 1 + max((_depth(child) for child in module.children if isinstance(child, Module)), default=-1)
+
+
+class Builder:
+    """Makes the boxes of one level of detail."""
+
+    def __init__(self, flow: Flow, level: Detail, host: dict[Node, Node]) -> None:
+        self.flow = flow
+        self.level = level
+        self.host = host
+        self.guests: dict[Node, list[Node]] = {}
+        for guest, node in host.items():
+            self.guests.setdefault(node, []).append(guest)
+        self.order = {node: i for i, node in enumerate(flow.operands)}
+
+    def at_least(self) -> int:
+        """A lower bound of the number of boxes, found quickly."""
+
+        def count(module: Module, depth: int) -> int:
+            if self._closes(depth):
+                return 1
+            parts = (count(c, depth + 1) if isinstance(c, Module) else c not in self.host for c in module.children)
+            return sum(parts)
+
+        return sum(count(lane.root, 0) for lane in self.flow.lanes)
+
+    def _closes(self, depth: int) -> bool:
+        return self.level.depth is not None and depth >= self.level.depth
+
+    def picture(self) -> Picture:
+        lanes = []
+        for folded in self.flow.lanes:
+            boxes = self.contents(folded.root, 0, folded.phase)
+            if self.level.slices is not None and len(boxes) > self.level.slices:
+                boxes = self.slices(boxes, folded.phase)
+            lanes.append(Lane(folded.phase, boxes))
+        unwrap(lanes)
+        for lane in lanes:
+            lane.boxes = untangle(lane.boxes, self.flow, self.order)
+        for lane in lanes:
+            for box in lane.boxes:
+                name(box, "")
+        return wire(self.flow, lanes)
+
+    def contents(self, module: Module, depth: int, phase: Phase) -> list[Box]:
+        """The boxes for what is inside a module."""
+        boxes: list[Box] = []
+        for child in module.children:
+            if isinstance(child, Node):
+                if child not in self.host:
+                    boxes.append(self.leaf(child))
+            else:
+                boxes.extend(self.module(child, depth + 1, phase))
+        return boxes
+
+    def module(self, module: Module, depth: int, phase: Phase) -> list[Box]:
+        """The boxes for a module: itself, or what is inside where that says as much."""
+        if self._closes(depth):
+            return self.closed(module, phase)
+        inside = self.contents(module, depth, phase)
+        if module.count == 1 and all(box.kind is not Kind.OPEN and box.kind is not Kind.CLOSED for box in inside):
+            ops = [box for box in inside if box.kind is not Kind.COMM]
+            if len(ops) <= 1:
+                for box in ops:
+                    box.label = module.path if not box.label else box.label
+                return inside
+        if not inside:
+            return []
+        if len(inside) == 1 and inside[0].kind is Kind.OPEN and (module.count == 1 or inside[0].count == 1):
+            only = inside[0]
+            if module.count == 1:
+                return inside
+        return [self._open(module, inside, phase)]
+
+    def _open(self, module: Module, inside: list[Box], phase: Phase) -> Box:
+        box = Box(Kind.OPEN, phase, path=module.label or module.path, children=inside, count=module.count)
+        box.loops = module in self.flow.loops
+        return box
+
+    def closed(self, module: Module, phase: Phase) -> list[Box]:
+        """A module as one box, and its communication beside it."""
+        comm = self._own_comm(module) if self.level.comm else []
+        outside = set(comm)
+        nodes = [node for node in _drawn(module) if node not in outside and node not in self.host]
+        boxes = [self.leaf(node) for node in comm]
+        if nodes:
+            every = sorted([*nodes, *(g for node in nodes for g in self.guests.get(node, ()))], key=self.order.__getitem__)
+            hidden = [node for node in module.nodes if node not in outside]
+            if len(every) == 1 and module.count == 1:
+                boxes.insert(0, self.leaf(every[0]))
+                boxes[0].label = module.path
+            else:
+                boxes.insert(0, Box(Kind.CLOSED, phase, every, module.label or module.path, inside=hidden))
+        if module.count > 1 and len(boxes) > 1:
+            return [self._open(module, boxes, phase)]
+        if boxes:
+            boxes[0].count = module.count
+            boxes[0].loops = module in self.flow.loops
+        return boxes
+
+    def _own_comm(self, module: Module) -> list[Node]:
+        """The communication in a module that is not in a folded block in it."""
+        found = []
+        for child in module.children:
+            if isinstance(child, Node):
+                if str(child.op).startswith("comm."):
+                    found.append(child)
+            elif child.count == 1:
+                found.extend(self._own_comm(child))
+        return found
+
+    def leaf(self, node: Node) -> Box:
+        """One op, with the views that are drawn as part of it."""
+        nodes = sorted([*self.guests.get(node, ()), node], key=self.order.__getitem__)
+        short = op_name(node.op)
+        kind = Kind.OP
+        if is_own(node):
+            kind = Kind.COMM if short.startswith("comm.") else Kind.MEMORY
+        elif is_view(node):
+            kind = Kind.VIEW
+        return Box(kind, node.phase, nodes, node.where.module, short)
+
+    def slices(self, boxes: list[Box], phase: Phase) -> list[Box]:
+        """Boxes of one level joined to ``level.slices`` boxes, in program order, so that no cycle comes about."""
+        count = self.level.slices or 1
+        leaves = sorted((leaf for box in boxes for leaf in box.leaves()), key=lambda b: self.order[b.nodes[0]])
+        per = -(-len(leaves) // count)
+        result = []
+        for at in range(0, len(leaves), per):
+            part = leaves[at : at + per]
+            nodes = [node for box in part for node in box.nodes]
+            inside = [node for box in part for node in (box.inside or box.nodes)]
+            result.append(Box(Kind.CLOSED, phase, nodes, "", inside=inside))
+        return result
