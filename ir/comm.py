@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from .errors import Error
 from .mesh import Mesh
 from .spec import WHOLE, Cut, Part, Spec, TensorType, compound, project
 
@@ -102,6 +103,78 @@ def coarsen(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -
             parts, at = [Part(0, spec.dims[at].axes)], at + 1
         dims.append(Cut(parts[0].axes) if len(parts) == 1 else compound(parts, mesh))
     return Spec(tuple(dims), spec.partial)
+
+
+def on_view(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -> Spec | None:
+    """The spec of the value seen as ``view``: the inverse of :func:`coarsen`. None where a cut does not fall on it."""
+    dims: list[Cut] = []
+    at = 0
+    for size, cut in zip(shape, spec.dims, strict=True):
+        start, product = at, 1
+        while at < len(view) and (at == start or product < size):
+            product *= view[at]
+            at += 1
+        projected = project(cut, size, view[start:at], mesh) if product == size else None
+        if projected is None or any(c.parts for c in projected):
+            return None
+        dims.extend(projected)
+    return Spec(tuple(dims), spec.partial) if at == len(view) else None
+
+
+def moved(
+    op: CommOp,
+    source: Spec,
+    shape: Sequence[int],
+    mesh: Mesh,
+    *,
+    axes: Sequence[str],
+    dim: int | None = None,
+    to: int | None = None,
+    reduce: str | None = None,
+    view: Sequence[int] | None = None,
+) -> Spec:
+    """The placement that a comm op with these keywords makes of ``source``.
+
+    Example::
+
+        moved(all_gather, Spec.parse("dp tp", mesh), (8,), mesh, axes=["tp"], dim=0)    # Spec "dp"
+
+    Raises:
+        Error: the op cannot start from there.
+    """
+
+    def fail(expected: str) -> Error:
+        return Error(f"{op} cannot start from this placement", expected=expected, got=source.text(shape))
+
+    axes = tuple(axes)
+    kind = op.name.removesuffix("_fused")
+    over = f"axes {{{','.join(axes)}}}"
+    seen = source if view is None else on_view(shape, view, source, mesh)
+    if seen is None or any(cut.parts for i, cut in enumerate(seen.dims) if i in (dim, to)):
+        raise fail(f"plain cuts of the view {tuple(view or shape)}")
+    cuts = [cut.axes for cut in seen.dims]
+    partial = list(seen.partial)
+    places = {"all_reduce": (), "all_to_all": (dim, to)}.get(kind, (dim,))
+    if any(place is None or not 0 <= place < len(cuts) for place in places) or (kind == "all_to_all" and dim == to):
+        raise fail(f"a dim of 0 .. {len(cuts) - 1} for each of {'dim, to' if to is not None else 'dim'}")
+    if kind in ("all_reduce", "reduce_scatter"):
+        for axis in axes:
+            if (axis, reduce or "sum") not in partial:
+                raise fail(f"a value that is partial ({reduce or 'sum'}) over {over}")
+            partial.remove((axis, reduce or "sum"))
+    if kind in ("all_gather", "all_to_all") and dim is not None:
+        if cuts[dim][len(cuts[dim]) - len(axes) :] != axes:
+            raise fail(f"a dim {dim} whose minor axes are {over}")
+        cuts[dim] = cuts[dim][: len(cuts[dim]) - len(axes)]
+    gains = to if kind == "all_to_all" else dim
+    if kind in ("reduce_scatter", "slice", "all_to_all") and gains is not None:
+        used = {axis for cut in cuts for axis in cut} | {axis for axis, _ in partial}
+        if used & set(axes):
+            raise fail(f"{over} that nothing else is cut by")
+        cuts[gains] = cuts[gains] + axes
+    dims = [cut if cut.axes == a else Cut(a) for cut, a in zip(seen.dims, cuts, strict=True)]
+    result = Spec(tuple(dims), tuple(partial))
+    return result if view is None else coarsen(shape, view, result, mesh)
 
 
 @dataclass

@@ -6,7 +6,6 @@ division, so that a cut of it is a partial *sum*; a random mask is a function of
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,6 +44,16 @@ class Names:
     loss: bool
 
 
+MOVES = (
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+)
+
+
 class Builder:
     """Writes the nodes of a graph one after the other, folding what is the same."""
 
@@ -55,9 +64,22 @@ class Builder:
         self.phase = Phase.FORWARD
         self.seed: Value | None = None
         self.random = 0
+        self._moves: dict[Any, Any] = {}
 
     def add(self, op: Any, args: tuple[Any, ...], types: Any = None, **kwargs: Any) -> Any:
-        """Append a node; gives its one result, or the list of them. Types are inferred if not given."""
+        """Append a node; gives its one result, or the list of them. Types are inferred if not given.
+
+        A view or transpose that is there already is used again: what is made of it (a gathered copy, say) is
+        then made once.
+        """
+        if op in MOVES:
+            key = (op, *(id(a) if isinstance(a, Value) else repr(a) for a in args), repr(kwargs))
+            if key not in self._moves:
+                self._moves[key] = self._append(op, args, types, kwargs)
+            return self._moves[key]
+        return self._append(op, args, types, kwargs)
+
+    def _append(self, op: Any, args: tuple[Any, ...], types: Any, kwargs: dict[str, Any]) -> Any:
         if types is None:
             types = infer(op, args, kwargs)
         node = Node(op, args, kwargs, phase=self.phase, where=self.where)
@@ -106,7 +128,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
             type = TensorType(tuple(constant.shape), constant.dtype)
             builder.env[node] = builder.input(InputKind.CONSTANT, name, type, constant)
         elif node.op == "call_function":
-            builder.env[node] = _call(builder, node)
+            builder.env[node] = convert_call(builder, node)
         elif node.op == "output":
             output = node
         else:
@@ -209,7 +231,7 @@ def _source(module: str, trace: str) -> Where:
 # ---- canonical forms ---------------------------------------------------------------------------------------
 
 
-def _call(builder: Builder, node: torch.fx.Node) -> Any:
+def convert_call(builder: Builder, node: torch.fx.Node) -> Any:
     if node.target is operator.getitem:
         source, index = node.args
         return builder.env[source][index]  # type: ignore[index]
@@ -278,16 +300,6 @@ def _view(builder: Builder, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return builder.add(aten.view.default, (source, list(types.shape)), types)
 
 
-def _mean(builder: Builder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
-    x = args[0]
-    dims = args[1] if len(args) > 1 and args[1] else list(range(x.type.ndim))
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    count = math.prod(x.shape[d] for d in dims)
-    keep = args[2] if len(args) > 2 else False
-    total = builder.add(aten.sum.dim_IntList, (x, dims, keep), types, **kwargs)
-    return builder.add(aten.div.Tensor, (total, count), types)
-
-
 def _dropout(builder: Builder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     x, p, train = args
     if train is False or p == 0:
@@ -323,7 +335,6 @@ CANONICAL: dict[Any, Canonical] = {
     aten.view: _view,
     aten._unsafe_view: _view,
     aten.reshape: _view,
-    aten.mean: _mean,
     aten.native_dropout: _dropout,
     aten.nll_loss_forward: _nll,
     aten.nll_loss2d_forward: _nll,

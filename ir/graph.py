@@ -204,6 +204,25 @@ class Graph:
                 value.name = str(number)
                 number += 1
 
+    def copy(self) -> Graph:
+        """Another graph of the same content; types, specs and sources are shared, being frozen."""
+        values: dict[Value, Value] = {}
+
+        def twin(value: Value, node: Node | None) -> Value:
+            values[value] = Value(value.type, node, value.index, value.name, value.spec)
+            return values[value]
+
+        inputs = [Input(g.kind, g.name, twin(g.value, None), g.constant) for g in self.inputs]
+        nodes = []
+        for old in self.nodes:
+            new = Node(old.op, (), {}, [], old.phase, old.where, old.stage, old.strategy, old.why)
+            new.args = substitute(old.args, values.__getitem__)
+            new.kwargs = {k: substitute(a, values.__getitem__) for k, a in old.kwargs.items()}
+            new.results = [None if v is None else twin(v, new) for v in old.results]
+            nodes.append(new)
+        outputs = [Output(o.kind, o.name, values[o.value]) for o in self.outputs]
+        return Graph(self.mesh, inputs, nodes, outputs, self.established)
+
     def __str__(self) -> str:
         from .text import print_graph
 
@@ -216,8 +235,8 @@ class Rewriter:
     Example::
 
         rewriter = Rewriter(graph)
-        doubled = rewriter.before(node, aten.mul.Tensor, (x, 2), x.type)
-        rewriter.replace(x, doubled, users=[node])
+        double = rewriter.before(node, Rewriter.make(aten.mul.Tensor, (x, 2), x.type, like=node))
+        rewriter.replace(x, double.outs[0], users=[node])
         rewriter.apply()
     """
 
@@ -268,7 +287,10 @@ class Rewriter:
         self._erased.add(node)
 
     def replace(self, old: Value, new: Value, users: Iterable[Node | Output] | None = None) -> None:
-        """Use ``new`` for ``old``: everywhere in the old graph, or in ``users`` only."""
+        """Use ``new`` for ``old``: everywhere in the old graph, or in ``users`` only.
+
+        A node that is inserted keeps what it was made with (``new`` may be made of ``old``), unless that is erased.
+        """
         if users is None:
             self._global[old] = new
         else:
@@ -302,10 +324,13 @@ class Rewriter:
             add(node)
         for extra in self._end:
             add(extra)
+        old = set(self.graph.nodes)
         for node in nodes:
 
             def change(value: Value, node: Node = node) -> Value:
-                return final(self._local.get((value, node), value))
+                if (value, node) in self._local:
+                    return final(self._local[value, node])
+                return final(value) if node in old or value.node in self._erased else value
 
             node.args = substitute(node.args, change)
             if node.kwargs:

@@ -71,6 +71,8 @@ class Mesh:
             raise Error(f"links name unknown axes {unknown}", expected=f"among {list(axes)}", got=unknown)
         made = []
         for name, value in axes.items():
+            if not name.isidentifier():
+                raise Error(f"{name!r} cannot name a mesh axis", expected="a name such as dp or tp_inner", got=repr(name))
             size = value.turns if isinstance(value, Time) else value
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise Error(

@@ -46,6 +46,8 @@ class ShardingRule:
     reduce: str = "sum"
     moves_only: bool = False
     """The op only moves elements about: any kind of partial value (a max too) may pass."""
+    transparent: bool = False
+    """Every cut passes as it is: the op moves elements, or works on each alone."""
 
     @cached_property
     def factors(self) -> dict[str, list[tuple[bool, int, int, int]]]:

@@ -129,6 +129,8 @@ def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cu
         return (WHOLE,) * len(factors)
     if len(factors) == 1:
         return (cut,)
+    if size == 0:
+        return None
     pending = list(reversed(cut.sub(size)))
     result = []
     for factor in factors:
@@ -170,7 +172,10 @@ def _split_axes(part: Part, size: int, mesh: Mesh) -> Part | None:
 
 @dataclass(frozen=True)
 class Spec:
-    """The placement of a value: a :class:`Cut` per dim, and (axis, reduction) pairs over which it is partial."""
+    """The placement of a value: a :class:`Cut` per dim, and the (axis, reduction) pairs over which it is partial.
+
+    The pairs are a set: they are kept sorted, so that equal placements are equal.
+    """
 
     dims: tuple[Cut, ...]
     partial: tuple[tuple[str, str], ...] = ()
@@ -185,6 +190,11 @@ class Spec:
                 got=self.text(),
                 remedy="cut one dim by it, or use another axis",
             )
+        if self.partial:
+            unknown = [op for _, op in self.partial if op not in REDUCTIONS]
+            if unknown:
+                raise Error(f"unknown reduction {unknown[0]!r}", expected=f"one of {', '.join(REDUCTIONS)}", got=unknown[0])
+            object.__setattr__(self, "partial", tuple(sorted(self.partial)))
 
     def __hash__(self) -> int:
         return hash((self.dims, self.partial))

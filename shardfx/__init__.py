@@ -10,3 +10,27 @@ if (_root / "pyproject.toml").is_file() and (_root / "ir").is_dir() and str(_roo
 del _root
 
 # ---- public names -----------------------------------------------------------------------------------------
+from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.rules import ShardingRule, rule
+from shardfx.ir.spec import Spec
+from shardfx.passes import Pass
+
+from .api import parallelize
+from .hints import Hints
+from .module import ParallelModule
+
+__all__ = [
+    "Error",
+    "Hints",
+    "Link",
+    "Mesh",
+    "ParallelModule",
+    "Pass",
+    "ShardfxWarning",
+    "ShardingRule",
+    "Spec",
+    "Time",
+    "parallelize",
+    "rule",
+]

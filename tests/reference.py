@@ -53,7 +53,8 @@ def rel_err(a: Tensor | float, b: Tensor | float, floor: float = 1e-3) -> float:
     Below ``floor`` (the learning rate) a magnitude counts as ``floor``: the gradient of a key's bias is zero but for
     rounding, AdamW blows that up, and the noise of two programs has nothing in common.
     """
-    a, b = torch.as_tensor(a).detach().double(), torch.as_tensor(b).detach().double()
+    # A Python number becomes float32 unless told otherwise.
+    a, b = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (a, b))
     if a.shape != b.shape:
         return float("inf")
     if a.numel() == 0:

@@ -31,7 +31,8 @@ class Case:
     """One model and one training step of it, on one device.
 
     ``megatron_specs`` and ``sequence_specs`` are hints over the mesh axis ``tp``; the tests add those of the data.
-    ``tolerance`` is what ``tests.reference.rel_err`` may reach between two orders of summation.
+    What ``tests.reference.rel_err`` may reach between two orders of summation: ``tolerance`` for outputs, losses,
+    gradients and buffers, ``trained_tolerance`` for the parameters after three steps of AdamW.
     """
 
     name: str
@@ -43,11 +44,12 @@ class Case:
     megatron_specs: Mapping[str, str] = field(default_factory=dict)
     sequence_specs: Mapping[str, str] | None = None
     tolerance: float = 1e-9
+    trained_tolerance: float = 1e-9
 
 
-# Transformers computes rotary tables and RMS norms in float32 whatever the model's dtype: a last bit of float64 that
-# differs may then become a last bit of float32, and three steps of AdamW make more of it.
-FLOAT32_INSIDE = 1e-4
+# Transformers computes rotary tables and RMS norms in float32 whatever the model's dtype. A program that sums a norm
+# in another order is off by 4e-7 in the gradients, and where a gradient is tiny AdamW makes 1e-3 of it (Qwen3).
+FLOAT32_INSIDE = {"tolerance": 1e-5, "trained_tolerance": 1e-2}
 
 CASES: dict[str, Callable[[], Case]] = {}
 
@@ -279,7 +281,7 @@ def _decoder(name: str, config_type: Any, model_type: Any, **more: Any) -> Case:
     norms = (f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm")
     sequence = dict.fromkeys(norms, "-, tp, -")
     model = model_type(config).train()
-    return Case(name, model, (tokens(),), {}, hf_next_token, (labels(),), specs, sequence, FLOAT32_INSIDE)
+    return Case(name, model, (tokens(),), {}, hf_next_token, (labels(),), specs, sequence, **FLOAT32_INSIDE)
 
 
 @_case
@@ -349,7 +351,7 @@ def hf_t5() -> Case:
     sequence = {"**.layer_norm": "-, tp, -", "**.final_layer_norm": "-, tp, -"}
     kwargs = {"input_ids": tokens(), "decoder_input_ids": tokens()}
     model = T5ForConditionalGeneration(config).train()
-    return Case("hf_t5", model, (), kwargs, hf_next_token, (labels(),), specs, sequence, FLOAT32_INSIDE)
+    return Case("hf_t5", model, (), kwargs, hf_next_token, (labels(),), specs, sequence, **FLOAT32_INSIDE)
 
 
 @_case

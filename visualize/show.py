@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -92,8 +93,9 @@ class Builder:
                 boxes = self.slices(boxes, folded.phase)
             lanes.append(Lane(folded.phase, boxes))
         unwrap(lanes)
-        for lane in lanes:
-            lane.boxes = untangle(lane.boxes, self.flow, self.order)
+        if self.level.slices is None:
+            for lane in lanes:
+                lane.boxes = untangle(lane.boxes, self.flow, self.order)
         for lane in lanes:
             for box in lane.boxes:
                 name(box, "")
@@ -115,22 +117,20 @@ class Builder:
         if self._closes(depth):
             return self.closed(module, phase)
         inside = self.contents(module, depth, phase)
-        if module.count == 1 and all(box.kind is not Kind.OPEN and box.kind is not Kind.CLOSED for box in inside):
-            ops = [box for box in inside if box.kind is not Kind.COMM]
-            if len(ops) <= 1:
-                for box in ops:
-                    box.label = module.path if not box.label else box.label
-                return inside
         if not inside:
             return []
-        if len(inside) == 1 and inside[0].kind is Kind.OPEN and (module.count == 1 or inside[0].count == 1):
-            only = inside[0]
-            if module.count == 1:
+        if module.count == 1:
+            ops = [box for box in inside if box.kind is not Kind.COMM]
+            if len(inside) == 1 and inside[0].kind is Kind.OPEN:
+                return inside
+            if len(ops) <= 1 and all(box.kind not in (Kind.OPEN, Kind.CLOSED) for box in inside):
+                for box in ops:
+                    box.label = box.label or module.path
                 return inside
         return [self._open(module, inside, phase)]
 
     def _open(self, module: Module, inside: list[Box], phase: Phase) -> Box:
-        box = Box(Kind.OPEN, phase, path=module.label or module.path, children=inside, count=module.count)
+        box = Box(Kind.OPEN, phase, path=module.path, label=module.label, children=inside, count=module.count)
         box.loops = module in self.flow.loops
         return box
 
@@ -147,7 +147,7 @@ class Builder:
                 boxes.insert(0, self.leaf(every[0]))
                 boxes[0].label = module.path
             else:
-                boxes.insert(0, Box(Kind.CLOSED, phase, every, module.label or module.path, inside=hidden))
+                boxes.insert(0, Box(Kind.CLOSED, phase, every, module.path, label=module.label, inside=hidden))
         if module.count > 1 and len(boxes) > 1:
             return [self._open(module, boxes, phase)]
         if boxes:
@@ -189,3 +189,47 @@ class Builder:
             inside = [node for box in part for node in (box.inside or box.nodes)]
             result.append(Box(Kind.CLOSED, phase, nodes, "", inside=inside))
         return result
+
+
+def _drawn(module: Module) -> Iterator[Node]:
+    """The nodes of a module that are not in a copy of a folded block."""
+    for child in module.children:
+        if isinstance(child, Node):
+            yield child
+        else:
+            yield from _drawn(child)
+
+
+def unwrap(lanes: list[Lane]) -> None:
+    """Take away the boxes around nearly everything: the model itself, the wrapper around it."""
+    while True:
+        total = sum(1 for lane in lanes for box in lane.boxes for _ in box.walk())
+        inside: Counter[str] = Counter()
+        for lane in lanes:
+            for box in lane.boxes:
+                if box.kind is Kind.OPEN and box.count == 1 and not box.path.rpartition(".")[2].isdigit():
+                    inside[box.path] += sum(1 for _ in box.walk())
+        wrappers = {path for path, number in inside.items() if number > WRAPPER * total}
+        if not wrappers:
+            return
+        for lane in lanes:
+            lane.boxes = [
+                box
+                for outer in lane.boxes
+                for box in (outer.children if outer.kind is Kind.OPEN and outer.path in wrappers else [outer])
+            ]
+
+
+def name(box: Box, around: str) -> None:
+    """Write what a box is: the module seen from the one around it, the op without its namespace."""
+
+    def seen(path: str) -> str:
+        return path[len(around) + 1 :] if around and path.startswith(around + ".") else path
+
+    if box.kind in (Kind.OPEN, Kind.CLOSED):
+        box.title, box.label = seen(box.label or box.path) or "…", ""
+    else:
+        box.title = box.title.removeprefix("aten.").partition(".")[0] if box.title.startswith("aten.") else box.title
+        box.label = seen(box.label)
+    for child in box.children:
+        name(child, box.path)

@@ -54,7 +54,7 @@ def dropout_local(emit: Emit) -> Any:
 
 def dropout_rule(node: Node) -> ShardingRule:
     base = pointwise(node)
-    return ShardingRule((base.operands[0], ()), base.results, base.sizes)
+    return ShardingRule((base.operands[0], ()), base.results, base.sizes, transparent=True)
 
 
 RULES: tuple[RuleEntry, ...] = (

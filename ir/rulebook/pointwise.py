@@ -64,6 +64,7 @@ def pointwise(node: Node) -> ShardingRule:
         tuple(None if v is None else dims(v.shape) for v in node.results),
         sizes,
         linear=linear,
+        transparent=True,
     )
 
 

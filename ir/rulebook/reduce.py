@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,8 @@ def reduction(kind: str, *, linear: bool = False) -> Callable[[Node], ShardingRu
     def make(node: Node) -> ShardingRule:
         shape = node.operands[0].shape
         ndim = len(shape)
-        given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        if given is None or given == [] or isinstance(given, torch.dtype):
+        given = dim_argument(node)
+        if given is None or given == []:
             dims = set(range(ndim))
         else:
             dims = {d % max(ndim, 1) for d in (given if isinstance(given, (list, tuple)) else [given])}
@@ -40,17 +41,26 @@ def reduction(kind: str, *, linear: bool = False) -> Callable[[Node], ShardingRu
     return make
 
 
-def along(*, results_keep: bool, linear: tuple[frozenset[int], ...] = (), dim_at: int = 1) -> Callable[[Node], ShardingRule]:
+def dim_argument(node: Node) -> Any:
+    """The value of the argument that the op's schema calls ``dim``: None where it has none, or none is given."""
+    for i, argument in enumerate(node.op._schema.arguments):
+        if argument.name == "dim":
+            return node.args[i] if i < len(node.args) else node.kwargs.get("dim", argument.default_value)
+    return None
+
+
+def along(*, linear: tuple[frozenset[int], ...] = ()) -> Callable[[Node], ShardingRule]:
     """Ops that need one dim whole (softmax, cumsum, sort, argmax): the others pass."""
 
     def make(node: Node) -> ShardingRule:
         shape = node.operands[0].shape
         ndim = len(shape)
-        dim = node.args[dim_at] if len(node.args) > dim_at else node.kwargs.get("dim", -1)
+        dim = dim_argument(node)
         names: list[Dim] = [(f"d{i}",) for i in range(ndim)]
         sizes = {f"d{i}": s for i, s in enumerate(shape)}
         if dim is None:
-            return ShardingRule((tuple(names),), ((),) * len(node.results), sizes, frozenset(sizes))
+            results_of_all = tuple(((),) * v.type.ndim if v is not None else None for v in node.results)
+            return ShardingRule((tuple(names),), results_of_all, sizes, frozenset(sizes))
         whole = {f"d{d % ndim}" for d in (dim if isinstance(dim, (list, tuple)) else [dim])} if ndim else set()
         results = []
         for value in node.results:
@@ -74,7 +84,7 @@ def along(*, results_keep: bool, linear: tuple[frozenset[int], ...] = (), dim_at
             tuple(tuple(names) for _ in node.operands), tuple(results), sizes, frozenset(whole), linear
         )
 
-    make.__name__ = "along" if results_keep else "along_dim"
+    make.__name__ = "along"
     return make
 
 
@@ -96,27 +106,37 @@ def _softmax_backward(grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: to
     return out * (grad - torch.sum(grad * out, [dim], keepdim=True))
 
 
-KEEP = along(results_keep=True)
+def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dims = list(range(x.dim())) if not dim and dim != 0 else [dim] if isinstance(dim, int) else list(dim)
+    return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
+
+
+def _mean_all(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _mean(x, dtype=dtype)
+
+
+KEEP = along()
 
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.sum.dim_IntList, aten.sum.default), reduction("sum", linear=True)),
     rule((aten.amax, aten.max.default), reduction("max")),
     rule((aten.amin, aten.min.default), reduction("min")),
     rule((aten.prod.default, aten.prod.dim_int), reduction("product")),
-    rule((aten.any, aten.all, aten.max.dim, aten.min.dim, aten.argmax, aten.argmin), along(results_keep=False)),
-    rule((aten.mean.dim, aten.var.correction, aten.var_mean.correction, aten.logsumexp), along(results_keep=False)),
+    rule((aten.any, aten.all, aten.max.dim, aten.min.dim, aten.argmax, aten.argmin), along()),
+    rule(aten.mean.dim, along(), expand=_mean),
+    rule(aten.mean.default, along(), expand=_mean_all),
     rule((aten.cumsum, aten.cumprod, aten.sort, aten.topk, aten.median.dim), KEEP),
     rule(aten._softmax.default, KEEP, expand=_softmax),
     rule(aten._log_softmax.default, KEEP, expand=_log_softmax),
     rule(aten._safe_softmax.default, KEEP, expand=True),
     rule(
         aten._log_softmax_backward_data.default,
-        along(results_keep=True, linear=(frozenset({0}),), dim_at=2),
+        along(linear=(frozenset({0}),)),
         expand=_log_softmax_backward,
     ),
     rule(
         aten._softmax_backward_data.default,
-        along(results_keep=True, linear=(frozenset({0}),), dim_at=2),
+        along(linear=(frozenset({0}),)),
         expand=_softmax_backward,
     ),
 )

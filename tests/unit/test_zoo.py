@@ -58,4 +58,5 @@ def test_rel_err() -> None:
     assert rel_err(one, float("inf") * one) == float("inf")
     assert rel_err(one, torch.ones(4)) == float("inf")
     assert rel_err(torch.zeros(0), torch.zeros(0)) == 0
+    assert rel_err(2.0, 2.0 + 1e-12) > 0
     assert rel_err(1e-17, -1e-17) < 1e-12

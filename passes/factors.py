@@ -1,0 +1,334 @@
+"""Propagation of cuts through the factors of op rules: a fixpoint in an order of confidence.
+
+Every value *holds* a cut per dim. A node projects what its tensors hold onto the factors of its rule, settles
+conflicts, and hands the result on. What is surest goes first:
+
+    0  ops that only move elements or work on each alone (both ways)
+    1  from the operands of any op to its results and to its other operands
+    2  from the results of any op back to its operands
+
+and all of the forward pass before the backward. A hint is never overwritten. Two factors that want one axis are
+a conflict: the cut that comes from a hint on a parameter wins (it says how the op is cut; a hint on an
+activation says how it is held), else the one that moves fewer bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shardfx.ir.comm import Planner
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
+from shardfx.ir.rules import RuleBook, ShardingRule, place, replicated, strategy
+from shardfx.ir.spec import WHOLE, Cut, Spec, project
+
+from .manager import Decision
+
+LEVELS = ("elementwise", "operands to results", "results to operands")
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Where propagation starts: a value, how it is cut, and the hint that says so.
+
+    ``operator`` seeds are parameters: their cuts decide conflicts. A ``closed`` value is never changed.
+    """
+
+    value: Value
+    spec: Spec
+    name: str
+    operator: bool = False
+    closed: bool = True
+
+
+@dataclass(frozen=True)
+class Origin:
+    hint: str
+    operator: bool
+
+
+@dataclass
+class Candidate:
+    cut: Cut
+    value: Value
+    strong: bool
+
+
+@dataclass
+class Propagation:
+    """The state of one propagation over a graph."""
+
+    graph: Graph
+    rules: dict[Node, ShardingRule]
+    planner: Planner
+    held: dict[Value, list[Cut]] = field(default_factory=dict)
+    closed: set[Value] = field(default_factory=set)
+    origin: dict[tuple[Value, str], Origin] = field(default_factory=dict)
+    decisions: dict[Value, list[Decision]] = field(default_factory=dict)
+    step: int = 0
+
+    def seed(self, seeds: Iterable[Seed]) -> None:
+        for seed in seeds:
+            self.held[seed.value] = list(seed.spec.dims)
+            if seed.closed:
+                self.closed.add(seed.value)
+            for dim, cut in enumerate(seed.spec.dims):
+                for axis in cut.axes:
+                    self.origin[seed.value, axis] = Origin(seed.name, seed.operator)
+                if cut.axes:
+                    self._note(seed.value, dim, cut, f"the hint {seed.name!r}", "")
+
+    def cuts_of(self, value: Value) -> list[Cut]:
+        held = self.held.get(value)
+        if held is None:
+            held = self.held[value] = [WHOLE] * value.type.ndim
+        return held
+
+    def spec_of(self, value: Value) -> Spec:
+        return Spec(tuple(self.cuts_of(value)))
+
+    # ---- the fixpoint ---------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Hand cuts on until nothing changes."""
+        users = self.graph.users()
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        queue: list[tuple[int, int, int, Node]] = []
+        queued: set[tuple[int, Node]] = set()
+
+        def touch(value: Value) -> None:
+            near = [*users[value], *([value.node] if value.node is not None else [])]
+            for node in near:
+                rule = self.rules[node]
+                for level in (0,) if rule.transparent or rule.moves_only else (1, 2):
+                    if (level, node) not in queued:
+                        queued.add((level, node))
+                        heapq.heappush(queue, (node.phase is not Phase.FORWARD, level, order[node], node))
+
+        for value, held in list(self.held.items()):
+            if any(cut.axes for cut in held):
+                touch(value)
+        while queue:
+            _, level, _, node = heapq.heappop(queue)
+            queued.discard((level, node))
+            rule = self.rules[node]
+            cuts, turned_down = self.resolve(node, rule, with_results=level != 1)
+            if not cuts:
+                continue
+            tensors = [(v, dims) for v, dims in zip(node.operands, rule.operands, strict=True)]
+            tensors += [(v, dims) for v, dims in zip(node.results, rule.results, strict=True) if v is not None and dims]
+            for value, dims in tensors:
+                later = node.phase is not Phase.FORWARD and (value.node is None or value.node.phase is Phase.FORWARD)
+                if value in self.closed or later:
+                    continue
+                if self._extend(value, dims, cuts, rule, node, level, turned_down):
+                    touch(value)
+
+    def _extend(
+        self,
+        value: Value,
+        dims: tuple[tuple[str, ...], ...],
+        cuts: dict[str, Cut],
+        rule: ShardingRule,
+        node: Node,
+        level: int,
+        turned_down: str,
+    ) -> bool:
+        """Give ``value`` the cuts that it does not hold yet; says whether it changed."""
+        mesh = self.graph.mesh
+        held = self.cuts_of(value)
+        used = {axis for cut in held for axis in cut.axes}
+        changed = False
+        for d, dim in enumerate(dims):
+            if not any(f in cuts for f in dim):
+                continue
+            current = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
+            if current is None:
+                continue
+            merged = {f: longer(now, cuts.get(f, WHOLE)) for f, now in zip(dim, current, strict=True)}
+            (cut,) = place((dim,), merged, rule, mesh)
+            fresh = set(cut.axes) - set(held[d].axes)
+            if not fresh or fresh & used or not set(held[d].axes) <= set(cut.axes):
+                continue
+            held[d] = cut
+            used |= fresh
+            changed = True
+            source = self._source(node, value, fresh)
+            for axis in fresh:
+                origin = self._origin(node, axis)
+                if origin is not None:
+                    self.origin.setdefault((value, axis), origin)
+            self._note(value, d, cut, f"{source} ({LEVELS[level]})", turned_down)
+        return changed
+
+    def _source(self, node: Node, value: Value, axes: set[str]) -> str:
+        near = next(
+            (v for v in (*node.operands, *node.outs) if v is not value and axes & set(self.spec_of(v).axes)), None
+        )
+        return f"{near!r} through {op_name(node.op)} @ {node.where}" if near is not None else op_name(node.op)
+
+    def _origin(self, node: Node, axis: str) -> Origin | None:
+        found = [self.origin[v, axis] for v in (*node.operands, *node.outs) if (v, axis) in self.origin]
+        return next((o for o in found if o.operator), found[0] if found else None)
+
+    def _note(self, value: Value, dim: int, cut: Cut, source: str, turned_down: str) -> None:
+        self.step += 1
+        text = cut.text(value.shape[dim])
+        self.decisions.setdefault(value, []).append(Decision(self.step, repr(value), dim, text, source, turned_down))
+
+    # ---- one node -------------------------------------------------------------------------------------------
+
+    def candidates(self, node: Node, rule: ShardingRule, with_results: bool) -> dict[str, list[Candidate]]:
+        """For each factor that may be cut, the cuts that the node's tensors hold of it."""
+        mesh = self.graph.mesh
+        found: dict[str, list[Candidate]] = {}
+        tensors = list(zip(node.operands, rule.operands, strict=True))
+        if with_results:
+            tensors += [(v, d) for v, d in zip(node.results, rule.results, strict=True) if v is not None and d is not None]
+        for value, dims in tensors:
+            held = self.held.get(value)
+            if held is None:
+                continue
+            for d, dim in enumerate(dims):
+                if not held[d].axes:
+                    continue
+                projected = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
+                for factor, cut in zip(dim, projected or (), strict=False):
+                    if cut.axes and factor not in rule.whole and rule.sizes[factor] >= mesh.extent(cut.axes):
+                        strong = any(self.origin.get((value, a), WEAK).operator for a in cut.axes)
+                        found.setdefault(factor, []).append(Candidate(cut, value, strong))
+        return found
+
+    def resolve(self, node: Node, rule: ShardingRule, with_results: bool) -> tuple[dict[str, Cut], str]:
+        """The cut of each factor, conflicts settled; and what was turned down, in words."""
+        found = self.candidates(node, rule, with_results)
+        if not found:
+            return {}, ""
+        cuts: dict[str, Cut] = {}
+        down: list[str] = []
+        for factor, options in found.items():
+            best = options[0]
+            for option in options[1:]:
+                if option.cut == best.cut:
+                    continue
+                joined = longer(best.cut, option.cut)
+                if joined is option.cut or joined is best.cut and is_prefix(option.cut, best.cut):
+                    best = option if joined is option.cut else best
+                    continue
+                winner = max(best, option, key=lambda c: (c.strong, c.value.type.nbytes))
+                loser = option if winner is best else best
+                down.append(f"{loser.cut.text('.')} of {loser.value!r}")
+                best = winner
+            cuts[factor] = best.cut
+        wanted: dict[str, list[str]] = {}
+        for factor, cut in cuts.items():
+            for axis in cut.axes:
+                wanted.setdefault(axis, []).append(factor)
+        for axis, factors in wanted.items():
+            still = [f for f in factors if axis in cuts[f].axes]
+            if len(still) > 1:
+                winner_factor = self._settle(node, rule, axis, still, cuts, found)
+                for factor in still:
+                    if factor != winner_factor:
+                        down.append(f"axis {axis} on factor {factor}")
+                        cuts[factor] = without(cuts[factor], axis)
+        return {f: c for f, c in cuts.items() if c.axes}, ", ".join(down)
+
+    def _settle(
+        self,
+        node: Node,
+        rule: ShardingRule,
+        axis: str,
+        factors: list[str],
+        cuts: dict[str, Cut],
+        found: dict[str, list[Candidate]],
+    ) -> str:
+        """Which of the factors gets the axis: one cut by a parameter's hint, else the cheapest by bytes moved."""
+        strong = [
+            f
+            for f in factors
+            if any(axis in c.cut.axes and self.origin.get((c.value, axis), WEAK).operator for c in found[f])
+        ]
+        if len(strong) == 1:
+            return strong[0]
+        scored = []
+        for i, factor in enumerate(factors):
+            trial = {f: without(c, axis) if f in factors and f != factor else c for f, c in cuts.items()}
+            trial = {f: c for f, c in trial.items() if c.axes}
+            try:
+                scored.append((self.seconds(node, rule, trial), i, factor))
+            except Error:
+                continue
+        return min(scored)[2] if scored else factors[0]
+
+    def seconds(self, node: Node, rule: ShardingRule, cuts: dict[str, Cut]) -> float:
+        """The time of the communication that a node implies when its factors are cut so."""
+        made = strategy(rule, cuts, self.graph.mesh)
+        total = 0.0
+        for value, need in zip(node.operands, made.operands, strict=True):
+            total += self.planner.seconds(value.type, self.spec_of(value), need)
+        for value, given in zip(node.outs, made.results, strict=True):
+            held = self.spec_of(value)
+            if given != held:
+                goal = held if held.axes else given.reduced()
+                total += self.planner.seconds(value.type, given, goal)
+        return total
+
+
+WEAK = Origin("", False)
+
+
+def is_prefix(short: Cut, long: Cut) -> bool:
+    return not short.axes or (not short.parts and not long.parts and long.axes[: len(short.axes)] == short.axes)
+
+
+def longer(a: Cut, b: Cut) -> Cut:
+    """The longer of two cuts of which one begins the other; else the first."""
+    return b if is_prefix(a, b) and b.axes != a.axes else a
+
+
+def without(cut: Cut, axis: str) -> Cut:
+    """The cut with ``axis`` and all that is cut within it left out (a compound is given up)."""
+    if axis not in cut.axes:
+        return cut
+    if cut.parts:
+        return WHOLE
+    return Cut(cut.axes[: cut.axes.index(axis)])
+
+
+def make_rules(graph: Graph, book: RuleBook, missing: list[Node]) -> dict[Node, ShardingRule]:
+    """The rule of every node; nodes alike (of repeated blocks) share one. Nodes without a rule are put in ``missing``."""
+    known: dict[object, ShardingRule] = {}
+    result: dict[Node, ShardingRule] = {}
+    for node in graph.nodes:
+        key = structure(node)
+        rule = known.get(key)
+        if rule is None:
+            entry = book.entry(node.op)
+            made = entry.make(node) if entry is not None else None
+            if made is None:
+                missing.append(node)
+                made = replicated(node)
+            rule = known[key] = made
+        result[node] = rule
+    return result
+
+
+def structure(node: Node) -> object:
+    """A key that is equal for nodes of one op, shapes and other arguments."""
+
+    def key(arg: object) -> object:
+        if isinstance(arg, Value):
+            return arg.type
+        if isinstance(arg, (list, tuple)):
+            return tuple(key(a) for a in arg)
+        return arg if arg.__hash__ else repr(arg)
+
+    return (
+        node.op,
+        tuple(key(a) for a in node.args),
+        tuple((k, key(a)) for k, a in node.kwargs.items()),
+        tuple(v is None for v in node.results),
+    )

@@ -1,0 +1,154 @@
+"""propagate: from a few hints to a strategy for every op.
+
+Hints flow both ways through the graph (:mod:`.factors`), ops that stand in the way of a wanted cut are taken
+apart (:mod:`.expand`), partial sums are reduced where that is cheapest (:mod:`.partials`).
+
+    before   %3 = aten.mm(%1, %2)                                hints: %1 "dp, -", %2 "-, tp"
+    after    %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]         each node has a strategy, each value a spec
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Value, op_name
+from shardfx.ir.rules import ShardingRule, strategy
+from shardfx.ir.spec import WHOLE, Cut, Spec, project
+
+from .expand import Expander
+from .factors import Propagation, Seed, make_rules
+from .manager import SHARDED, Context, Pass
+from .partials import Partial, Partials
+from .seeds import bind
+
+MOST_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Propagate(Pass):
+    """Give every op a strategy, from hints on a few values."""
+
+    name: ClassVar[str] = "propagate"
+    establishes: ClassVar[frozenset[str]] = frozenset({SHARDED})
+
+    partial_sums: bool = field(default=True, metadata={"help": "carry partial sums through linear ops where cheaper"})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        expander = Expander(context.rules)
+        missing: list[Node] = []
+        for _ in range(MOST_ROUNDS):
+            missing.clear()
+            rules = make_rules(graph, context.rules, missing)
+            seeds = bind(graph, context.specs, context.aliases, rules)
+            state = Propagation(graph, rules, context.planner)
+            state.seed(seeds)
+            state.run()
+            blocked = [node for node in graph.nodes if expander.can(node) and is_blocked(node, rules[node], state)]
+            if not blocked:
+                break
+            expander.apply(graph, blocked)
+        else:
+            raise Error("ops are taken apart without end", got=", ".join(op_name(n.op) for n in blocked[:3]))
+        report_missing(missing, context)
+        cuts = sweep(graph, state)
+        partial: dict[Node, Partial] = {}
+        if self.partial_sums:
+            chooser = Partials(graph, state, cuts)
+            chooser.run()
+            partial = chooser.partial
+        write(graph, state, cuts, partial, seeds, context)
+        graph.rename()
+        return True
+
+
+def is_blocked(node: Node, rule: ShardingRule, state: Propagation) -> bool:
+    """Whether some operand holds a cut of a factor that the op needs whole."""
+    for value, dims in zip(node.operands, rule.operands, strict=True):
+        held = state.held.get(value)
+        if held is None:
+            continue
+        for d, dim in enumerate(dims):
+            if held[d].axes and any(f in rule.whole for f in dim):
+                projected = project(held[d], value.shape[d], rule.dim_sizes(dim), state.graph.mesh)
+                if projected is None or any(c.axes and f in rule.whole for f, c in zip(dim, projected, strict=True)):
+                    return True
+    return False
+
+
+def report_missing(missing: list[Node], context: Context) -> None:
+    """An op without a rule: an error if strict, else it is computed whole, and said once per op."""
+    seen: set[str] = set()
+    for node in missing:
+        name = op_name(node.op)
+        if name in seen:
+            continue
+        seen.add(name)
+        if context.strict:
+            raise Error(
+                f"no sharding rule for {name}",
+                where=f"{node.where}  {node.where.code}",
+                expected="a rule for every op (strict=True)",
+                got=name,
+                remedy="write one (docs/writing_rules.md), or pass strict=False to compute it whole on every rank",
+            )
+        text = f"no sharding rule for {name} ({node.where}): it is computed whole on every rank"
+        context.notes.append(text)
+        warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
+def sweep(graph: Graph, state: Propagation) -> dict[Node, dict[str, Cut]]:
+    """Settle every node's strategy in order, now that all cuts are known; open values take what is made of them."""
+    settled: dict[Node, dict[str, Cut]] = {}
+    for node in graph.nodes:
+        rule = state.rules[node]
+        cuts, _ = state.resolve(node, rule, with_results=True)
+        settled[node] = cuts
+        made = strategy(rule, cuts, graph.mesh)
+        for value, spec in zip(node.outs, made.results, strict=True):
+            if value not in state.closed:
+                state.held[value] = hold(spec, state.cuts_of(value))
+    return settled
+
+
+def hold(made: Spec, held: list[Cut]) -> list[Cut]:
+    """What an open value is held as: as it is made, but a partial sum may be scattered as was wished."""
+    waiting = set(made.partial_axes)
+    result = []
+    for cut, wish in zip(made.dims, held, strict=True):
+        extra = set(wish.axes) - set(cut.axes)
+        fits = extra and extra <= waiting and set(cut.axes) <= set(wish.axes)
+        result.append(wish if fits else cut)
+        waiting -= set(result[-1].axes)
+    return result
+
+
+def write(
+    graph: Graph,
+    state: Propagation,
+    cuts: Mapping[Node, dict[str, Cut]],
+    partial: Mapping[Node, Partial],
+    seeds: list[Seed],
+    context: Context,
+) -> None:
+    """Write strategies on nodes and specs on values."""
+    for node in graph.nodes:
+        node.strategy = strategy(state.rules[node], cuts[node], graph.mesh, partial.get(node))
+        for value, spec in zip(node.outs, node.strategy.results, strict=True):
+            value.spec = spec
+        lines = [str(d) for value in node.outs for d in state.decisions.get(value, ())]
+        node.why = "; ".join(filter(None, [node.why, *lines]))
+    for given in graph.inputs:
+        if given.value.spec is None or given.kind is not InputKind.PARAMETER:
+            given.value.spec = input_spec(given, state)
+    context.decisions.update(state.decisions)
+    context.hints.update({seed.value: seed.spec for seed in seeds if seed.closed and seed.value.node is not None})
+
+
+def input_spec(given: Input, state: Propagation) -> Spec:
+    value: Value = given.value
+    held = state.held.get(value)
+    return Spec(tuple(held)) if held is not None else Spec((WHOLE,) * value.type.ndim)

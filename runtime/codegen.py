@@ -1,0 +1,209 @@
+"""Code generation: one rank's program, as a ``torch.fx.GraphModule`` on plain local tensors.
+
+    %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]       mm = torch.ops.aten.mm.default(x, w)   # layers.0.w1  model.py:42
+    %4 = comm.all_reduce(%3, axes=[tp])          ->   all_reduce = torch.ops._c10d_functional.all_reduce.default(mm, 'sum', 'dp2.tp2/tp@0')
+                                                      wait = torch.ops._c10d_functional.wait_tensor.default(all_reduce)
+
+A collective starts where its node stands and is waited for just before its first use. Shapes among the arguments
+become the local ones; what else differs between ranks is written by the ``local`` function of an op's rule.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.comm import CommOp
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, op_name, substitute
+from shardfx.ir.rules import RuleBook
+from shardfx.ir.spec import Spec, bounds
+
+from .lowering import LOWER, Pending
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rank's module, with what goes in and what comes out, in order."""
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+
+
+def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
+    """The part of the graph that the outputs of some kinds need."""
+    wanted = set(kinds)
+    outputs = [output for output in graph.outputs if output.kind in wanted]
+    needed = {output.value for output in outputs}
+    nodes = []
+    for node in reversed(graph.nodes):
+        if any(value in needed for value in node.outs):
+            needed.update(node.operands)
+            nodes.append(node)
+    return [given for given in graph.inputs if given.value in needed], nodes[::-1], outputs
+
+
+def generate(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) -> Program:
+    """The program of one rank, for the outputs of some kinds. Needs no process group and no tensors."""
+    inputs, nodes, outputs = select(graph, kinds)
+    writer = Writer(graph, rank, book)
+    for given in inputs:
+        writer.placeholder(given)
+    for node in nodes:
+        writer.node(node)
+    results = tuple(writer.use(output.value) for output in outputs)
+    writer.fx.output(results)
+    writer.fx.on_generate_code(lambda _: writer.annotate)
+    module = fx.GraphModule(torch.nn.Module(), writer.fx, class_name=f"Rank{rank}")
+    return Program(module, tuple(inputs), tuple(outputs))
+
+
+@dataclass
+class Writer:
+    """Writes the fx graph of one rank."""
+
+    graph: Graph
+    rank: int
+    book: RuleBook
+    fx: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[Value, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    current: Node | None = None
+
+    def __post_init__(self) -> None:
+        self.mesh = self.graph.mesh
+        self.coords = self.mesh.coords(self.rank)
+        self._shapes: dict[tuple[Any, Spec], tuple[int, ...]] = {}
+
+    def placeholder(self, given: Input) -> None:
+        node = self.fx.placeholder(identifier(given.name))
+        self.comments[node.name] = f"{given.name}: {given.value.spec.text(given.value.shape) if given.value.spec else ''}"
+        self.env[given.value] = node
+
+    def use(self, value: Value) -> Any:
+        """The fx node of a value; a collective that is under way is waited for now."""
+        held = self.env[value]
+        if isinstance(held, Pending):
+            held = self.env[value] = held.finish()
+        return held
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.fx.call_function(target, args, kwargs)
+        if self.current is not None:
+            made.meta["shardfx"] = self.current
+            self.comments[made.name] = str(self.current.where)
+        return made
+
+    def shape(self, value: Value, spec: Spec | None = None) -> tuple[int, ...]:
+        """The local shape of a value on this rank."""
+        spec = spec if spec is not None else value.spec
+        assert spec is not None
+        key = (value.type.shape, spec)
+        if key not in self._shapes:
+            self._shapes[key] = spec.local_shape(value.shape, self.mesh, self.coords)
+        return self._shapes[key]
+
+    def node(self, node: Node) -> None:
+        self.current = node
+        if isinstance(node.op, CommOp):
+            LOWER[node.op.name](self, node)
+            return
+        entry = self.book.entry(node.op)
+        args = substitute(node.args, self.use)
+        kwargs = {k: substitute(a, self.use) for k, a in node.kwargs.items()}
+        if entry is not None and entry.local is not None and _is_cut(node):
+            result = entry.local(LocalEmit(self, node, args, kwargs))
+        else:
+            if entry is not None and entry.shape_arg is not None:
+                at = entry.shape_arg
+                args = (*args[:at], list(self.shape(node.outs[0])), *args[at + 1 :])
+            result = self.call(TARGETS.get(node.op, node.op), *args, **kwargs)
+        self.bind(node, result)
+
+    def bind(self, node: Node, result: Any) -> None:
+        if len(node.results) == 1 and node.op not in LISTS:
+            self.env[node.results[0]] = result  # type: ignore[index]
+            return
+        for i, value in enumerate(node.results):
+            if value is not None:
+                self.env[value] = Pending(lambda i=i: self.fx.call_function(operator.getitem, (result, i)))
+                self.use(value)
+
+    def annotate(self, body: list[str]) -> list[str]:
+        """Lines of code with their module path and source behind them."""
+        statements: list[str] = []
+        for text in body:
+            if text.startswith(";") and statements:
+                statements[-1] = statements[-1].rstrip("\n") + text
+            else:
+                statements.append(text)
+        lines = []
+        for text in statements:
+            match = re.match(r"(\w+) = ", text)
+            comment = self.comments.get(match.group(1), "") if match else ""
+            lines.append(f"{text.rstrip()}  # {comment}\n" if comment else text)
+        return lines
+
+
+def _is_cut(node: Node) -> bool:
+    """Whether any tensor of the node is cut: else the op runs as it stands."""
+    assert node.strategy is not None
+    return any(spec.axes for spec in (*node.strategy.operands, *node.strategy.results))
+
+
+LISTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+TARGETS: dict[Any, Any] = {aten.view.default: aten.reshape.default}
+"""A local piece of a value may not be laid out so that a view of it exists."""
+
+
+@dataclass
+class LocalEmit:
+    """What a rule's ``local`` function writes with (see :class:`shardfx.ir.rules.Emit`)."""
+
+    writer: Writer
+    node: Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.writer.call(op, *args, **kwargs)
+
+    def _bounds(self, value: Value, spec: Spec, dim: int) -> tuple[int, int]:
+        cut = spec.dims[dim]
+        size = value.shape[dim]
+        if cut.parts:
+            lengths = self.writer.shape(value, spec)
+            starts = [bounds(p.size, p.axes, self.writer.mesh, self.writer.coords)[0] for p in cut.parts]
+            flat = 0
+            for part, start in zip(cut.parts, starts, strict=True):
+                flat = flat * part.size + start
+            return flat, lengths[dim]
+        return bounds(size, cut.axes, self.writer.mesh, self.writer.coords)
+
+    def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
+        assert self.node.strategy is not None
+        return self._bounds(self.node.operands[operand], self.node.strategy.operands[operand], dim)
+
+    def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
+        assert self.node.strategy is not None
+        return self._bounds(self.node.outs[result], self.node.strategy.results[result], dim)
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        assert self.node.strategy is not None
+        return self.writer.shape(self.node.operands[operand], self.node.strategy.operands[operand])
+
+    def result_shape(self, result: int) -> tuple[int, ...]:
+        assert self.node.strategy is not None
+        return self.writer.shape(self.node.outs[result], self.node.strategy.results[result])
+
+
+def identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)

@@ -1,0 +1,79 @@
+"""Before and after a collective: collectives join and split along the first dim, in equal pieces.
+
+``pack`` brings the dim in question to the front and pads it; ``unpack`` undoes that. A dim that is a compound
+is reached through a view of the local tensor as its sub-dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def pack(x: Tensor, view: Sequence[int], dim: int, per: int) -> Tensor:
+    """``x`` as ``view`` with ``dim`` in front, padded with zeros to ``per`` there."""
+    x = x.reshape(view).movedim(dim, 0)
+    if x.shape[0] < per:
+        x = torch.cat([x, x.new_zeros((per - x.shape[0], *x.shape[1:]))])
+    return x.contiguous()
+
+
+def unpack_gathered(x: Tensor, per: int, lengths: Sequence[int], dim: int, shape: Sequence[int]) -> Tensor:
+    """Joined pieces of ``per`` rows, of which the first ``lengths[k]`` count, with dim 0 back at ``dim``, as ``shape``."""
+    if any(length != per for length in lengths):
+        x = torch.cat([piece[:length] for piece, length in zip(x.split(per), lengths, strict=True)])
+    return x.movedim(0, dim).reshape(shape)
+
+
+def pack_scattered(x: Tensor, view: Sequence[int], dim: int, per: int, lengths: Sequence[int]) -> Tensor:
+    """The pieces of ``x`` along ``dim`` joined in front, each padded to ``per`` rows."""
+    x = x.reshape(view).movedim(dim, 0)
+    if any(length != per for length in lengths):
+        pieces = []
+        for piece in x.split(list(lengths)):
+            pieces.append(piece)
+            if piece.shape[0] < per:
+                pieces.append(x.new_zeros((per - piece.shape[0], *x.shape[1:])))
+        x = torch.cat(pieces)
+    return x.contiguous()
+
+
+def unpack_scattered(x: Tensor, length: int, dim: int, shape: Sequence[int]) -> Tensor:
+    """This rank's piece: its first ``length`` rows, dim 0 back at ``dim``, as ``shape``."""
+    return x[:length].movedim(0, dim).reshape(shape)
+
+
+def pack_exchange(x: Tensor, view: Sequence[int], to: int, lengths: Sequence[int]) -> Tensor:
+    """The pieces of ``x`` along dim ``to``, one for each rank, flat and one after the other."""
+    return torch.cat([piece.reshape(-1) for piece in x.reshape(view).split(list(lengths), to)])
+
+
+def unpack_exchange(x: Tensor, pieces: Sequence[Sequence[int]], dim: int, shape: Sequence[int]) -> Tensor:
+    """Flat received pieces of the given shapes, joined along ``dim``, as ``shape``."""
+    sizes = [torch.Size(p).numel() for p in pieces]
+    parts = [part.reshape(list(p)) for part, p in zip(x.split(sizes), pieces, strict=True)]
+    return torch.cat(parts, dim).reshape(shape)
+
+
+def take(x: Tensor, view: Sequence[int], dim: int, start: int, length: int, shape: Sequence[int]) -> Tensor:
+    """A local slice: what this rank keeps of a dim."""
+    return x.reshape(view).narrow(dim, start, length).reshape(shape)
+
+
+def flatten(tensors: Sequence[Tensor], pieces: int) -> Tensor:
+    """Several tensors as one flat buffer; for ``pieces`` ranks, all first pieces come first."""
+    if pieces == 1:
+        return torch.cat([t.reshape(-1) for t in tensors])
+    return torch.cat([t.reshape(pieces, -1) for t in tensors], 1).reshape(-1)
+
+
+def unflatten(buffer: Tensor, shapes: Sequence[Sequence[int]], pieces: int) -> list[Tensor]:
+    """The inverse of :func:`flatten`: views into the buffer where ``pieces`` is 1."""
+    sizes = [torch.Size(s).numel() // pieces for s in shapes]
+    if pieces == 1:
+        return [part.view(list(s)) for part, s in zip(buffer.split(sizes), shapes, strict=True)]
+    parts = buffer.view(pieces, -1).split(sizes, 1)
+    return [part.reshape(list(s)) for part, s in zip(parts, shapes, strict=True)]

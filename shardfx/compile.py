@@ -1,0 +1,57 @@
+"""From a model, a mesh and hints to a plan: capture, then the pipeline of passes that the hints ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardfx.ir.capture import Captured, capture
+from shardfx.ir.comm import Planner
+from shardfx.ir.graph import Graph
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.rules import RuleBook
+from shardfx.passes import Context, FuseComm, Partition, Pass, Propagate, run_passes
+
+from .hints import Hints
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A captured model before and after its passes."""
+
+    hints: Hints
+    captured: Captured
+    before: Graph
+    after: Graph
+    context: Context
+    passes: tuple[Pass, ...]
+
+
+def pipeline(hints: Hints) -> tuple[Pass, ...]:
+    """The passes that hints ask for, in order: a pure function of the hints."""
+    built_in: list[Pass] = [Propagate(), Partition()]
+    if hints.fuse_mb > 0 and not any(isinstance(p, FuseComm) for p in hints.passes):
+        built_in.append(FuseComm(mb=hints.fuse_mb))
+    return (*built_in, *hints.passes)
+
+
+def compile_model(
+    model: nn.Module,
+    mesh: Mesh,
+    hints: Hints,
+    rules: RuleBook,
+    on_pass: Callable[[Pass, Graph], None] | None = None,
+) -> Compiled:
+    """Capture ``model`` and run the passes."""
+    passes = pipeline(hints)
+    captured = capture(
+        model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets
+    )
+    before = captured.graph.copy()
+    context = Context(
+        rules, Planner(mesh), specs=hints.specs, aliases=captured.aliases, strict=hints.strict
+    )
+    run_passes(captured.graph, passes, context, on_pass)
+    return Compiled(hints, captured, before, captured.graph, context, passes)

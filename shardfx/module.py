@@ -1,0 +1,223 @@
+"""ParallelModule: the model, parallel, as an ordinary ``nn.Module``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from shardfx.ir.capture import leaf_names
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind, OutputKind
+from shardfx.ir.mesh import Mesh
+from shardfx.runtime.codegen import generate
+from shardfx.runtime.engine import Kinds, Results
+
+from .compile import Compiled
+
+TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
+LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
+INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
+
+
+class _HandOut(torch.autograd.Function):
+    """A loss whose gradients are there already: ``backward`` hands them out."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.grads = grads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *above: torch.Tensor) -> Any:
+        (scale,) = above
+        one = scale.device.type == "cpu" and bool(scale == 1)
+        return (None, None, *(g if g is None or one else g * scale for g in ctx.grads))
+
+
+class ParallelModule(nn.Module):
+    """What :func:`shardfx.parallelize` returns. Call it like the model, with the targets behind the arguments::
+
+        loss = pm(x, y)
+        loss.backward()
+        optimizer.step()
+
+    ``pm(x, y)`` takes the global batch, runs forward and backward, and gives the loss of the whole batch. Under
+    ``torch.no_grad()`` it runs the forward only; without targets it gives the model's own results.
+    """
+
+    def __init__(self, compiled: Compiled, mesh: Mesh, engine: Any, model: nn.Module) -> None:
+        super().__init__()
+        self._compiled = compiled
+        self.mesh = mesh
+        self._engine = engine
+        self.training = model.training
+        self._outputs = {(o.kind, o.name): o for o in compiled.after.outputs}
+        self._captured_training = model.training
+        names = [g.name for g in compiled.after.inputs]
+        self._extra = {
+            name: tensor.detach().clone()
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if compiled.captured.aliases.get(name, name) not in names and not tensor.is_meta
+        }
+        self._state_names = list(model.state_dict())
+        self._register()
+
+    def _register(self) -> None:
+        """Make the shards parameters and buffers of this module, under the model's own names."""
+        for name, pieces in self._engine.parameters.items():
+            path, _, leaf = name.rpartition(".")
+            holder = _holder(self, path)
+            if len(pieces) == 1:
+                holder._parameters[leaf] = pieces[0]
+            else:
+                holder._modules[leaf] = nn.ParameterList(pieces)
+        for name, tensors in self._engine.buffers.items():
+            path, _, leaf = name.rpartition(".")
+            for i, tensor in enumerate(tensors):
+                _holder(self, path)._buffers[leaf if len(tensors) == 1 else f"{leaf}_{i}"] = tensor
+
+    # ---- calling --------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, has_targets = self._inputs(args, kwargs)
+        graph = self.after
+        has_loss = (OutputKind.LOSS, "loss") in self._outputs
+        if has_targets and has_loss:
+            if torch.is_grad_enabled():
+                return self._train(self._run(TRAIN, inputs))
+            results = self._run(LOSS, inputs)
+            return results[OutputKind.LOSS, "loss"][0]
+        results = self._run(INFER, inputs)
+        whole = [
+            self._engine.join(o, results[o.kind, o.name]) for o in graph.outputs if o.kind is OutputKind.RESULT
+        ]
+        given = iter(whole)
+        leaves = [next(given) if leaf == "tensor" else leaf for leaf in self._compiled.captured.result_leaves]
+        return pytree.tree_unflatten(leaves, self._compiled.captured.result_tree)
+
+    def _run(self, kinds: Kinds, inputs: Mapping[str, torch.Tensor]) -> Results:
+        if self.training != self._captured_training:
+            raise Error(
+                f"the model was captured in {_mode(self._captured_training)} mode",
+                where="pm(...)",
+                expected=f"pm.{_mode(self._captured_training)}()",
+                got=_mode(self.training),
+                remedy="parallelize the model again in the other mode and load_full_state_dict(...)",
+            )
+        if not self._engine.parameters and self.after.of_kind(InputKind.PARAMETER):
+            raise Error(
+                "this plan has no weights: the model was fake, or on meta",
+                where="pm(...)",
+                expected="real weights",
+                got="a plan without weights",
+                remedy="pm.load_full_state_dict(state_dict), or parallelize a model with weights",
+            )
+        results: Results = self._engine.run(kinds, inputs)
+        self._engine.store_buffers(results)
+        return results
+
+    def _train(self, results: Results) -> torch.Tensor:
+        parameters, grads = [], []
+        for name, pieces in self._engine.parameters.items():
+            given = results.get((OutputKind.GRADIENT, name))
+            for i, parameter in enumerate(pieces):
+                if parameter.requires_grad:
+                    parameters.append(parameter)
+                    grads.append(given[i] if given is not None else None)
+        loss = results[OutputKind.LOSS, "loss"][0]
+        return _HandOut.apply(loss, grads, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], bool]:
+        """The tensors by name, checked; and whether targets were given."""
+        expected = {g.name: g for g in self.after.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
+        leaves = self._compiled.captured.leaves
+        count = len(self._compiled.hints.args)
+        named = dict(leaf_names(args[:count], kwargs, args[count:]))
+        tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+        has_targets = len(args) > count
+        wanted = [n for n in leaves if has_targets or not n.startswith("targets.")]
+        if sorted(tensors) != sorted(wanted):
+            raise Error(
+                "the inputs are not those that the model was captured with",
+                where="pm(...)",
+                expected=", ".join(wanted),
+                got=", ".join(tensors) or "no tensors",
+                remedy="pass the model's arguments first, then the targets",
+            )
+        for name, tensor in tensors.items():
+            given = expected.get(name)
+            if given is None:
+                continue
+            if not self._engine.accepts(given, tensor.shape) or tensor.dtype != given.value.type.dtype:
+                raise Error(
+                    f"input {name!r} has the wrong shape or dtype",
+                    where="pm(...)",
+                    expected=f"{self._engine.shapes(given)}, {given.value.type.dtype}",
+                    got=f"{tuple(tensor.shape)}, {tensor.dtype}",
+                    remedy="pass the global batch, or capture with another example (Hints(args=...))",
+                )
+        return tensors, has_targets
+
+    # ---- what there is to see -------------------------------------------------------------------------------
+
+    @property
+    def before(self) -> Graph:
+        """The program as it was captured."""
+        return self._compiled.before
+
+    @property
+    def after(self) -> Graph:
+        """The program after all passes."""
+        return self._compiled.after
+
+    def rank_module(self, rank: int, *, training: bool | None = None) -> fx.GraphModule:
+        """The program of any rank, also of one that this process is not.
+
+        Inputs are the rank's own pieces, in the order of the placeholders; results are the loss, gradients and new
+        buffers (or, where there is no loss, the model's results).
+        """
+        train = training if training is not None else (OutputKind.LOSS, "loss") in self._outputs
+        return generate(self.after, rank, self._compiled.context.rules, TRAIN if train else INFER).module
+
+    # ---- state ----------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers by the model's own names, tied ones under each of their names."""
+        aliases = self._compiled.captured.aliases
+        result: dict[str, torch.Tensor] = {}
+        for name in self._state_names:
+            known = aliases.get(name, name)
+            if known in self._engine.parameters:
+                result[name] = self._engine.whole(known, [p.detach() for p in self._engine.parameters[known]])
+            elif known in self._engine.buffers:
+                result[name] = self._engine.whole(known, self._engine.buffers[known])
+            else:
+                result[name] = self._extra[name]
+        return result
+
+    def full_grads(self) -> dict[str, torch.Tensor]:
+        """Whole gradients by the model's own names; parameters without one are left out."""
+        result = {}
+        for name, pieces in self._engine.parameters.items():
+            grads = [p.grad for p in pieces]
+            if all(g is not None for g in grads):
+                result[name] = self._engine.whole(name, grads)
+        return result
+
+
+def _mode(training: bool) -> str:
+    return "train" if training else "eval"
+
+
+def _holder(root: nn.Module, path: str) -> nn.Module:
+    """The submodule of a dotted path, made where it is missing."""
+    for part in path.split(".") if path else ():
+        child = root._modules.get(part)
+        if child is None:
+            child = root._modules[part] = nn.Module()
+        root = child
+    return root

@@ -1,0 +1,204 @@
+"""Draw a graph: modules as boxes in boxes, forward and backward side by side, placements in the colours of the axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardfx.ir.graph import Graph, Phase, Value
+from shardfx.ir.mesh import Mesh
+
+from .boxes import Box, Kind, Picture
+from .dot import Point
+from .geometry import Crossing, Plan, Rect, Spot, Wire
+from .layout import plan
+from .leaf import TITLE, draw_leaf, measure
+from .legend import draw_header
+from .levels import HEADER, STACK
+from .show import show
+from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, Run, axis_colour, width
+from .svg import Canvas, document, number, spline
+from .tooltips import box_text, wire_text
+from .traffic import local_bytes, size_text
+
+MARGIN = 32.0
+LANES = {
+    Phase.FORWARD: ("Forward", "↓", "#e9f0fa", "#3b5b8c"),
+    Phase.BACKWARD: ("Backward", "↑", "#faf0ea", "#94552f"),
+    Phase.UPDATE: ("Update", "↓", "#ecf5ee", "#3f6f4d"),
+}
+SHADES = (PAPER, "#f7f9fc", PAPER, "#f7f9fc")
+
+
+def draw_graph(graph: Graph, path: str | Path, title: str = "", *, boxes: int = 300) -> Path:
+    """Draw ``graph`` as one SVG file.
+
+    Args:
+        path: where to write the file; its folder is made.
+        title: what stands above the picture.
+        boxes: how many boxes there may be; of a larger graph, modules are drawn closed.
+
+    Returns:
+        The path of the file.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(picture_svg(show(graph, boxes), title or "graph"), encoding="utf-8")
+    return path
+
+
+def draw_folder(graphs: Mapping[str, Graph], folder: str | Path) -> list[Path]:
+    """Draw ``before``, ``after`` and what stood between as ``before.svg``, ``after.svg``, ``01-<name>.svg``, ...
+
+    Args:
+        graphs: the graphs by name, in order; a name other than ``before`` and ``after`` is that of a pass.
+
+    Returns:
+        The paths of the files, in the same order.
+    """
+    paths = []
+    passes = 0
+    for name, graph in graphs.items():
+        file, title = name, name.capitalize()
+        if name not in ("before", "after"):
+            passes += 1
+            file, title = f"{passes:02}-{name}", f"After pass {passes}: {name}"
+        paths.append(draw_graph(graph, Path(folder) / f"{file}.svg", title))
+    return paths
+
+
+def picture_svg(picture: Picture, title: str) -> str:
+    """The text of the SVG file of a picture."""
+    mesh = picture.graph.mesh
+    made = plan(picture, lambda box: measure(box, mesh))
+    body = Canvas()
+    for crossing in made.crossings:
+        _crossing(body, crossing, made, mesh, behind=True)
+    canvas = Canvas()
+    wide = max(made.width, 760.0)
+    top = draw_header(canvas, picture, title, MARGIN, wide)
+    _lanes(body, made, mesh)
+    left = MARGIN + (wide - made.width) / 2
+    total = Rect(0, 0, wide + 2 * MARGIN, top + made.height + MARGIN)
+    page = Canvas()
+    page.rect(total, 14, fill=PAGE, stroke="#d8dee8")
+    page.parts += canvas.parts
+    page.parts.append(f'<g transform="translate({number(left)} {number(top)})">')
+    page.parts += body.parts
+    page.parts.append("</g>")
+    graph = picture.graph
+    described = f"{len(graph.nodes)} ops on {mesh!r}, drawn as {picture.size} boxes"
+    return document(page, total.w, total.h, title, described)
+
+
+def _lanes(canvas: Canvas, made: Plan, mesh: Mesh) -> None:
+    depth: dict[Box, int] = {}
+    for lane in made.lanes:
+        name, arrow, fill, ink = LANES[lane.phase]
+        panel = Canvas()
+        panel.rect(lane.rect, 16, fill=fill)
+        panel.text(lane.rect.x + 24, lane.rect.y + 32, [Run(f"{arrow} {name}", ink, True)], size=15)
+        canvas.parts[:0] = panel.parts
+        for spot in lane.spots:
+            if spot.box.kind is Kind.OPEN:
+                depth.update(dict.fromkeys(spot.box.children, depth.get(spot.box, 0) + 1))
+                _container(canvas, spot, depth.get(spot.box, 0), mesh)
+        for wire in lane.wires:
+            _wire(canvas, wire, mesh)
+        for spot in lane.spots:
+            if spot.box.kind is Kind.OPEN:
+                _container_title(canvas, spot, depth.get(spot.box, 0))
+            else:
+                with canvas.group("b", box_text(spot.box, mesh)):
+                    draw_leaf(canvas, spot, mesh)
+    for crossing in made.crossings:
+        _crossing(canvas, crossing, made, mesh, behind=False)
+
+
+def _container(canvas: Canvas, spot: Spot, depth: int, mesh: Mesh) -> None:
+    body = spot.body
+    with canvas.group("b", box_text(spot.box, mesh)):
+        for i in (2, 1) if spot.box.count > 1 else ():
+            behind = Rect(body.x + i * STACK / 2, body.y + i * STACK / 2, body.w, body.h)
+            canvas.rect(behind, 11, fill=PAPER, stroke=FAINT)
+        folded = spot.box.count > 1
+        fill = SHADES[min(depth, len(SHADES) - 1)]
+        canvas.rect(body, 10, fill=fill, stroke="#64748b" if folded else RULE, class_="f")
+
+
+def _container_title(canvas: Canvas, spot: Spot, depth: int) -> None:
+    box, body = spot.box, spot.body
+    halo = SHADES[min(depth, len(SHADES) - 1)]
+    y = body.y + 19
+    canvas.text(body.x + 12, y, box.title, size=TITLE, bold=True, halo=halo)
+    if box.count > 1:
+        text = f"× {box.count}" + ("  in a row" if box.loops else "")
+        wide = width(text, 11.5, bold=True) + 16
+        badge = Rect(body.x + 20 + width(box.title, TITLE, bold=True), y - 14, wide, 19)
+        canvas.rect(badge, 9.5, fill=INK)
+        canvas.text(badge.x + wide / 2, y, text, size=11.5, bold=True, colour=PAPER, anchor="middle")
+
+
+def _wire(canvas: Canvas, wire: Wire, mesh: Mesh) -> None:
+    with canvas.group("w", wire_text(wire.values, wire.targets)):
+        colour = stroke(canvas, spline(wire.points), wire.values, mesh)
+        if wire.arrow:
+            arrow(canvas, wire.points, colour)
+
+
+def stroke(canvas: Canvas, d: str, values: list[Value], mesh: Mesh) -> str:
+    """Draw a line in the colours of the axes that cut its values, broken where they are partial sums."""
+    specs = [value.spec for value in values if value.spec is not None]
+    partial = mesh.sort(axis for spec in specs for axis in spec.partial_axes)
+    axes = mesh.sort(axis for spec in specs for axis in (*spec.axes, *spec.partial_axes))
+    colours = [axis_colour(mesh, axis) for axis in axes] or [FAINT]
+    wide = "1.9" if axes else "1.4"
+    dash, space = 7, 5 if partial else 0
+    period = dash * len(colours) + space
+    for i, colour in enumerate(colours):
+        plain = len(colours) == 1 and not space
+        canvas.path(
+            d,
+            fill="none",
+            stroke=colour,
+            stroke_width=wide,
+            class_="l",
+            stroke_dasharray=None if plain else f"{dash} {period - dash}",
+            stroke_dashoffset=None if plain or not i else str(-dash * i),
+        )
+    return colours[0]
+
+
+def arrow(canvas: Canvas, points: list[Point], colour: str) -> None:
+    """An arrow head at the end of a line."""
+    (x, y) = points[-1]
+    back = next((p for p in reversed(points[:-1]) if math.dist(p, (x, y)) > 0.5), (x, y - 1))
+    length = math.dist(back, (x, y))
+    dx, dy = (x - back[0]) / length, (y - back[1]) / length
+    corners = [(x, y), (x - 6 * dx - 3 * dy, y - 6 * dy + 3 * dx), (x - 6 * dx + 3 * dy, y - 6 * dy - 3 * dx)]
+    d = "M" + "L".join(f"{number(px)} {number(py)}" for px, py in corners) + "Z"
+    canvas.path(d, fill=colour, stroke=colour, stroke_width="0.8", stroke_linejoin="round")
+
+
+def _crossing(canvas: Canvas, crossing: Crossing, made: Plan, mesh: Mesh, *, behind: bool) -> None:
+    """A dashed line between lanes; what is kept for backward is written on it once, in the gap between them."""
+    a, b = crossing.source.rect, crossing.target.rect
+    start, end = (a.right, a.middle), (b.x, b.middle)
+    values = list(dict.fromkeys(value for edge in crossing.edges for value in edge.values))
+    targets = [edge.target for edge in crossing.edges]
+    if behind:
+        reach = max(40.0, (end[0] - start[0]) * 0.45)
+        points = [start, (start[0] + reach, start[1]), (end[0] - reach, end[1]), end]
+        with canvas.group("w k", wire_text(values, targets)):
+            canvas.path(
+                spline(points), fill="none", stroke=MUTED, stroke_width="1.4", stroke_dasharray="2 4", class_="l"
+            )
+            arrow(canvas, points, FAINT)
+        return
+    if crossing.source.box.kind is Kind.OPEN and crossing.target.box.kind is Kind.OPEN:
+        middle = (made.lanes[0].rect.right + made.lanes[1].rect.x) / 2
+        y = (start[1] + end[1]) / 2
+        kept = sum(local_bytes(value, mesh) for value in values if value.node is not None)
+        canvas.text(middle, y - 7, f"{len(values)} kept", size=11, colour=MUTED, anchor="middle", halo=PAGE)
+        canvas.text(middle, y + 15, size_text(kept), size=11, colour=MUTED, anchor="middle", halo=PAGE)

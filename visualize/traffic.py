@@ -1,0 +1,75 @@
+"""What communication costs in bytes, as it is written in pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardfx.ir.graph import Node, Value, op_name
+from shardfx.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One comm node: what it does, over which axes, the bytes that a rank sends each time, and how many times."""
+
+    name: str
+    axes: tuple[str, ...]
+    nbytes: float
+    turns: int
+
+    @property
+    def total(self) -> float:
+        return self.nbytes * self.turns
+
+
+def is_comm(node: Node) -> bool:
+    return str(node.op).startswith("comm.")
+
+
+def traffic(node: Node, mesh: Mesh) -> Traffic:
+    """The bytes that one rank sends for a comm node (formulas as in :mod:`shardfx.ir.comm`)."""
+    name = op_name(node.op).removeprefix("comm.")
+    axes = tuple(node.kwargs.get("axes", ()))
+    n = mesh.extent(axes)
+    gathers = name.startswith("all_gather")
+    held = sum(local_bytes(value, mesh) for value in (node.outs if gathers else node.operands))
+    share = (n - 1) / n
+    if name == "slice":
+        share = 0.0
+    elif name.startswith("all_reduce"):
+        share *= 2
+    elif not gathers and not name.startswith(("reduce_scatter", "all_to_all")):
+        share = 1.0
+    time = [axis for value in node.operands[:1] if value.spec for axis in value.spec.axes if mesh[axis].time]
+    return Traffic(name, axes, held * share, mesh.extent(time))
+
+
+def local_bytes(value: Value, mesh: Mesh) -> int:
+    """What the rank that holds most of a value holds of it (in one turn)."""
+    numel = value.spec.local_numel(value.shape, mesh) if value.spec else value.type.numel
+    return numel * value.type.dtype.itemsize
+
+
+def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:
+    """The traffic of all comm nodes, by the axes that it goes over."""
+    found: dict[tuple[str, ...], list[Traffic]] = {}
+    for node in nodes:
+        if is_comm(node):
+            one = traffic(node, mesh)
+            found.setdefault(mesh.sort(one.axes), []).append(one)
+    return dict(sorted(found.items(), key=lambda item: [mesh.order(axis) for axis in item[0]]))
+
+
+def size_text(nbytes: float) -> str:
+    """``2.1 MB``: three digits at most, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 999.5 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError
+
+
+def comm_name(name: str) -> str:
+    """``all_gather_fused`` as it is written in a picture: ``all-gather``."""
+    return name.removesuffix("_fused").replace("_", "-")
