@@ -47,7 +47,7 @@ COMM_OPS = {op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_t
 
 @dataclass(frozen=True)
 class Step:
-    """One comm op: over ``axes``, on sub-dim ``dim`` of the value seen as ``view`` (to sub-dim ``to``), giving ``spec``."""
+    """One comm op: over ``axes``, on sub-dim ``dim`` (to ``to``) of the value seen as ``view``; gives ``spec``."""
 
     op: CommOp
     axes: tuple[str, ...]
@@ -94,7 +94,8 @@ def coarsen(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -
     """The inverse of :func:`refine` for one spec."""
     dims, at = [], 0
     for size in shape:
-        parts, product = [], 1
+        parts: list[Part] = []
+        product = 1
         while at < len(view) and (product < size or (product == size == 1 and not parts)):
             parts.append(Part(view[at], spec.dims[at].axes))
             product *= view[at]
@@ -185,7 +186,7 @@ class Planner:
     _known: dict[tuple[TensorType, Spec, Spec], tuple[Step, ...]] = field(default_factory=dict)
 
     def steps(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
-        """The cheapest steps from ``source`` to ``target``; nothing in the target may be partial that is not so already."""
+        """The cheapest steps from ``source`` to ``target``, in which nothing may be partial that is not so already."""
         if source == target:
             return ()
         key = (type, source, target)

@@ -149,10 +149,12 @@ def _placeholder(builder: Builder, node: torch.fx.Node, names: Names) -> Value |
     if any(not isinstance(s, int) for s in value.shape):
         raise Error("an input has a symbolic shape", got=str(tuple(value.shape)), expected="static shapes")
     type = TensorType(tuple(value.shape), value.dtype)
-    if isinstance(desc, ParamAOTInput):
-        return builder.input(InputKind.PARAMETER, names.aliases[desc.target.removeprefix(PREFIX)], type)
-    if isinstance(desc, BufferAOTInput):
-        return builder.input(InputKind.BUFFER, names.aliases[desc.target.removeprefix(PREFIX)], type)
+    if isinstance(desc, (ParamAOTInput, BufferAOTInput)):
+        name = names.aliases[desc.target.removeprefix(PREFIX)]
+        tied = next((given.value for given in builder.graph.inputs if given.name == name), None)
+        if tied is not None:
+            return tied
+        return builder.input(InputKind.PARAMETER if isinstance(desc, ParamAOTInput) else InputKind.BUFFER, name, type)
     if isinstance(desc, PlainAOTInput):
         name = names.leaves[desc.idx]
         kind = InputKind.TARGET if name.startswith("targets.") else InputKind.ARGUMENT
@@ -193,7 +195,13 @@ def _outputs(builder: Builder, node: torch.fx.Node, names: Names) -> None:
             name = names.aliases[mutated.target.removeprefix(PREFIX)]
         else:
             continue
-        if value is not None:
+        if value is None:
+            continue
+        known = next((o for o in builder.graph.outputs if kind is OutputKind.GRADIENT and (o.kind, o.name) == (kind, name)), None)
+        if known is not None:
+            builder.phase = Phase.BACKWARD
+            known.value = builder.add(aten.add.Tensor, (known.value, value), value.type)
+        else:
             builder.graph.outputs.append(Output(kind, name, value))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .mesh import Mesh
 from .spec import Spec, TensorType
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
@@ -130,7 +130,7 @@ def substitute(arg: Any, change: Callable[[Value], Any]) -> Any:
     return arg
 
 
-class InputKind(str, Enum):
+class InputKind(StrEnum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     ARGUMENT = "argument"
@@ -149,7 +149,7 @@ class Input:
     constant: torch.Tensor | None = None
 
 
-class OutputKind(str, Enum):
+class OutputKind(StrEnum):
     RESULT = "result"
     LOSS = "loss"
     GRADIENT = "gradient"
@@ -158,7 +158,7 @@ class OutputKind(str, Enum):
 
 @dataclass(eq=False, slots=True)
 class Output:
-    """An output of the graph: a result of the model, its loss, the gradient of a parameter, or a buffer's new content."""
+    """An output of the graph: a result of the model, its loss, a parameter's gradient, or a buffer's new content."""
 
     kind: OutputKind
     name: str

@@ -72,7 +72,7 @@ class Mesh:
         made = []
         for name, value in axes.items():
             if not name.isidentifier():
-                raise Error(f"{name!r} cannot name a mesh axis", expected="a name such as dp or tp_inner", got=repr(name))
+                raise Error(f"{name!r} cannot name a mesh axis", expected="a name such as dp or tp_inner", got=name)
             size = value.turns if isinstance(value, Time) else value
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise Error(
@@ -178,7 +178,7 @@ class Mesh:
                 got=mesh.mesh.flatten().tolist(),
                 remedy="make it with init_device_mesh over the whole world",
             )
-        return cls(**dict(zip(names, mesh.mesh.shape, strict=True)))
+        return cls(links=None, **dict(zip(names, mesh.mesh.shape, strict=True)))
 
     def to_device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """The torch ``DeviceMesh`` of the axes of ranks (``torch.distributed`` must be initialised)."""

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,8 +30,7 @@ from .graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Str
 from .mesh import Link, Mesh, Time
 from .random import dropout
 from .spec import Cut, Part, Spec, TensorType
-
-T = TypeVar("T")
+from .tokens import Line, T
 
 DTYPES: dict[str, torch.dtype] = {
     **{f"f{n}": getattr(torch, f"float{n}") for n in (16, 32, 64)},
@@ -47,15 +46,6 @@ OWN_OPS: dict[str, Any] = {op_name(op): op for op in (*COMM_OPS.values(), dropou
 CONSTANTS: dict[str, Any] = {"None": None, "True": True, "False": False, "inf": math.inf, "nan": math.nan}
 """The words that stand for themselves as arguments."""
 
-TOKEN = re.compile(
-    r"""(?P<space>\s+|\#.*)
-      | (?P<value>%(?:"(?:[^"\\]|\\.)*"|\w[\w./-]*))
-      | (?P<string>"(?:[^"\\]|\\.)*")
-      | (?P<number>-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|inf\b|nan\b))
-      | (?P<word>[^\W\d][\w.]*)
-      | (?P<mark>.)""",
-    re.VERBOSE,
-)
 WHERE = re.compile(r'("(?:[^"\\]|\\.)*"|[^\s"#:]+)(?::(\d+))?(?:\s+|$)')
 TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -71,77 +61,12 @@ def parse_graph(text: str, *, ops: Mapping[str, Any] | None = None) -> Graph:
     """
     reader = _Reader({**OWN_OPS, **(ops or {})})
     for number, line in enumerate(text.splitlines(), 1):
-        tokens = _Line(line, number)
+        tokens = Line(line, number)
         if tokens.kind:
             reader.read(tokens)
     if reader.mesh is None:
         raise Error("the text has no mesh", where="line 1", expected="a line such as 'mesh dp=2, tp=2'", got=text[:60])
     return reader.graph()
-
-
-class _Line:
-    """The tokens of a line, read from left to right; ``kind`` is that of the next one, '' at the end."""
-
-    def __init__(self, text: str, number: int) -> None:
-        self.text, self.number, self.at = text, number, 0
-        self.next()
-
-    def next(self) -> str:
-        """Step over the token at hand; gives its text."""
-        gone = self.token if self.at else ""
-        while True:
-            match = TOKEN.match(self.text, self.at)
-            if match is None:
-                self.kind, self.token = "", "the end of the line"
-                return gone
-            self.start, self.at = self.at, match.end()
-            if match.lastgroup != "space":
-                self.kind, self.token = match.lastgroup or "", match.group()
-                return gone
-
-    def fail(self, expected: str, got: object = None) -> NoReturn:
-        where = f"line {self.number}: {self.text.strip()}"
-        raise Error("the text of a graph cannot be read", where=where, expected=expected, got=got or self.token)
-
-    def accept(self, token: str) -> bool:
-        """Step over the token if it is this one."""
-        if self.kind == "string" or self.token != token:
-            return False
-        self.next()
-        return True
-
-    def expect(self, token: str) -> None:
-        if not self.accept(token):
-            self.fail(repr(token))
-
-    def take(self, kind: str, what: str) -> str:
-        if self.kind != kind:
-            self.fail(what)
-        return self.next()
-
-    def word(self, what: str) -> str:
-        return self.take("word", what)
-
-    def name(self, what: str) -> str:
-        """A word, or anything in quotes."""
-        return json.loads(self.next()) if self.kind == "string" else self.word(what)
-
-    def number_of(self, type: Callable[[str], T], what: str) -> T:
-        try:
-            return type(self.take("number", what))
-        except ValueError:
-            self.fail(what)
-
-    def many(self, item: Callable[[], T], end: str) -> list[T]:
-        """Items with commas between (and one after, if you like) up to ``end``; without an ``end`` at least one."""
-        found: list[T] = []
-        while not (end and self.accept(end)):
-            found.append(item())
-            if not self.accept(","):
-                if end:
-                    self.expect(end)
-                break
-        return found
 
 
 @dataclass
@@ -165,7 +90,7 @@ class _Reader:
         assert self.mesh is not None
         return Graph(self.mesh, self.inputs, self.nodes, self.outputs, self.established)
 
-    def read(self, line: _Line) -> None:
+    def read(self, line: Line) -> None:
         if line.kind == "word" and line.text.strip().partition("#")[0].rstrip() == f"{line.token}:":
             if line.token not in (*(phase.value for phase in Phase), "outputs"):
                 line.fail("forward, backward, update or outputs", line.token)
@@ -180,13 +105,13 @@ class _Reader:
         if line.kind:
             line.fail("the end of the line")
 
-    def _header(self, line: _Line) -> None:
+    def _header(self, line: Line) -> None:
         kinds = [kind.value for kind in InputKind]
         word = line.token
         if word == "mesh":
             line.next()
             self.sizes = dict(line.many(lambda: self._axis(line), ""))
-            self.mesh = self._checked(line, lambda: Mesh(**self.sizes))
+            self.mesh = self._checked(line, lambda: Mesh(links=None, **self.sizes))
         elif word == "link":
             line.next()
             name = line.word("a mesh axis")
@@ -217,7 +142,7 @@ class _Reader:
         else:
             line.fail(f"mesh, link, unplaced, established, source, {', '.join(kinds)} or forward:")
 
-    def _axis(self, line: _Line) -> tuple[str, int | Time]:
+    def _axis(self, line: Line) -> tuple[str, int | Time]:
         name = line.word("a mesh axis such as dp=2")
         line.expect("=")
         if not line.accept("Time"):
@@ -227,7 +152,7 @@ class _Reader:
         line.expect(")")
         return name, Time(turns)
 
-    def _checked(self, line: _Line, make: Callable[[], T]) -> T:
+    def _checked(self, line: Line, make: Callable[[], T]) -> T:
         """Make something that checks itself; its error says the line too."""
         try:
             return make()
@@ -235,20 +160,20 @@ class _Reader:
             where = f"line {line.number}: {line.text.strip()}"
             raise Error(error.what, where=where, expected=error.expected, got=error.got, remedy=error.remedy) from None
 
-    def _define(self, line: _Line, token: str, value: Value) -> None:
+    def _define(self, line: Line, token: str, value: Value) -> None:
         if token in self.values:
             line.fail("a name that is new", f"{token}, which is defined already")
         value.name = _unquote(token[1:])
         self.values[token] = value
 
-    def _use(self, line: _Line) -> Value:
+    def _use(self, line: Line) -> Value:
         found = self.values.get(line.token)
         if found is None:
             line.fail("a value that is defined above", line.token)
         line.next()
         return found
 
-    def _input(self, line: _Line) -> None:
+    def _input(self, line: Line) -> None:
         kind = InputKind(line.next())
         token = line.take("value", "the input's name, such as %args.0")
         line.expect(":")
@@ -264,7 +189,7 @@ class _Reader:
                 line.fail(f"{type.numel} numbers for shape {type.shape}", error)
         self.inputs.append(Input(kind, value.name, value, constant))
 
-    def _output(self, line: _Line) -> None:
+    def _output(self, line: Line) -> None:
         kinds = [kind.value for kind in OutputKind]
         if line.token not in kinds:
             line.fail(f"one of {', '.join(kinds)}")
@@ -273,7 +198,7 @@ class _Reader:
         line.expect("=")
         self.outputs.append(Output(kind, name, self._use(line)))
 
-    def _node(self, line: _Line) -> None:
+    def _node(self, line: Line) -> None:
         targets = []
         if line.kind == "value" or line.token == "_":
             targets = line.many(lambda: self._target(line), "=")
@@ -302,10 +227,10 @@ class _Reader:
             node.where = self._where(line)
         self.nodes.append(node)
 
-    def _target(self, line: _Line) -> str | None:
+    def _target(self, line: Line) -> str | None:
         return None if line.accept("_") else line.take("value", "a result such as %3, or _")
 
-    def _op(self, line: _Line, name: str) -> Any:
+    def _op(self, line: Line, name: str) -> Any:
         if name in self.ops:
             return self.ops[name]
         space, _, rest = name.partition(".")
@@ -317,7 +242,7 @@ class _Reader:
             near = difflib.get_close_matches(name, known, 3)
             line.fail("an op of torch, of the IR, or of ops=" + (f" (perhaps {', '.join(near)})" if near else ""), name)
 
-    def _place_argument(self, line: _Line, comm: bool, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def _place_argument(self, line: Line, comm: bool, args: list[Any], kwargs: dict[str, Any]) -> None:
         if line.kind == "word" and line.text[line.at :].lstrip().startswith("="):
             key = line.next()
             line.expect("=")
@@ -331,7 +256,7 @@ class _Reader:
         else:
             args.append(self._argument(line))
 
-    def _argument(self, line: _Line) -> Any:
+    def _argument(self, line: Line) -> Any:
         what = "a value, a number, a string, a list, None, True, torch.float32, ..."
         if line.kind == "value":
             return self._use(line)
@@ -356,7 +281,7 @@ class _Reader:
             line.fail(what, word)
         return found
 
-    def _type(self, line: _Line) -> tuple[TensorType, Spec | None]:
+    def _type(self, line: Line) -> tuple[TensorType, Spec | None]:
         """``f32[64{dp}, (3 64{tp})] +{tp}``; a ``?`` at the end says that nothing is placed yet."""
         word = line.word("a type such as f32[64{dp}, 256]")
         dtype = DTYPES.get(word) or getattr(torch, word, None)
@@ -365,7 +290,7 @@ class _Reader:
         shape, spec = self._spec(line)
         return TensorType(shape, dtype), None if line.accept("?") or not self.placed else spec
 
-    def _spec(self, line: _Line) -> tuple[tuple[int, ...], Spec]:
+    def _spec(self, line: Line) -> tuple[tuple[int, ...], Spec]:
         line.expect("[")
         dims = line.many(lambda: self._dim(line), "]")
         partial: list[tuple[str, str]] = []
@@ -376,7 +301,7 @@ class _Reader:
         spec = self._checked(line, lambda: Spec(tuple(cut for _, cut in dims), tuple(partial)))
         return tuple(size for size, _ in dims), spec
 
-    def _dim(self, line: _Line) -> tuple[int, Cut]:
+    def _dim(self, line: Line) -> tuple[int, Cut]:
         if not line.accept("("):
             part = self._part(line)
             return part.size, Cut(part.axes)
@@ -385,20 +310,20 @@ class _Reader:
             parts.append(self._part(line))
         return math.prod(p.size for p in parts), Cut(tuple(a for p in parts for a in p.axes), tuple(parts))
 
-    def _part(self, line: _Line) -> Part:
+    def _part(self, line: Line) -> Part:
         size = line.number_of(int, "a dim's size")
         return Part(size, self._axes(line) if line.token == "{" else ())
 
-    def _axes(self, line: _Line) -> tuple[str, ...]:
+    def _axes(self, line: Line) -> tuple[str, ...]:
         line.expect("{")
         return tuple(line.many(lambda: self._mesh_axis(line), "}"))
 
-    def _mesh_axis(self, line: _Line) -> str:
+    def _mesh_axis(self, line: Line) -> str:
         if line.token not in self.sizes:
             line.fail(f"a mesh axis: {', '.join(self.sizes) or 'none, for there is no mesh line above'}")
         return line.next()
 
-    def _strategy(self, line: _Line, node: Node) -> None:
+    def _strategy(self, line: Line, node: Node) -> None:
         """``cuts m{dp} k{tp}  needs [...], [...]``: what is not said is as the values are."""
         if not line.accept("cuts"):
             return
@@ -413,7 +338,7 @@ class _Reader:
                 given[word] = () if line.accept("-") else tuple(line.many(lambda: self._spec(line)[1], ""))
         node.strategy = Strategy(given["needs"], given["gives"], tuple(cuts))
 
-    def _where(self, line: _Line) -> Where:
+    def _where(self, line: Line) -> Where:
         module, file, number = "", "", 0
         line.at += len(line.text) - line.at - len(line.text[line.at :].lstrip())
         while match := WHERE.match(line.text, line.at):

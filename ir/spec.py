@@ -84,7 +84,7 @@ def _sized(size: int | str, axes: tuple[str, ...]) -> str:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of a chunk, split as ``torch.chunk`` and DTensor do: ceil(size / parts) each, the last ones less."""
+    """Start and length of a chunk, as torch.chunk and DTensor split: ceil(size / parts) each, the last ones less."""
     per = -(-size // parts)
     start = min(index * per, size)
     return start, min(start + per, size) - start
@@ -191,9 +191,9 @@ class Spec:
                 remedy="cut one dim by it, or use another axis",
             )
         if self.partial:
-            unknown = [op for _, op in self.partial if op not in REDUCTIONS]
-            if unknown:
-                raise Error(f"unknown reduction {unknown[0]!r}", expected=f"one of {', '.join(REDUCTIONS)}", got=unknown[0])
+            for _, op in self.partial:
+                if op not in REDUCTIONS:
+                    raise Error(f"unknown reduction {op!r}", expected=f"one of {', '.join(REDUCTIONS)}", got=op)
             object.__setattr__(self, "partial", tuple(sorted(self.partial)))
 
     def __hash__(self) -> int:

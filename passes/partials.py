@@ -97,9 +97,9 @@ class Partials:
             maker = value.node
             cost = self._seconds(value, axis, reach[value])
             if maker in passing:
-                for i in passing[maker]:
-                    add_capacity(flow, maker.operands[i], value, cost)
-                    break
+                source = maker.operands[min(passing[maker])]
+                add_capacity(flow, source, value, cost)
+                flow.add_edge(value, source)  # it can stay partial only if what it is made of does
             else:
                 add_capacity(flow, "partial", value, cost)
             ends = value in self.outputs or value in self.state.closed

@@ -10,7 +10,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test asks the network for a model.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
+
+# The same examples on every run, and no time limit for one: on a busy machine it would fail for nothing.
+hypothesis.settings.register_profile("shardfx", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.load_profile("shardfx")
 
 TESTS = Path(__file__).parent
 TIERS = ("unit", "virtual", "torchrun")

@@ -41,7 +41,9 @@ class Box:
     nodes: list[Node] = field(default_factory=list)
     """The nodes that are drawn as this box, in program order."""
     path: str = ""
-    """The module that the box stands for, or lies in; for a folded one such as ``layers.0 … 79``."""
+    """The module that the box stands for, or lies in."""
+    members: tuple[str, ...] = ()
+    """The paths of all modules that it stands for: more than one if it is folded."""
     title: str = ""
     label: str = ""
     """What stands before the title: the module, where a module of one op is drawn as that op."""

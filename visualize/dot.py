@@ -56,7 +56,22 @@ def place(items: Sequence[Item], links: Sequence[Link], *, gap: float = 22.0, ra
         item.x, item.y = x - item.width / 2, top - y - item.height / 2
     for edge in found.get("edges", ()):
         points = [tuple(map(float, p.split(","))) for p in edge["pos"].split() if p[0] not in "es"]
-        links[int(edge["class"])].points = [(x, top - y) for x, y in points]
+        link = links[int(edge["class"])]
+        link.points = [(x, top - y) for x, y in points]
+        _snap(link)
+
+
+def _snap(link: Link) -> None:
+    """Let the ends of a line be exactly where they were asked to be: dot rounds."""
+    for end, near, item, port, ports in (
+        (0, 1, link.tail, link.tail_port, link.tail.outs),
+        (-1, -2, link.head, link.head_port, link.head.ins),
+    ):
+        x = item.x + (item.width / 2 if port is None else ports[port])
+        y = item.y + (item.height if end == 0 else 0)
+        dx = x - link.points[end][0]
+        link.points[end] = (x, y)
+        link.points[near] = (link.points[near][0] + dx, link.points[near][1])
 
 
 def _source(

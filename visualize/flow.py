@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value, op_name
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
 
-from .fold import Folded, Module, fold, is_own
-
-VIEWS = frozenset("view _unsafe_view reshape t transpose permute expand unsqueeze squeeze alias detach clone".split())
-"""Ops that only change how a tensor is looked at."""
-
+from .fold import Folded, Module, fold
+from .homes import homes, is_own, is_view
 
 @dataclass(eq=False)
 class Flow:
@@ -18,6 +15,7 @@ class Flow:
 
     graph: Graph
     lanes: list[Folded]
+    home: dict[Node, str]
     operands: dict[Node, list[Value]] = field(default_factory=dict)
     """What goes into a drawn node, each value once. What a copy of its block gets is an operand too."""
     users: dict[Value, list[Node]] = field(default_factory=dict)
@@ -43,8 +41,9 @@ class Flow:
 
 def flow(graph: Graph) -> Flow:
     """Fold every lane of ``graph`` and find what flows."""
-    lanes = [fold(graph, phase) for phase in Phase]
-    made = Flow(graph, [lane for lane in lanes if lane.root.nodes])
+    home = homes(graph)
+    lanes = [fold(graph, phase, home) for phase in Phase]
+    made = Flow(graph, [lane for lane in lanes if lane.root.nodes], home)
     ends = {given.value for given in graph.inputs if given.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
     seen: set[tuple[Value, Node]] = set()
     for node in graph.nodes:
@@ -63,10 +62,6 @@ def flow(graph: Graph) -> Flow:
                 into.append(shown)
                 made.users.setdefault(shown, []).append(target)
     return made
-
-
-def is_view(node: Node) -> bool:
-    return op_name(node.op).removeprefix("aten.").partition(".")[0] in VIEWS and len(node.operands) == 1
 
 
 def hosts(flow: Flow) -> dict[Node, Node]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph, Input, Node, Phase, Value
 
+from .homes import is_own
+
 LONGEST_PATTERN = 8
 
 
@@ -32,6 +34,8 @@ class Module:
     count: int = 1
     label: str = ""
     """What to write for a folded module instead of its path, such as ``layers.0 … 79``."""
+    members: tuple[str, ...] = ()
+    """The paths of all that it stands for: its own, and those of its copies."""
 
     @property
     def numeric(self) -> bool:
@@ -72,16 +76,17 @@ class Folded:
         return any(there.get(fold, turn) != turn for fold, turn in here.items())
 
 
-def fold(graph: Graph, phase: Phase) -> Folded:
-    """The module tree of one lane, with equal blocks folded."""
+def fold(graph: Graph, phase: Phase, home: Mapping[Node, str]) -> Folded:
+    """The module tree of one lane, with equal blocks folded. ``home`` says in which module a node is drawn."""
     nodes = [node for node in graph.nodes if node.phase is phase]
-    folded = Folded(phase, module_tree(nodes))
+    folded = Folded(phase, module_tree(nodes, home))
     inputs = {given.value: given for given in graph.inputs}
-    _fold_children(folded, folded.root, inputs)
+    folder = _Folder(folded, inputs, home)
+    folder.children(folded.root)
     return folded
 
 
-def module_tree(nodes: Iterable[Node]) -> Module:
+def module_tree(nodes: Iterable[Node], home: Mapping[Node, str]) -> Module:
     """The nodes as a tree by module path."""
     root = Module("")
     known = {"": root}
@@ -89,12 +94,12 @@ def module_tree(nodes: Iterable[Node]) -> Module:
     def find(path: str) -> Module:
         if path not in known:
             parent = find(path.rpartition(".")[0])
-            known[path] = Module(path)
+            known[path] = Module(path, members=(path,))
             parent.children.append(known[path])
         return known[path]
 
     for node in nodes:
-        path = node.where.module
+        path = home[node]
         find(path).children.append(node)
         while True:
             known[path].nodes.append(node)
@@ -104,34 +109,41 @@ def module_tree(nodes: Iterable[Node]) -> Module:
     return root
 
 
-def _fold_children(folded: Folded, module: Module, inputs: Mapping[Value, Input]) -> None:
-    run = [child for child in module.children if isinstance(child, Module) and child.numeric]
-    if len(run) > 1:
-        first = module.children.index(run[0])
-        numbered = set(run)
-        others = [[c for c in part if c not in numbered] for part in (module.children[:first], module.children[first:])]
-        module.children = [*others[0], *_fold_run(folded, run, inputs), *others[1]]
-    for child in module.children:
-        if isinstance(child, Module):
-            _fold_children(folded, child, inputs)
+@dataclass(eq=False)
+class _Folder:
+    """Folds a tree in place, from the top down."""
 
+    folded: Folded
+    inputs: Mapping[Value, Input]
+    home: Mapping[Node, str]
 
-def _fold_run(folded: Folded, run: list[Module], inputs: Mapping[Value, Input]) -> list[Module]:
-    """The numeric siblings of ``run``, with repeated patterns made into one module each."""
-    numbers: dict[Hashable, int] = {}
-    signs = [numbers.setdefault(signature(module, inputs), len(numbers)) for module in run]
-    result: list[Module] = []
-    at = 0
-    while at < len(run):
-        period, count = _pattern(signs, at)
-        block = run[at : at + period]
-        if count > 1:
-            copies = [run[at + k * period : at + (k + 1) * period] for k in range(count)]
-            result.append(_folded_module(folded, copies))
-        else:
-            result.extend(block)
-        at += period * count
-    return result
+    def children(self, module: Module) -> None:
+        run = [child for child in module.children if isinstance(child, Module) and child.numeric]
+        if len(run) > 1:
+            first = module.children.index(run[0])
+            numbered = set(run)
+            before, after = module.children[:first], [c for c in module.children[first:] if c not in numbered]
+            module.children = [*before, *self.run(run), *after]
+        for child in module.children:
+            if isinstance(child, Module):
+                self.children(child)
+
+    def run(self, run: list[Module]) -> list[Module]:
+        """The numeric siblings of ``run``, with repeated patterns made into one module each."""
+        numbers: dict[Hashable, int] = {}
+        signs = [numbers.setdefault(signature(module, self.inputs, self.home), len(numbers)) for module in run]
+        result: list[Module] = []
+        at = 0
+        while at < len(run):
+            period, count = _pattern(signs, at)
+            block = run[at : at + period]
+            if count > 1:
+                copies = [run[at + k * period : at + (k + 1) * period] for k in range(count)]
+                result.append(_folded_module(self.folded, copies))
+            else:
+                result.extend(block)
+            at += period * count
+        return result
 
 
 def _pattern(signs: list[int], at: int) -> tuple[int, int]:
@@ -158,6 +170,7 @@ def _folded_module(folded: Folded, copies: list[list[Module]]) -> Module:
         made.count, made.label = len(copies), label
     else:
         made = Module(parent, list(first), nodes, len(copies), label)
+    made.members = tuple(module.path for block in copies for module in block)
     for turn, block in enumerate(copies):
         others = [node for module in block for node in module.nodes]
         for node, other in zip(nodes, others, strict=True):
@@ -167,7 +180,7 @@ def _folded_module(folded: Folded, copies: list[list[Module]]) -> Module:
     return made
 
 
-def signature(module: Module, inputs: Mapping[Value, Input]) -> Hashable:
+def signature(module: Module, inputs: Mapping[Value, Input], home: Mapping[Node, str]) -> Hashable:
     """What two equal blocks share: everything but names, numbers and source lines."""
     inside: dict[Value, tuple[int, int]] = {}
     outside: dict[Value, int] = {}
@@ -187,11 +200,7 @@ def signature(module: Module, inputs: Mapping[Value, Input]) -> Hashable:
                 inside[result] = (i, j)
         results = tuple((r.type, r.spec) if r is not None else None for r in node.results)
         options = tuple((key, str(arg)) for key, arg in node.kwargs.items()) if is_own(node) else ()
-        relative = node.where.module[prefix:]
+        relative = home[node][prefix:]
         items.append((relative, node.op, node.stage, tuple(operands), results, options))
     return tuple(items)
 
-
-def is_own(node: Node) -> bool:
-    """Whether the op is one of our own (``comm.*``, ``memory.*``), whose keywords say what it does."""
-    return str(node.op).startswith(("comm.", "memory."))

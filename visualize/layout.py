@@ -67,33 +67,26 @@ def move(lane: LanePlan, dx: float, down: Callable[[float], float]) -> None:
 
 def align(left: LanePlan, right: LanePlan) -> None:
     """Insert room between boxes so that what has the same name in both lanes stands at the same height."""
-    partners: dict[str, Spot] = {}
-    for spot in right.top:
-        if _key(spot):
-            partners.setdefault(_key(spot), spot)
     pairs = []
-    for spot in left.top:
-        other = partners.pop(_key(spot), None)
-        if other is not None:
-            pairs.append((spot, other))
+    left_over = list(right.top)
+    for spot in sorted(left.top, key=lambda spot: -spot.rect.h):
+        mates = [other for other in left_over if set(spot.box.members) & set(other.box.members)]
+        if mates:
+            pairs.append((spot, max(mates, key=lambda other: other.rect.h)))
+            left_over.remove(pairs[-1][1])
     pairs.sort(key=lambda pair: pair[0].rect.middle)
     cuts: tuple[list[Point], list[Point]] = ([], [])
-    reached = -1.0
+    reached = (-1.0, -1.0)
     for a, b in pairs:
-        if b.rect.middle <= reached:
-            continue
-        reached = b.rect.middle
+        ends = [_free_height(left, a.rect.y), _free_height(right, b.rect.y)]
+        if ends[0] <= reached[0] or ends[1] <= reached[1]:
+            continue  # the two lanes have an order of their own here
+        reached = (a.rect.y, b.rect.y)
         heights = [_down(cuts[i], spot.rect.y) + spot.rect.middle for i, spot in enumerate((a, b))]
         lower = 0 if heights[0] < heights[1] else 1
-        lane, spot = ((left, a), (right, b))[lower]
-        cuts[lower].append((_free_height(lane, spot.rect.y), abs(heights[0] - heights[1])))
+        cuts[lower].append((ends[lower] - 2, abs(heights[0] - heights[1])))
     for lane, own in zip((left, right), cuts, strict=True):
         move(lane, 0, lambda y, own=own: _down(own, y))  # type: ignore[misc]
-
-
-def _key(spot: Spot) -> str:
-    box = spot.box
-    return box.path if box.children or box.nodes else ""
 
 
 def _down(cuts: list[Point], y: float) -> float:

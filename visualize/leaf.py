@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardfx.ir.graph import Phase, op_name
+from shardfx.ir.graph import Phase
 from shardfx.ir.mesh import Mesh
 
 from .boxes import Box, Kind, Line
 from .geometry import Rect, Size, Spot
+from .homes import base_name, is_heavy
 from .levels import STACK
 from .style import FAINT, HOST, INK, MUTED, PAPER, RULE, Run, axis_colour, placement, plain, shorten, width
 from .svg import Canvas, number
@@ -23,7 +24,6 @@ SIDE = 11.0
 ABOVE = 5.0
 MOST_LINES = 4
 MOST_TAGS = 3
-HEAVY = ("mm", "bmm", "addmm", "baddbmm", "matmul", "conv", "attention")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,6 @@ class Row:
     @property
     def width(self) -> float:
         return sum(width(run.text, self.size, mono=self.mono, bold=run.bold) for run in self.runs)
-
-
-def is_heavy(title: str) -> bool:
-    """Whether most of the arithmetic is in such ops."""
-    return any(word == title or (len(word) > 3 and word in title) for word in HEAVY)
 
 
 def rows(box: Box, mesh: Mesh) -> list[Row]:
@@ -75,7 +70,7 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
 
 def summary(box: Box) -> list[str]:
     """How many ops a closed module has, and which are the most."""
-    counts = Counter(op_name(node.op).removeprefix("aten.").partition(".")[0] for node in box.inside)
+    counts = Counter(base_name(node) for node in box.inside)
     main = [f"{name} × {n}" if n > 1 else name for name, n in counts.most_common(3)]
     total = counts.total()
     return [f"{total} ops" if total > 1 else "1 op", shorten(", ".join(main) + (" …" if len(counts) > 3 else ""), 46)]
@@ -156,7 +151,7 @@ def _shape(canvas: Canvas, box: Box, body: Rect, mesh: Mesh) -> None:
         for i in (2, 1) if box.count > 1 else ():
             behind = Rect(body.x + i * STACK / 2, body.y + i * STACK / 2, body.w, body.h)
             canvas.rect(behind, 7, fill=PAPER, stroke=RULE)
-        heavy = box.kind is Kind.OP and is_heavy(box.title)
+        heavy = box.kind is Kind.OP and any(map(is_heavy, box.nodes))
         fill = "#dbe4f0" if heavy else "#eef2f7" if box.kind is Kind.CLOSED else PAPER
         canvas.rect(body, 7, fill=fill, stroke="#94a3b8" if heavy else RULE, class_="f")
 

@@ -11,7 +11,8 @@ from shardfx.ir.mesh import Mesh
 
 from .boxes import Kind, Picture
 from .geometry import Rect
-from .leaf import comm_shape, is_heavy
+from .homes import is_heavy
+from .leaf import comm_shape
 from .style import FAINT, INK, MUTED, PAPER, RULE, Run, axis_colour, width
 from .svg import Canvas
 from .traffic import by_axes, comm_name, is_comm, local_bytes, size_text
@@ -171,7 +172,7 @@ def signs_card(picture: Picture) -> Card:
         entries.append(Entry([Run("kept for backward", MUTED)], _line_icon([MUTED], "2 4")))
     if any(box.count > 1 for box in boxes):
         entries.append(Entry([Run("× 12", INK, True), Run("   equal blocks, drawn once", MUTED)], _stack_icon))
-    if any(box.kind is Kind.OP and is_heavy(box.title) for box in boxes):
+    if any(box.kind is Kind.OP and any(map(is_heavy, box.nodes)) for box in boxes):
         entries.append(Entry([Run("matrix product, convolution, attention", MUTED)], _box_icon("#dbe4f0", FAINT)))
     if any(box.kind is Kind.CLOSED for box in boxes):
         entries.append(Entry([Run("a module whose ops are not drawn", MUTED)], _box_icon("#eef2f7", RULE)))

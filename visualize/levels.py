@@ -48,6 +48,9 @@ class _Level:
     wires: list[Wire]
     ins: dict[Box, float]
     outs: dict[Box, float]
+    before: float
+    """The room between the module's border and its inside, at the side where data comes in."""
+    after: float
 
 
 class LaneLayout:
@@ -114,29 +117,37 @@ class LaneLayout:
                 link.head_port = list(inner[line.head].ins).index(line.source)
             links.append(link)
         width, height = place_parts([*items.values(), *entries.values(), *exits.values()], links)
-        before, after = (PAD + STACK, PAD + HEADER) if self.up else (PAD + HEADER, PAD + STACK)
+        before, after = self._room(bool(entries), titled=not self.up), self._room(bool(exits), titled=self.up)
+        stack = STACK if owner is not None and owner.count > 1 else 0.0
+        low, high = (stack, 0.0) if self.up else (0.0, stack)
         wires = []
         for line, link in zip(lines, links, strict=True):
             points = link.points
             if line.tail is None:
-                points = [*straight(points[0], -before), *points[1:]]
+                points = [*straight(points[0], -before - low), *points[1:]]
             if line.head is None:
-                points = [*points[:-1], *straight(points[-1], height + after)[::-1]]
+                points = [*points[:-1], *straight(points[-1], height + after + high)[::-1]]
             arrow = line.head is not None and line.head not in inner
             wires.append(Wire(points, line.source, line.targets, list(line.values), arrow))
         ins = {source: item.x + 0.5 for source, item in entries.items()}
         outs = {source: item.x + 0.5 for source, item in exits.items()}
-        return _Level(width, height, items, inner, wires, ins, outs)
+        return _Level(width, height, items, inner, wires, ins, outs, before, after)
+
+    def _room(self, ports: bool, *, titled: bool) -> float:
+        """How far the inside stays from the border; next to a port there is room already."""
+        if ports:
+            return 12.0 if titled else 2.0
+        return PAD + HEADER if titled else PAD
 
     def _item(self, box: Box, level: _Level | None) -> Item:
         size = self.measure(box)
         if level is None:
             return Item(size.width, size.body + size.tags)
         stack = STACK if box.count > 1 else 0.0
-        body = max(level.width + 2 * PAD, size.width)
+        body = float(math.ceil(max(level.width + 2 * PAD, size.width)))
         shift = (body - level.width) / 2
         ins, outs = ([x + shift for x in ports.values()] for ports in (level.ins, level.outs))
-        return Item(body + stack, level.height + 2 * PAD + HEADER + stack, ins, outs)
+        return Item(body + stack, math.ceil(level.height + level.before + level.after) + stack, ins, outs)
 
     def _collect(self, level: _Level, x: float, y: float, lane: LanePlan) -> None:
         """Gather what is in a level, moved to its place in the lane."""
@@ -149,8 +160,7 @@ class LaneLayout:
             stack = STACK if box.count > 1 else 0.0
             body = Rect(rect.x, rect.y + (stack if self.up else 0), rect.w - stack, rect.h - stack)
             lane.spots.append(Spot(box, rect, body))
-            top = body.y + PAD + (0 if self.up else HEADER)
-            self._collect(inside, rect.x + (body.w - inside.width) / 2, top, lane)
+            self._collect(inside, rect.x + (body.w - inside.width) / 2, body.y + inside.before, lane)
         for wire in level.wires:
             wire.points = [(px + x, py + y) for px, py in wire.points]
             lane.wires.append(wire)
@@ -181,13 +191,14 @@ def place_parts(items: Sequence[Item], links: Sequence[Link]) -> tuple[float, fl
         return sizes[0]
     area = sum(w * h for w, h in sizes)
     limit = max(math.sqrt(area), *(h for _, h in sizes))
-    x = y = column = width = 0.0
+    x = y = column = width = height = 0.0
     for group, (w, h) in zip(groups, sizes, strict=True):
         if y and y + h > limit:
             x, y, column = x + column + PART_GAP, 0.0, 0.0
         _shift([i for i in items if i in group], [k for k in links if k.tail in group], x, y)
-        y, column, width = y + h + PART_GAP, max(column, w), max(width, x + w)
-    return width, limit
+        width, height, column = max(width, x + w), max(height, y + h), max(column, w)
+        y += h + PART_GAP
+    return width, height
 
 
 def _to_origin(items: Sequence[Item], links: Sequence[Link]) -> tuple[float, float]:

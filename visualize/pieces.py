@@ -6,6 +6,8 @@ something at once. :func:`untangle` cuts such boxes, and only those, into as few
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networkx as nx
 
 from shardfx.ir.graph import Node
@@ -69,7 +71,7 @@ def _restrict(box: Box, nodes: set[Node], flow: Flow) -> list[Box]:
         if len(kept) == len(box.nodes):
             return [box]
         inside = [node for node in box.inside if flow.lane(node).drawn(node) in nodes]
-        return [Box(box.kind, box.phase, kept, box.path, box.title, box.label, "", [], box.count, box.loops, inside)]
+        return [replace(box, nodes=kept, inside=inside)]
     children = [
         piece
         for child in box.children
@@ -79,4 +81,4 @@ def _restrict(box: Box, nodes: set[Node], flow: Flow) -> list[Box]:
     if len(children) == 1 and box.count == 1:
         children[0].label = children[0].label or box.path
         return children
-    return [Box(box.kind, box.phase, [], box.path, box.title, box.label, "", children, box.count, box.loops)]
+    return [replace(box, children=children)]

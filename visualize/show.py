@@ -5,6 +5,8 @@
     modules closed, deepest first  communication stays outside of its module
     communication inside too       as a line of the closed module
     slices of the program          for a graph without modules
+
+Small modules without a matrix product (norms, activations) are closed first, where everything does not fit easily.
 """
 
 from __future__ import annotations
@@ -13,16 +15,25 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import networkx as nx
+
 from shardfx.ir.graph import Graph, Node, Phase, op_name
 
 from .boxes import Box, Kind, Lane, Picture
-from .flow import Flow, flow, hosts, is_view
-from .fold import Module, is_own
+from .flow import Flow, flow, hosts
+from .fold import Module
+from .homes import base_name, is_heavy, is_own, is_view
 from .pieces import untangle
 from .wiring import wire
 
 ALL_OPS = 48
 """Up to so many boxes every single op is drawn."""
+ALL_MODULES = 90
+"""Up to so many boxes all modules are drawn open, those without heavy ops (norms, activations) too."""
+QUIET = 24
+"""The most ops of a module that is closed because no op in it is heavy."""
+SNIPPET = 5
+"""From so many ops on, what a few lines of a module's own code make is one box."""
 WRAPPER = 0.6
 """A module at the top that holds such a share of all boxes is not drawn itself: it says nothing."""
 
@@ -32,6 +43,8 @@ class Detail:
     """Are views boxes of their own, from which depth on are modules closed, does communication stay outside of them."""
 
     views: bool = False
+    quiet: bool = True
+    """Modules without a matrix product, convolution or attention are closed."""
     depth: int | None = None
     comm: bool = True
     slices: int | None = None
@@ -44,8 +57,8 @@ def show(graph: Graph, limit: int = 300) -> Picture:
     deepest = max((_depth(lane.root) for lane in flown.lanes), default=0)
     depths = range(deepest, 0, -1)
     closing = [Detail(depth=depth) for depth in depths] + [Detail(depth=depth, comm=False) for depth in depths]
-    for level in [Detail(views=True), Detail(), *closing]:
-        most = min(limit, ALL_OPS) if level.views else limit
+    for level in [Detail(views=True, quiet=False), Detail(quiet=False), Detail(), *closing]:
+        most = min(limit, ALL_OPS if level.views else limit if level.quiet else ALL_MODULES)
         builder = Builder(flown, level, {} if level.views else host)
         if builder.at_least() <= most:
             picture = builder.picture()
@@ -75,7 +88,7 @@ class Builder:
         """A lower bound of the number of boxes, found quickly."""
 
         def count(module: Module, depth: int) -> int:
-            if self._closes(depth):
+            if self._closes(depth) or self._quiet(module, depth):
                 return 1
             parts = (count(c, depth + 1) if isinstance(c, Module) else c not in self.host for c in module.children)
             return sum(parts)
@@ -84,6 +97,11 @@ class Builder:
 
     def _closes(self, depth: int) -> bool:
         return self.level.depth is not None and depth >= self.level.depth
+
+    def _quiet(self, module: Module, depth: int) -> bool:
+        """Whether a module is closed because nothing in it is heavy."""
+        few = self.level.quiet and depth > 0 and module.count == 1 and len(module.nodes) <= QUIET
+        return few and not any(is_heavy(node) for node in module.nodes)
 
     def picture(self) -> Picture:
         lanes = []
@@ -104,17 +122,42 @@ class Builder:
     def contents(self, module: Module, depth: int, phase: Phase) -> list[Box]:
         """The boxes for what is inside a module."""
         boxes: list[Box] = []
+        snippet = self.snippets(module) if self.level.quiet else {}
         for child in module.children:
             if isinstance(child, Node):
-                if child not in self.host:
+                if child in snippet:
+                    if child is snippet[child][0]:
+                        boxes.append(self.snippet(snippet[child], module))
+                elif child not in self.host:
                     boxes.append(self.leaf(child))
             else:
                 boxes.extend(self.module(child, depth + 1, phase))
         return boxes
 
+    def snippets(self, module: Module) -> dict[Node, list[Node]]:
+        """Own ops of a module that hang together, are many, and none of them heavy: what a few lines of code make."""
+        own = [node for node in module.children if isinstance(node, Node) and node not in self.host]
+        light = {node for node in own if not is_heavy(node) and not is_own(node)}
+        graph = nx.Graph()
+        for node in light:
+            sources = {self.host.get(v.node, v.node) for v in self.flow.operands[node] if v.node is not None}
+            graph.add_edges_from((node, source) for source in sources & light)
+        parts = [sorted(part, key=self.order.__getitem__) for part in nx.connected_components(graph)]
+        return {node: part for part in parts if len(part) >= SNIPPET for node in part}
+
+    def snippet(self, nodes: list[Node], module: Module) -> Box:
+        every = self._with_guests(nodes)
+        code = Counter(node.where.code.strip() for node in nodes if node.where.code).most_common(1)
+        box = Box(Kind.CLOSED, nodes[0].phase, every, module.path, title=code[0][0] if code else "", inside=every)
+        box.title = box.title or base_name(nodes[-1])
+        return box
+
+    def _with_guests(self, nodes: list[Node]) -> list[Node]:
+        return sorted([*nodes, *(g for node in nodes for g in self.guests.get(node, ()))], key=self.order.__getitem__)
+
     def module(self, module: Module, depth: int, phase: Phase) -> list[Box]:
         """The boxes for a module: itself, or what is inside where that says as much."""
-        if self._closes(depth):
+        if self._closes(depth) or self._quiet(module, depth):
             return self.closed(module, phase)
         inside = self.contents(module, depth, phase)
         if not inside:
@@ -131,6 +174,7 @@ class Builder:
 
     def _open(self, module: Module, inside: list[Box], phase: Phase) -> Box:
         box = Box(Kind.OPEN, phase, path=module.path, label=module.label, children=inside, count=module.count)
+        box.members = module.members
         box.loops = module in self.flow.loops
         return box
 
@@ -141,13 +185,13 @@ class Builder:
         nodes = [node for node in _drawn(module) if node not in outside and node not in self.host]
         boxes = [self.leaf(node) for node in comm]
         if nodes:
-            every = sorted([*nodes, *(g for node in nodes for g in self.guests.get(node, ()))], key=self.order.__getitem__)
+            every = self._with_guests(nodes)
             hidden = [node for node in module.nodes if node not in outside]
-            if len(every) == 1 and module.count == 1:
-                boxes.insert(0, self.leaf(every[0]))
+            if len(nodes) == 1 and module.count == 1:
+                boxes.insert(0, self.leaf(nodes[0]))
                 boxes[0].label = module.path
             else:
-                boxes.insert(0, Box(Kind.CLOSED, phase, every, module.path, label=module.label, inside=hidden))
+                boxes.insert(0, Box(Kind.CLOSED, phase, every, module.path, module.members, label=module.label, inside=hidden))
         if module.count > 1 and len(boxes) > 1:
             return [self._open(module, boxes, phase)]
         if boxes:
@@ -168,14 +212,15 @@ class Builder:
 
     def leaf(self, node: Node) -> Box:
         """One op, with the views that are drawn as part of it."""
-        nodes = sorted([*self.guests.get(node, ()), node], key=self.order.__getitem__)
+        nodes = self._with_guests([node])
         short = op_name(node.op)
         kind = Kind.OP
         if is_own(node):
             kind = Kind.COMM if short.startswith("comm.") else Kind.MEMORY
         elif is_view(node):
             kind = Kind.VIEW
-        return Box(kind, node.phase, nodes, node.where.module, short)
+        path = self.flow.home[node]
+        return Box(kind, node.phase, nodes, path, (path,) if path else (), short)
 
     def slices(self, boxes: list[Box], phase: Phase) -> list[Box]:
         """Boxes of one level joined to ``level.slices`` boxes, in program order, so that no cycle comes about."""
@@ -187,7 +232,7 @@ class Builder:
             part = leaves[at : at + per]
             nodes = [node for box in part for node in box.nodes]
             inside = [node for box in part for node in (box.inside or box.nodes)]
-            result.append(Box(Kind.CLOSED, phase, nodes, "", inside=inside))
+            result.append(Box(Kind.CLOSED, phase, nodes, inside=inside))
         return result
 
 
@@ -227,7 +272,7 @@ def name(box: Box, around: str) -> None:
         return path[len(around) + 1 :] if around and path.startswith(around + ".") else path
 
     if box.kind in (Kind.OPEN, Kind.CLOSED):
-        box.title, box.label = seen(box.label or box.path) or "…", ""
+        box.title, box.label = box.title or seen(box.label or box.path) or "…", ""
     else:
         box.title = box.title.removeprefix("aten.").partition(".")[0] if box.title.startswith("aten.") else box.title
         box.label = seen(box.label)

@@ -38,7 +38,8 @@ def wire(flow: Flow, lanes: list[Lane]) -> Picture:
                 _add_line(target, node, inputs[value])
             elif source is not target:
                 edges.setdefault((source, target), []).append(value)
-                leaving.setdefault(source, {})[value] = None
+                if source.phase is target.phase:
+                    leaving.setdefault(source, {})[value] = None
     for value in flow.leaving:
         if value.node is not None:
             leaving.setdefault(box_of[value.node], {})[value] = None

@@ -55,6 +55,8 @@ def pointwise(node: Node) -> ShardingRule:
     if linear is None:
         linear = _LINEAR.get(node.op.overloadpacket, ())
     slots = tensor_slots(node)
+    if node.op is aten._to_copy.default and not _keeps_precision(node):
+        linear = ()
     if node.op is aten.where.self and any(v is None for v in slots):
         linear = ()
     if len(node.operands) == 1 and node.op in (aten.add.Tensor, aten.sub.Tensor):
@@ -66,6 +68,12 @@ def pointwise(node: Node) -> ShardingRule:
         linear=linear,
         transparent=True,
     )
+
+
+def _keeps_precision(node: Node) -> bool:
+    """A cast of partial sums to fewer bits would round before it adds: that is another result."""
+    source, target = node.operands[0].type.dtype, node.outs[0].type.dtype
+    return target.is_floating_point and torch.promote_types(source, target) == target
 
 
 POINTWISE = rule((), pointwise)

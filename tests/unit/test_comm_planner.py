@@ -1,0 +1,253 @@
+"""The planner: its steps lead from placement to placement, ranks can make them, and known answers are found."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardfx.ir import comm
+from shardfx.ir.comm import CommOp, Planner, Step, coarsen, moved, on_view, refine
+from shardfx.ir.errors import Error
+from shardfx.ir.mesh import Link, Mesh
+from shardfx.ir.spec import WHOLE, Cut, Part, Spec, TensorType, compound
+
+MESH = Mesh(a=2, b=3, c=2, one=1)
+Case = tuple[tuple[int, ...], Spec, Spec]
+
+
+def f32(*shape: int) -> TensorType:
+    return TensorType(shape, torch.float32)
+
+
+def spec(mesh: Mesh, text: str, **partial: str) -> Spec:
+    """``spec(mesh, "dp, -", tp="sum")``."""
+    return Spec(Spec.parse(text, mesh).dims, tuple(partial.items()))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A shape and two placements of it; the second is partial over no more than the first."""
+    factors = draw(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=3))
+    placements = []
+    for _ in range(2):
+        places = dict(zip(MESH.names, draw(st.lists(st.integers(-2, 8), min_size=4, max_size=4)), strict=True))
+        order = draw(st.permutations(MESH.names))
+        dims, at = [], 0
+        for dim in factors:
+            parts = []
+            for size in draw(st.permutations(dim)):
+                parts.append(Part(size, tuple(axis for axis in order if places[axis] == at)))
+                at += 1
+            dims.append(compound(parts, MESH))
+        placements.append((tuple(dims), {axis for axis in MESH.names if places[axis] < 0}))
+    (start, start_partial), (end, end_partial) = placements
+    op = draw(st.sampled_from(["sum", "max"]))
+    kept = start_partial & end_partial
+    shape = tuple(math.prod(dim) for dim in factors)
+    return shape, Spec(start, tuple((x, op) for x in start_partial)), Spec(end, tuple((x, op) for x in kept))
+
+
+def apply(step: Step, source: Spec, shape: Sequence[int], mesh: Mesh) -> Spec:
+    return moved(
+        step.op, source, shape, mesh, axes=step.axes, dim=step.dim, to=step.to, reduce=step.reduce, view=step.view
+    )
+
+
+def held(placement: Spec, shape: Sequence[int], coords: Mapping[str, int]) -> frozenset[int]:
+    """The elements that a rank holds."""
+    everything = np.arange(math.prod(shape)).reshape(placement.sub_shape(shape))
+    box = placement.box(shape, MESH, coords)
+    return frozenset(everything[tuple(slice(s, s + n) for s, n in box)].reshape(-1).tolist())
+
+
+def can_be_made(step: Step, source: Spec, shape: Sequence[int]) -> bool:
+    """Whether the ranks of each group have among them what the step gives them."""
+    before = [held(source, shape, MESH.coords(rank)) for rank in range(MESH.size)]
+    after = [held(step.spec, shape, MESH.coords(rank)) for rank in range(MESH.size)]
+    for rank in range(MESH.size):
+        group = MESH.group(rank, step.axes)
+        had = frozenset().union(*(before[r] for r in group))
+        if step.op is comm.all_reduce:
+            fits = after[rank] == before[rank] == had
+        elif step.op is comm.all_gather:
+            fits = after[rank] == had
+        elif step.op is comm.all_to_all:
+            fits = frozenset().union(*(after[r] for r in group)) == had
+        elif step.op is comm.reduce_scatter:
+            fits = before[rank] == had == frozenset().union(*(after[r] for r in group))
+        else:
+            fits = after[rank] <= before[rank]
+        if not fits:
+            return False
+    return True
+
+
+# ---- laws --------------------------------------------------------------------------------------------------
+
+
+@given(cases())
+def test_the_steps_lead_to_the_target(case: Case) -> None:
+    shape, source, target = case
+    at, reduced = source, Counter[str]()
+    for step in Planner(MESH).steps(f32(*shape), source, target):
+        assert apply(step, at, shape, MESH) == step.spec
+        assert can_be_made(step, at, shape)
+        assert step.seconds > 0
+        if step.op in (comm.all_reduce, comm.reduce_scatter):
+            reduced.update(step.axes)
+            assert {(axis, step.reduce) for axis in step.axes} <= set(source.partial)
+        at = step.spec
+    assert at == target
+    assert all(count == 1 for count in reduced.values())
+    assert set(reduced) == set(source.partial_axes) - set(target.partial_axes)
+
+
+@given(cases())
+def test_no_detour_is_cheaper(case: Case) -> None:
+    shape, source, target = case
+    planner, type = Planner(MESH), f32(*shape)
+    middle = Spec((WHOLE,) * len(shape), target.partial)
+    detour = planner.seconds(type, source, middle) + planner.seconds(type, middle, target)
+    assert planner.seconds(type, source, target) <= detour * (1 + 1e-9)
+
+
+@given(cases())
+def test_coarsen_is_the_inverse_of_refine(case: Case) -> None:
+    shape, *specs = case
+    for together in ([specs[0]], [specs[1]], specs):
+        refined = refine(shape, together, MESH)
+        if refined is None:
+            assert len(together) == 2
+            continue
+        view, seen = refined
+        assert math.prod(view) == math.prod(shape)
+        for given_spec, on in zip(together, seen, strict=True):
+            assert not any(cut.parts for cut in on.dims)
+            assert coarsen(shape, view, on, MESH) == given_spec
+            assert on_view(shape, view, given_spec, MESH) == on
+
+
+# ---- known answers -----------------------------------------------------------------------------------------
+
+TP = Mesh(dp=2, tp=4)
+
+
+def plan(type: TensorType, source: Spec, target: Spec, mesh: Mesh = TP) -> list[tuple[CommOp, tuple[str, ...]]]:
+    return [(step.op, step.axes) for step in Planner(mesh).steps(type, source, target)]
+
+
+def test_nothing_to_do() -> None:
+    assert plan(f32(8), spec(TP, "tp"), spec(TP, "tp")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        (spec(TP, "-, -", tp="sum"), spec(TP, "-, -"), [(comm.all_reduce, ("tp",))]),
+        (spec(TP, "-, -", tp="sum"), spec(TP, "tp, -"), [(comm.reduce_scatter, ("tp",))]),
+        (spec(TP, "dp, -", tp="sum"), spec(TP, "dp tp, -"), [(comm.reduce_scatter, ("tp",))]),
+        (spec(TP, "-, -", dp="sum", tp="sum"), spec(TP, "-, -"), [(comm.all_reduce, ("dp", "tp"))]),
+        (spec(TP, "-, -", dp="sum", tp="sum"), spec(TP, "dp tp, -"), [(comm.reduce_scatter, ("dp", "tp"))]),
+        (spec(TP, "-, -", dp="sum", tp="max"), spec(TP, "-, -", dp="sum"), [(comm.all_reduce, ("tp",))]),
+        (spec(TP, "tp, -"), spec(TP, "-, -"), [(comm.all_gather, ("tp",))]),
+        (spec(TP, "dp tp, -"), spec(TP, "-, -"), [(comm.all_gather, ("dp", "tp"))]),
+        (spec(TP, "tp, -"), spec(TP, "-, tp"), [(comm.all_to_all, ("tp",))]),
+        (spec(TP, "dp tp, -"), spec(TP, "dp, tp"), [(comm.all_to_all, ("tp",))]),
+        (spec(TP, "-, -"), spec(TP, "tp, -"), [(comm.shard, ("tp",))]),
+        (spec(TP, "dp, -"), spec(TP, "tp, -"), [(comm.all_gather, ("dp",)), (comm.shard, ("tp",))]),
+    ],
+)
+def test_the_cheapest_steps(source: Spec, target: Spec, expected: list[tuple[CommOp, tuple[str, ...]]]) -> None:
+    assert plan(f32(64, 64), source, target) == expected
+
+
+def test_what_is_cut_is_sliced_before_it_is_reduced() -> None:
+    steps = Planner(TP).steps(f32(64, 64), spec(TP, "-, -", tp="sum"), spec(TP, "dp, -"))
+    assert [step.op for step in steps] == [comm.shard, comm.all_reduce]
+    steps = Planner(TP).steps(f32(64, 64), spec(TP, "-, -", tp="sum"), spec(TP, "dp, tp"))
+    assert [step.op for step in steps] == [comm.shard, comm.reduce_scatter]
+
+
+def test_a_fused_weight_becomes_plain() -> None:
+    """Where the parts nest, sub-dims are exchanged; where they do not, the dim is gathered and cut anew."""
+    exchanged, by_three = Planner(Mesh(tp=3)), Mesh(tp=3)
+    (step,) = exchanged.steps(f32(192), Spec((compound([Part(3), Part(64, ("tp",))], by_three),)), spec(by_three, "tp"))
+    assert (step.op, step.dim, step.to, step.view) == (comm.all_to_all, 1, 0, (3, 64))
+    by_two = Mesh(tp=2)
+    fused = Spec((compound([Part(3), Part(64, ("tp",))], by_two),))
+    gather, cut = Planner(by_two).steps(f32(192), fused, spec(by_two, "tp"))
+    assert (gather.op, gather.dim, gather.view, gather.spec) == (comm.all_gather, 1, (3, 64), Spec((WHOLE,)))
+    assert (cut.op, cut.dim, cut.view, cut.spec) == (comm.shard, 0, None, spec(by_two, "tp"))
+    back = Planner(by_two).steps(f32(192), spec(by_two, "tp"), fused)
+    assert [step.op for step in back] == [comm.all_gather, comm.shard]
+
+
+def test_the_slower_link_decides() -> None:
+    """What can travel over either axis travels over the fast one."""
+    type = f32(1 << 20)
+    for slow, fast in (("dp", "tp"), ("tp", "dp")):
+        mesh = Mesh(dp=4, tp=4, links={slow: Link(1e9), fast: Link(1e12)})
+        planner = Planner(mesh)
+        over_slow, over_fast = (planner.seconds(type, Spec((Cut((x,)),)), Spec((WHOLE,))) for x in (slow, fast))
+        assert over_slow > 100 * over_fast
+
+
+def test_costs() -> None:
+    mesh = Mesh(tp=4, links={"tp": Link(bandwidth=1e9, latency=1e-6)})
+    planner = Planner(mesh)
+    assert planner.cost(comm.all_gather, ["tp"], 4e9) == pytest.approx(2e-6 + 3.0)
+    assert planner.cost(comm.all_reduce, ["tp"], 4e9) == pytest.approx(2 * (2e-6 + 3.0))
+    assert planner.cost(comm.shard, ["tp"], 4e9) == comm.SLICE_SECONDS
+    type = TensorType((1000, 1000), torch.float32)
+    assert planner.seconds(type, spec(mesh, "tp, -"), spec(mesh, "-, -")) == pytest.approx(2e-6 + 3e-3)
+    assert planner.seconds(type, spec(mesh, "tp, -"), spec(mesh, "-, tp")) == pytest.approx(2e-6 + 0.75e-3)
+
+
+def test_plans_are_remembered() -> None:
+    planner = Planner(TP)
+    first = planner.steps(f32(8, 8), spec(TP, "tp, -"), spec(TP, "-, tp"))
+    assert planner.steps(f32(8, 8), spec(TP, "tp, -"), spec(TP, "-, tp")) is first
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (1, 1), (5, 3)])
+def test_odd_shapes(shape: tuple[int, ...]) -> None:
+    texts = ["-, -", "dp, tp", "tp, dp", "dp tp, -", "-, tp dp"]
+    for a, b in itertools.permutations(texts, 2):
+        at = spec(TP, a)
+        for step in Planner(TP).steps(f32(*shape), at, spec(TP, b)):
+            assert apply(step, at, shape, TP) == step.spec
+            at = step.spec
+        assert at == spec(TP, b)
+
+
+# ---- what a comm op makes of a placement -------------------------------------------------------------------
+
+
+def test_a_comm_op_that_cannot_start_says_why() -> None:
+    cut, whole = spec(TP, "dp tp, -"), spec(TP, "-, -")
+    for op, source, kwargs, why in (
+        (comm.all_gather, cut, {"axes": ["dp"], "dim": 0}, "a dim 0 whose minor axes are axes {dp}"),
+        (comm.all_gather, cut, {"axes": ["tp"], "dim": 2}, "a dim of 0 .. 1"),
+        (comm.all_gather, cut, {"axes": ["tp"]}, "a dim of 0 .. 1"),
+        (comm.all_to_all, cut, {"axes": ["tp"], "dim": 0, "to": 0}, "a dim of 0 .. 1 for each of dim, to"),
+        (comm.all_reduce, cut, {"axes": ["tp"]}, "a value that is partial (sum) over axes {tp}"),
+        (comm.reduce_scatter, whole, {"axes": ["tp"], "dim": 0}, "a value that is partial (sum) over axes {tp}"),
+        (comm.shard, cut, {"axes": ["tp"], "dim": 1}, "axes {tp} that nothing else is cut by"),
+        (comm.all_gather, cut, {"axes": ["tp"], "dim": 0, "view": [3, 3, 8]}, "plain cuts of the view (3, 3, 8)"),
+    ):
+        with pytest.raises(Error, match=f"{op} cannot start") as caught:
+            moved(op, source, (8, 8), TP, **kwargs)  # type: ignore[arg-type]
+        assert why in str(caught.value.expected)
+
+
+def test_fused_ops_move_each_operand() -> None:
+    made = moved(comm.fused[comm.all_reduce], spec(TP, "-", tp="sum"), (8,), TP, axes=["tp"], reduce="sum")
+    assert made == spec(TP, "-")

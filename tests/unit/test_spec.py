@@ -1,0 +1,242 @@
+"""Placements: the ranks' boxes tile the tensor, views of a cut are the same cut, and torch splits as we do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from shardfx.ir.errors import Error
+from shardfx.ir.mesh import Mesh, Time
+from shardfx.ir.spec import WHOLE, Cut, Part, Spec, TensorType, bounds, chunk, compound, project
+
+MESH = Mesh(a=2, b=3, c=2, t=Time(2), one=1)
+
+
+def all_coords(mesh: Mesh) -> Iterator[dict[str, int]]:
+    """Every rank at every turn."""
+    for index in itertools.product(*(range(axis.size) for axis in mesh.axes)):
+        yield dict(zip(mesh.names, index, strict=True))
+
+
+def held(spec: Spec, shape: Sequence[int], coords: Mapping[str, int]) -> Any:
+    """The flat indices of the elements that are held there, in order."""
+    everything = np.arange(math.prod(shape)).reshape(spec.sub_shape(shape))
+    return everything[tuple(slice(s, s + n) for s, n in spec.box(shape, MESH, coords))].reshape(-1)
+
+
+def same(a: Spec, a_shape: Sequence[int], b: Spec, b_shape: Sequence[int]) -> bool:
+    """Whether all ranks hold the same elements of both, in the same order."""
+    return all(np.array_equal(held(a, a_shape, c), held(b, b_shape, c)) for c in all_coords(MESH))
+
+
+@st.composite
+def parts(draw: st.DrawFn, smallest: int = 1) -> list[Part]:
+    """Some sub-dims, each cut over axes of its own."""
+    sizes = draw(st.lists(st.integers(smallest, 7), min_size=1, max_size=4))
+    axes = draw(st.permutations(MESH.names))
+    places = draw(st.lists(st.integers(0, 2 * len(sizes)), min_size=len(axes), max_size=len(axes)))
+    return [
+        Part(size, tuple(axis for axis, place in zip(axes, places, strict=True) if place == i))
+        for i, size in enumerate(sizes)
+    ]
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], Spec]:
+    """A shape and a placement: dims plain or compound, even or not, nested."""
+    found = draw(parts())
+    dims: list[list[Part]] = [[]]
+    for part in found:
+        if dims[-1] and draw(st.booleans()):
+            dims.append([])
+        dims[-1].append(part)
+    shape = tuple(math.prod(part.size for part in dim) for dim in dims)
+    return shape, Spec(tuple(compound(dim, MESH) for dim in dims))
+
+
+# ---- what a rank holds -------------------------------------------------------------------------------------
+
+
+@given(placed())
+def test_the_boxes_tile_the_tensor(case: tuple[tuple[int, ...], Spec]) -> None:
+    shape, spec = case
+    counts = np.zeros(math.prod(shape), dtype=int)
+    for coords in all_coords(MESH):
+        mine = held(spec, shape, coords)
+        counts[mine] += 1
+        assert len(mine) == math.prod(spec.local_shape(shape, MESH, coords))
+        assert len(mine) <= spec.local_numel(shape, MESH)
+    assert set(counts) == {MESH.extent(MESH.names) // MESH.extent(spec.axes)}
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_a_chunk_is_torchs(size: int, count: int) -> None:
+    given_by_torch = [len(piece) for piece in torch.arange(size).chunk(count)] if size else []
+    ours = [chunk(size, count, index) for index in range(count)]
+    assert [length for _, length in ours] == given_by_torch + [0] * (count - len(given_by_torch))
+    assert [start for start, length in ours if length] == list(range(0, size, -(-size // count) or 1))
+
+
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=3), st.data())
+def test_a_plain_cut_is_dtensors(shape: list[int], data: st.DataObject) -> None:
+    """DTensor nests the cuts of a dim in the mesh's own order."""
+    mesh = Mesh(a=2, b=3, c=2)
+    dims = [data.draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh.axes]
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    cuts = tuple(Cut(tuple(n for n, d in zip(mesh.names, dims, strict=True) if d == i)) for i in range(len(shape)))
+    spec = Spec(cuts)
+    for coords in all_coords(mesh):
+        local, offset = _compute_local_shape_and_global_offset(
+            tuple(shape), tuple(axis.size for axis in mesh.axes), list(coords.values()), placements
+        )
+        assert spec.local_shape(shape, mesh, coords) == tuple(local)
+        if math.prod(local):
+            assert tuple(start for start, _ in spec.box(shape, mesh, coords)) == tuple(offset)
+
+
+def test_nested_axes_cut_one_after_the_other() -> None:
+    mesh = Mesh(dp=2, tp=3)
+    lengths = [bounds(7, ("dp", "tp"), mesh, mesh.coords(rank)) for rank in range(6)]
+    assert lengths == [(0, 2), (2, 2), (4, 0), (4, 1), (5, 1), (6, 1)]
+    lengths = [bounds(7, ("tp", "dp"), mesh, mesh.coords(rank)) for rank in range(6)]
+    assert lengths == [(0, 2), (3, 2), (6, 1), (2, 1), (5, 1), (7, 0)]
+
+
+def test_a_fused_weight_is_cut_by_heads() -> None:
+    spec = Spec((Cut(("b",), (Part(3), Part(6, ("b",)))), WHOLE))
+    assert spec.text((18, 4), "f32") == "f32[(3 6{b}), 4]"
+    assert spec.sub_shape((18, 4)) == (3, 6, 4)
+    assert spec.local_shape((18, 4), MESH, {"b": 2}) == (6, 4)
+    assert held(Spec(spec.dims[:1]), (18,), {"b": 1}).tolist() == [2, 3, 8, 9, 14, 15]
+
+
+# ---- compounds and views -----------------------------------------------------------------------------------
+
+
+@given(parts())
+def test_a_compound_is_its_parts(found: list[Part]) -> None:
+    sizes = [part.size for part in found]
+    apart = Spec(tuple(Cut(part.axes) for part in found))
+    whole = math.prod(sizes)
+    assert same(apart, sizes, Spec((compound(found, MESH),)), [whole])
+
+
+@given(parts(smallest=2))
+def test_project_is_the_inverse_of_compound(found: list[Part]) -> None:
+    sizes = [part.size for part in found]
+    cut = compound(found, MESH)
+    projected = project(cut, math.prod(sizes), sizes, MESH)
+    assert projected is not None
+    back = [part for c, size in zip(projected, sizes, strict=True) for part in c.sub(size)]
+    assert compound(back, MESH) == cut
+    if all(MESH[axis].size > 1 for axis in cut.axes):
+        assert projected == tuple(Cut(part.axes) for part in found)
+
+
+@given(parts(), st.data())
+def test_a_projection_holds_the_same(found: list[Part], data: st.DataObject) -> None:
+    """Of any factors of the dim: a projection is the same cut, or there is none."""
+    size = math.prod(part.size for part in found)
+    factors, left = [], size
+    while left > 1 and len(factors) < 4:
+        factors.append(data.draw(st.sampled_from([f for f in range(2, left + 1) if left % f == 0])))
+        left //= factors[-1]
+    factors.append(left)
+    cut = compound(found, MESH)
+    projected = project(cut, size, factors, MESH)
+    assume(projected is not None)
+    assert projected is not None
+    assert same(Spec((cut,)), [size], Spec(projected), factors)
+
+
+def test_projections() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    dp, tp, both = Cut(("dp",)), Cut(("tp",)), Cut(("dp", "tp"))
+    assert project(dp, 8, (2, 4), mesh) == (dp, WHOLE)
+    assert project(both, 8, (2, 4), mesh) == (dp, tp)
+    assert project(both, 8, (4, 2), mesh) == (both, WHOLE)
+    assert project(tp, 6, (3, 2), mesh) is None
+    assert project(tp, 5, (5, 1), mesh) == (tp, WHOLE)
+    assert project(tp, 5, (1, 5), mesh) == (WHOLE, tp)
+    assert project(WHOLE, 6, (3, 2), mesh) == (WHOLE, WHOLE)
+    assert project(dp, 0, (0, 4), mesh) is None
+    qkv = Cut(("tp",), (Part(3), Part(64, ("tp",))))
+    assert compound([Part(3), Part(64, ("tp",))], mesh) == qkv
+    assert project(qkv, 192, (3, 64), mesh) == (WHOLE, tp)
+    assert project(qkv, 192, (3, 4, 16), mesh) == (WHOLE, tp, WHOLE)
+    assert project(qkv, 192, (12, 16), mesh) == (Cut(("tp",), (Part(3), Part(4, ("tp",)))), WHOLE)
+    assert compound([Part(2, ("dp",)), Part(4, ("tp",))], mesh) == both
+    assert compound([Part(1), Part(4, ("tp",)), Part(1)], mesh) == tp
+    assert compound([Part(1), Part(1)], mesh) == WHOLE
+
+
+# ---- a spec checks itself ----------------------------------------------------------------------------------
+
+
+def test_an_axis_is_used_once() -> None:
+    with pytest.raises(Error, match="'tp' is used twice"):
+        Spec((Cut(("tp",)), Cut(("tp",))))
+    with pytest.raises(Error, match="'tp' is used twice"):
+        Spec((Cut(("tp",)),), (("tp", "sum"),))
+    with pytest.raises(Error, match="'dp' is used twice"):
+        Spec((WHOLE,), (("dp", "sum"), ("dp", "max")))
+
+
+def test_a_reduction_is_known() -> None:
+    with pytest.raises(Error, match="unknown reduction 'mean'"):
+        Spec((WHOLE,), (("dp", "mean"),))
+
+
+def test_the_order_of_partial_sums_means_nothing() -> None:
+    one, other = Spec((WHOLE,), (("tp", "sum"), ("dp", "max"))), Spec((WHOLE,), (("dp", "max"), ("tp", "sum")))
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+def test_texts() -> None:
+    spec = Spec((Cut(("dp", "tp")), WHOLE), (("a", "sum"), ("b", "sum"), ("c", "max")))
+    assert spec.text((64, 256), "f32") == "f32[64{dp,tp}, 256] +{a,b} max{c}"
+    assert str(spec) == "[.{dp,tp}, .] +{a,b} max{c}"
+    assert str(Spec.whole(0)) == "[]"
+
+
+def test_small_questions() -> None:
+    spec = Spec((Cut(("dp",)), WHOLE), (("tp", "sum"),))
+    assert spec.axes == ("dp",)
+    assert spec.partial_axes == ("tp",)
+    assert not spec.is_whole
+    assert Spec.whole(2).is_whole
+    assert Spec.whole(2) is Spec.whole(2)
+    assert spec.reduced() == Spec((Cut(("dp",)), WHOLE))
+    assert spec.with_dim(1, Cut(("pp",))) == Spec((Cut(("dp",)), Cut(("pp",))), (("tp", "sum"),))
+    assert not WHOLE
+    assert Cut(("dp",))
+    kind = TensorType((2, 3), torch.bfloat16)
+    assert (kind.ndim, kind.numel, kind.nbytes) == (2, 6, 12)
+
+
+def test_parse() -> None:
+    mesh = Mesh(dp=2, tp=2, pp=2)
+    assert Spec.parse("dp tp, -", mesh) == Spec((Cut(("dp", "tp")), WHOLE))
+    assert Spec.parse("", mesh, 0) == Spec(())
+    assert Spec.parse(" - ", mesh, 1) == Spec.whole(1)
+    with pytest.raises(Error, match="one entry per dim") as caught:
+        Spec.parse("dp", mesh, 2, where="hint 'w'")
+    assert caught.value.where == "hint 'w'"
+    assert caught.value.expected == "2 entries, such as '-, -'"
+    with pytest.raises(Error, match="unknown mesh axis 'tq'") as caught:
+        Spec.parse("dp, tq", mesh)
+    assert caught.value.expected == "one of dp, tp, pp"
+    with pytest.raises(Error, match="'dp' is used twice") as caught:
+        Spec.parse("dp, dp", mesh, where="hint 'w'")
+    assert caught.value.got == "'dp, dp'"

@@ -1,0 +1,93 @@
+"""The module that each node is drawn in: its own, or, where none is known, that of its neighbours.
+
+Backward adds up the gradients of a value that is used more than once, and no module is known of such a sum. Were it
+drawn outside of its block, every block would be torn apart there. The same goes for what a pass put behind it.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Iterable
+
+from shardfx.ir.graph import Graph, Node, Phase, op_name
+
+
+def homes(graph: Graph) -> dict[Node, str]:
+    """The path of the module that each node is drawn in."""
+    found: dict[Node, str] = {}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    users = graph.users()
+
+    def following(node: Node, depth: int = 3) -> list[str]:
+        """The modules that use a node, seen through further sums."""
+        paths = []
+        for user in (user for value in node.outs for user in users[value] if user.phase is node.phase):
+            if not is_lost(user):
+                paths.append(user.where.module)
+            elif depth:
+                others = [found[v.node] for v in user.operands if v.node in found and v.node is not node]
+                paths += others or following(user, depth - 1)
+        return paths
+
+    for node in graph.nodes:
+        found[node] = node.where.module
+        if is_lost(node):
+            behind = [path for path in following(node) if path]
+            sources = sorted({value.node for value in node.operands if value.node is not None}, key=order.__getitem__)
+            if not sources:
+                found[node] = common(behind)
+                continue
+            around = common(found[source] for source in sources)
+            nearest = common([found[sources[-1]], behind[0]]) if behind else ""
+            found[node] = max(around, nearest, key=_depth)
+        elif is_view(node):
+            found[node] = _shared_home(node, found, [user.where.module for v in node.outs for user in users[v]])
+    return found
+
+
+def is_lost(node: Node) -> bool:
+    """Whether a node has no module though it belongs to one."""
+    is_sum = node.phase is Phase.BACKWARD and op_name(node.op) == "aten.add.Tensor"
+    return not node.where.module and (is_sum or is_own(node))
+
+
+def _shared_home(node: Node, found: dict[Node, str], users: list[str]) -> str:
+    """Where a view belongs that one block makes of an outer value, and all the other blocks use too."""
+    own = found[node]
+    shared = common([own, *users])
+    sources = [found.get(value.node, "") if value.node is not None else "" for value in node.operands]
+    return shared if _depth(shared) < _depth(own) and all(_depth(common([s, own])) <= _depth(shared) for s in sources) else own
+
+
+def _depth(path: str) -> int:
+    return path.count(".") + bool(path)
+
+
+def is_own(node: Node) -> bool:
+    """Whether the op is one of our own (``comm.*``, ``memory.*``), whose keywords say what it does."""
+    return str(node.op).startswith(("comm.", "memory."))
+
+
+def common(paths: Iterable[str]) -> str:
+    """The innermost module around some."""
+    return ".".join(os.path.commonprefix([path.split(".") if path else [] for path in paths]))
+
+
+VIEWS = frozenset("view _unsafe_view reshape t transpose permute expand unsqueeze squeeze alias detach clone".split())
+"""Ops that only change how a tensor is looked at."""
+HEAVY = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
+
+
+def base_name(node: Node) -> str:
+    """The op without namespace and overload."""
+    return op_name(node.op).removeprefix("aten.").partition(".")[0] if not is_own(node) else str(node.op)
+
+
+def is_view(node: Node) -> bool:
+    return base_name(node) in VIEWS and len(node.operands) == 1
+
+
+def is_heavy(node: Node) -> bool:
+    """Whether most of the arithmetic is in such ops."""
+    name = base_name(node)
+    return name in HEAVY or "conv" in name or "attention" in name
