@@ -177,13 +177,20 @@ def _fake_weights(
     if fake is None and not any(t.is_meta for t in everything):
         return model, tensors
     mode = fake or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        memo = {id(t): _on_cpu(t) for t in (*model.parameters(), *model.buffers())}
+        tensors = [_on_cpu(t) for t in tensors]
+    model = copy.deepcopy(model, memo)
     stack.enter_context(mode)
-    if any(t.is_meta and not isinstance(t, FakeTensor) for t in (*model.parameters(), *model.buffers())):
-        model = copy.deepcopy(model).to_empty(device="cpu")
-    return model, [
-        torch.empty(t.shape, dtype=t.dtype, device="cpu") if t.is_meta and not isinstance(t, FakeTensor) else t
-        for t in tensors
-    ]
+    return model, tensors
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake CPU tensor in place of one on ``meta``; any other as it is."""
+    if not tensor.is_meta or isinstance(tensor, FakeTensor):
+        return tensor
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], stack: ExitStack) -> torch.fx.GraphModule:

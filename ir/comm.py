@@ -71,6 +71,7 @@ def refine(shape: Sequence[int], specs: Sequence[Spec], mesh: Mesh) -> tuple[tup
     for dim, size in enumerate(shape):
         cuts = [spec.dims[dim] for spec in specs]
         ends = {size}
+        ones = size > 1 and any(cut.sub(size)[0].size == 1 for cut in cuts)
         for cut in cuts:
             end = 1
             for part in cut.sub(size):
@@ -80,7 +81,7 @@ def refine(shape: Sequence[int], specs: Sequence[Spec], mesh: Mesh) -> tuple[tup
         factors = [b // a for a, b in itertools.pairwise([1, *ordered])] if size else [0]
         if math.prod(factors) != size:
             return None
-        factors = [f for f in factors if f != 1] or [1]
+        factors = [1] * ones + [f for f in factors if f != 1] or [1]
         for column, cut in zip(columns, cuts, strict=True):
             projected = project(cut, size, factors, mesh)
             if projected is None or any(c.parts for c in projected):

@@ -100,12 +100,15 @@ def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[
 
 
 def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
-    """The cut made of ``parts``, in normal form: parts that can be one are one."""
-    merged: list[Part] = []
+    """The cut made of ``parts``, in normal form: parts that can be one are one, one part of size 1 stands in front."""
+    if any(part.size == 0 for part in parts):
+        return Cut(tuple(axis for part in parts for axis in part.axes))
+    ones = tuple(axis for part in parts if part.size == 1 for axis in part.axes)
+    merged = [Part(1, ones)] if ones else []
     for part in parts:
-        if part.size == 1 and not part.axes:
+        if part.size == 1:
             continue
-        if merged:
+        if merged and merged[-1].size > 1:
             last = merged[-1]
             extent = mesh.extent(last.axes)
             if extent == last.size or (not part.axes and last.size % extent == 0):
@@ -135,6 +138,8 @@ def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cu
     result = []
     for factor in factors:
         need, got = factor, []
+        if factor == 1 and pending and pending[-1].size == 1:
+            got.append(pending.pop())
         while need > 1:
             part = pending.pop()
             if part.size == 1 and not part.axes:

@@ -49,6 +49,9 @@ class _Walk:
     defined: set[Value] = field(default_factory=set)
     fitting: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.known = frozenset(self.graph.mesh.names)
+
     def run(self) -> None:
         names: set[str] = set()
         for given in self.graph.inputs:
@@ -83,12 +86,13 @@ class _Walk:
 
     def _result(self, node: Node, index: int, result: Value) -> None:
         if result.node is not node or result.index != index:
-            maker = "no node" if result.node is None else op_name(result.node.op)
+            other = "" if result.node is node else "another "
+            maker = "no node" if result.node is None else other + op_name(result.node.op)
             self._fail(
                 f"{self._name(result)} does not point back to its node",
                 node,
                 expected=f"result {index} of this node",
-                got=f"result {result.index} of {'another ' if result.node is not node else ''}{maker}",
+                got=f"result {result.index} of {maker}",
             )
         if result in self.defined:
             self._fail(
@@ -116,7 +120,6 @@ class _Walk:
 
     def _placement(self, spec: Spec, shape: tuple[int, ...], value: Value, place: Node | Input) -> None:
         """The spec has the tensor's dims, and its axes are the mesh's."""
-        mesh = self.graph.mesh
         if len(spec.dims) != len(shape):
             self._fail(
                 f"the placement of {self._name(value)} has another number of dims",
@@ -124,25 +127,30 @@ class _Walk:
                 expected=f"{len(shape)} dims, for shape {shape}",
                 got=f"{len(spec.dims)} dims, {spec}",
             )
-        for axis in (*spec.axes, *spec.partial_axes):
-            if axis not in mesh.names:
-                self._fail(
-                    f"the placement of {self._name(value)} names an unknown mesh axis",
-                    place,
-                    expected=f"one of {', '.join(mesh.names)}",
-                    got=axis,
-                )
-        for dim, (cut, size) in enumerate(zip(spec.dims, shape, strict=True)):
-            if cut.parts and (
-                math.prod(part.size for part in cut.parts) != size
-                or cut.axes != tuple(axis for part in cut.parts for axis in part.axes)
-            ):
-                self._fail(
-                    f"the placement of {self._name(value)} does not fit dim {dim}",
-                    place,
-                    expected=f"parts whose product is {size}, cut over {{{','.join(cut.axes)}}}",
-                    got=cut.text(size),
-                )
+        for dim, cut in enumerate(spec.dims):
+            for axis in cut.axes:
+                if axis not in self.known:
+                    self._unknown_axis(axis, value, place)
+            if cut.parts:
+                product = math.prod(part.size for part in cut.parts)
+                if product != shape[dim] or cut.axes != tuple(axis for part in cut.parts for axis in part.axes):
+                    self._fail(
+                        f"the placement of {self._name(value)} does not fit dim {dim}",
+                        place,
+                        expected=f"parts whose product is {shape[dim]}, cut over {{{','.join(cut.axes)}}}",
+                        got=cut.text(shape[dim]),
+                    )
+        for axis, _ in spec.partial:
+            if axis not in self.known:
+                self._unknown_axis(axis, value, place)
+
+    def _unknown_axis(self, axis: str, value: Value, place: Node | Input) -> NoReturn:
+        self._fail(
+            f"the placement of {self._name(value)} names an unknown mesh axis",
+            place,
+            expected=f"one of {', '.join(self.graph.mesh.names)}",
+            got=axis,
+        )
 
     def _strategy(self, node: Node, operands: Sequence[Value], explicit: bool) -> None:
         strategy = node.strategy
@@ -176,7 +184,7 @@ class _Walk:
     def _comm(self, node: Node, op: CommOp, operands: Sequence[Value]) -> None:
         """The op leads from the placement of operand k to that of result k."""
         mesh, axes = self.graph.mesh, tuple(node.kwargs.get("axes", ()))
-        if not axes or len(set(axes)) != len(axes) or any(axis not in mesh.names for axis in axes):
+        if not axes or len(set(axes)) != len(axes) or any(axis not in self.known for axis in axes):
             known = ", ".join(mesh.names)
             got = ", ".join(map(str, axes)) or "none"
             self._fail(f"the axes of {op} are not this mesh's", node, expected=f"axes=[...] of {known}", got=got)

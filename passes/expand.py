@@ -35,13 +35,14 @@ class Expander:
         entry = self._book.entry(node.op)
         return entry is not None and bool(entry.expand)
 
-    def apply(self, graph: Graph, nodes: list[Node]) -> None:
+    def apply(self, graph: Graph, nodes: list[Node]) -> list[tuple[Value, Value]]:
+        """Replace the nodes; gives each result that went with the one that stands for it."""
         rewriter = Rewriter(graph)
-        for node in nodes:
-            self._replace(graph, node, rewriter)
+        swapped = [pair for node in nodes for pair in self._replace(graph, node, rewriter)]
         rewriter.apply()
+        return swapped
 
-    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> None:
+    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> list[tuple[Value, Value]]:
         traced = self._trace(node)
         builder = Builder(graph.mesh)
         builder.where, builder.phase = node.where, node.phase
@@ -61,10 +62,11 @@ class Expander:
             made.why = f"part of {op_name(node.op)}, taken apart because a cut stands in its way"
             rewriter.before(node, made)
         given = results if isinstance(results, (list, tuple)) else [results]
-        for old, new in zip(node.results, given, strict=False):
-            if old is not None and new is not None:
-                rewriter.replace(old, new)
+        swapped = [(o, n) for o, n in zip(node.results, given, strict=False) if o is not None and n is not None]
+        for old, new in swapped:
+            rewriter.replace(old, new)
         rewriter.erase(node)
+        return swapped
 
     def _trace(self, node: Node) -> torch.fx.GraphModule:
         key = structure(node)

@@ -15,13 +15,14 @@ activation says how it is held), else the one that moves fewer bytes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from shardfx.ir.comm import Planner
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
-from shardfx.ir.rules import RuleBook, ShardingRule, place, replicated, strategy
+from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value
+from shardfx.ir.rules import Dim, RuleBook, ShardingRule, place, replicated, strategy
 from shardfx.ir.spec import WHOLE, Cut, Spec, project
 
 from .manager import Decision
@@ -49,6 +50,14 @@ class Origin:
     operator: bool
 
 
+class Tensor(NamedTuple):
+    """A tensor of a node, with the factors of its dims."""
+
+    value: Value
+    dims: tuple[Dim, ...]
+    is_operand: bool
+
+
 @dataclass
 class Candidate:
     cut: Cut
@@ -68,6 +77,8 @@ class Propagation:
     origin: dict[tuple[Value, str], Origin] = field(default_factory=dict)
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
     step: int = 0
+    _tensors: dict[Node, list[Tensor]] = field(default_factory=dict)
+    _strategies: dict[object, Strategy] = field(default_factory=dict)
 
     def seed(self, seeds: Iterable[Seed]) -> None:
         for seed in seeds:
@@ -80,6 +91,37 @@ class Propagation:
                 if cut.axes:
                     self._note(seed.value, dim, cut, f"the hint {seed.name!r}", "")
 
+    def tensors(self, node: Node) -> list[Tensor]:
+        """The operands and results of a node with their factors."""
+        found = self._tensors.get(node)
+        if found is None:
+            rule = self.rules[node]
+            found = [Tensor(v, dims, True) for v, dims in zip(node.operands, rule.operands, strict=True)]
+            pairs = zip(node.results, rule.results, strict=True)
+            found += [Tensor(v, dims, False) for v, dims in pairs if v is not None and dims is not None]
+            self._tensors[node] = found
+        return found
+
+    def strategy(self, node: Node, cuts: Mapping[str, Cut], partial: Mapping[str, Any] | None = None) -> Strategy:
+        """The node's strategy under some cuts; nodes alike share it."""
+        rule = self.rules[node]
+        key = (id(rule), tuple(cuts.items()), tuple(partial.items()) if partial else None)
+        found = self._strategies.get(key)
+        if found is None:
+            found = self._strategies[key] = strategy(rule, cuts, self.graph.mesh, partial)
+        return found
+
+    def take_over(self, old: Value, new: Value) -> None:
+        """``new`` stands for ``old`` from now on: it holds the same."""
+        if old in self.held:
+            self.held[new] = self.held.pop(old)
+            self.decisions[new] = self.decisions.pop(old, [])
+        if old in self.closed:
+            self.closed.add(new)
+        for axis in self.graph.mesh.names:
+            if (old, axis) in self.origin:
+                self.origin[new, axis] = self.origin.pop((old, axis))
+
     def cuts_of(self, value: Value) -> list[Cut]:
         held = self.held.get(value)
         if held is None:
@@ -91,9 +133,10 @@ class Propagation:
 
     # ---- the fixpoint ---------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Hand cuts on until nothing changes."""
+    def run(self, start: Iterable[Value] | None = None) -> None:
+        """Hand cuts on until nothing changes, from all values that hold one, or from ``start``."""
         users = self.graph.users()
+        self._tensors.clear()
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         queue: list[tuple[int, int, int, Node]] = []
         queued: set[tuple[int, Node]] = set()
@@ -107,8 +150,8 @@ class Propagation:
                         queued.add((level, node))
                         heapq.heappush(queue, (node.phase is not Phase.FORWARD, level, order[node], node))
 
-        for value, held in list(self.held.items()):
-            if any(cut.axes for cut in held):
+        for value in list(self.held if start is None else start):
+            if any(cut.axes for cut in self.cuts_of(value)):
                 touch(value)
         while queue:
             _, level, _, node = heapq.heappop(queue)
@@ -117,9 +160,7 @@ class Propagation:
             cuts, turned_down = self.resolve(node, rule, with_results=level != 1)
             if not cuts:
                 continue
-            tensors = [(v, dims) for v, dims in zip(node.operands, rule.operands, strict=True)]
-            tensors += [(v, dims) for v, dims in zip(node.results, rule.results, strict=True) if v is not None and dims]
-            for value, dims in tensors:
+            for value, dims, _ in self.tensors(node):
                 later = node.phase is not Phase.FORWARD and (value.node is None or value.node.phase is Phase.FORWARD)
                 if value in self.closed or later:
                     continue
@@ -139,11 +180,12 @@ class Propagation:
         """Give ``value`` the cuts that it does not hold yet; says whether it changed."""
         mesh = self.graph.mesh
         held = self.cuts_of(value)
-        used = {axis for cut in held for axis in cut.axes}
         changed = False
         for d, dim in enumerate(dims):
-            if not any(f in cuts for f in dim):
+            wanted = [axis for f in dim if f in cuts for axis in cuts[f].axes]
+            if all(axis in held[d].axes for axis in wanted):
                 continue
+            used = {axis for cut in held for axis in cut.axes}
             current = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
             if current is None:
                 continue
@@ -153,30 +195,35 @@ class Propagation:
             if not fresh or fresh & used or not set(held[d].axes) <= set(cut.axes):
                 continue
             held[d] = cut
-            used |= fresh
             changed = True
-            source = self._source(node, value, fresh)
             for axis in fresh:
                 origin = self._origin(node, axis)
                 if origin is not None:
                     self.origin.setdefault((value, axis), origin)
-            self._note(value, d, cut, f"{source} ({LEVELS[level]})", turned_down)
+            near = next((t.value for t in self.tensors(node) if t.value is not value and self._holds(t.value, fresh)), None)
+            self._note(value, d, cut, LEVELS[level], turned_down, node, near)
         return changed
 
-    def _source(self, node: Node, value: Value, axes: set[str]) -> str:
-        near = next(
-            (v for v in (*node.operands, *node.outs) if v is not value and axes & set(self.spec_of(v).axes)), None
-        )
-        return f"{near!r} through {op_name(node.op)} @ {node.where}" if near is not None else op_name(node.op)
+    def _holds(self, value: Value, axes: set[str]) -> bool:
+        return any(axis in axes for cut in self.held.get(value, ()) for axis in cut.axes)
 
     def _origin(self, node: Node, axis: str) -> Origin | None:
-        found = [self.origin[v, axis] for v in (*node.operands, *node.outs) if (v, axis) in self.origin]
+        found = [self.origin[t.value, axis] for t in self.tensors(node) if (t.value, axis) in self.origin]
         return next((o for o in found if o.operator), found[0] if found else None)
 
-    def _note(self, value: Value, dim: int, cut: Cut, source: str, turned_down: str) -> None:
+    def _note(
+        self,
+        value: Value,
+        dim: int,
+        cut: Cut,
+        how: str,
+        turned_down: str,
+        node: Node | None = None,
+        near: Value | None = None,
+    ) -> None:
         self.step += 1
-        text = cut.text(value.shape[dim])
-        self.decisions.setdefault(value, []).append(Decision(self.step, repr(value), dim, text, source, turned_down))
+        made = Decision(self.step, value, dim, cut, how, turned_down, node, near)
+        self.decisions.setdefault(value, []).append(made)
 
     # ---- one node -------------------------------------------------------------------------------------------
 
@@ -184,12 +231,9 @@ class Propagation:
         """For each factor that may be cut, the cuts that the node's tensors hold of it."""
         mesh = self.graph.mesh
         found: dict[str, list[Candidate]] = {}
-        tensors = list(zip(node.operands, rule.operands, strict=True))
-        if with_results:
-            tensors += [(v, d) for v, d in zip(node.results, rule.results, strict=True) if v is not None and d is not None]
-        for value, dims in tensors:
+        for value, dims, is_operand in self.tensors(node):
             held = self.held.get(value)
-            if held is None:
+            if held is None or not (is_operand or with_results):
                 continue
             for d, dim in enumerate(dims):
                 if not held[d].axes:
@@ -265,7 +309,7 @@ class Propagation:
 
     def seconds(self, node: Node, rule: ShardingRule, cuts: dict[str, Cut]) -> float:
         """The time of the communication that a node implies when its factors are cut so."""
-        made = strategy(rule, cuts, self.graph.mesh)
+        made = self.strategy(node, cuts)
         total = 0.0
         for value, need in zip(node.operands, made.operands, strict=True):
             total += self.planner.seconds(value.type, self.spec_of(value), need)
@@ -298,22 +342,28 @@ def without(cut: Cut, axis: str) -> Cut:
     return Cut(cut.axes[: cut.axes.index(axis)])
 
 
-def make_rules(graph: Graph, book: RuleBook, missing: list[Node]) -> dict[Node, ShardingRule]:
-    """The rule of every node; nodes alike (of repeated blocks) share one. Nodes without a rule are put in ``missing``."""
-    known: dict[object, ShardingRule] = {}
-    result: dict[Node, ShardingRule] = {}
-    for node in graph.nodes:
-        key = structure(node)
-        rule = known.get(key)
-        if rule is None:
-            entry = book.entry(node.op)
-            made = entry.make(node) if entry is not None else None
-            if made is None:
-                missing.append(node)
-                made = replicated(node)
-            rule = known[key] = made
-        result[node] = rule
-    return result
+@dataclass
+class RuleCache:
+    """The rule of every node; nodes alike (of repeated blocks) share one. Nodes without are put in ``missing``."""
+
+    book: RuleBook
+    missing: list[Node] = field(default_factory=list)
+    _known: dict[object, tuple[ShardingRule, bool]] = field(default_factory=dict)
+
+    def add(self, graph: Graph, rules: dict[Node, ShardingRule]) -> None:
+        """Find the rules of the nodes that have none yet."""
+        for node in graph.nodes:
+            if node in rules:
+                continue
+            key = structure(node)
+            found = self._known.get(key)
+            if found is None:
+                entry = self.book.entry(node.op)
+                made = entry.make(node) if entry is not None else None
+                found = self._known[key] = (made or replicated(node), made is None)
+            rules[node], lacks = found
+            if lacks:
+                self.missing.append(node)
 
 
 def structure(node: Node) -> object:

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from shardfx.ir.comm import Planner
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Value
+from shardfx.ir.graph import Graph, Node, Value, op_name
 from shardfx.ir.rules import RuleBook
-from shardfx.ir.spec import Spec
+from shardfx.ir.spec import Cut, Spec
 from shardfx.ir.verify import verify_graph
 
 SHARDED = "SHARDED"
@@ -27,18 +27,30 @@ COMM_EXPLICIT = "COMM_EXPLICIT"
 
 @dataclass(frozen=True)
 class Decision:
-    """Why a dim of a value is cut as it is: at which step, from where, and what was turned down."""
+    """Why a dim of a value is cut as it is: at which step, from where, and what was turned down.
+
+    ``node`` is the op that carried the cut on, ``near`` the tensor of it that had the cut; a hint has neither.
+    """
 
     step: int
-    value: str
+    value: Value
     dim: int
-    cut: str
-    source: str
+    cut: Cut
+    how: str
     turned_down: str = ""
+    node: Node | None = None
+    near: Value | None = None
+
+    @property
+    def source(self) -> str:
+        if self.node is None or self.near is None:
+            return self.how
+        return f"{self.near!r} through {op_name(self.node.op)} @ {self.node.where} ({self.how})"
 
     def __str__(self) -> str:
         rest = f"; turned down: {self.turned_down}" if self.turned_down else ""
-        return f"step {self.step}: {self.value} dim {self.dim} cut {self.cut}, from {self.source}{rest}"
+        cut = self.cut.text(self.value.shape[self.dim])
+        return f"step {self.step}: {self.value!r} dim {self.dim} cut {cut}, from {self.source}{rest}"
 
 
 @dataclass

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 
 from shardfx.ir.graph import Graph, Node, Output, Value
-from shardfx.ir.rules import ShardingRule, strategy
+from shardfx.ir.rules import ShardingRule
 from shardfx.ir.spec import Cut, Spec
 
 from .factors import Propagation, without
@@ -45,7 +45,6 @@ class Partials:
 
     def _axis(self, axis: str) -> None:
         """Find the values that may be partial over ``axis``, and cut the graph that they form."""
-        mesh = self.graph.mesh
         reach: dict[Value, str] = {}
         passing: dict[Node, frozenset[int]] = {}
         for node in self.graph.nodes:
@@ -58,7 +57,7 @@ class Partials:
                     reach[value] = kind
                 continue
             if any(axis in cut.axes for cut in self.cuts[node].values()):
-                made = strategy(rule, self.cuts[node], mesh, self.partial.get(node))
+                made = self.state.strategy(node, self.cuts[node], self.partial.get(node))
                 for value, spec in zip(node.outs, made.results, strict=True):
                     kind = dict(spec.partial).get(axis, "")
                     if kind:

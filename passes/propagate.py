@@ -16,11 +16,11 @@ from typing import ClassVar
 
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Value, op_name
-from shardfx.ir.rules import ShardingRule, strategy
+from shardfx.ir.rules import ShardingRule
 from shardfx.ir.spec import WHOLE, Cut, Spec, project
 
 from .expand import Expander
-from .factors import Propagation, Seed, make_rules
+from .factors import Propagation, RuleCache
 from .manager import SHARDED, Context, Pass
 from .partials import Partial, Partials
 from .seeds import bind
@@ -39,28 +39,33 @@ class Propagate(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         expander = Expander(context.rules)
-        missing: list[Node] = []
+        rules: dict[Node, ShardingRule] = {}
+        cache = RuleCache(context.rules)
+        cache.add(graph, rules)
+        seeds = bind(graph, context.specs, context.aliases, rules)
+        state = Propagation(graph, rules, context.planner)
+        state.seed(seeds)
+        state.run()
         for _ in range(MOST_ROUNDS):
-            missing.clear()
-            rules = make_rules(graph, context.rules, missing)
-            seeds = bind(graph, context.specs, context.aliases, rules)
-            state = Propagation(graph, rules, context.planner)
-            state.seed(seeds)
-            state.run()
             blocked = [node for node in graph.nodes if expander.can(node) and is_blocked(node, rules[node], state)]
             if not blocked:
                 break
-            expander.apply(graph, blocked)
+            around = [value for node in blocked for value in node.operands]
+            for old, new in expander.apply(graph, blocked):
+                state.take_over(old, new)
+                around.append(new)
+            cache.add(graph, rules)
+            state.run(around)
         else:
             raise Error("ops are taken apart without end", got=", ".join(op_name(n.op) for n in blocked[:3]))
-        report_missing(missing, context)
+        report_missing(cache.missing, context)
         cuts = sweep(graph, state)
         partial: dict[Node, Partial] = {}
         if self.partial_sums:
             chooser = Partials(graph, state, cuts)
             chooser.run()
             partial = chooser.partial
-        write(graph, state, cuts, partial, seeds, context)
+        write(graph, state, cuts, partial, context)
         graph.rename()
         return True
 
@@ -107,10 +112,12 @@ def sweep(graph: Graph, state: Propagation) -> dict[Node, dict[str, Cut]]:
         rule = state.rules[node]
         cuts, _ = state.resolve(node, rule, with_results=True)
         settled[node] = cuts
-        made = strategy(rule, cuts, graph.mesh)
+        made = state.strategy(node, cuts)
         for value, spec in zip(node.outs, made.results, strict=True):
             if value not in state.closed:
-                state.held[value] = hold(spec, state.cuts_of(value))
+                held = state.cuts_of(value)
+                if tuple(held) != spec.dims:
+                    state.held[value] = hold(spec, held)
     return settled
 
 
@@ -131,21 +138,18 @@ def write(
     state: Propagation,
     cuts: Mapping[Node, dict[str, Cut]],
     partial: Mapping[Node, Partial],
-    seeds: list[Seed],
     context: Context,
 ) -> None:
     """Write strategies on nodes and specs on values."""
     for node in graph.nodes:
-        node.strategy = strategy(state.rules[node], cuts[node], graph.mesh, partial.get(node))
+        node.strategy = state.strategy(node, cuts[node], partial.get(node))
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
-        lines = [str(d) for value in node.outs for d in state.decisions.get(value, ())]
-        node.why = "; ".join(filter(None, [node.why, *lines]))
     for given in graph.inputs:
         if given.value.spec is None or given.kind is not InputKind.PARAMETER:
             given.value.spec = input_spec(given, state)
     context.decisions.update(state.decisions)
-    context.hints.update({seed.value: seed.spec for seed in seeds if seed.closed and seed.value.node is not None})
+    context.hints.update({value: state.spec_of(value) for value in state.closed if value.node is not None})
 
 
 def input_spec(given: Input, state: Propagation) -> Spec:

@@ -53,10 +53,9 @@ class Spot:
 
 @dataclass(eq=False)
 class Wire:
-    """A line along which values of ``source`` go; with an arrow where it ends at a leaf."""
+    """A line along which values go; with an arrow where it ends at a leaf."""
 
     points: list[Point]
-    source: Box
     targets: list[Box]
     values: list[Value]
     arrow: bool

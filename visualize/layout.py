@@ -68,12 +68,13 @@ def move(lane: LanePlan, dx: float, down: Callable[[float], float]) -> None:
 def align(left: LanePlan, right: LanePlan) -> None:
     """Insert room between boxes so that what has the same name in both lanes stands at the same height."""
     pairs = []
-    left_over = list(right.top)
-    for spot in sorted(left.top, key=lambda spot: -spot.rect.h):
-        mates = [other for other in left_over if set(spot.box.members) & set(other.box.members)]
+    for spot in left.top:
+        mates = [other for other in right.top if set(spot.box.members) & set(other.box.members)]
         if mates:
-            pairs.append((spot, max(mates, key=lambda other: other.rect.h)))
-            left_over.remove(pairs[-1][1])
+            mate = max(mates, key=lambda other: other.rect.h)
+            rivals = [other for other in left.top if set(other.box.members) & set(mate.box.members)]
+            if spot is max(rivals, key=lambda other: other.rect.h):
+                pairs.append((spot, mate))
     pairs.sort(key=lambda pair: pair[0].rect.middle)
     cuts: tuple[list[Point], list[Point]] = ([], [])
     reached = (-1.0, -1.0)

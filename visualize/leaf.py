@@ -46,7 +46,8 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
         parts = len(box.nodes[-1].outs)
         several = f" of {parts}" if parts > 1 else ""
         sent = f"{axes}  {size_text(one.nbytes)}" if one.nbytes else axes
-        return [Row([Run(comm_name(one.name) + several, ink, True)], TITLE), Row([Run(sent, ink)])]
+        plain_lines = [Row([Run(plain(_line(line, mesh)), ink)], mono=True) for line in box.lines[:MOST_TAGS]]
+        return [Row([Run(comm_name(one.name) + several, ink, True)], TITLE), Row([Run(sent, ink)]), *plain_lines]
     title = [Run(shorten(box.title, 34), ink, True)]
     if box.label:
         title = [Run(shorten(box.label, 28), ink, True), Run("  " + shorten(box.title, 30), MUTED)]

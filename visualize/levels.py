@@ -1,7 +1,7 @@
 """One lane's layout: each module on its own, then as one box in its parent's layout.
 
-A line that crosses the border of a module does so at a *port*, one for each box that it comes from: inside, the
-port is a point on the upper or lower border; outside, a place on the side of the module's box. So boxes never
+A line that crosses the border of a module does so at a *port*, one for each box that it comes from (or goes to,
+where communication gathers up from many places): inside, the port is a point on the upper or lower border; outside, a place on the side of the module's box. So boxes never
 overlap, and a level's time does not depend on the size of the rest. All is in flow direction, downwards.
 """
 
@@ -32,7 +32,8 @@ class _Line:
 
     tail: Box | None
     head: Box | None
-    source: Box
+    port: Box
+    """Lines with the same port are one where they cross a border."""
     values: dict[Value, None] = field(default_factory=dict)
     targets: list[Box] = field(default_factory=list)
 
@@ -96,7 +97,8 @@ class LaneLayout:
 
     def _line(self, level: Box | None, tail: Box | None, head: Box | None, edge: Edge) -> None:
         lines = self.lines.setdefault(level, {})
-        line = lines.setdefault((tail, head, edge.source), _Line(tail, head, edge.source))
+        port = edge.target if _gathers(edge.target) else edge.source
+        line = lines.setdefault((tail, head, port), _Line(tail, head, port))
         line.values.update(dict.fromkeys(edge.values))
         line.targets.append(edge.target)
 
@@ -104,17 +106,17 @@ class LaneLayout:
         inner = {box: self._level(box, box.children) for box in children if box.kind is Kind.OPEN}
         items = {box: self._item(box, inner.get(box)) for box in children}
         lines = list(self.lines.get(owner, {}).values())
-        entries = {line.source: Item(1, 1, rank="source") for line in lines if line.tail is None}
-        exits = {line.source: Item(1, 1, rank="sink") for line in lines if line.head is None}
+        entries = {line.port: Item(1, 1, rank="source") for line in lines if line.tail is None}
+        exits = {line.port: Item(1, 1, rank="sink") for line in lines if line.head is None}
         links = []
         for line in lines:
-            tail = entries[line.source] if line.tail is None else items[line.tail]
-            head = exits[line.source] if line.head is None else items[line.head]
+            tail = entries[line.port] if line.tail is None else items[line.tail]
+            head = exits[line.port] if line.head is None else items[line.head]
             link = Link(tail, head)
             if line.tail in inner:
-                link.tail_port = list(inner[line.tail].outs).index(line.source)
+                link.tail_port = list(inner[line.tail].outs).index(line.port)
             if line.head in inner:
-                link.head_port = list(inner[line.head].ins).index(line.source)
+                link.head_port = list(inner[line.head].ins).index(line.port)
             links.append(link)
         width, height = place_parts([*items.values(), *entries.values(), *exits.values()], links)
         before, after = self._room(bool(entries), titled=not self.up), self._room(bool(exits), titled=self.up)
@@ -128,7 +130,7 @@ class LaneLayout:
             if line.head is None:
                 points = [*points[:-1], *straight(points[-1], height + after + high)[::-1]]
             arrow = line.head is not None and line.head not in inner
-            wires.append(Wire(points, line.source, line.targets, list(line.values), arrow))
+            wires.append(Wire(points, line.targets, list(line.values), arrow))
         ins = {source: item.x + 0.5 for source, item in entries.items()}
         outs = {source: item.x + 0.5 for source, item in exits.items()}
         return _Level(width, height, items, inner, wires, ins, outs, before, after)
@@ -164,6 +166,11 @@ class LaneLayout:
         for wire in level.wires:
             wire.points = [(px + x, py + y) for px, py in wire.points]
             lane.wires.append(wire)
+
+
+def _gathers(box: Box) -> bool:
+    """Whether a box is communication of several values from many places."""
+    return box.kind is Kind.COMM and len(box.nodes[-1].operands) > 1
 
 
 def straight(point: Point, y: float) -> list[Point]:

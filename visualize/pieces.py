@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import networkx as nx
 
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Node, op_name
 
 from .boxes import Box, Kind
 from .flow import Flow
+from .homes import is_view
 
 
 def untangle(boxes: list[Box], flow: Flow, order: dict[Node, int]) -> list[Box]:
@@ -71,6 +72,9 @@ def _restrict(box: Box, nodes: set[Node], flow: Flow) -> list[Box]:
         if len(kept) == len(box.nodes):
             return [box]
         inside = [node for node in box.inside if flow.lane(node).drawn(node) in nodes]
+        if len(kept) == 1 and box.count == 1:
+            kind = Kind.VIEW if is_view(kept[0]) else Kind.OP
+            return [replace(box, kind=kind, nodes=kept, inside=[], title=op_name(kept[0].op), label=box.path)]
         return [replace(box, nodes=kept, inside=inside)]
     children = [
         piece

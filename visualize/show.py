@@ -166,11 +166,26 @@ class Builder:
             ops = [box for box in inside if box.kind is not Kind.COMM]
             if len(inside) == 1 and inside[0].kind is Kind.OPEN:
                 return inside
-            if len(ops) <= 1 and all(box.kind not in (Kind.OPEN, Kind.CLOSED) for box in inside):
+            plain = all(box.kind not in (Kind.OPEN, Kind.CLOSED) for box in inside)
+            if plain and len(ops) <= 1 and self._passed_through(inside):
                 for box in ops:
                     box.label = box.label or module.path
                 return inside
         return [self._open(module, inside, phase)]
+
+    def _passed_through(self, boxes: list[Box]) -> bool:
+        """Whether these can stand without a box around them: ops and communication in the middle of the flow.
+
+        Communication at an end of it (the sum of a gradient, the gathering of a parameter) would get lost outside.
+        """
+        for box in boxes:
+            if box.kind is Kind.COMM:
+                node = box.nodes[-1]
+                users = [user for value in node.outs for user in self.flow.users.get(value, ())]
+                into = any(value.node is not None and value.node.phase is node.phase for value in node.operands)
+                if not into or not any(user.phase is node.phase for user in users):
+                    return False
+        return True
 
     def _open(self, module: Module, inside: list[Box], phase: Phase) -> Box:
         box = Box(Kind.OPEN, phase, path=module.path, label=module.label, children=inside, count=module.count)
@@ -192,7 +207,7 @@ class Builder:
                 boxes[0].label = module.path
             else:
                 boxes.insert(0, Box(Kind.CLOSED, phase, every, module.path, module.members, label=module.label, inside=hidden))
-        if module.count > 1 and len(boxes) > 1:
+        if len(boxes) > 1 and (module.count > 1 or not self._passed_through(boxes)):
             return [self._open(module, boxes, phase)]
         if boxes:
             boxes[0].count = module.count
@@ -269,6 +284,8 @@ def name(box: Box, around: str) -> None:
     """Write what a box is: the module seen from the one around it, the op without its namespace."""
 
     def seen(path: str) -> str:
+        if path and path == around:
+            return path.rpartition(".")[2]
         return path[len(around) + 1 :] if around and path.startswith(around + ".") else path
 
     if box.kind in (Kind.OPEN, Kind.CLOSED):

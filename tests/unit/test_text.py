@@ -1,0 +1,388 @@
+"""The text of a graph: parse of print is the identity, the form is as documented, and mistakes are named by line."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardfx.ir import comm
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import (
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    OutputKind,
+    Phase,
+    Rewriter,
+    Strategy,
+    Value,
+    Where,
+)
+from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.random import dropout
+from shardfx.ir.spec import WHOLE, Cut, Part, Spec, TensorType
+from shardfx.ir.text import parse_graph, print_graph
+
+aten = torch.ops.aten
+
+EXAMPLE = """\
+mesh dp=2, tp=2, mb=Time(4)
+link tp bandwidth=300000000000.0, latency=2e-06
+established COMM_EXPLICIT, SHARDED
+source model.py "/models/gpt/model.py"
+source losses/model.py "/models/losses/model.py"
+parameter %layers.0.w1.weight : bf16[(3 64{tp}), 16]
+parameter %"0" : f32[]
+buffer %norm.running_mean : f32[16]
+argument %args.0 : bf16[8{mb,dp}, 16]
+target %targets.0 : i64[8{dp}]
+constant %constant.5 : i64[2] = [0, 1]
+constant %constant.6 : f64[64, 64]
+seed %seed : i64[]
+forward:
+  %0 = aten.t(%layers.0.w1.weight) : bf16[16, (3 64{tp})]
+  %1 = aten.mm(%args.0, %0) : bf16[8{dp}, (3 64{tp})]  cuts m{dp} n{tp}  @ layers.0  model.py:42
+  %2, _, %4 = aten.native_layer_norm_backward(%1, %1, [192], %1, %1, None, None, [True, False, True]) : \
+bf16[8{dp}, 192] +{tp}, _, bf16[192] +{dp,tp}  cuts -  \
+needs [8{dp}, 192], [8, (3 64{tp})], [8, 192], [8, 192]  stage=1  @ model.py:7
+  %5 = comm.all_reduce(%2, axes=[tp], reduce=sum) : bf16[8{dp}, 192]  @ layers.0  losses/model.py:1  # 1.5 kB
+backward:
+  %6 = aten.add.Tensor(%5, %5, alpha=-0.5) : bf16[8{dp}, 192]
+forward:
+  %7 = aten.cat([%5, %6], 1) : bf16[8{dp}, 384] max{tp}
+outputs:
+  loss loss = %7
+  result results.0 = %6
+  gradient layers.0.w1.weight = %4
+  buffer "a name" = %norm.running_mean
+"""
+
+
+def make(op: Any, args: tuple[Any, ...], *shape: int, **kwargs: Any) -> Node:
+    return Rewriter.make(op, args, TensorType(shape, torch.float32), kwargs=kwargs)
+
+
+def argument(name: str, *shape: int, spec: Spec | None = None) -> Input:
+    return Input(InputKind.ARGUMENT, name, Value(TensorType(shape, torch.float32), name=name, spec=spec))
+
+
+def one_op(op: Any, *args: Any, **kwargs: Any) -> Graph:
+    """A graph of one node, whose first operand is ``%x``."""
+    x = argument("x", 4, 4)
+    return Graph(Mesh(tp=2), [x], [make(op, (x.value, *args), 4, 4, **kwargs)])
+
+
+def there_and_back(graph: Graph, **ops: Any) -> Graph:
+    text = print_graph(graph)
+    back = parse_graph(text, ops=ops)
+    assert print_graph(back) == text
+    return back
+
+
+# ---- there and back ----------------------------------------------------------------------------------------
+
+
+def squeezed(text: str) -> str:
+    return re.sub(r" {2,}(?=\S)", "  ", text)
+
+
+def test_the_documented_form_reads_back() -> None:
+    graph = parse_graph(EXAMPLE)
+    assert (
+        parse_graph(print_graph(graph)).mesh
+        == graph.mesh
+        == Mesh(dp=2, tp=2, mb=Time(4), links={"tp": Link(3e11, 2e-6)})
+    )
+    assert graph.established == {"COMM_EXPLICIT", "SHARDED"}
+    weight, bare = graph.inputs[:2]
+    assert (weight.kind, weight.name) == (InputKind.PARAMETER, "layers.0.w1.weight")
+    assert weight.value.type == TensorType((192, 16), torch.bfloat16)
+    assert weight.value.spec == Spec((Cut(("tp",), (Part(3), Part(64, ("tp",)))), WHOLE))
+    assert bare.name == bare.value.name == "0"
+    small, large = graph.of_kind(InputKind.CONSTANT)
+    assert small.constant is not None
+    assert small.constant.tolist() == [0, 1]
+    assert small.constant.dtype == torch.int64
+    assert large.constant is None
+    _, mm, norm, reduced, added, cat = graph.nodes
+    assert mm.op is aten.mm.default
+    assert mm.where == Where("layers.0", "/models/gpt/model.py", 42)
+    assert mm.strategy == Strategy(
+        (Spec((Cut(("mb", "dp")), WHOLE)), Spec((WHOLE, Cut(("tp",), (Part(3), Part(64, ("tp",))))))),
+        (mm.outs[0].spec,),  # type: ignore[arg-type]
+        (("m", ("dp",)), ("n", ("tp",))),
+    )
+    assert [value and value.index for value in norm.results] == [0, None, 2]
+    assert norm.args[2:] == ([192], mm.outs[0], mm.outs[0], None, None, [True, False, True])
+    assert norm.outs[1].spec == Spec((WHOLE,), (("dp", "sum"), ("tp", "sum")))
+    assert norm.strategy is not None
+    assert [str(spec) for spec in norm.strategy.operands] == ["[.{dp}, .]", "[., (3 64{tp})]", "[., .]", "[., .]"]
+    assert (norm.stage, norm.where) == (1, Where("", "/models/gpt/model.py", 7))
+    assert (reduced.op, reduced.kwargs) == (comm.all_reduce, {"axes": ["tp"], "reduce": "sum"})
+    assert (added.phase, added.kwargs) == (Phase.BACKWARD, {"alpha": -0.5})
+    assert (cat.phase, cat.args) == (Phase.FORWARD, ([reduced.outs[0], added.outs[0]], 1))
+    assert [(o.kind, o.name, o.value) for o in graph.outputs] == [
+        (OutputKind.LOSS, "loss", cat.outs[0]),
+        (OutputKind.RESULT, "results.0", added.outs[0]),
+        (OutputKind.GRADIENT, "layers.0.w1.weight", norm.outs[1]),
+        (OutputKind.BUFFER, "a name", graph.inputs[2].value),
+    ]
+    again = there_and_back(graph)
+    assert squeezed(print_graph(again)) == squeezed(EXAMPLE).rstrip("\n")
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]),
+    st.sampled_from([torch.strided, torch.sparse_coo, torch.preserve_format, torch.channels_last]),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda:1"), torch.device("meta")]),
+)
+ARGUMENTS = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple))
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal, of the same types, nan being equal to itself."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return repr(a) == repr(b)
+
+
+@given(st.lists(ARGUMENTS, max_size=4), st.dictionaries(st.sampled_from(["alpha", "dim", "axes"]), ARGUMENTS))
+def test_any_argument_comes_back(args: list[Any], kwargs: dict[str, Any]) -> None:
+    (node,) = there_and_back(one_op(aten.add.Tensor, *args, **kwargs)).nodes
+    assert alike(node.args[1:], tuple(args))
+    assert alike(node.kwargs, kwargs) or all(alike(node.kwargs[key], kwargs[key]) for key in kwargs)
+    assert isinstance(node.args[0], Value)
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=4, unique=True), st.text(), st.text(), st.text())
+def test_any_name_comes_back(names: list[str], module: str, file: str, output: str) -> None:
+    inputs = [argument(name, 2) for name in names]
+    node = make(aten.cat.default, ([given.value for given in inputs],), 2)
+    node.where = Where(module, file, 3 if file else 0)
+    graph = Graph(Mesh(tp=2), inputs, [node], [Output(OutputKind.RESULT, output, node.outs[0])])
+    back = there_and_back(graph)
+    assert [given.name for given in back.inputs] == names
+    assert back.nodes[0].where == node.where
+    assert back.outputs[0].name == output
+
+
+AXES = ("dp", "tp", "pp")
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Spec]:
+    free = list(draw(st.permutations(AXES)))
+    sizes, dims = [], []
+    for _ in range(draw(st.integers(0, 3))):
+        parts = [
+            Part(draw(st.integers(0, 9)), tuple(free.pop() for _ in range(draw(st.integers(0, len(free))))))
+            for _ in range(draw(st.integers(1, 3)))
+        ]
+        sizes.append(math.prod(part.size for part in parts))
+        axes = tuple(axis for part in parts for axis in part.axes)
+        dims.append(Cut(axes, tuple(parts) if len(parts) > 1 else ()))
+    partial = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+    ops = st.sampled_from(["sum", "max", "min", "avg", "product"])
+    return tuple(sizes), Spec(tuple(dims), tuple((axis, draw(ops)) for axis in partial))
+
+
+@given(st.lists(specs(), min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bool, torch.float8_e5m2]))
+def test_any_placement_comes_back(cases: list[tuple[tuple[int, ...], Spec]], dtype: torch.dtype) -> None:
+    values = [Value(TensorType(shape, dtype), name=f"x{i}", spec=spec) for i, (shape, spec) in enumerate(cases)]
+    inputs = [Input(InputKind.ARGUMENT, value.name, value) for value in values]
+    back = there_and_back(Graph(Mesh(dp=2, tp=2, pp=2), inputs))
+    assert [(i.value.type, i.value.spec) for i in back.inputs] == [(v.type, v.spec) for v in values]
+
+
+def test_unplaced_is_not_whole() -> None:
+    x, y = argument("x", 2), argument("y", 2)
+    graph = Graph(Mesh(tp=2), [x, y])
+    assert print_graph(graph) == "mesh tp=2\nunplaced\nargument %x : f32[2]\nargument %y : f32[2]"
+    assert [given.value.spec for given in there_and_back(graph).inputs] == [None, None]
+    x.value.spec = Spec.whole(1)
+    assert print_graph(graph) == "mesh tp=2\nargument %x : f32[2]\nargument %y : f32[2]?"
+    assert [given.value.spec for given in there_and_back(graph).inputs] == [Spec.whole(1), None]
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        torch.tensor(1.5),
+        torch.tensor([[1, 2], [3, 4]]),
+        torch.tensor([math.inf, -math.inf, math.nan, 0.1]),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.zeros(0, 3),
+        torch.tensor([0.1, 1e-30], dtype=torch.bfloat16),
+        torch.tensor([2**63 - 1, -(2**63)]),
+    ],
+    ids=str,
+)
+def test_a_small_constant_comes_back(constant: torch.Tensor) -> None:
+    value = Value(TensorType(tuple(constant.shape), constant.dtype), name="c")
+    back = there_and_back(Graph(Mesh(tp=2), [Input(InputKind.CONSTANT, "c", value, constant)])).inputs[0].constant
+    assert back is not None
+    assert back.dtype == constant.dtype
+    assert torch.equal(back, constant) or (constant.isnan() == back.isnan()).all()
+
+
+@pytest.mark.parametrize("constant", [torch.zeros(17), torch.zeros(2, device="meta")])
+def test_a_large_or_empty_handed_constant_is_left_out(constant: torch.Tensor) -> None:
+    value = Value(TensorType(tuple(constant.shape), constant.dtype), name="c")
+    back = there_and_back(Graph(Mesh(tp=2), [Input(InputKind.CONSTANT, "c", value, constant)]))
+    assert back.inputs[0].constant is None
+
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+def test_values_without_names_of_their_own_are_numbered() -> None:
+    x = argument("x", 2)
+    first, second = make(aten.relu.default, (x.value,), 2), make(aten.relu.default, (x.value,), 2)
+    graph = Graph(Mesh(tp=2), [x], [first, second])
+    assert [line.split()[0] for line in str(graph).splitlines()[-2:]] == ["%0", "%1"]
+    assert (first.name, second.name) == ("", "")
+    first.outs[0].name, second.outs[0].name = "7", "hidden"
+    assert [line.split()[0] for line in str(graph).splitlines()[-2:]] == ["%7", "%hidden"]
+    second.outs[0].name = "x"
+    assert [line.split()[0] for line in str(graph).splitlines()[-2:]] == ["%0", "%1"]
+    there_and_back(graph)
+
+
+def test_files_of_one_name_are_told_apart() -> None:
+    x = argument("x", 2)
+    nodes = [make(aten.relu.default, (x.value,), 2) for _ in range(4)]
+    files = ["/a/b/model.py", "/a/c/model.py", "model.py", "/a/b/model.py"]
+    for node, file in zip(nodes, files, strict=True):
+        node.where = Where("m", file, 1)
+    graph = Graph(Mesh(tp=2), [x], nodes)
+    assert [node.where.file for node in there_and_back(graph).nodes] == files
+    assert [line.rsplit(maxsplit=1)[1] for line in str(graph).splitlines()[-4:]] == [
+        "b/model.py:1",
+        "c/model.py:1",
+        "model.py:1",
+        "b/model.py:1",
+    ]
+    assert "/a/" not in print_graph(graph, sources=False)
+    assert parse_graph(print_graph(graph, sources=False)).nodes[0].where.file == "b/model.py"
+
+
+# ---- ops ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op", [aten.relu.default, aten.add.Tensor, aten.sum.dim_IntList, aten._softmax.default, dropout]
+)
+def test_an_op_comes_back(op: Any) -> None:
+    assert there_and_back(one_op(op)).nodes[0].op is op
+
+
+@pytest.mark.parametrize("op", comm.COMM_OPS.values(), ids=str)
+def test_a_comm_op_comes_back(op: comm.CommOp) -> None:
+    kwargs: dict[str, Any] = {"axes": ["tp"], "dim": 0, "to": 1, "reduce": "max", "view": [2, 2, 4], "note": None}
+    graph = one_op(op, **kwargs)
+    assert f"{op}(%x, axes=[tp], dim=0, to=1, reduce=max, view=[2, 2, 4], note=None)" in str(graph)
+    (node,) = there_and_back(graph).nodes
+    assert (node.op, node.kwargs) == (op, kwargs)
+
+
+def test_an_op_of_ones_own_comes_back() -> None:
+    class Twice:
+        name = "twice"
+
+        def __str__(self) -> str:
+            return "mine.twice"
+
+    twice = Twice()
+    assert there_and_back(one_op(twice), **{"mine.twice": twice}).nodes[0].op is twice
+    with pytest.raises(Error, match="cannot be read") as caught:
+        parse_graph(print_graph(one_op(twice)))
+    assert caught.value.got == "mine.twice"
+
+
+def test_a_node_without_results() -> None:
+    x = argument("x", 2)
+    graph = Graph(Mesh(tp=2), [x], [Node(aten.relu.default, (x.value,), {}), Node(aten.t.default, (), {}, [None])])
+    assert str(graph).splitlines()[-2:] == ["  aten.relu(%x)", "  _ = aten.t() : _"]
+    assert [node.results for node in there_and_back(graph).nodes] == [[], [None]]
+
+
+def test_the_bytes_of_a_comm_op_are_a_comment() -> None:
+    x = argument("x", 1000, 1000, spec=Spec((Cut(("tp",)), WHOLE)))
+    node = make(comm.all_gather, (x.value,), 1000, 1000, axes=["tp"], dim=0)
+    assert str(Graph(Mesh(tp=2), [x], [node])).endswith("  # 2.0 MB")
+
+
+def test_an_argument_without_a_text_is_an_error() -> None:
+    with pytest.raises(Error, match="has no text") as caught:
+        print_graph(one_op(aten.relu.default, {"a": 1}))
+    assert caught.value.got == "{'a': 1} of type dict"
+
+
+# ---- mistakes ----------------------------------------------------------------------------------------------
+
+HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected", "got"),
+    [
+        ("argument %x : f32[8]", 1, "", ""),
+        ("mesh dp=two", 1, "a number of ranks, or Time(turns)", "two"),
+        ("mesh dp=2.5", 1, "a number of ranks, or Time(turns)", "2.5"),
+        ("mesh dp=0", 1, "an int of at least 1, or Time(turns)", 0),
+        ("mesh dp=2\nlink tp bandwidth=1.0, latency=0.0", 2, "among ['dp']", ["tp"]),
+        ("mesh dp=2\nnonsense", 2, "mesh, link, unplaced, established, source, parameter, ", "nonsense"),
+        ("mesh dp=2\nsideways:", 2, "forward, backward, update or outputs", "sideways"),
+        ("mesh dp=2\nargument %x f32[8]", 2, "':'", "f32"),
+        ("mesh dp=2\nargument %x : f33[8]", 2, "a dtype such as f16, ", "f33"),
+        ("mesh dp=2\nargument %x : f32[8{tq}]", 2, "a mesh axis: dp", "tq"),
+        ("mesh dp=2\nargument %x : f32[8{dp}, 4{dp}]", 2, "each axis at most once", "[.{dp}, .{dp}]"),
+        ("mesh dp=2\nargument %x : f32[8\n", 2, "']'", "the end of the line"),
+        ("mesh dp=2\nargument %x : f32[8] 9", 2, "the end of the line", "9"),
+        ("mesh dp=2\nargument %x : f32[]\nargument %x : f32[]", 3, "a name that is new", "%x, which is"),
+        ("mesh dp=2\nconstant %x : f32[2] = [1, 2, 3]", 2, "2 numbers for shape (2,)", ""),
+        (HEAD + "  %0 = aten.relu(%y) : f32[8{dp}, 4]", 4, "a value that is defined above", "%y"),
+        (HEAD + "  %0 = aten.rleu(%x) : f32[8{dp}, 4]", 4, "perhaps aten.relu", "aten.rleu"),
+        (HEAD + "  %0 = comm.all_reduced(%x) : f32[8{dp}, 4]", 4, "perhaps comm.all_reduce", "comm.all_reduced"),
+        (HEAD + "  %0 = comm.all_gather(%x, axes=[pp]) : f32[8, 4]", 4, "a mesh axis: dp, tp", "pp"),
+        (HEAD + "  %0 = aten.relu(%x : f32[8{dp}, 4]", 4, "')'", ":"),
+        (HEAD + "  %0 = aten.relu(%x, torch.nn)", 4, "a value, a number", "torch.nn"),
+        (HEAD + "  %0, %1 = aten.relu(%x) : f32[8{dp}, 4]", 4, "a type for each of 2 results", "1 types"),
+        (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] stage=x", 4, "a stage's number", "x"),
+        (HEAD + "outputs:\n  outcome y = %x", 5, "one of result, loss, gradient, buffer", "outcome"),
+    ],
+)
+def test_a_mistake_is_named(text: str, line: int, expected: str, got: object) -> None:
+    with pytest.raises(Error) as caught:
+        parse_graph(text)
+    assert str(caught.value.where).startswith(f"line {line}")
+    if expected:
+        assert expected in str(caught.value.expected)
+        assert str(got) in str(caught.value.got)
+
+
+def test_a_text_without_a_mesh() -> None:
+    with pytest.raises(Error, match="the text has no mesh"):
+        parse_graph("# nothing here\n\n")
+
+
+def test_comments_and_blank_lines_are_skipped() -> None:
+    graph = parse_graph("# a graph\nmesh tp=2  # two ranks\n\nargument %x : f32[2]\nforward:  # one node\n\noutputs:\n")
+    assert [given.name for given in graph.inputs] == ["x"]

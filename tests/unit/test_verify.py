@@ -1,0 +1,295 @@
+"""The verifier: every kind of wrong graph is refused, by the pass, the node and its source; right ones pass quickly."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from shardfx.ir import comm
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Rewriter, Strategy, Value, Where
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import WHOLE, Cut, Part, Spec, TensorType
+from shardfx.ir.text import parse_graph
+from shardfx.ir.verify import verify_graph
+
+aten = torch.ops.aten
+MESH = Mesh(dp=2, tp=2)
+
+RIGHT = """
+mesh dp=2, tp=2
+established COMM_EXPLICIT, SHARDED
+parameter %w : f32[16{dp}, (3 4{tp})]
+argument %x : f32[8{dp}, 16]
+forward:
+  %0 = comm.all_gather(%w, axes=[dp], dim=0) : f32[16, (3 4{tp})]
+  %1 = aten.mm(%x, %0) : f32[8{dp}, (3 4{tp})]  cuts m{dp} n{tp}
+  %2, _, %4 = aten.native_layer_norm_backward(%1, %1, [12], %1, %1, None, None, [True, False, True]) : \
+f32[8{dp}, 12] +{tp}, _, f32[12] +{dp,tp}
+  %5 = comm.reduce_scatter(%2, axes=[tp], dim=1, reduce=sum) : f32[8{dp}, 12{tp}]
+  %6 = comm.all_to_all(%5, axes=[tp], dim=1, to=0) : f32[8{dp,tp}, 12]
+  %7 = comm.all_gather(%1, axes=[tp], dim=2, view=[8, 3, 4]) : f32[8{dp}, 12]
+  %8 = comm.slice(%7, axes=[tp], dim=1) : f32[8{dp}, 12{tp}]
+  %9, %10 = comm.all_reduce_fused(%2, %4, axes=[tp]) : f32[8{dp}, 12], f32[12] +{dp}
+outputs:
+  result results.0 = %6
+"""
+
+
+def argument(name: str, *shape: int) -> Input:
+    return Input(InputKind.ARGUMENT, name, Value(TensorType(shape, torch.float32), name=name))
+
+
+def relu(value: Value) -> Node:
+    node = Rewriter.make(aten.relu.default, (value,), value.type)
+    node.where = Where("layers.0.act", "/models/model.py", 42)
+    return node
+
+
+def chain(count: int) -> Graph:
+    """``count`` relus, one after the other, on one input."""
+    graph = Graph(MESH, [argument("x", 8, 4)])
+    value = graph.inputs[0].value
+    for _ in range(count):
+        graph.nodes.append(relu(value))
+        value = graph.nodes[-1].outs[0]
+    graph.outputs.append(Output(OutputKind.RESULT, "results.0", value))
+    graph.rename()
+    return graph
+
+
+def refused(graph: Graph, after: str | None = "a-pass") -> Error:
+    with pytest.raises(Error, match="the graph is wrong") as caught:
+        verify_graph(graph, after)
+    return caught.value
+
+
+def changed(old: str, new: str) -> Graph:
+    """The right graph with something else in its text."""
+    assert old in RIGHT
+    return parse_graph(RIGHT.replace(old, new, 1))
+
+
+def test_right_graphs_pass() -> None:
+    verify_graph(chain(3))
+    verify_graph(parse_graph(RIGHT))
+
+
+def test_the_error_names_the_pass_the_node_and_the_source() -> None:
+    graph = chain(3)
+    graph.nodes[1:] = graph.nodes[:0:-1]
+    error = refused(graph)
+    assert error.what == "the graph is wrong after pass 'a-pass': %1 is used before it is defined"
+    assert str(error.where).startswith("%2 = aten.relu(%1) : f32[8, 4] ")
+    assert str(error.where).endswith("@ layers.0.act  model.py:42")
+    assert error.got == "%1, which a later node defines"
+    assert "'a-pass'" in str(error.remedy)
+    assert refused(graph, None).what == "the graph is wrong: %1 is used before it is defined"
+
+
+# ---- definitions -------------------------------------------------------------------------------------------
+
+
+def test_a_value_without_a_definition() -> None:
+    graph = chain(2)
+    graph.nodes.insert(1, relu(Value(TensorType((8, 4), torch.float32), name="ghost")))
+    error = refused(graph)
+    assert "%<ghost> is used but never defined" in error.what
+    assert "which nothing in the graph defines" in str(error.got)
+
+
+def test_an_operand_in_a_list_counts() -> None:
+    graph = chain(1)
+    ghost = Value(TensorType((8, 4), torch.float32), name="ghost")
+    graph.nodes.append(Rewriter.make(aten.cat.default, ([graph.inputs[0].value, ghost],), ghost.type))
+    assert "used but never defined" in refused(graph).what
+    graph.nodes[-1].args, graph.nodes[-1].kwargs = ([graph.inputs[0].value],), {"dim": ghost}
+    assert "used but never defined" in refused(graph).what
+
+
+def test_an_output_without_a_definition() -> None:
+    graph = chain(2)
+    graph.nodes.pop()
+    error = refused(graph)
+    assert "%<1> is used but never defined" in error.what
+    assert error.where == "output result results.0"
+
+
+def test_results_point_back() -> None:
+    graph = chain(2)
+    graph.nodes[1].outs[0].node = graph.nodes[0]
+    assert "%1 does not point back" in refused(graph).what
+    graph = chain(2)
+    graph.nodes[1].outs[0].index = 1
+    error = refused(graph)
+    assert (error.expected, error.got) == ("result 0 of this node", "result 1 of aten.relu")
+    graph = chain(2)
+    graph.nodes[1].outs[0].node = None
+    assert refused(graph).got == "result 0 of no node"
+
+
+def test_one_value_has_one_definition() -> None:
+    graph = chain(2)
+    graph.nodes.append(graph.nodes[0])
+    assert "%0 is defined twice" in refused(graph).what
+    graph = chain(2)
+    graph.nodes[1].results = graph.nodes[0].results
+    assert "%0 does not point back" in refused(graph).what
+    graph = chain(2)
+    graph.nodes[1].results.append(graph.nodes[1].results[0])
+    assert "does not point back" in refused(graph).what
+
+
+def test_inputs_are_inputs() -> None:
+    graph = chain(2)
+    graph.inputs.append(argument("x", 2))
+    assert "two inputs have one name" in refused(graph).what
+    graph.inputs[1] = Input(InputKind.ARGUMENT, "y", graph.inputs[0].value)
+    assert "two inputs share one value" in refused(graph).what
+    graph.inputs[1] = Input(InputKind.ARGUMENT, "y", graph.nodes[0].outs[0])
+    assert "an input is the result of a node" in refused(graph).what
+
+
+# ---- placements --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "what", "expected", "got"),
+    [
+        (Spec((WHOLE,)), "another number of dims", "2 dims, for shape (8, 4)", "1 dims, [.]"),
+        (Spec((Cut(("pp",)), WHOLE)), "an unknown mesh axis", "one of dp, tp", "pp"),
+        (Spec((WHOLE, WHOLE), (("pp", "sum"),)), "an unknown mesh axis", "one of dp, tp", "pp"),
+        (
+            Spec((Cut(("tp",), (Part(3), Part(2, ("tp",)))), WHOLE)),
+            "does not fit dim 0",
+            "parts whose product is 8, cut over {tp}",
+            "(3 2{tp})",
+        ),
+        (
+            Spec((Cut(("dp",), (Part(4), Part(2, ("tp",)))), WHOLE)),
+            "does not fit dim 0",
+            "parts whose product is 8, cut over {dp}",
+            "(4 2{tp})",
+        ),
+    ],
+)
+def test_a_placement_fits_its_tensor(spec: Spec, what: str, expected: str, got: str) -> None:
+    graph = chain(2)
+    graph.nodes[1].outs[0].spec = spec
+    error = refused(graph)
+    assert f"the placement of %1 {'names' if 'axis' in what else 'does' if 'fit' in what else 'has'}" in error.what
+    assert what in error.what
+    assert (error.expected, error.got) == (expected, got)
+    graph = chain(2)
+    graph.inputs[0].value.spec = spec
+    assert what in refused(graph).what
+
+
+def test_a_placement_that_fits_one_tensor_may_not_fit_another() -> None:
+    graph = chain(1)
+    graph.inputs.append(argument("y", 4))
+    graph.inputs[0].value.spec = graph.inputs[1].value.spec = Spec.whole(2)
+    assert "%y has another number of dims" in refused(graph).what
+
+
+def test_a_strategy_fits_its_node() -> None:
+    graph, whole, cut = chain(1), Spec.whole(2), Spec((Cut(("dp",)), WHOLE))
+    (node,) = graph.nodes
+    node.strategy = Strategy((), (whole,))
+    assert refused(graph).got == "placements of 0 operands and 1 results"
+    node.strategy = Strategy((whole,), (cut,))
+    verify_graph(graph)
+    node.outs[0].spec = whole
+    error = refused(graph)
+    assert "%0 is placed otherwise than its node's strategy gives it" in error.what
+    assert (error.expected, error.got) == (cut, whole)
+
+
+def test_operands_are_as_needed_once_communication_is_explicit() -> None:
+    graph, whole, cut = chain(1), Spec.whole(2), Spec((Cut(("dp",)), WHOLE))
+    (node,) = graph.nodes
+    graph.inputs[0].value.spec, node.outs[0].spec = cut, whole
+    node.strategy = Strategy((whole,), (whole,))
+    verify_graph(graph)
+    graph.established = frozenset({"COMM_EXPLICIT"})
+    error = refused(graph)
+    assert "operand %x is placed otherwise than the node needs it" in error.what
+    assert (error.expected, error.got) == (whole, cut)
+    graph.inputs[0].value.spec = None
+    assert refused(graph).got == "no placement"
+
+
+# ---- communication -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what", "expected"),
+    [
+        ("dim=0) : f32[16, (3", "dim=0) : f32[16{dp}, (3", "does not lead to %0", "[16, (3 4{tp})]"),
+        ("axes=[dp], dim=0", "axes=[tp], dim=0", "cannot start from %w", "a dim 0 whose minor axes are axes {tp}"),
+        ("axes=[dp], dim=0", "axes=[dp], dim=2", "cannot start from %w", "a dim of 0 .. 1"),
+        ("axes=[dp], dim=0", "axes=[dp], dim=0, how=7", "cannot start from %w", ""),
+        ("axes=[dp], dim=0", "dim=0", "the axes of comm.all_gather", "of dp, tp"),
+        ("axes=[dp], dim=0", "axes=[dp, dp], dim=0", "the axes of comm.all_gather", "of dp, tp"),
+        ("reduce=sum", "reduce=max", "cannot start from %2", "a value that is partial (max) over axes {tp}"),
+        ("dim=1, to=0", "dim=1, to=1", "cannot start from %5", "for each of dim, to"),
+        ("view=[8, 3, 4]", "view=[8, 4, 3]", "cannot start from %1", "plain cuts of the view (8, 4, 3)"),
+        ("dim=1) : f32[8{dp}, 12{tp}]", "dim=0) : f32[8{dp}, 12{tp}]", "does not lead to %8", "[8{dp,tp}, 12]"),
+        ("dim=1) : f32[8{dp}, 12{tp}]", "dim=1) : f32[8{dp}, 24{tp}]", "changes the type of %7", ""),
+        ("f32[12] +{dp}\n", "f32[12]\n", "does not lead to %10", "[12] +{dp}"),
+        ("%2, %4, axes", "%2, axes", "does not have a result for each operand", ""),
+        ("%7 = comm.all_gather(%1,", "%7 = comm.all_gather(%1, %1,", "does not have one operand", ""),
+    ],
+)
+def test_a_comm_op_leads_to_its_result(old: str, new: str, what: str, expected: str) -> None:
+    error = refused(changed(old, new))
+    assert what in error.what
+    assert expected in str(error.expected)
+
+
+def test_the_axes_of_a_comm_op_are_the_meshs() -> None:
+    graph = parse_graph(RIGHT)
+    graph.nodes[0].kwargs["axes"] = ["pp"]
+    error = refused(graph)
+    assert "the axes of comm.all_gather are not this mesh's" in error.what
+    assert (error.expected, error.got) == ("axes=[...] of dp, tp", "pp")
+
+
+def test_a_comm_op_before_placement_has_axes_at_least() -> None:
+    graph = chain(1)
+    graph.nodes[0].op, graph.nodes[0].kwargs = comm.all_gather, {"axes": ["dp"], "dim": 0}
+    verify_graph(graph)
+
+
+# ---- and quickly -------------------------------------------------------------------------------------------
+
+
+def large(count: int) -> Graph:
+    """A chain of adds with placements, strategies and here and there a comm op."""
+    cut, whole = Spec((Cut(("dp",)), WHOLE)), Spec.whole(2)
+    graph = Graph(MESH, [argument("x", 8, 4)], established=frozenset({"COMM_EXPLICIT"}))
+    x = value = graph.inputs[0].value
+    x.spec = cut
+    for i in range(count):
+        op: Any = aten.add.Tensor
+        args: tuple[Any, ...] = (value, x)
+        node = Rewriter.make(op, args, x.type)
+        node.outs[0].spec = Spec(cut.dims)
+        node.strategy = Strategy((cut, cut), (Spec(cut.dims),))
+        graph.nodes.append(node)
+        value = node.outs[0]
+        if i % 20 == 0:
+            gather = Rewriter.make(comm.all_gather, (value,), x.type, kwargs={"axes": ["dp"], "dim": 0})
+            gather.outs[0].spec = whole
+            graph.nodes.append(gather)
+    return graph
+
+
+def test_a_large_graph_is_verified_between_all_passes() -> None:
+    graph = large(20_000)
+    started = time.process_time()
+    verify_graph(graph)
+    assert time.process_time() - started < 1.5, "0.4 s when measured on a busy machine: something became slow"
