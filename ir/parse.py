@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .comm import COMM_OPS
+from .comm import COMM_OPS, CommOp
 from .errors import Error
 from .graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Strategy, Value, Where, op_name
 from .mesh import Link, Mesh, Time
@@ -326,6 +326,9 @@ class _Reader:
     def _strategy(self, line: Line, node: Node) -> None:
         """``cuts m{dp} k{tp}  needs [...], [...]``: what is not said is as the values are."""
         if not line.accept("cuts"):
+            needs, gives = (tuple(value.spec for value in values) for values in (node.operands, node.outs))
+            if isinstance(node.op, CommOp) and None not in (*needs, *gives):
+                node.strategy = Strategy(needs, gives)  # type: ignore[arg-type]
             return
         cuts = []
         if not line.accept("-"):

@@ -1,9 +1,9 @@
 """The text of a graph: always legal, and what :func:`parse_graph` reads back.
 
     mesh dp=2, tp=2
-    link tp bandwidth=3e+11, latency=2e-06
+    link tp bandwidth=300000000000.0, latency=2e-06
     established SHARDED
-    source model.py "/home/me/model.py"
+    source model.py "/models/model.py"
     parameter %layers.0.w1.weight : f32[512{tp}, 256]
     argument %args.0 : f32[64{dp}, 256]
     constant %constant.2 : i64[2] = [0, 1]
@@ -15,8 +15,9 @@
 
 A type without braces is whole. Before anything is placed the header says ``unplaced``; a ``?`` marks one value that is
 not. A node with a strategy says ``cuts m{dp} k{tp}`` (``cuts -`` for none) and, where they differ from the specs of its
-operands and results, what it ``needs`` and ``gives``. A comment begins with ``#``. Not in the text: the contents of
-large constants, the code of a source line, and why a strategy was chosen.
+operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and need not say so. A
+comment begins with ``#``. Not in the text: the contents of large constants, the code of a source line, and why a
+strategy was chosen.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Printer:
             targets = ", ".join("_" if v is None else self.use(v) for v in node.results)
             types = ", ".join("_" if v is None else self.type(v) for v in node.results)
             line = f"{targets} = {line} : {types}"
-        if node.strategy is not None:
+        if node.strategy is not None and not (words and _says_nothing(node, node.strategy)):
             line += f"  {self.strategy(node, node.strategy)}"
         if node.stage is not None:
             line += f"  stage={node.stage}"
@@ -219,6 +220,12 @@ def _file_labels(files: Iterable[str]) -> dict[str, str]:
         taken.add(labels[file])
     labels.pop("", None)
     return labels
+
+
+def _says_nothing(node: Node, strategy: Strategy) -> bool:
+    """Whether the strategy is that of a comm op: no factor is cut, operands and results are as they are placed."""
+    needs, gives = (tuple(value.spec for value in values) for values in (node.operands, node.outs))
+    return (needs, gives) == (strategy.operands, strategy.results) and not strategy.cuts
 
 
 def _spec_text(spec: Spec, shape: Sequence[int]) -> str:

@@ -22,11 +22,12 @@ from shardfx.ir.spec import Spec
 
 from .codegen import Program, generate
 from .engine import Kinds, Results, seed_tensor
-from .groups import axes_of, group_over, make_groups
+from .groups import axes_of, make_groups
 from .homes import Home
 from .storage import Shards, cut_local
 
 Tensor = torch.Tensor
+c10d = torch.ops._c10d_functional
 
 
 @dataclass
@@ -79,7 +80,7 @@ class DistributedEngine:
         """Cut rank 0's whole parameters and buffers into the stored pieces; what is stored already is written over."""
         for given in self.graph.inputs:
             name = given.name
-            if name not in self._homes:
+            if name not in self._homes or name not in whole:
                 continue
             tensor = whole[name].detach().to(self.device, copy=True).contiguous()
             dist.broadcast(tensor, 0)
@@ -112,8 +113,9 @@ class DistributedEngine:
         largest = spec.local_numel(shape, self.mesh)
         padded = piece.new_zeros(largest)
         padded[: piece.numel()].copy_(piece.reshape(-1))
-        everyone = piece.new_empty(self.mesh.extent(axes) * largest)
-        dist.all_gather_into_tensor(everyone, padded, group=group_over(self.mesh, axes))
+        make_groups(self.mesh, [axes])
+        n, group = self.mesh.extent(axes), self.mesh.group_name(self.rank, axes)
+        everyone = c10d.wait_tensor.default(c10d.all_gather_into_tensor.default(padded, n, group))
         shards = Shards.of(spec, shape, self.mesh)
         pieces: dict[int, Tensor] = {}
         for rank, sent in zip(self.mesh.group(self.rank, axes), everyone.split(largest), strict=True):

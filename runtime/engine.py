@@ -59,13 +59,17 @@ class VirtualEngine:
             self.shards[given.name] = Shards.of(given.value.spec, given.value.shape, self.graph.mesh)
 
     def load(self, whole: Mapping[str, torch.Tensor], trainable: Mapping[str, bool]) -> None:
-        """Cut whole parameters and buffers into the stored shards."""
+        """Cut whole parameters and buffers into the stored shards; what is stored already is written over."""
         for given in self.graph.inputs:
-            if given.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+            if given.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or given.name not in whole:
                 continue
             layout = self.shards[given.name]
             pieces = [layout.cut(whole[given.name].detach(), i).clone() for i in range(layout.count)]
-            if given.kind is InputKind.PARAMETER:
+            held = self.parameters.get(given.name) or self.buffers.get(given.name)
+            if held:
+                for old, new in zip(held, pieces, strict=True):
+                    old.detach().copy_(new)
+            elif given.kind is InputKind.PARAMETER:
                 grad = trainable.get(given.name, True)
                 self.parameters[given.name] = [nn.Parameter(p, requires_grad=grad) for p in pieces]
             else:
@@ -137,6 +141,10 @@ class VirtualEngine:
 
     def shapes(self, given: Input) -> str:
         return f"the global shape {given.value.shape}"
+
+    def is_local(self, given: Input, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is one rank's part of the batch: never, for virtual ranks."""
+        return False
 
 
 def outputs_of(graph: Graph, kind: OutputKind) -> Iterable[Output]:

@@ -83,14 +83,6 @@ def find_group(name: str) -> dist.ProcessGroup | None:
         return None
 
 
-def group_over(mesh: Mesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """This rank's group along some axes, made if need be (then all ranks must ask for it)."""
-    make_groups(mesh, [tuple(axes)])
-    group = find_group(mesh.group_name(dist.get_rank(), axes))
-    assert group is not None
-    return group
-
-
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A group whose members count as listed: torch sorts them unless told otherwise."""
     if list(ranks) == sorted(ranks):

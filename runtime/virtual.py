@@ -17,6 +17,8 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 
+from .counting import record
+
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
 
@@ -35,8 +37,11 @@ class Request:
         return self.op is other.op and (self.op is c10d.all_to_all_single.default or self.args == other.args)
 
     def __str__(self) -> str:
-        name = str(self.op).removeprefix("_c10d_functional.").removesuffix(".default")
-        return f"{name}{self.args} on {self.group} at node {self.node!r} ({self.where})"
+        return f"{op_name(self.op)}{self.args} on {self.group} at node {self.node!r} ({self.where})"
+
+
+def op_name(op: Any) -> str:
+    return str(op).removeprefix("_c10d_functional.").removesuffix(".default")
 
 
 Call = Generator[tuple[Request, Tensor], Tensor, Sequence[Tensor]]
@@ -168,6 +173,7 @@ def run(programs: Sequence[Callable[..., Call]], inputs: Sequence[Sequence[Tenso
             requests = [waiting[m][0] for m in members]
             tensors = [waiting[m][1] for m in members]
             _check(members, requests, tensors)
+            record(op_name(request.op), request.group, tensors[0], len(members))
             for member in members:
                 del waiting[member]
             for member, reply in zip(members, perform(request, requests, tensors), strict=True):

@@ -14,13 +14,16 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.rulebook import default_rules
 from shardfx.passes import Pass
 from shardfx.runtime.engine import VirtualEngine
+from shardfx.runtime.groups import initialise, launched
 
-from .compile import compile_model
+from .compile import Compiled, compile_model
 from .hints import Hints
 from .module import ParallelModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from shardfx.runtime.distributed import DistributedEngine
 
 
 def parallelize(
@@ -29,6 +32,7 @@ def parallelize(
     hints: Hints,
     *,
     on_pass: Callable[[Pass, Graph], None] | None = None,
+    virtual: bool | None = None,
 ) -> ParallelModule:
     """Make ``model`` parallel over ``mesh``: the same computation, one program per rank.
 
@@ -38,6 +42,8 @@ def parallelize(
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
         hints: example inputs, loss, and how a few values are cut (see :class:`Hints`).
         on_pass: called with each pass and the graph after it.
+        virtual: run all ranks in this process. By default so, unless ``torch.distributed`` is initialised or the
+            process was started by ``torchrun``: then it is one rank of the mesh (and joins the job if need be).
 
     Raises:
         Error: a hint that cannot be followed, a model that cannot be captured, ...
@@ -52,7 +58,7 @@ def parallelize(
     """
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
     compiled = compile_model(model, described, hints, default_rules(), on_pass)
-    engine = VirtualEngine(compiled.after, compiled.context.rules)
+    engine = _engine(compiled, model, virtual)
     aliases = compiled.captured.aliases
     state = {aliases.get(n, n): t for n, t in (*model.named_parameters(), *model.named_buffers())}
     if not any(t.is_meta or isinstance(t, FakeTensor) for t in state.values()):
@@ -60,3 +66,16 @@ def parallelize(
         with torch.no_grad():
             engine.load(state, trainable)
     return ParallelModule(compiled, described, engine, model)
+
+
+def _engine(compiled: Compiled, model: nn.Module, virtual: bool | None) -> VirtualEngine | DistributedEngine:
+    """All ranks in this process, or this process as one of them."""
+    graph, rules = compiled.after, compiled.context.rules
+    if virtual or not launched(graph.mesh):
+        return VirtualEngine(graph, rules)
+    from shardfx.runtime.distributed import DistributedEngine
+
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    kind = "cpu" if device.type == "meta" else device.type
+    initialise(kind)
+    return DistributedEngine(graph, rules, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))

@@ -17,9 +17,11 @@ from shardfx.runtime.codegen import generate
 from shardfx.runtime.engine import Kinds, Results
 
 from .compile import Compiled
+from .state import check_names, check_shapes
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
+STORED = (InputKind.PARAMETER, InputKind.BUFFER)
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
 
 
@@ -46,7 +48,8 @@ class ParallelModule(nn.Module):
         optimizer.step()
 
     ``pm(x, y)`` takes the global batch, runs forward and backward, and gives the loss of the whole batch. Under
-    ``torch.no_grad()`` it runs the forward only; without targets it gives the model's own results.
+    ``torch.no_grad()`` it runs the forward only; without targets it gives the model's own results. Under ``torchrun``
+    a rank may also pass its own part of each input; it then gets its own part of the results.
     """
 
     def __init__(self, compiled: Compiled, mesh: Mesh, engine: Any, model: nn.Module) -> None:
@@ -57,6 +60,7 @@ class ParallelModule(nn.Module):
         self.training = model.training
         self._outputs = {(o.kind, o.name): o for o in compiled.after.outputs}
         self._captured_training = model.training
+        self._complete = False
         names = [g.name for g in compiled.after.inputs]
         self._extra = {
             name: tensor.detach().clone()
@@ -64,6 +68,8 @@ class ParallelModule(nn.Module):
             if compiled.captured.aliases.get(name, name) not in names and not tensor.is_meta
         }
         self._state_names = list(model.state_dict())
+        aliases = compiled.captured.aliases
+        self._trainable = {aliases.get(n, n): p.requires_grad for n, p in model.named_parameters()}
         self._register()
 
     def _register(self) -> None:
@@ -77,8 +83,12 @@ class ParallelModule(nn.Module):
                 holder._modules[leaf] = nn.ParameterList(pieces)
         for name, tensors in self._engine.buffers.items():
             path, _, leaf = name.rpartition(".")
+            holder = _holder(self, path)
             for i, tensor in enumerate(tensors):
-                _holder(self, path)._buffers[leaf if len(tensors) == 1 else f"{leaf}_{i}"] = tensor
+                own = leaf if len(tensors) == 1 else f"{leaf}_{i}"
+                holder._buffers[own] = tensor
+                if name not in self._state_names:
+                    holder._non_persistent_buffers_set.add(own)
 
     # ---- calling --------------------------------------------------------------------------------------------
 
@@ -92,10 +102,11 @@ class ParallelModule(nn.Module):
             results = self._run(LOSS, inputs)
             return results[OutputKind.LOSS, "loss"][0]
         results = self._run(INFER, inputs)
-        whole = [
-            self._engine.join(o, results[o.kind, o.name]) for o in graph.outputs if o.kind is OutputKind.RESULT
-        ]
-        given = iter(whole)
+        outputs = [o for o in graph.outputs if o.kind is OutputKind.RESULT]
+        if any(self._engine.is_local(g, inputs[g.name].shape) for g in graph.inputs if g.name in inputs):
+            given = iter([results[o.kind, o.name][0] for o in outputs])
+        else:
+            given = iter([self._engine.join(o, results[o.kind, o.name]) for o in outputs])
         leaves = [next(given) if leaf == "tensor" else leaf for leaf in self._compiled.captured.result_leaves]
         return pytree.tree_unflatten(leaves, self._compiled.captured.result_tree)
 
@@ -108,12 +119,15 @@ class ParallelModule(nn.Module):
                 got=_mode(self.training),
                 remedy="parallelize the model again in the other mode and load_full_state_dict(...)",
             )
-        if not self._engine.parameters and self.after.of_kind(InputKind.PARAMETER):
+        if not self._complete:
+            lacking = self._lacking()
+            self._complete = not lacking
+        if not self._complete:
             raise Error(
-                "this plan has no weights: the model was fake, or on meta",
+                "this plan lacks weights: the model was fake, or on meta",
                 where="pm(...)",
                 expected="real weights",
-                got="a plan without weights",
+                got=f"none for {lacking[0]} and {len(lacking) - 1} more",
                 remedy="pm.load_full_state_dict(state_dict), or parallelize a model with weights",
             )
         results: Results = self._engine.run(kinds, inputs)
@@ -198,6 +212,39 @@ class ParallelModule(nn.Module):
             else:
                 result[name] = self._extra[name]
         return result
+
+    def load_full_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load whole parameters and buffers by the model's own names, each rank its pieces.
+
+        What is loaded already is written over, so that optimizers stay valid. A plan that was made of a fake or meta
+        model gets its weights here. Under ``torchrun`` all ranks call it, and rank 0's tensors are loaded.
+
+        Raises:
+            Error: missing or unexpected names (unless ``strict`` is False), or a wrong shape.
+        """
+        aliases = self._compiled.captured.aliases
+        stored = {g.name: g.value.shape for g in self.after.inputs if g.kind in STORED}
+        names: dict[str, list[str]] = {name: [name] for name in stored}
+        for name, known in aliases.items():
+            if known in stored and name != known:
+                names[known].append(name)
+        if strict:
+            wanted = {aliases.get(name, name) for name in self._state_names} | set(self._lacking())
+            needed = {name: given for name, given in names.items() if name in wanted}
+            needed |= {name: [name] for name in self._extra if name in self._state_names}
+            check_names(state_dict, self._state_names, needed, [*aliases, *self._extra])
+        extra = {name: tuple(tensor.shape) for name, tensor in self._extra.items()}
+        check_shapes(state_dict, extra | {n: stored[k] for n, k in aliases.items() if k in stored} | stored)
+        whole = {k: next(state_dict[n] for n in given if n in state_dict) for k, given in names.items()
+                 if any(n in state_dict for n in given)}
+        self._engine.load(whole, self._trainable)
+        self._extra |= {name: state_dict[name].detach().clone() for name in self._extra if name in state_dict}
+        self._register()
+
+    def _lacking(self) -> list[str]:
+        """The parameters and buffers that the plan has no content for: the model was fake, or on meta."""
+        held = (self._engine.parameters, self._engine.buffers)
+        return [g.name for g in self.after.inputs if g.kind in STORED and not any(g.name in h for h in held)]
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients by the model's own names; parameters without one are left out."""

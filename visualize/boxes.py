@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -97,6 +98,8 @@ class Picture:
     lanes: list[Lane]
     crossing: list[Edge]
     """Edges between lanes: values that are kept for backward, the seed of the gradients."""
+    copies: Counter[Node]
+    """For how many nodes of the graph a drawn node stands."""
 
     @property
     def size(self) -> int:

@@ -74,11 +74,12 @@ def picture_svg(picture: Picture, title: str) -> str:
     made = plan(picture, lambda box: measure(box, mesh))
     body = Canvas()
     for crossing in made.crossings:
-        _crossing(body, crossing, made, mesh, behind=True)
+        _crossing(body, crossing)
     canvas = Canvas()
     wide = max(made.width, 760.0)
     top = draw_header(canvas, picture, title, MARGIN, wide)
     _lanes(body, made, mesh)
+    _kept(body, made, picture)
     left = MARGIN + (wide - made.width) / 2
     total = Rect(0, 0, wide + 2 * MARGIN, top + made.height + MARGIN)
     page = Canvas()
@@ -112,8 +113,6 @@ def _lanes(canvas: Canvas, made: Plan, mesh: Mesh) -> None:
             else:
                 with canvas.group("b", box_text(spot.box, mesh)):
                     draw_leaf(canvas, spot, mesh)
-    for crossing in made.crossings:
-        _crossing(canvas, crossing, made, mesh, behind=False)
 
 
 def _container(canvas: Canvas, spot: Spot, depth: int, mesh: Mesh) -> None:
@@ -181,24 +180,29 @@ def arrow(canvas: Canvas, points: list[Point], colour: str) -> None:
     canvas.path(d, fill=colour, stroke=colour, stroke_width="0.8", stroke_linejoin="round")
 
 
-def _crossing(canvas: Canvas, crossing: Crossing, made: Plan, mesh: Mesh, *, behind: bool) -> None:
-    """A dashed line between lanes; what is kept for backward is written on it once, in the gap between them."""
+def _crossing(canvas: Canvas, crossing: Crossing) -> None:
+    """A dotted line between lanes."""
     a, b = crossing.source.rect, crossing.target.rect
     start, end = (a.right, a.middle), (b.x, b.middle)
+    reach = max(40.0, (end[0] - start[0]) * 0.45)
+    points = [start, (start[0] + reach, start[1]), (end[0] - reach, end[1]), end]
     values = list(dict.fromkeys(value for edge in crossing.edges for value in edge.values))
-    targets = [edge.target for edge in crossing.edges]
-    if behind:
-        reach = max(40.0, (end[0] - start[0]) * 0.45)
-        points = [start, (start[0] + reach, start[1]), (end[0] - reach, end[1]), end]
-        with canvas.group("w k", wire_text(values, targets)):
-            canvas.path(
-                spline(points), fill="none", stroke=MUTED, stroke_width="1.4", stroke_dasharray="2 4", class_="l"
-            )
-            arrow(canvas, points, FAINT)
-        return
-    if crossing.source.box.kind is Kind.OPEN and crossing.target.box.kind is Kind.OPEN:
+    with canvas.group("w k", wire_text(values, [edge.target for edge in crossing.edges])):
+        canvas.path(spline(points), fill="none", stroke=MUTED, stroke_width="1.4", stroke_dasharray="2 4", class_="l")
+        arrow(canvas, points, FAINT)
+
+
+def _kept(canvas: Canvas, made: Plan, picture: Picture) -> None:
+    """In the gap between the lanes, how much each module keeps for its own backward."""
+    for crossing in made.crossings:
+        a, b = crossing.source, crossing.target
+        if not (a.box.kind is b.box.kind is Kind.OPEN and set(a.box.members) & set(b.box.members)):
+            continue
+        values = dict.fromkeys(value for edge in crossing.edges for value in edge.values)
+        kept = [(value, picture.copies[value.node]) for value in values if value.node is not None]
+        total = sum(local_bytes(value, picture.graph.mesh) * copies for value, copies in kept)
         middle = (made.lanes[0].rect.right + made.lanes[1].rect.x) / 2
-        y = (start[1] + end[1]) / 2
-        kept = sum(local_bytes(value, mesh) for value in values if value.node is not None)
-        canvas.text(middle, y - 7, f"{len(values)} kept", size=11, colour=MUTED, anchor="middle", halo=PAGE)
-        canvas.text(middle, y + 15, size_text(kept), size=11, colour=MUTED, anchor="middle", halo=PAGE)
+        y = (a.rect.middle + b.rect.middle) / 2
+        number_kept = f"{sum(copies for _, copies in kept):,} kept"
+        canvas.text(middle, y - 7, number_kept, size=11, colour=MUTED, anchor="middle", halo=PAGE)
+        canvas.text(middle, y + 15, size_text(total), size=11, colour=MUTED, anchor="middle", halo=PAGE)

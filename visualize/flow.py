@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
-from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
+from shardfx.ir.graph import Graph, Node, Phase, Value
 
-from .fold import Folded, Module, fold
+from .fold import ENDS, Folded, Module, fold
 from .homes import homes, is_own, is_view
 
 @dataclass(eq=False)
@@ -21,6 +22,10 @@ class Flow:
     users: dict[Value, list[Node]] = field(default_factory=dict)
     leaving: set[Value] = field(default_factory=set)
     """Values that one copy of a block hands to the next."""
+    shown: dict[Node, Node] = field(default_factory=dict)
+    """For every node of the graph the one that is drawn in its stead (mostly itself)."""
+    copies: Counter[Node] = field(default_factory=Counter)
+    """For how many nodes of the graph a drawn node stands."""
     loops: set[Module] = field(default_factory=set)
     """Folded blocks whose result feeds their next copy."""
 
@@ -28,7 +33,7 @@ class Flow:
         """The value that is drawn for ``value``: one of the first copy of its block."""
         if value.node is None:
             return value
-        node = self.lane(value.node).drawn(value.node)
+        node = self.shown[value.node]
         return value if node is value.node else node.results[value.index] or value
 
     def lane(self, node: Node) -> Folded:
@@ -44,11 +49,12 @@ def flow(graph: Graph) -> Flow:
     home = homes(graph)
     lanes = [fold(graph, phase, home) for phase in Phase]
     made = Flow(graph, [lane for lane in lanes if lane.root.nodes], home)
-    ends = {given.value for given in graph.inputs if given.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
+    ends = {given.value for given in graph.inputs if given.kind in ENDS}
     seen: set[tuple[Value, Node]] = set()
     for node in graph.nodes:
         lane = made.lane(node)
-        target = lane.drawn(node)
+        target = made.shown[node] = lane.drawn(node)
+        made.copies[target] += 1
         into = made.operands.setdefault(target, [])
         for value in node.operands:
             if value.node is None and target is not node and value not in ends:

@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardfx.ir.graph import Graph, Input, Node, Phase, Value
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, Value
 
 from .homes import is_own
 
 LONGEST_PATTERN = 8
+ENDS = (InputKind.ARGUMENT, InputKind.TARGET)
+"""Inputs that are as good as the result of another block."""
 
 
 @dataclass(eq=False)
@@ -193,8 +195,8 @@ def signature(module: Module, inputs: Mapping[Value, Input], home: Mapping[Node,
                 operands.append(inside[value])
             else:
                 given = inputs.get(value)
-                number = outside.setdefault(value, len(outside))
-                operands.append((number, given.kind if given else None, value.type, value.spec))
+                kind = given.kind if given is not None and given.kind not in ENDS else None
+                operands.append((outside.setdefault(value, len(outside)), kind, value.type, value.spec))
         for j, result in enumerate(node.results):
             if result is not None:
                 inside[result] = (i, j)

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from shardfx.ir.graph import Graph, Node, Phase, op_name
 
+from .glue import adopt
+
 
 def homes(graph: Graph) -> dict[Node, str]:
     """The path of the module that each node is drawn in."""
@@ -42,6 +44,7 @@ def homes(graph: Graph) -> dict[Node, str]:
             found[node] = max(around, nearest, key=_depth)
         elif is_view(node):
             found[node] = _shared_home(node, found, [user.where.module for v in node.outs for user in users[v]])
+    adopt(graph, found)
     return found
 
 

@@ -1,8 +1,9 @@
 """One lane's layout: each module on its own, then as one box in its parent's layout.
 
-A line that crosses the border of a module does so at a *port*, one for each box that it comes from (or goes to,
-where communication gathers up from many places): inside, the port is a point on the upper or lower border; outside, a place on the side of the module's box. So boxes never
-overlap, and a level's time does not depend on the size of the rest. All is in flow direction, downwards.
+A line that crosses the border of a module does so at a *port*: inside, a point on the upper or lower border; outside,
+a place on the side of the module's box. All lines that come from one box share a port (or all that go to one, where
+communication gathers up many values). So boxes never overlap, and a level's time does not depend on the size of the
+rest. All is in flow direction, downwards.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _sources(flow: Flow, node: Node, among: dict[Node, Box]) -> list[Node]:
 
 def _cut(cycle: set[Box], item_of: dict[Node, Box], flow: Flow, order: dict[Node, int]) -> dict[Box, list[Box]]:
     """Cut each box of a cycle by how often the data has left it and come back."""
-    nodes = sorted((node for node, box in item_of.items() if box in cycle), key=order.__getitem__)
+    nodes = sorted((node for box in cycle for leaf in box.leaves() for node in leaf.nodes), key=order.__getitem__)
     returns: dict[Node, dict[Box, int]] = {}
     parts: dict[Box, dict[int, set[Node]]] = {box: {} for box in cycle}
     for node in nodes:
@@ -71,7 +71,7 @@ def _restrict(box: Box, nodes: set[Node], flow: Flow) -> list[Box]:
         kept = [node for node in box.nodes if node in nodes]
         if len(kept) == len(box.nodes):
             return [box]
-        inside = [node for node in box.inside if flow.lane(node).drawn(node) in nodes]
+        inside = [node for node in box.inside if flow.shown[node] in nodes]
         if len(kept) == 1 and box.count == 1:
             kind = Kind.VIEW if is_view(kept[0]) else Kind.OP
             return [replace(box, kind=kind, nodes=kept, inside=[], title=op_name(kept[0].op), label=box.path)]

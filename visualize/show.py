@@ -21,10 +21,10 @@ from shardfx.ir.graph import Graph, Node, Phase, op_name
 
 from .boxes import Box, Kind, Lane, Picture
 from .flow import Flow, flow, hosts
-from .fold import Module
+from .fold import ENDS, Module
 from .homes import base_name, is_heavy, is_own, is_view
 from .pieces import untangle
-from .wiring import wire
+from .wiring import RESULTS, wire
 
 ALL_OPS = 48
 """Up to so many boxes every single op is drawn."""
@@ -34,6 +34,8 @@ QUIET = 24
 """The most ops of a module that is closed because no op in it is heavy."""
 SNIPPET = 5
 """From so many ops on, what a few lines of a module's own code make is one box."""
+SLICES = 40
+"""The most boxes a lane of a graph without modules is drawn as."""
 WRAPPER = 0.6
 """A module at the top that holds such a share of all boxes is not drawn itself: it says nothing."""
 
@@ -64,7 +66,8 @@ def show(graph: Graph, limit: int = 300) -> Picture:
             picture = builder.picture()
             if picture.size <= most:
                 return picture
-    slices = max(1, (limit - len(graph.outputs)) // (2 * max(1, len(flown.lanes))))
+    ends = sum(given.kind in ENDS for given in graph.inputs) + sum(end.kind in RESULTS for end in graph.outputs)
+    slices = max(1, min(SLICES, (limit - ends) // max(1, len(flown.lanes))))
     return Builder(flown, Detail(depth=1, comm=False, slices=slices), host).picture()
 
 

@@ -26,7 +26,7 @@ class Canvas:
     def element(self, tag: str, text: str = "", **attributes: str | float | None) -> None:
         """An element; ``_`` in a name stands for ``-``, and None leaves an attribute out."""
         written = "".join(
-            f" {name.rstrip('_').replace('_', '-')}={quoteattr(number(v) if isinstance(v, float) else str(v))}"
+            f" {_attribute(name)}={quoteattr(number(v) if isinstance(v, float) else str(v))}"
             for name, v in attributes.items()
             if v is not None
         )
@@ -90,6 +90,10 @@ class Canvas:
         reach = {"start": wide, "middle": wide / 2, "end": 0}[anchor]
         self.right, self.bottom = max(self.right, x + reach), max(self.bottom, y)
         return wide
+
+
+def _attribute(name: str) -> str:
+    return "xml:space" if name == "xml_space" else name.rstrip("_").replace("_", "-")
 
 
 def _span(run: Run, base: str) -> str:

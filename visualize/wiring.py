@@ -9,9 +9,11 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, V
 
 from .boxes import Box, Edge, Kind, Lane, Line, Picture
 from .flow import Flow
+from .fold import ENDS
 from .traffic import comm_name, is_comm, size_text, traffic
 
-ENDS = {InputKind.ARGUMENT, InputKind.TARGET}
+
+RESULTS = (OutputKind.RESULT, OutputKind.LOSS)
 
 
 def wire(flow: Flow, lanes: list[Lane]) -> Picture:
@@ -55,7 +57,7 @@ def wire(flow: Flow, lanes: list[Lane]) -> Picture:
     for lane in lanes:
         lane.edges = [e for e in made if e.source.phase is lane.phase is e.target.phase]
     crossing = [e for e in made if e.source.phase is not e.target.phase]
-    return Picture(graph, lanes, crossing)
+    return Picture(graph, lanes, crossing, flow.copies)
 
 
 def _outputs(
@@ -71,7 +73,7 @@ def _outputs(
         if value.node is None or value in written:
             continue
         box = box_of[value.node]
-        if output.kind in (OutputKind.RESULT, OutputKind.LOSS):
+        if output.kind in RESULTS:
             end = Box(Kind.OUTPUT, value.node.phase, title=output.name, note=output.kind.value)
             lane_of[value.node.phase].boxes.append(end)
             edges.setdefault((box, end), []).append(value)

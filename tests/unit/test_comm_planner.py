@@ -244,7 +244,7 @@ def test_a_comm_op_that_cannot_start_says_why() -> None:
         (comm.all_gather, cut, {"axes": ["tp"], "dim": 0, "view": [3, 3, 8]}, "plain cuts of the view (3, 3, 8)"),
     ):
         with pytest.raises(Error, match=f"{op} cannot start") as caught:
-            moved(op, source, (8, 8), TP, **kwargs)  # type: ignore[arg-type]
+            moved(op, source, (8, 8), TP, **kwargs)
         assert why in str(caught.value.expected)
 
 

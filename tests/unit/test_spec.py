@@ -57,7 +57,7 @@ def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], Spec]:
     found = draw(parts())
     dims: list[list[Part]] = [[]]
     for part in found:
-        if dims[-1] and draw(st.booleans()):
+        if draw(st.booleans()) and dims[-1]:
             dims.append([])
         dims[-1].append(part)
     shape = tuple(math.prod(part.size for part in dim) for dim in dims)
@@ -147,7 +147,8 @@ def test_project_is_the_inverse_of_compound(found: list[Part]) -> None:
 def test_a_projection_holds_the_same(found: list[Part], data: st.DataObject) -> None:
     """Of any factors of the dim: a projection is the same cut, or there is none."""
     size = math.prod(part.size for part in found)
-    factors, left = [], size
+    factors: list[int] = []
+    left = size
     while left > 1 and len(factors) < 4:
         factors.append(data.draw(st.sampled_from([f for f in range(2, left + 1) if left % f == 0])))
         left //= factors[-1]

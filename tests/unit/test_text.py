@@ -329,6 +329,25 @@ def test_the_bytes_of_a_comm_op_are_a_comment() -> None:
     assert str(Graph(Mesh(tp=2), [x], [node])).endswith("  # 2.0 MB")
 
 
+def test_a_strategy_comes_back() -> None:
+    """Of a comm op without a word; of another op by what it cuts, and what it needs where that is not there yet."""
+    cut, whole = Spec((Cut(("tp",)), WHOLE)), Spec.whole(2)
+    x = argument("x", 4, 4, spec=cut)
+    gather, relu = (
+        make(comm.all_gather, (x.value,), 4, 4, axes=["tp"], dim=0),
+        make(aten.relu.default, (x.value,), 4, 4),
+    )
+    gather.outs[0].spec, gather.strategy = whole, Strategy((cut,), (whole,))
+    graph = Graph(Mesh(tp=2), [x], [gather, relu])
+    relu.outs[0].spec, relu.strategy = whole, Strategy((whole,), (whole,))
+    assert "cuts" not in str(graph).splitlines()[-2]
+    assert str(graph).endswith("f32[4, 4]  cuts -  needs [4, 4]")
+    assert [node.strategy for node in there_and_back(graph).nodes] == [gather.strategy, relu.strategy]
+    relu.strategy = Strategy((cut,), (cut,), (("d0", ("tp",)), ("a factor", ())))
+    assert str(graph).endswith('f32[4, 4]  cuts d0{tp} "a factor"{}  gives [4{tp}, 4]')
+    assert [node.strategy for node in there_and_back(graph).nodes] == [gather.strategy, relu.strategy]
+
+
 def test_an_argument_without_a_text_is_an_error() -> None:
     with pytest.raises(Error, match="has no text") as caught:
         print_graph(one_op(aten.relu.default, {"a": 1}))

@@ -1,0 +1,72 @@
+"""Llama-3-70B's shapes on dp=8 x tp=8, planned without weights: from the module to one rank's GraphModule.
+
+    python -m benchmarks.plan_scale [--layers 80]
+
+Prints the seconds of each step and the most memory that the process ever held. Aim: under 60 s and 4 GB on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardfx as sx
+
+SPECS = {
+    "args.0": "dp, -",
+    "targets.0": "dp, -",
+    "model.embed_tokens.weight": "tp, -",
+    "lm_head.weight": "tp, -",
+    "model.layers.*.self_attn.q_proj.weight": "tp, -",
+    "model.layers.*.self_attn.k_proj.weight": "tp, -",
+    "model.layers.*.self_attn.v_proj.weight": "tp, -",
+    "model.layers.*.self_attn.o_proj.weight": "-, tp",
+    "model.layers.*.mlp.gate_proj.weight": "tp, -",
+    "model.layers.*.mlp.up_proj.weight": "tp, -",
+    "model.layers.*.mlp.down_proj.weight": "-, tp",
+}
+
+
+def loss(out, y):
+    return F.cross_entropy(out.logits.flatten(0, 1), y.flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=80)
+    layers = parser.parse_args().layers
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    x = torch.empty(8, 4096, dtype=torch.long, device="meta")
+    started = time.perf_counter()
+    pm = sx.parallelize(model, sx.Mesh(dp=8, tp=8), sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS))
+    planned = time.perf_counter()
+    module = pm.rank_module(0)
+    done = time.perf_counter()
+    passes = pm._compiled.context.seconds
+    print(f"layers                 {layers}, {len(pm.after.nodes)} IR nodes, {len(module.graph.nodes)} fx nodes")
+    print(f"capture                {planned - started - sum(passes.values()):6.1f} s")
+    for name, seconds in passes.items():
+        print(f"{name:<22} {seconds:6.1f} s")
+    print(f"one rank's GraphModule {done - planned:6.1f} s")
+    print(f"module to GraphModule  {done - started:6.1f} s")
+    print(f"most memory            {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:6.2f} GB")
+
+
+if __name__ == "__main__":
+    main()

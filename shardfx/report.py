@@ -1,0 +1,266 @@
+"""What a plan costs: memory by category, communication by axis and kind, time; each with what implied it.
+
+    >>> report = pm.report()
+    >>> report.memory.peak_bytes, report.communication.rows[0].causes[0]
+    (7350336, Cause(node='59', module='layers.0.wo', what='partial sums of aten.mm', nbytes=24576.0))
+    >>> print(report)
+
+Memory is what rank 0 holds (no rank holds more), counted by storage over a replay of its program (:mod:`.replay`).
+Communication is what one rank sends in one step, by the formulas of :mod:`shardfx.ir.comm`. Time is an estimate: the
+roofline of each op at stated rates, plus communication by the mesh's links, nothing overlapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardfx.ir import comm
+from shardfx.ir.comm import CommOp, Planner
+from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
+from shardfx.ir.mesh import Mesh
+from shardfx.visualize.traffic import local_bytes, traffic
+
+from .replay import Peak, Work, replay_rank
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from .compile import Compiled
+
+FLOPS_PER_SECOND = 100e12
+BYTES_PER_SECOND = 1.5e12
+"""Round figures of an accelerator, to be replaced by those at hand: ``pm.report(flops_per_second=...)``."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank. The batch, parameters and buffers are there all the time; ``peak`` comes on top."""
+
+    parameters: int
+    buffers: int
+    inputs: int
+    constants: int
+    gradients: int
+    peak: Peak
+
+    @property
+    def activations(self) -> int:
+        """Made by the forward pass, and kept at the peak for the backward."""
+        return self.peak.of("activations")
+
+    @property
+    def peak_bytes(self) -> int:
+        """parameters + buffers + inputs + constants + everything that the program holds at the worst moment."""
+        return self.parameters + self.buffers + self.inputs + self.constants + self.peak.nbytes
+
+    @property
+    def end_bytes(self) -> int:
+        """What is held when the step is done: parameters + buffers + gradients."""
+        return self.parameters + self.buffers + self.gradients
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What implied a piece of communication: the node that made the value, its module, and in words what it is."""
+
+    node: str
+    module: str
+    what: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """All collectives of one kind over the same mesh axes."""
+
+    axes: tuple[str, ...]
+    kind: str
+    calls: int
+    nbytes: float
+    seconds: float
+    causes: tuple[Cause, ...]
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What one rank sends in one step."""
+
+    rows: tuple[CommRow, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        return sum(row.calls for row in self.rows)
+
+    @property
+    def nbytes(self) -> float:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        return sum(row.seconds for row in self.rows)
+
+    def over(self, axis: str) -> float:
+        """The bytes that are sent over groups in which ``axis`` takes part."""
+        return sum(row.nbytes for row in self.rows if axis in row.axes)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one step on one rank, at stated rates; nothing overlaps."""
+
+    work: Work
+    communication: float
+    flops_per_second: float = FLOPS_PER_SECOND
+    bytes_per_second: float = BYTES_PER_SECOND
+
+    @property
+    def compute(self) -> float:
+        return self.work.seconds(self.flops_per_second, self.bytes_per_second)
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan costs; ``str(report)`` is a few tables."""
+
+    mesh: Mesh
+    ops: tuple[int, int]
+    memory: Memory
+    communication: Communication
+    time: Estimate
+    warnings: tuple[str, ...] = ()
+    passes: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        from .tables import report_text
+
+        return report_text(self)
+
+    def __rich__(self) -> RenderableType:
+        from .tables import report_tables
+
+        return report_tables(self)
+
+
+def make_report(
+    compiled: Compiled,
+    flops_per_second: float = FLOPS_PER_SECOND,
+    bytes_per_second: float = BYTES_PER_SECOND,
+) -> Report:
+    """The report of a compiled model (see ``ParallelModule.report``)."""
+    graph, context = compiled.after, compiled.context
+    train = any(output.kind is OutputKind.LOSS for output in graph.outputs)
+    kinds = {OutputKind.BUFFER, *((OutputKind.LOSS, OutputKind.GRADIENT) if train else (OutputKind.RESULT,))}
+    replay = replay_rank(graph, context.rules, kinds)
+    communication = Communication(tuple(comm_rows(graph, context.planner)))
+    return Report(
+        graph.mesh,
+        (len(compiled.before.nodes), len(graph.nodes)),
+        memory_of(graph, replay.peak),
+        communication,
+        Estimate(replay.work, communication.seconds, flops_per_second, bytes_per_second),
+        tuple(context.notes),
+        dict(context.seconds),
+    )
+
+
+def memory_of(graph: Graph, peak: Peak) -> Memory:
+    """The bytes of what a rank is given, of its gradients, and of the peak of its program."""
+    mesh = graph.mesh
+    given: dict[InputKind, int] = {}
+    for each in graph.inputs:
+        given[each.kind] = given.get(each.kind, 0) + local_bytes(each.value, mesh)
+    gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
+    return Memory(
+        given.get(InputKind.PARAMETER, 0),
+        given.get(InputKind.BUFFER, 0),
+        given.get(InputKind.ARGUMENT, 0) + given.get(InputKind.TARGET, 0) + given.get(InputKind.SEED, 0),
+        given.get(InputKind.CONSTANT, 0),
+        sum(local_bytes(value, mesh) for value in gradients),
+        peak,
+    )
+
+
+def comm_rows(graph: Graph, planner: Planner) -> list[CommRow]:
+    """The collectives by axes and kind, in the order of the mesh, what sends most first."""
+    outputs = {output.value: output for output in graph.outputs}
+    inputs = {given.value: given.name for given in graph.inputs}
+    rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
+    for node in graph.nodes:
+        if isinstance(node.op, CommOp) and node.op is not comm.shard:
+            kind = node.op.name.removesuffix("_fused").replace("_", "-")
+            rows.setdefault((graph.mesh.sort(node.kwargs["axes"]), kind), []).append(node)
+    made = []
+    for (axes, kind), nodes in rows.items():
+        sent = [traffic(node, graph.mesh) for node in nodes]
+        causes = [cause for node in nodes for cause in causes_of(node, graph.mesh, inputs, outputs)]
+        causes.sort(key=lambda cause: -cause.nbytes)
+        calls = sum(one.turns for one in sent)
+        seconds = sum(comm_seconds(node, planner) * one.turns for node, one in zip(nodes, sent, strict=True))
+        made.append(CommRow(axes, kind, calls, sum(one.total for one in sent), seconds, tuple(causes)))
+    return sorted(made, key=lambda row: ([graph.mesh.order(axis) for axis in row.axes], -row.nbytes))
+
+
+def comm_seconds(node: Node, planner: Planner) -> float:
+    """The time of a comm node by the mesh's links; those that travel together pay the latency once."""
+    kind = comm.COMM_OPS.get(node.op.name.removesuffix("_fused"), comm.all_to_all)
+    values = node.outs if kind is comm.all_gather else node.operands
+    return planner.cost(kind, node.kwargs["axes"], sum(local_bytes(value, planner.mesh) for value in values))
+
+
+def causes_of(
+    node: Node, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]
+) -> list[Cause]:
+    """What each value that a comm node moves is: a parameter, a gradient, the loss, or what an op made."""
+    total = traffic(node, mesh).total
+    values = list(zip(node.operands, node.outs, strict=True))
+    held = [local_bytes(operand, mesh) for operand, _ in values]
+    whole = sum(held) or 1
+    return [
+        Cause(out.name, module_of(operand, node), what(operand, out, inputs, outputs), total * size / whole)
+        for (operand, out), size in zip(values, held, strict=True)
+    ]
+
+
+def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> str:
+    """In words, what a value is whose placement changes."""
+    source = first(operand)
+    if source in inputs:
+        return f"{inputs[source]} is stored cut"
+    output = outputs.get(result)
+    if output is not None and output.kind is OutputKind.GRADIENT:
+        return f"gradient of {output.name}"
+    if output is not None and output.kind is not OutputKind.RESULT:
+        return output.name if output.kind is OutputKind.LOSS else f"new content of {output.name}"
+    maker = op_name(source.node.op) if source.node is not None else "an input"
+    partial = operand.spec is not None and bool(operand.spec.partial)
+    return f"{'partial sums' if partial else 'result'} of {maker}"
+
+
+def first(value: Value) -> Value:
+    """The value before any communication, views and transposes: what an op made, or an input."""
+    while (node := value.node) is not None:
+        if isinstance(node.op, CommOp):
+            value = node.operands[value.index if len(node.operands) > 1 else 0]
+        elif is_view(node) and len(node.operands) == 1:
+            value = node.operands[0]
+        else:
+            break
+    return value
+
+
+def is_view(node: Node) -> bool:
+    """Whether the op's results are views of its operand, as its schema says."""
+    returns = node.op._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def module_of(operand: Value, node: Node) -> str:
+    """The module of the op that made the value; of the comm node (where it goes) for an input."""
+    source = first(operand).node
+    return (source.where.module if source is not None else "") or node.where.module
