@@ -69,6 +69,20 @@ def parse_graph(text: str, *, ops: Mapping[str, Any] | None = None) -> Graph:
     return reader.graph()
 
 
+def parse_spec(text: str, mesh: Mesh) -> tuple[tuple[int, ...], Spec]:
+    """The shape and the placement that :meth:`Spec.text` wrote: ``[64{dp}, (3 64{tp})] +{cp}``.
+
+    Raises:
+        Error: the text is not a placement's, or names an axis that the mesh does not have.
+    """
+    reader = _Reader({}, mesh, {axis.name: axis.size for axis in mesh.axes})
+    line = Line(text, 1)
+    found = reader._spec(line)
+    if line.kind:
+        line.fail("the end of the placement")
+    return found
+
+
 @dataclass
 class _Reader:
     """What was read so far."""

@@ -100,7 +100,8 @@ class RuleEntry:
     """A rule in a rule book: for which ops, and how one rank's version of a node is written.
 
     ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``local``
-    writes anything else; ``expand`` says that where a whole factor is in the way the op may be taken apart
+    writes anything else; ``free`` says that the op costs next to nothing, so that it may be done once per placement
+    that is needed of its result; ``expand`` says that where a whole factor is in the way the op may be taken apart
     into its decomposition (True: torch's own).
     """
 
@@ -110,6 +111,7 @@ class RuleEntry:
     shape_arg: int | None = None
     local: MakeLocal | None = None
     expand: bool | Callable[..., Any] = False
+    free: bool = False
 
 
 def rule(
@@ -122,6 +124,7 @@ def rule(
     shape_arg: int | None = None,
     local: MakeLocal | None = None,
     expand: bool | Callable[..., Any] = False,
+    free: bool = False,
 ) -> RuleEntry:
     """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"`` or from a function of the node.
 
@@ -138,8 +141,8 @@ def rule(
     given = ops if isinstance(ops, tuple) else (ops,)
     if isinstance(template, str):
         parsed = Template(template, linear, reduce, moves_only)
-        return RuleEntry(given, parsed, template, shape_arg, local, expand)
-    return RuleEntry(given, template, template.__name__, shape_arg, local, expand)
+        return RuleEntry(given, parsed, template, shape_arg, local, expand, free)
+    return RuleEntry(given, template, template.__name__, shape_arg, local, expand, free)
 
 
 def parse_linear(text: str) -> tuple[frozenset[int], ...]:

@@ -19,11 +19,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardfx.ir.comm import Planner
+from shardfx.ir.comm import Planner, refine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules import Dim, RuleBook, ShardingRule, place, replicated, strategy
-from shardfx.ir.spec import WHOLE, Cut, Spec, project
+from shardfx.ir.spec import WHOLE, Cut, Part, Spec, compound, project
 
 from .manager import Decision
 
@@ -189,7 +190,9 @@ class Propagation:
             current = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
             if current is None:
                 continue
-            merged = {f: longer(now, cuts.get(f, WHOLE)) for f, now in zip(dim, current, strict=True)}
+            merged = {}
+            for f, now in zip(dim, current, strict=True):
+                merged[f] = join(now, cuts.get(f, WHOLE), rule.sizes[f], mesh) or now
             (cut,) = place((dim,), merged, rule, mesh)
             fresh = set(cut.axes) - set(held[d].axes)
             if not fresh or fresh & used or not set(held[d].axes) <= set(cut.axes):
@@ -197,7 +200,8 @@ class Propagation:
             held[d] = cut
             changed = True
             for axis in fresh:
-                origin = self._origin(node, axis)
+                factor = next(f for f in dim if f in cuts and axis in cuts[f].axes)
+                origin = self._origin(node, axis, factor)
                 if origin is not None:
                     self.origin.setdefault((value, axis), origin)
             near = next((t.value for t in self.tensors(node) if t.value is not value and self._holds(t.value, fresh)), None)
@@ -207,8 +211,14 @@ class Propagation:
     def _holds(self, value: Value, axes: set[str]) -> bool:
         return any(axis in axes for cut in self.held.get(value, ()) for axis in cut.axes)
 
-    def _origin(self, node: Node, axis: str) -> Origin | None:
-        found = [self.origin[t.value, axis] for t in self.tensors(node) if (t.value, axis) in self.origin]
+    def _origin(self, node: Node, axis: str, factor: str) -> Origin | None:
+        """Which hint a cut of a factor comes from: a parameter's, if any of the tensors that have it has it from one."""
+        found = []
+        for value, dims, _ in self.tensors(node):
+            if (value, axis) in self.origin:
+                held = self.cuts_of(value)
+                if any(factor in dim and axis in held[d].axes for d, dim in enumerate(dims)):
+                    found.append(self.origin[value, axis])
         return next((o for o in found if o.operator), found[0] if found else None)
 
     def _note(
@@ -257,9 +267,9 @@ class Propagation:
             for option in options[1:]:
                 if option.cut == best.cut:
                     continue
-                joined = longer(best.cut, option.cut)
-                if joined is option.cut or joined is best.cut and is_prefix(option.cut, best.cut):
-                    best = option if joined is option.cut else best
+                joined = join(best.cut, option.cut, rule.sizes[factor], self.graph.mesh)
+                if joined is not None:
+                    best = Candidate(joined, best.value, best.strong or option.strong)
                     continue
                 winner = max(best, option, key=lambda c: (c.strong, c.value.type.nbytes))
                 loser = option if winner is best else best
@@ -277,7 +287,7 @@ class Propagation:
                 for factor in still:
                     if factor != winner_factor:
                         down.append(f"axis {axis} on factor {factor}")
-                        cuts[factor] = without(cuts[factor], axis)
+                        cuts[factor] = without(cuts[factor], axis, self.graph.mesh)
         return {f: c for f, c in cuts.items() if c.axes}, ", ".join(down)
 
     def _settle(
@@ -299,7 +309,7 @@ class Propagation:
             return strong[0]
         scored = []
         for i, factor in enumerate(factors):
-            trial = {f: without(c, axis) if f in factors and f != factor else c for f, c in cuts.items()}
+            trial = {f: without(c, axis, self.graph.mesh) if f in factors and f != factor else c for f, c in cuts.items()}
             trial = {f: c for f, c in trial.items() if c.axes}
             try:
                 scored.append((self.seconds(node, rule, trial), i, factor))
@@ -324,22 +334,37 @@ class Propagation:
 WEAK = Origin("", False)
 
 
-def is_prefix(short: Cut, long: Cut) -> bool:
-    return not short.axes or (not short.parts and not long.parts and long.axes[: len(short.axes)] == short.axes)
+def join(a: Cut, b: Cut, size: int, mesh: Mesh) -> Cut | None:
+    """The cut that has all of two cuts which agree, sub-dim by sub-dim, as far as both go; None if they don't."""
+    if a == b or not b.axes:
+        return a
+    if not a.axes:
+        return b
+    if not a.parts and not b.parts:
+        short, long = sorted((a, b), key=lambda cut: len(cut.axes))
+        return long if long.axes[: len(short.axes)] == short.axes else None
+    refined = refine((size,), [Spec((a,)), Spec((b,))], mesh)
+    if refined is None:
+        return None
+    view, (left, right) = refined
+    parts = []
+    for part, x, y in zip(view, left.dims, right.dims, strict=True):
+        short, long = sorted((x.axes, y.axes), key=len)
+        if long[: len(short)] != short:
+            return None
+        parts.append(Part(part, long))
+    axes = [axis for part in parts for axis in part.axes]
+    return compound(parts, mesh) if len(axes) == len(set(axes)) else None
 
 
-def longer(a: Cut, b: Cut) -> Cut:
-    """The longer of two cuts of which one begins the other; else the first."""
-    return b if is_prefix(a, b) and b.axes != a.axes else a
-
-
-def without(cut: Cut, axis: str) -> Cut:
-    """The cut with ``axis`` and all that is cut within it left out (a compound is given up)."""
+def without(cut: Cut, axis: str, mesh: Mesh) -> Cut:
+    """The cut with ``axis``, and all that is cut within it in the same sub-dim, left out."""
     if axis not in cut.axes:
         return cut
-    if cut.parts:
-        return WHOLE
-    return Cut(cut.axes[: cut.axes.index(axis)])
+    if not cut.parts:
+        return Cut(cut.axes[: cut.axes.index(axis)])
+    parts = [Part(p.size, p.axes[: p.axes.index(axis)] if axis in p.axes else p.axes) for p in cut.parts]
+    return compound(parts, mesh)
 
 
 @dataclass

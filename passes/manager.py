@@ -19,6 +19,8 @@ from shardfx.ir.rules import RuleBook
 from shardfx.ir.spec import Cut, Spec
 from shardfx.ir.verify import verify_graph
 
+from .text import value_text
+
 SHARDED = "SHARDED"
 """Every node has a strategy."""
 COMM_EXPLICIT = "COMM_EXPLICIT"
@@ -92,7 +94,7 @@ class Pass:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        options = ",".join(f"{f.name}={value_text(getattr(self, f.name))}" for f in fields(self) if f.init)
         return f"{self.name}{{{options}}}" if options else self.name
 
 

@@ -66,7 +66,7 @@ class Partials:
             return
         for node, group in self._stay(axis, reach, passing):
             kind = reach[node.operands[min(group)]]
-            self.cuts[node] = {f: c for f, cut in self.cuts[node].items() if (c := without(cut, axis)).axes}
+            self.cuts[node] = {f: c for f, cut in self.cuts[node].items() if (c := without(cut, axis, self.graph.mesh)).axes}
             self.partial.setdefault(node, {})[axis] = (kind, group)
 
     def _group(self, node: Node, rule: ShardingRule, axis: str, reach: dict[Value, str]) -> frozenset[int] | None:
@@ -82,8 +82,6 @@ class Partials:
         for i, dims in enumerate(rule.operands):
             if i not in group and any(f in using for dim in dims for f in dim):
                 return None
-        if any(cut.parts and axis in cut.axes for cut in self.cuts[node].values()):
-            return None
         missing = [f for f in using if any(f not in present for present in rule.result_factors)]
         return None if missing else group
 
@@ -129,7 +127,7 @@ class Partials:
     def _seconds(self, value: Value, axis: str, kind: str) -> float:
         """The time to reduce a value over ``axis`` to what it is held as."""
         held = self.state.spec_of(value)
-        dims = tuple(without(cut, axis) for cut in held.dims)
+        dims = tuple(without(cut, axis, self.graph.mesh) for cut in held.dims)
         return self.state.planner.seconds(value.type, Spec(dims, ((axis, kind),)), held)
 
 

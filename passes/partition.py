@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from shardfx.ir.comm import Planner, Step
 from shardfx.ir.graph import Graph, Node, Output, Rewriter, Strategy, Value
-from shardfx.ir.spec import Spec
+from shardfx.ir.rules import ShardingRule, strategy
+from shardfx.ir.spec import Cut, Spec, project
 
 from .manager import COMM_EXPLICIT, SHARDED, Context, Pass
 from .partials import output_specs
@@ -31,6 +32,7 @@ class Partition(Pass):
     establishes: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     def run(self, graph: Graph, context: Context) -> bool:
+        twins(graph, context)
         needs: dict[Value, dict[Spec, list[tuple[Node | Output, list[int]]]]] = {}
         for node in graph.nodes:
             assert node.strategy is not None
@@ -45,6 +47,85 @@ class Partition(Pass):
         changed = rewriter.apply()
         graph.rename()
         return changed
+
+
+def twins(graph: Graph, context: Context) -> None:
+    """Make ops that only move elements once per placement that is needed of them.
+
+    What lies otherwise is then asked of *their* operand, and so on up: a value that is needed whole as it is and
+    whole transposed is gathered once, and the gathered copy transposed.
+    """
+    wanted = output_specs(graph)
+    users = graph.users()
+    rewriter = Rewriter(graph)
+    asked: dict[Value, dict[Spec, list[Node | Output]]] = {}
+    for output, spec in wanted.items():
+        asked.setdefault(output.value, {}).setdefault(spec, []).append(output)
+    for node in reversed(graph.nodes):
+        made = [node]
+        shared = len(asked.get(node.outs[0], ())) > 1 or any(len(users[v]) > 1 for v in node.operands)
+        if shared and _moves(node, context):
+            made = _copies(node, asked.get(node.outs[0], {}), context, rewriter)
+        for each in made:
+            assert each.strategy is not None
+            for value, spec in zip(each.operands, each.strategy.operands, strict=True):
+                asked.setdefault(value, {}).setdefault(spec, []).append(each)
+    rewriter.apply()
+
+
+def _moves(node: Node, context: Context) -> bool:
+    entry = context.rules.entry(node.op)
+    if entry is None or len(node.results) != 1 or len(node.operands) != 1 or node.outs[0] in context.hints:
+        return False
+    return entry.free and node.operands[0].type.numel == node.outs[0].type.numel
+
+
+def _copies(
+    node: Node, asked: dict[Spec, list[Node | Output]], context: Context, rewriter: Rewriter
+) -> list[Node]:
+    """One node per placement that users ask for; the node itself serves those that no copy can."""
+    entry = context.rules.entry(node.op)
+    rule = entry.make(node) if entry is not None else None
+    value, made = node.outs[0], [node]
+    if rule is None:
+        return made
+    for spec, users in asked.items():
+        if spec == value.spec:
+            continue
+        found = produce(rule, spec, node, context)
+        if found is None:
+            continue
+        copy = Rewriter.make(node.op, node.args, value.type, like=node, kwargs=node.kwargs)
+        copy.strategy, copy.why = found, node.why
+        copy.outs[0].spec = spec
+        rewriter.after(node, copy)
+        rewriter.replace(value, copy.outs[0], users)
+        made.append(copy)
+    served = [spec for spec in asked if any(n.outs[0].spec == spec for n in made)]
+    if value.spec not in asked and len(served) == len(asked) and len(made) > 1:
+        rewriter.erase(node)
+        made.remove(node)
+    return made
+
+
+def produce(rule: ShardingRule, spec: Spec, node: Node, context: Context) -> Strategy | None:
+    """The strategy by which a one-operand move gives its result as ``spec``, if there is one."""
+    mesh = context.planner.mesh
+    dims = rule.results[0]
+    assert dims is not None
+    cuts: dict[str, Cut] = {}
+    for d, dim in enumerate(dims):
+        projected = project(spec.dims[d], node.outs[0].shape[d], rule.dim_sizes(dim), mesh)
+        if projected is None:
+            return None
+        for factor, cut in zip(dim, projected, strict=True):
+            if cut.axes:
+                if factor in rule.whole or factor not in {f for dims in rule.operands for dim in dims for f in dim}:
+                    return None
+                cuts[factor] = cut
+    partial = {axis: (op, frozenset({0})) for axis, op in spec.partial}
+    made = strategy(rule, cuts, mesh, partial)
+    return made if made.results[0] == spec else None
 
 
 def _ask(

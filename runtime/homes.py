@@ -1,13 +1,13 @@
-"""How a rank's piece of a parameter lives in torch: as a ``DTensor`` of the model's whole shape, where that is possible.
+"""How a rank's piece of a parameter lives in torch: as a ``DTensor`` of the model's whole shape.
 
-=========  =========================  ==============================================================================
-plain      ``64{dp}``, ``64{dp,tp}``  the piece is one box of the whole: a DTensor, and nothing more to say
-strided    ``(3 64{tp})``             the piece is several boxes: the DTensor's local tensor is a :class:`Boxes`, which
-                                      tells ``torch.distributed.checkpoint`` where each of them stands
-stacked    ``7{tp,dp}`` and such      DTensor cannot say it (see :mod:`.placements`): it holds the pieces of all ranks
-                                      stacked, padded to one shape. Optimizers, norms and checkpoints of the same plan
-                                      work; ``full_tensor()`` and ``shape`` are those of the stack
-=========  =========================  ==============================================================================
+=======  =========================  ================================================================================
+plain    ``64{dp}``, ``64{dp,tp}``  the piece is one box of the whole: a DTensor, and nothing more to say
+boxes    ``(3 64{tp})``             the piece is several boxes: the DTensor's local tensor is a :class:`Boxes`, which
+                                    tells ``torch.distributed.checkpoint`` where each of them stands
+guarded  ``(3 64{tp,dp})``          no DTensor placement gives these pieces (see :mod:`.placements`): the one it has
+                                    says along which axes it is cut, and no more. Optimizers, norms and checkpoints
+                                    work; ``full_tensor()`` and ``redistribute()`` are errors
+=======  =========================  ================================================================================
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
+from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
@@ -39,13 +40,14 @@ class Boxes(Tensor):
 
     data_: Tensor
     boxes: tuple[Box, ...]
+    guarded: bool
 
     @staticmethod
-    def __new__(cls, data: Tensor, boxes: tuple[Box, ...]) -> Boxes:
+    def __new__(cls, data: Tensor, boxes: tuple[Box, ...], guarded: bool = False) -> Boxes:
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device
         )
-        made.data_, made.boxes = data, boxes
+        made.data_, made.boxes, made.guarded = data, boxes, guarded
         return made  # type: ignore[no-any-return]
 
     @classmethod
@@ -60,27 +62,35 @@ class Boxes(Tensor):
 
         args, kwargs = tree_map_only(Boxes, open_, (args, dict(kwargs or {})))
         result = func(*args, **kwargs)
-        like = {tensor.shape: tensor.boxes for tensor in mine.values()}
+        like = {tensor.shape: tensor for tensor in mine.values()}
+        guarded = any(tensor.guarded for tensor in mine.values())
+        if guarded and func.namespace == "_c10d_functional":
+            raise _cannot_say(func)
 
         def close(tensor: Tensor) -> Tensor:
             if id(tensor) in mine:
                 return mine[id(tensor)]
-            return Boxes(tensor, like[tensor.shape]) if tensor.shape in like else tensor
+            twin = like.get(tensor.shape)
+            if twin is not None:
+                return Boxes(tensor, twin.boxes, twin.guarded)
+            if guarded and tensor.dim():
+                raise _cannot_say(func)
+            return tensor
 
         return tree_map_only(Tensor, close, result)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["data_"], self.boxes
+        return ["data_"], (self.boxes, self.guarded)
 
     @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, Tensor], boxes: Any, size: Any, stride: Any) -> Boxes:
-        return Boxes(inner["data_"], boxes)
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> Boxes:
+        return Boxes(inner["data_"], *context)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Boxes, (self.data_, self.boxes)
+        return Boxes, (self.data_, self.boxes, self.guarded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Boxes:
-        return Boxes(self.data_.clone(), self.boxes)
+        return Boxes(self.data_.clone(), self.boxes, self.guarded)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Boxes({self.data_!r}, {self.boxes})"
@@ -108,52 +118,46 @@ class Boxes(Tensor):
         raise KeyError(f"no box of {index.fqn} at {index.offset}")
 
 
+def _cannot_say(func: Any) -> Error:
+    return Error(
+        "DTensor cannot describe how this parameter is cut, and would compute something else",
+        where=str(func),
+        expected="elementwise operations, and norms of everything",
+        got="an operation that depends on which rows a rank holds",
+        remedy="take whole tensors from pm.full_state_dict() and pm.full_grads()",
+    )
+
+
 @dataclass(frozen=True)
 class Home:
-    """Makes a rank's piece of one value a DTensor, and gives it back."""
+    """Makes a rank's piece of one value a DTensor, and gives it back; both share the piece's memory."""
 
     kind: str
     template: Any
-    local_shape: tuple[int, ...]
     boxes: tuple[Box, ...] = ()
 
     @staticmethod
     def of(spec: Spec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh: DeviceMesh, rank: int) -> Home:
         coords = mesh.coords(rank)
-        local = spec.local_shape(shape, mesh, coords)
+        piece = torch.empty(spec.local_shape(shape, mesh, coords), dtype=dtype, device="meta")
+        held = [runs(cut, size, mesh, coords) for cut, size in zip(spec.dims, shape, strict=True)]
         found = placements(spec, shape, mesh)
         if found is None:
-            largest = spec.local_shape(shape, mesh, dict.fromkeys(mesh.names, 0))
-            stack = (mesh.extent(spec.axes), *largest)
-            cut = tuple(Shard(0) if a.name in spec.axes else Replicate() for a in mesh.space)
-            piece = torch.empty((1, *largest), dtype=dtype, device="meta")
-            return Home("stacked", _dtensor_spec(piece, stack, device_mesh, cut), local)
-        piece = torch.empty(local, dtype=dtype, device="meta")
+            dims = {axis: dim for dim, cut in enumerate(spec.dims) for axis in cut.axes}
+            nearest = [Shard(dims[a.name]) if a.name in dims else Replicate() for a in mesh.space]
+            return Home("guarded", _dtensor_spec(piece, shape, device_mesh, nearest), _boxes(held))
         template = _dtensor_spec(piece, shape, device_mesh, found)
-        held = [runs(cut, size, mesh, coords) for cut, size in zip(spec.dims, shape, strict=True)]
-        if all(len(runs_of_dim) <= 1 for runs_of_dim in held):
-            return Home("plain", template, local)
-        return Home("strided", template, local, _boxes(held))
+        if any(cut.parts for cut in spec.dims):
+            return Home("boxes", template, _boxes(held))
+        return Home("plain", template)
 
     def wrap(self, piece: Tensor) -> DTensor:
-        """This rank's piece as a DTensor that shares its memory (a stacked one is padded, and does not)."""
-        if self.kind == "stacked":
-            padded = piece.new_zeros((1, *self.template.tensor_meta.shape[1:]))
-            self._inside(padded).copy_(piece)
-            piece = padded
-        elif self.kind == "strided":
-            piece = Boxes(piece, self.boxes)
-        return DTensor(piece, self.template, requires_grad=False)  # type: ignore[call-arg]
+        local = piece if self.kind == "plain" else Boxes(piece, self.boxes, self.kind == "guarded")
+        return DTensor(local, self.template, requires_grad=False)  # type: ignore[call-arg]
 
     def unwrap(self, tensor: Tensor) -> Tensor:
-        """The piece within what :meth:`wrap` made, sharing its memory."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if isinstance(local, Boxes):
-            return local.data_
-        return self._inside(local) if self.kind == "stacked" and local.shape != self.local_shape else local
-
-    def _inside(self, padded: Tensor) -> Tensor:
-        return padded[0][tuple(slice(size) for size in self.local_shape)]
+        return local.data_ if isinstance(local, Boxes) else local
 
 
 def _dtensor_spec(piece: Tensor, shape: Sequence[int], device_mesh: DeviceMesh, found: Sequence[Any]) -> Any:

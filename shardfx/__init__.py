@@ -19,6 +19,7 @@ from shardfx.passes import Pass
 from .api import parallelize
 from .hints import Hints
 from .module import ParallelModule
+from .plan import Plan
 
 __all__ = [
     "Error",
@@ -27,6 +28,7 @@ __all__ = [
     "Mesh",
     "ParallelModule",
     "Pass",
+    "Plan",
     "ShardfxWarning",
     "ShardingRule",
     "Spec",

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.rulebook import default_rules
 from shardfx.passes import Pass
 from shardfx.runtime.engine import VirtualEngine
 from shardfx.runtime.groups import initialise, launched
@@ -19,6 +18,7 @@ from shardfx.runtime.groups import initialise, launched
 from .compile import Compiled, compile_model
 from .hints import Hints
 from .module import ParallelModule
+from .plugins import all_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +57,7 @@ def parallelize(
         loss.backward()
     """
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
-    compiled = compile_model(model, described, hints, default_rules(), on_pass)
+    compiled = compile_model(model, described, hints, all_rules(), on_pass)
     engine = _engine(compiled, model, virtual)
     aliases = compiled.captured.aliases
     state = {aliases.get(n, n): t for n, t in (*model.named_parameters(), *model.named_buffers())}

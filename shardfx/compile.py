@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from shardfx.ir.rules import RuleBook
 from shardfx.passes import Context, FuseComm, Partition, Pass, Propagate, run_passes
 
 from .hints import Hints
+from .plan import PlannedSpecs
+from .plugins import as_passes
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class Compiled:
 
 
 def pipeline(hints: Hints) -> tuple[Pass, ...]:
-    """The passes that hints ask for, in order: a pure function of the hints."""
+    """The passes that hints ask for, in order: a pure function of the hints (and of the plugins that they name)."""
+    given = as_passes(hints.passes)
     built_in: list[Pass] = [Propagate(), Partition()]
-    if hints.fuse_mb > 0 and not any(isinstance(p, FuseComm) for p in hints.passes):
+    if hints.fuse_mb > 0 and not any(isinstance(p, FuseComm) for p in given):
         built_in.append(FuseComm(mb=hints.fuse_mb))
-    return (*built_in, *hints.passes)
+    return (*built_in, *given)
 
 
 @contextmanager
@@ -62,10 +66,31 @@ def compile_model(
     passes = pipeline(hints)
     with no_collection():
         captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
+    if isinstance(hints.specs, PlannedSpecs):
+        hints.specs.plan.check(captured.graph)
     before = captured.graph.copy()
-    context = Context(
-        rules, Planner(mesh), specs=hints.specs, aliases=captured.aliases, strict=hints.strict
-    )
+    context = new_context(hints, captured, mesh, rules)
     with no_collection():
         run_passes(captured.graph, passes, context, on_pass)
     return Compiled(hints, captured, before, captured.graph, context, passes)
+
+
+def new_context(hints: Hints, captured: Captured, mesh: Mesh, rules: RuleBook) -> Context:
+    """What the passes begin with."""
+    return Context(rules, Planner(mesh), specs=hints.specs, aliases=captured.aliases, strict=hints.strict)
+
+
+def after_each_pass(compiled: Compiled) -> dict[str, Graph]:
+    """The graph after each pass, by the pass's name: the passes run again, on a copy of the captured graph."""
+    graph = compiled.before.copy()
+    context = new_context(compiled.hints, compiled.captured, graph.mesh, compiled.context.rules)
+    found: dict[str, Graph] = {}
+
+    def keep(each: Pass, graph: Graph) -> None:
+        number = sum(1 for name in found if name.partition(" ")[0] == each.name)
+        found[f"{each.name} {number + 1}" if number else each.name] = graph.copy()
+
+    with warnings.catch_warnings(), no_collection():
+        warnings.simplefilter("ignore")  # they were said the first time
+        run_passes(graph, compiled.passes, context, keep)
+    return found

@@ -127,7 +127,7 @@ class _Explainer:
         results = {output.name: output.value for output in self.graph.outputs if output.name not in inputs}
         value = values.get(name.removeprefix("%")) or results.get(name)
         if value is not None and value.node is not None:
-            return Explanation(name, (self.op(value.node),))
+            return Explanation(name, (self.op(value.node, value),))
         within = [node for node in self.graph.nodes if f"{node.where.module}.".startswith(f"{name}.")]
         stored = [g for n, g in inputs.items() if n.startswith(f"{name}.")]
         if within or stored:
@@ -159,7 +159,7 @@ class _Explainer:
         yield self.input(given)
         for output in self.graph.outputs:
             if output.name == given.name and output.value.node is not None:
-                entry = self.op(output.value.node)
+                entry = self.op(output.value.node, output.value)
                 kind = "gradient" if output.kind is OutputKind.GRADIENT else "new content"
                 yield Entry(f"its {kind}: {entry.title}", entry.cuts, entry.trails, entry.communication)
 
@@ -168,7 +168,8 @@ class _Explainer:
     def input(self, given: Input) -> Entry:
         return Entry(self.printer.input(given), "", self._trails(given.value), tuple(self._after(given.value)))
 
-    def op(self, node: Node) -> Entry:
+    def op(self, node: Node, value: Value | None = None) -> Entry:
+        """The entry of a node; its trails are those of ``value`` (the first result, if not said)."""
         lines = [line for value in node.outs for line in self._after(value)]
         if isinstance(node.op, CommOp):
             lines.insert(0, f"{self._sends(node)}{f': {node.why}' if node.why else ''}")
@@ -176,8 +177,7 @@ class _Explainer:
             lines.insert(0, node.why)
         line = self.printer.node(node).partition("  cuts ")[0].partition("  @ ")[0].rstrip()
         title = f"{node.phase.value} {line}" + (f"  @ {node.where}" if str(node.where) else "")
-        trails = tuple(trail for value in node.outs[:1] for trail in self._trails(value))
-        return Entry(title, self._cuts(node), trails, (*self._wishes(node), *lines))
+        return Entry(title, self._cuts(node), self._trails(value or node.outs[0]), (*self._wishes(node), *lines))
 
     def _cuts(self, node: Node) -> str:
         if node.strategy is None or isinstance(node.op, CommOp):

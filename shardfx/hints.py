@@ -24,7 +24,8 @@ class Hints:
             DTensor placements, one per mesh axis.
         strict: an op without a sharding rule is an error, not a warning.
         fuse_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
-        passes: further passes (see docs/writing_passes.md), run after the built-in ones that they require.
+        passes: further passes, run after the built-in ones that they require: instances, or text such as
+            ``"count-nodes{mb=2}"`` for those of installed plugins (see docs/writing_passes.md).
 
     Example::
 
@@ -38,7 +39,7 @@ class Hints:
     specs: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
     fuse_mb: float = 25.0
-    passes: Sequence[Pass] = ()
+    passes: Sequence[Pass | str] = ()
     zero: int = 0
     zero_axis: str = "dp"
     recompute: Any = None

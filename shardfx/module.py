@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from shardfx.ir.mesh import Mesh
 from shardfx.runtime.codegen import generate
 from shardfx.runtime.engine import Kinds, Results
 
-from .compile import Compiled
+from .compile import Compiled, after_each_pass
+from .explain import Explanation, explain
+from .plan import Plan, make_plan
+from .report import BYTES_PER_SECOND, FLOPS_PER_SECOND, Report, make_report
 from .state import check_names, check_shapes
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
@@ -254,6 +258,34 @@ class ParallelModule(nn.Module):
             if all(g is not None for g in grads):
                 result[name] = self._engine.whole(name, grads)
         return result
+
+    # ---- understanding it -----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions: saved as JSON, compared, and given back as ``Hints(specs=plan.specs)``."""
+        return make_plan(self._compiled)
+
+    def report(
+        self, *, flops_per_second: float = FLOPS_PER_SECOND, bytes_per_second: float = BYTES_PER_SECOND
+    ) -> Report:
+        """What the plan costs: ``.memory``, ``.communication``, ``.time`` (an estimate at these rates), ``.warnings``."""
+        return make_report(self._compiled, flops_per_second, bytes_per_second)
+
+    def explain(self, name: str) -> Explanation:
+        """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
+
+        Raises:
+            Error: nothing has this name.
+        """
+        return explain(self._compiled, name)
+
+    def draw(self, folder: str | Path, every_pass: bool = False) -> list[Path]:
+        """Draw the program as ``before.svg`` and ``after.svg``, if wished also after each pass; gives the paths."""
+        from shardfx.visualize import draw_folder
+
+        between = after_each_pass(self._compiled) if every_pass else {}
+        return draw_folder({"before": self.before, **between, "after": self.after}, folder)
 
 
 def _mode(training: bool) -> str:

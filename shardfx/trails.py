@@ -60,8 +60,9 @@ class Trails:
                 node = value.node
                 found = self._operand(value, axis, dim)
                 if node is None or found is None:
-                    why = node.why if node is not None else ""
-                    yield Because(name, why or f"nothing before {name} is cut over {axis}")
+                    made_here = node is not None and isinstance(node.op, CommOp)
+                    text = f"{node.op} makes it so: {node.why}" if made_here and node else "its op makes it so"
+                    yield Because(name, text)
                     return
                 near, dim = found
                 state = f"cut over {axis}" if dim is not None else f"partial over {axis}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
 
 from shardfx.ir.graph import Graph, Node, Phase, op_name
 
@@ -50,7 +52,7 @@ def homes(graph: Graph) -> dict[Node, str]:
 
 def is_lost(node: Node) -> bool:
     """Whether a node has no module though it belongs to one."""
-    is_sum = node.phase is Phase.BACKWARD and op_name(node.op) == "aten.add.Tensor"
+    is_sum = node.phase is Phase.BACKWARD and base_name(node) == "add" and len(node.operands) == 2
     return not node.where.module and (is_sum or is_own(node))
 
 
@@ -68,7 +70,7 @@ def _depth(path: str) -> int:
 
 def is_own(node: Node) -> bool:
     """Whether the op is one of our own (``comm.*``, ``memory.*``), whose keywords say what it does."""
-    return str(node.op).startswith(("comm.", "memory."))
+    return _base_name(node.op).startswith(OWN)
 
 
 def common(paths: Iterable[str]) -> str:
@@ -76,14 +78,21 @@ def common(paths: Iterable[str]) -> str:
     return ".".join(os.path.commonprefix([path.split(".") if path else [] for path in paths]))
 
 
+OWN = ("comm.", "memory.")
 VIEWS = frozenset("view _unsafe_view reshape t transpose permute expand unsqueeze squeeze alias detach clone".split())
 """Ops that only change how a tensor is looked at."""
 HEAVY = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
 
 
 def base_name(node: Node) -> str:
-    """The op without namespace and overload."""
-    return op_name(node.op).removeprefix("aten.").partition(".")[0] if not is_own(node) else str(node.op)
+    """The op without namespace and overload; one of our own in full."""
+    return _base_name(node.op)
+
+
+@lru_cache(maxsize=None)
+def _base_name(op: Any) -> str:
+    name = op_name(op)
+    return name if name.startswith(OWN) else name.removeprefix("aten.").partition(".")[0]
 
 
 def is_view(node: Node) -> bool:

@@ -2,8 +2,8 @@
 
     every op                       a small graph
     ops, with views hidden         a view or transpose is drawn as part of the op that uses it
-    modules closed, deepest first  communication stays outside of its module
-    communication inside too       as a line of the closed module
+    modules closed, deepest first  communication stays outside of its module,
+                                   or else is a line of the closed module
     slices of the program          for a graph without modules
 
 Small modules without a matrix product (norms, activations) are closed first, where everything does not fit easily.
@@ -24,13 +24,14 @@ from .flow import Flow, flow, hosts
 from .fold import ENDS, Module
 from .homes import base_name, is_heavy, is_own, is_view
 from .pieces import untangle
+from .traffic import is_comm
 from .wiring import RESULTS, wire
 
 ALL_OPS = 48
 """Up to so many boxes every single op is drawn."""
 ALL_MODULES = 90
 """Up to so many boxes all modules are drawn open, those without heavy ops (norms, activations) too."""
-QUIET = 24
+QUIET = 48
 """The most ops of a module that is closed because no op in it is heavy."""
 SNIPPET = 5
 """From so many ops on, what a few lines of a module's own code make is one box."""
@@ -58,7 +59,7 @@ def show(graph: Graph, limit: int = 300) -> Picture:
     host = hosts(flown)
     deepest = max((_depth(lane.root) for lane in flown.lanes), default=0)
     depths = range(deepest, 0, -1)
-    closing = [Detail(depth=depth) for depth in depths] + [Detail(depth=depth, comm=False) for depth in depths]
+    closing = [Detail(depth=depth, comm=comm) for depth in depths for comm in (True, False)]
     for level in [Detail(views=True, quiet=False), Detail(quiet=False), Detail(), *closing]:
         most = min(limit, ALL_OPS if level.views else limit if level.quiet else ALL_MODULES)
         builder = Builder(flown, level, {} if level.views else host)
@@ -68,7 +69,7 @@ def show(graph: Graph, limit: int = 300) -> Picture:
                 return picture
     ends = sum(given.kind in ENDS for given in graph.inputs) + sum(end.kind in RESULTS for end in graph.outputs)
     slices = max(1, min(SLICES, (limit - ends) // max(1, len(flown.lanes))))
-    return Builder(flown, Detail(depth=1, comm=False, slices=slices), host).picture()
+    return Builder(flown, Detail(quiet=False, depth=1, comm=False, slices=slices), host).picture()
 
 
 def _depth(module: Module) -> int:
@@ -92,7 +93,7 @@ class Builder:
 
         def count(module: Module, depth: int) -> int:
             if self._closes(depth) or self._quiet(module, depth):
-                return 1
+                return 1 + (len(self._own_comm(module)) if self.level.comm else 0)
             parts = (count(c, depth + 1) if isinstance(c, Module) else c not in self.host for c in module.children)
             return sum(parts)
 
@@ -222,7 +223,7 @@ class Builder:
         found = []
         for child in module.children:
             if isinstance(child, Node):
-                if str(child.op).startswith("comm."):
+                if is_comm(child):
                     found.append(child)
             elif child.count == 1:
                 found.extend(self._own_comm(child))
@@ -234,7 +235,7 @@ class Builder:
         short = op_name(node.op)
         kind = Kind.OP
         if is_own(node):
-            kind = Kind.COMM if short.startswith("comm.") else Kind.MEMORY
+            kind = Kind.COMM if is_comm(node) else Kind.MEMORY
         elif is_view(node):
             kind = Kind.VIEW
         path = self.flow.home[node]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardfx.ir.graph import Node, Value, op_name
+from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
+
+from .homes import base_name
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,12 @@ class Traffic:
 
 
 def is_comm(node: Node) -> bool:
-    return str(node.op).startswith("comm.")
+    return base_name(node).startswith("comm.")
 
 
 def traffic(node: Node, mesh: Mesh) -> Traffic:
     """The bytes that one rank sends for a comm node (formulas as in :mod:`shardfx.ir.comm`)."""
-    name = op_name(node.op).removeprefix("comm.")
+    name = base_name(node).removeprefix("comm.")
     axes = tuple(node.kwargs.get("axes", ()))
     n = mesh.extent(axes)
     gathers = name.startswith("all_gather")

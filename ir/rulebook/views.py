@@ -349,12 +349,12 @@ def pad(node: Node) -> ShardingRule:
 
 
 RULES: tuple[RuleEntry, ...] = (
-    rule((aten.view, aten._unsafe_view, aten.reshape), view, shape_arg=1),
-    rule((aten.unsqueeze, aten.squeeze), view),
+    rule((aten.view, aten._unsafe_view, aten.reshape), view, shape_arg=1, free=True),
+    rule((aten.unsqueeze, aten.squeeze), view, free=True),
     rule(aten.expand, expand, shape_arg=1),
-    rule(aten.permute, permuted(lambda node, n: [d % n for d in node.args[1]])),
-    rule(aten.transpose.int, permuted(_transposed)),
-    rule(aten.t, permuted(lambda node, n: list(range(n))[::-1])),
+    rule(aten.permute, permuted(lambda node, n: [d % n for d in node.args[1]]), free=True),
+    rule(aten.transpose.int, permuted(_transposed), free=True),
+    rule(aten.t, permuted(lambda node, n: list(range(n))[::-1]), free=True),
     rule(aten.slice.Tensor, slice_, local=slice_local),
     rule(aten.slice_backward, slice_backward, local=slice_backward_local),
     rule(aten.select.int, select),

@@ -1,0 +1,274 @@
+"""The decisions of a plan, as a file that can be read, compared, kept and given back.
+
+    >>> pm.plan.save("plan.json")
+    >>> plan = Plan.load("plan.json")
+    >>> again = sx.parallelize(model, plan.mesh, sx.Hints(args=(x,), loss=loss, targets=(y,), specs=plan.specs))
+
+``plan.specs`` has the stored placement of every input and that of every hinted value: the same model then gets the same
+program. They remember their plan, so that another model or mesh is an error and no surprise; ``dict(plan.specs)`` are
+plain hints. The file is JSON; placements are in the text form of graphs::
+
+    "inputs": {"layers.0.qkv.weight": "[(3 64{tp}), 64]", "args.0": "[8{dp}, 16]"}
+    "strategies": {"forward layers.0.wo aten.mm 0": "m{dp} k{tp}"}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardfx.ir.comm import CommOp
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Node, Value, op_name
+from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.parse import parse_spec
+from shardfx.ir.spec import Spec
+from shardfx.passes.seeds import as_spec, module_outputs, pattern
+
+if TYPE_CHECKING:
+    from .compile import Compiled
+
+FORMAT = "shardfx plan"
+VERSION = 1
+"""Of the file's form: raised when an older reader could not make sense of it."""
+
+
+class PlannedSpecs(dict[str, Spec]):
+    """Specs for ``Hints(specs=...)`` that hold for one model on one mesh only."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__({name: parse_spec(text, plan.mesh)[1] for name, text in (*plan.inputs.items(), *plan.hinted.items())})
+        self.plan = plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided: everything else follows from it, the model and the hints' other options.
+
+    ``inputs`` and ``hinted`` are placements as text, by name; ``strategies`` the cuts of each op's factors, by the
+    op's key: phase, module, op, and its number among those alike.
+    """
+
+    mesh: Mesh
+    inputs: Mapping[str, str]
+    hinted: Mapping[str, str]
+    strategies: Mapping[str, str]
+    passes: tuple[str, ...]
+    fingerprint: str
+    shardfx: str
+    torch: str
+
+    @property
+    def specs(self) -> PlannedSpecs:
+        """Hints that bring this plan about again."""
+        return PlannedSpecs(self)
+
+    def check(self, graph: Graph) -> None:
+        """Raise if the plan is not one for this captured graph, on its mesh.
+
+        Raises:
+            Error: another mesh; or another model, or other shapes of inputs.
+        """
+        here, there = shape_of(graph.mesh), shape_of(self.mesh)
+        if here != there:
+            raise Error("the plan is one for another mesh", where="Hints(specs=plan.specs)", expected=there, got=here)
+        found = fingerprint(graph)
+        if found == self.fingerprint:
+            return
+        names = {given.name for given in graph.inputs}
+        missing = [name for name in self.inputs if name not in names]
+        fresh = [name for name in names if name not in self.inputs]
+        other = "its inputs have the same names"
+        if missing or fresh:
+            other = f"{some(missing)} is in the plan alone, {some(sorted(fresh))} in the model alone"
+        raise Error(
+            "the plan is one for another model, or for other shapes of its inputs",
+            where="Hints(specs=plan.specs)",
+            expected=f"{self.fingerprint}, captured with torch {self.torch}",
+            got=f"{found}, captured with torch {torch.__version__}; {other}",
+            remedy="plan this model anew; or pass dict(plan.specs) to use the placements as plain hints",
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON; gives the path."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "shardfx": self.shardfx,
+            "torch": self.torch,
+            "fingerprint": self.fingerprint,
+            "mesh": [
+                {"name": a.name, "size": a.size, "time": a.time, "bandwidth": a.link.bandwidth, "latency": a.link.latency}
+                for a in self.mesh.axes
+            ],
+            "passes": list(self.passes),
+            "inputs": dict(self.inputs),
+            "hinted": dict(self.hinted),
+            "strategies": dict(self.strategies),
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            Error: there is no such file; it is cut short, of another version, or no plan at all.
+        """
+        where = str(path)
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise Error("the plan cannot be read", where=where, got=error.strerror or str(error)) from None
+        except ValueError as error:
+            remedy = "save it again: pm.plan.save(path)"
+            raise Error(
+                "the plan is cut short, or no JSON", where=where, expected="a whole file", got=error, remedy=remedy
+            ) from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise Error("this file is not a plan", where=where, expected=f'JSON with "format": "{FORMAT}"', got=str(content)[:60])
+        if content.get("version") != VERSION:
+            raise Error(
+                "the plan is of another version",
+                where=where,
+                expected=f"version {VERSION}",
+                got=f"version {content.get('version')}, written by shardfx {content.get('shardfx')}",
+                remedy="make the plan anew, or read it with that version of shardfx",
+            )
+        return _read(content, where)
+
+
+def _read(content: dict[str, Any], where: str) -> Plan:
+    try:
+        axes = {a["name"]: Time(a["size"]) if a["time"] else a["size"] for a in content["mesh"]}
+        links = {a["name"]: Link(a["bandwidth"], a["latency"]) for a in content["mesh"]}
+        plan = Plan(
+            Mesh(links=links, **axes),
+            _texts(content["inputs"]),
+            _texts(content["hinted"]),
+            _texts(content["strategies"]),
+            tuple(content["passes"]),
+            *(str(content[key]) for key in ("fingerprint", "shardfx", "torch")),
+        )
+        for text in (*plan.inputs.values(), *plan.hinted.values()):
+            parse_spec(text, plan.mesh)
+    except Error as error:
+        raise Error(error.what, where=f"{where}: {error.where or 'mesh'}", expected=error.expected, got=error.got) from None
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise Error("the plan is not whole", where=where, expected="what Plan.save writes", got=what) from None
+    return plan
+
+
+def _texts(content: dict[str, Any]) -> dict[str, str]:
+    return {str(key): str(text) for key, text in content.items()}
+
+
+def make_plan(compiled: Compiled) -> Plan:
+    """The plan of a compiled model (see ``ParallelModule.plan``)."""
+    graph = compiled.after
+    inputs = {g.name: _text(g.value, g.value.spec) for g in graph.inputs}
+    return Plan(
+        graph.mesh,
+        inputs,
+        dict(_hinted(compiled)),
+        {key: cuts_text(node) for key, node in node_keys(graph).items() if node.strategy is not None},
+        tuple(str(each) for each in compiled.passes),
+        fingerprint(compiled.before),
+        version(),
+        torch.__version__,
+    )
+
+
+def _hinted(compiled: Compiled) -> dict[str, str]:
+    """The modules whose output a hint places, each by its own path."""
+    graph = compiled.before
+    names = {given.name for given in graph.inputs} | set(compiled.captured.aliases)
+    modules = module_outputs(graph)
+    found = {}
+    for text, hint in compiled.hints.specs.items():
+        matcher = pattern(text)
+        if any(matcher.fullmatch(name) for name in names):
+            continue
+        for path, values in modules.items():
+            if matcher.fullmatch(path):
+                found[path] = _text(values[-1], as_spec(hint, graph.mesh, values[-1].type.ndim, text))
+    return found
+
+
+def _text(value: Value, spec: Spec | None) -> str:
+    return (spec or Spec.whole(value.type.ndim)).text(value.shape)
+
+
+def cuts_text(node: Node) -> str:
+    """``m{dp} k{tp}``, or ``-`` where nothing is cut."""
+    assert node.strategy is not None
+    return " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in node.strategy.cuts) or "-"
+
+
+def node_keys(graph: Graph) -> dict[str, Node]:
+    """The ops by a key that stays the same however values are numbered: ``forward layers.0.wo aten.mm 0``."""
+    counts: dict[str, int] = {}
+    keys = {}
+    for node in graph.nodes:
+        if not isinstance(node.op, CommOp):
+            key = f"{node.phase.value} {node.where.module or '-'} {op_name(node.op)}"
+            number = counts[key] = counts.get(key, -1) + 1
+            keys[f"{key} {number}"] = node
+    return keys
+
+
+def fingerprint(graph: Graph) -> str:
+    """A hash of a captured graph: names and types of its inputs, ops, how they are connected, outputs.
+
+    Not in it: source lines, so that a comment does not make another model, and the mesh.
+    """
+    numbers = {value: number for number, value in enumerate(graph.values())}
+    digest = hashlib.sha256()
+
+    def plain(arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return f"%{numbers[arg]}"
+        if isinstance(arg, (list, tuple)):
+            return [plain(each) for each in arg]
+        return repr(arg)
+
+    def note(*words: Any) -> None:
+        digest.update(f"{words}\n".encode())
+
+    for given in graph.inputs:
+        note(given.kind.value, given.name, given.value.shape, str(given.value.type.dtype))
+    for node in graph.nodes:
+        kwargs = {key: plain(arg) for key, arg in node.kwargs.items()}
+        types = [None if v is None else (v.shape, str(v.type.dtype)) for v in node.results]
+        note(node.phase.value, op_name(node.op), plain(node.args), kwargs, types)
+    for output in graph.outputs:
+        note(output.kind.value, output.name, numbers[output.value])
+    return f"sha256:{digest.hexdigest()[:32]}"
+
+
+def version() -> str:
+    """The installed version of shardfx; ``0`` for a checkout that is not installed."""
+    try:
+        return importlib.metadata.version("shardfx")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
+
+
+def shape_of(mesh: Mesh) -> str:
+    return repr(mesh)
+
+
+def some(names: list[str]) -> str:
+    """A few of the names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"

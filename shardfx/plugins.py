@@ -1,0 +1,164 @@
+"""What installed packages bring: passes (entry points ``shardfx.passes``) and op rules (``shardfx.rules``).
+
+In the ``pyproject.toml`` of a plugin::
+
+    [project.entry-points."shardfx.passes"]
+    count-nodes = "count_nodes:CountNodes"       # a subclass of shardfx.Pass whose name is count-nodes
+
+    [project.entry-points."shardfx.rules"]
+    mylib = "mylib.sharding:RULES"               # a tuple of rules, or a function that gives one
+
+A pass is used by its text, ``Hints(passes=["count-nodes{mb=2}"])``; rules are used as soon as they are installed.
+See docs/writing_passes.md and docs/writing_rules.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from shardfx.ir.errors import Error
+from shardfx.ir.rulebook import default_rules
+from shardfx.ir.rules import RuleBook, RuleEntry
+from shardfx.passes import BUILT_IN, Pass
+from shardfx.passes.text import parse_pass
+
+PASSES = "shardfx.passes"
+RULES = "shardfx.rules"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A pass that there is: where it comes from, and the class; or the error that it is instead."""
+
+    name: str
+    origin: str
+    kind: type[Pass] | None = None
+    error: Error | None = None
+
+
+@cache
+def _entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a group; the same one found twice (in a checkout and installed) counts once."""
+    return tuple({(e.name, e.value, _origin(e)): e for e in entry_points(group=group)}.values())
+
+
+def refresh() -> None:
+    """Forget what was found: packages were installed or removed while this process runs."""
+    _entry_points.cache_clear()
+    _plugin_rules.cache_clear()
+
+
+def all_passes() -> list[Found]:
+    """Every pass, built-in ones first; a plugin that cannot be used is in the list with its error."""
+    found = [Found(name, "built-in", kind) for name, kind in BUILT_IN.items()]
+    for point in sorted(_entry_points(PASSES), key=lambda point: point.name):
+        try:
+            found.append(Found(point.name, _origin(point), _load_pass(point)))
+        except Error as error:
+            found.append(Found(point.name, _origin(point), error=error))
+    return found
+
+
+def find_pass(name: str) -> type[Pass]:
+    """The pass of a name.
+
+    Raises:
+        Error: there is none, there are two, or the plugin that has it cannot be used.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    points = [point for point in _entry_points(PASSES) if point.name == name]
+    if len(points) > 1:
+        raise Error(
+            f"two plugins have a pass {name!r}",
+            where=f"entry points {PASSES}",
+            expected="one pass of each name",
+            got=" and ".join(_origin(point) for point in points),
+            remedy="uninstall one, or pass an instance instead of text",
+        )
+    if points:
+        return _load_pass(points[0])
+    known = [*BUILT_IN, *(point.name for point in _entry_points(PASSES))]
+    near = difflib.get_close_matches(name, known, 3, 0.5)
+    raise Error(
+        f"unknown pass {name!r}",
+        where="Hints(passes=...)",
+        expected=f"one of {', '.join(known)}",
+        got=name,
+        remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "install its package; see `shardfx passes`",
+    )
+
+
+def as_passes(given: Iterable[Pass | str]) -> tuple[Pass, ...]:
+    """Passes that are given as instances, or as text."""
+    return tuple(parse_pass(each, find_pass) if isinstance(each, str) else each for each in given)
+
+
+def all_rules() -> RuleBook:
+    """The built-in rules, and those of installed plugins beside them; a plugin's rule wins.
+
+    Raises:
+        Error: a plugin's rules cannot be had: to leave them out in silence would be another plan.
+    """
+    found = _plugin_rules()
+    return default_rules().extended(found) if found else default_rules()
+
+
+@cache
+def _plugin_rules() -> tuple[RuleEntry, ...]:
+    return tuple(entry for point in _entry_points(RULES) for entry in _load_rules(point))
+
+
+def _load_pass(point: EntryPoint) -> type[Pass]:
+    kind = _load(point)
+    if not isinstance(kind, type) or not issubclass(kind, Pass):
+        raise _wrong(point, "is not a pass", "a subclass of shardfx.Pass (the class, not an instance)", repr(kind))
+    if kind.name != point.name:
+        raise _wrong(point, "is called otherwise than its entry point", f"name = {point.name!r}", f"{kind.name!r}")
+    if point.name in BUILT_IN:
+        raise _wrong(point, "has the name of a built-in pass", "a name of its own", point.name)
+    return kind
+
+
+def _load_rules(point: EntryPoint) -> Sequence[RuleEntry]:
+    rules = _load(point)
+    if callable(rules):
+        try:
+            rules = rules()
+        except Exception as error:
+            raise _wrong(point, "fails when it is called", "a tuple of rules", f"{type(error).__name__}: {error}") from error
+    if not isinstance(rules, (tuple, list)) or not all(isinstance(each, RuleEntry) for each in rules):
+        raise _wrong(point, "is not a set of rules", "a tuple of what shardfx.rule(...) gives", repr(rules)[:200])
+    return rules
+
+
+def _load(point: EntryPoint) -> object:
+    try:
+        return point.load()
+    except Exception as error:  # whatever a module does when it is imported
+        raise _wrong(
+            point,
+            "cannot be imported",
+            f"{point.value} to be there",
+            f"{type(error).__name__}: {error}",
+            f"mend or uninstall {_origin(point)}",
+        ) from error
+
+
+def _origin(point: EntryPoint) -> str:
+    """The distribution that an entry point belongs to, with its version."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+
+
+def _wrong(point: EntryPoint, what: str, expected: str, got: str, remedy: str | None = None) -> Error:
+    return Error(
+        f"plugin {point.name!r} of {_origin(point)} {what}",
+        where=f"entry point {point.group}: {point.name} = {point.value}",
+        expected=expected,
+        got=got,
+        remedy=remedy,
+    )
