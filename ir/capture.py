@@ -11,6 +11,7 @@ the forward; :mod:`shardfx.ir.convert` turns that into our IR. Nothing is comput
 from __future__ import annotations
 
 import copy
+import linecache
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,9 +24,9 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .convert import Names, convert
+from .convert import Names, convert, source_of
 from .errors import Error
-from .graph import Graph
+from .graph import Graph, Where
 from .mesh import Mesh
 
 aten = torch.ops.aten
@@ -158,8 +159,18 @@ def capture(
         params = {name: p for name, p in traced.named_parameters(remove_duplicate=False)}
         buffers = {name: b for name, b in traced.named_buffers(remove_duplicate=False)}
         aliases = _aliases({**params, **buffers})
-        graph = convert(gm, mesh, Names(tuple(names), aliases, loss is not None))
+        graph = convert(gm, mesh, Names(tuple(names), aliases, _loss_source(loss)))
     return Captured(graph, tuple(names), program.results.tree, program.results.leaves, aliases)
+
+
+def _loss_source(loss: Callable[..., Any] | None) -> Where | None:
+    """Where the user wrote the loss."""
+    if loss is None:
+        return None
+    code = getattr(loss, "__code__", None) or getattr(getattr(type(loss), "forward", None), "__code__", None)
+    if code is None:
+        return Where("loss")
+    return Where("loss", code.co_filename, code.co_firstlineno, linecache.getline(code.co_filename, code.co_firstlineno).strip())
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -200,6 +211,7 @@ def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], stack: ExitStac
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.export(program, tensors, strict=False).module()
+            _reject_unknown_shapes(exported)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=get_decompositions(DECOMPOSED), _record_nn_module_stack=True
             )
@@ -210,6 +222,24 @@ def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], stack: ExitStac
     return joint.graph_module
 
 
+def _reject_unknown_shapes(exported: torch.fx.GraphModule) -> None:
+    """A value whose shape is only known when the program runs (``nonzero``) is refused where it is made."""
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
+            raise _data_dependent(str(source_of(node)) + f"  {source_of(node).code}", f"{node.target} of shape {tuple(value.shape)}")
+
+
+def _data_dependent(where: str | None, got: str) -> Error:
+    return Error(
+        "the model's shapes or control flow depend on the data",
+        where=where,
+        expected="shapes that follow from the shapes of the inputs",
+        got=got,
+        remedy="use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`",
+    )
+
+
 DATA_DEPENDENT = ("GuardOnDataDependent", "data-dependent", "Could not guard", "_local_scalar_dense", "nonzero", "u0")
 
 
@@ -218,13 +248,7 @@ def _explain(error: Exception) -> Error:
     text = f"{type(error).__name__}: {error}"
     where = _user_frame(error)
     if any(word in text for word in DATA_DEPENDENT):
-        return Error(
-            "the model's shapes or control flow depend on the data",
-            where=where,
-            expected="shapes that follow from the shapes of the inputs",
-            got=text.splitlines()[0][:300],
-            remedy="use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`",
-        )
+        return _data_dependent(where, text.splitlines()[0][:300])
     return Error(
         "the model cannot be captured by torch.export",
         where=where,

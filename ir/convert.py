@@ -33,6 +33,7 @@ from .spec import TensorType
 aten = torch.ops.aten
 PREFIX = "model."
 TORCH = str(Path(torch.__file__).parent)
+CAPTURE = str(Path(__file__).with_name("capture.py"))
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Names:
 
     leaves: tuple[str, ...]
     aliases: Mapping[str, str]
-    loss: bool
+    loss: Where | None = None
 
 
 MOVES = (
@@ -118,7 +119,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
     builder = Builder(mesh)
     output: torch.fx.Node | None = None
     for node in gm.graph.nodes:
-        builder.where = _where(node)
+        builder.where = source_of(node)
         builder.phase = Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
         if node.op == "placeholder":
             builder.env[node] = _placeholder(builder, node, names)
@@ -136,7 +137,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
     assert output is not None
     _outputs(builder, output, names)
     dead_code(builder.graph)
-    _inherit_sources(builder.graph)
+    _inherit_sources(builder.graph, names.loss)
     builder.graph.rename()
     return builder.graph
 
@@ -173,7 +174,7 @@ def _outputs(builder: Builder, node: torch.fx.Node, names: Names) -> None:
     for arg, desc in zip(flat, node.meta["desc"], strict=True):
         value = builder.env.get(arg) if isinstance(arg, torch.fx.Node) else None
         if isinstance(desc, PlainAOTOutput):
-            if desc.idx == 0 and names.loss:
+            if desc.idx == 0 and names.loss is not None:
                 kind, name = OutputKind.LOSS, "loss"
             else:
                 kind, name = OutputKind.RESULT, f"results.{result}"
@@ -205,14 +206,16 @@ def _outputs(builder: Builder, node: torch.fx.Node, names: Names) -> None:
             builder.graph.outputs.append(Output(kind, name, value))
 
 
-def _inherit_sources(graph: Graph) -> None:
-    """Gradient sums have no source of their own: they get that of the first operand that has one."""
+def _inherit_sources(graph: Graph, loss: Where | None) -> None:
+    """What stands in no module is the loss's; gradient sums get the source of the first operand that has one."""
     for node in graph.nodes:
-        if not node.where.module and not node.where.file:
+        if node.where.file == CAPTURE and loss is not None:
+            node.where = loss
+        elif not node.where.module and not node.where.file:
             node.where = next((v.node.where for v in node.operands if v.node is not None), node.where)
 
 
-def _where(node: torch.fx.Node) -> Where:
+def source_of(node: torch.fx.Node) -> Where:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     module = ""
     if stack:

@@ -141,6 +141,8 @@ class Writer:
         """Lines of code with their module path and source behind them."""
         statements: list[str] = []
         for text in body:
+            if not text.strip():
+                continue
             if text.startswith(";") and statements:
                 statements[-1] = statements[-1].rstrip("\n") + text
             else:
@@ -149,7 +151,7 @@ class Writer:
         for text in statements:
             match = re.match(r"(\w+) = ", text)
             comment = self.comments.get(match.group(1), "") if match else ""
-            lines.append(f"{text.rstrip()}  # {comment}\n" if comment else text)
+            lines.append(f"{text.rstrip()}  # {comment}\n" if comment else f"{text.rstrip()}\n")
         return lines
 
 

@@ -126,6 +126,11 @@ class DistributedEngine:
 
     # ---- running --------------------------------------------------------------------------------------------
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that run in this process."""
+        return [self.rank]
+
     def program(self, kinds: Kinds) -> Program:
         if kinds not in self._programs:
             self._programs[kinds] = generate(self.graph, self.rank, self.rules, kinds)
@@ -166,6 +171,16 @@ class DistributedEngine:
         if tuple(tensor.shape) == self._shapes[name]:
             return cut_local(tensor, self._specs[name], self.mesh, self.rank)
         return tensor
+
+    def rank_inputs(self, rank: int, program: Program, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a rank's program starts from, by input name: this rank's own, and of others nothing."""
+        seed, found = torch.zeros((), dtype=torch.int64), {}
+        for given in program.inputs if rank == self.rank else ():
+            stored = given.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+            held = self.parameters.get(given.name) or self.buffers.get(given.name) if stored else inputs.get(given.name)
+            if held is not None or given.kind in (InputKind.SEED, InputKind.CONSTANT):
+                found[given.name] = self._piece(given, inputs, seed).cpu().clone()
+        return found
 
     def store_buffers(self, results: Results) -> None:
         """Keep the new contents of buffers."""

@@ -75,6 +75,11 @@ class VirtualEngine:
             else:
                 self.buffers[given.name] = pieces
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that run in this process."""
+        return list(range(self.graph.mesh.size))
+
     def programs(self, kinds: Kinds) -> list[Program]:
         if kinds not in self._programs:
             mesh = self.graph.mesh
@@ -120,6 +125,17 @@ class VirtualEngine:
             raise Error(f"constant {given.name!r} has no content", where="a graph read from text")
         layout = self.shards[given.name]
         return [layout.cut(whole, i) for i in range(layout.count)]
+
+    def rank_inputs(self, rank: int, program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a rank's program starts from, by input name, as far as it is there: stored pieces, and ``inputs`` cut."""
+        seed, found = torch.zeros((), dtype=torch.int64), {}
+        for given in program.inputs:
+            stored = given.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+            held = self.parameters.get(given.name) or self.buffers.get(given.name) if stored else inputs.get(given.name)
+            if held is not None or given.kind in (InputKind.SEED, InputKind.CONSTANT):
+                pieces = self._pieces(given, inputs, seed)
+                found[given.name] = pieces[self.shards[given.name].by_rank[rank]].clone()
+        return found
 
     def store_buffers(self, results: Results) -> None:
         """Keep the new contents of buffers."""

@@ -35,6 +35,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Offsets in the whole, sizes, and offsets in the local tensor."""
 
 
+aten = torch.ops.aten
+MAKES = {aten.new_empty_strided.default: 3, aten.new_empty.default: 2, aten.new_zeros.default: 2, aten.new_ones.default: 2}
+"""Ops that make a tensor of a shape that DTensor derives from the placement; and how many arguments say it."""
+
+
 class Boxes(Tensor):
     """A local tensor that is several boxes of its whole, side by side. Elementwise results are so, too."""
 
@@ -61,6 +66,9 @@ class Boxes(Tensor):
             return tensor.data_
 
         args, kwargs = tree_map_only(Boxes, open_, (args, dict(kwargs or {})))
+        first = next(iter(mine.values()))
+        if first.guarded and func in MAKES:
+            args = (first.data_, first.shape, first.stride())[: MAKES[func]] + args[MAKES[func] :]
         result = func(*args, **kwargs)
         like = {tensor.shape: tensor for tensor in mine.values()}
         guarded = any(tensor.guarded for tensor in mine.values())

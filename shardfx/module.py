@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardfx.ir.capture import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh
-from shardfx.runtime.codegen import generate
+from shardfx.runtime.codegen import Program, generate
 from shardfx.runtime.engine import Kinds, Results
 
 from .compile import Compiled, after_each_pass
@@ -198,8 +198,31 @@ class ParallelModule(nn.Module):
         Inputs are the rank's own pieces, in the order of the placeholders; results are the loss, gradients and new
         buffers (or, where there is no loss, the model's results).
         """
+        return self._program(rank, training).module
+
+    def _program(self, rank: int, training: bool | None) -> Program:
         train = training if training is not None else (OutputKind.LOSS, "loss") in self._outputs
-        return generate(self.after, rank, self._compiled.context.rules, TRAIN if train else INFER).module
+        return generate(self.after, rank, self._compiled.context.rules, TRAIN if train else INFER)
+
+    def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
+        """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``.
+
+        Weights and (real) example inputs lie beside them. Under ``torchrun`` all ranks call it, and each writes its own;
+        the weights of other ranks are not known there.
+        """
+        from shardfx.runtime.export import write_rank, write_shared
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        hints = self._compiled.hints
+        named = leaf_names(hints.args, hints.kwargs, hints.targets)
+        examples = {n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and type(t) is torch.Tensor}
+        for rank in self._engine.ranks if ranks is None else ranks:
+            program = self._program(rank, None)
+            write_rank(folder, rank, program, self.mesh, self._engine.rank_inputs(rank, program, examples))
+        if 0 in self._engine.ranks:
+            write_shared(folder, self.after, self._program(0, None))
+        return folder
 
     # ---- state ----------------------------------------------------------------------------------------------
 

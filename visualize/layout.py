@@ -6,6 +6,7 @@ backward is moved to stand beside its forward: lines of values that are kept for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from shardfx.ir.graph import Phase
@@ -68,13 +69,11 @@ def move(lane: LanePlan, dx: float, down: Callable[[float], float]) -> None:
 def align(left: LanePlan, right: LanePlan) -> None:
     """Insert room between boxes so that what has the same name in both lanes stands at the same height."""
     pairs = []
-    for spot in left.top:
-        mates = [other for other in right.top if set(spot.box.members) & set(other.box.members)]
-        if mates:
-            mate = max(mates, key=lambda other: other.rect.h)
-            rivals = [other for other in left.top if set(other.box.members) & set(mate.box.members)]
-            if spot is max(rivals, key=lambda other: other.rect.h):
-                pairs.append((spot, mate))
+    mine, others = _once(left), _once(right)
+    for spot in mine:
+        mate = max((other for other in others if _related(spot, other)), key=lambda other: other.rect.h, default=None)
+        if mate and spot is max((s for s in mine if _related(s, mate)), key=lambda s: s.rect.h):
+            pairs.append((spot, mate))
     pairs.sort(key=lambda pair: pair[0].rect.middle)
     cuts: tuple[list[Point], list[Point]] = ([], [])
     reached = (-1.0, -1.0)
@@ -88,6 +87,16 @@ def align(left: LanePlan, right: LanePlan) -> None:
         cuts[lower].append((ends[lower] - 2, abs(heights[0] - heights[1])))
     for lane, own in zip((left, right), cuts, strict=True):
         move(lane, 0, lambda y, own=own: _down(own, y))  # type: ignore[misc]
+
+
+def _once(lane: LanePlan) -> list[Spot]:
+    """What stands for modules of which the lane has no second piece."""
+    pieces = Counter(spot.box.members for spot in lane.top)
+    return [spot for spot in lane.top if spot.box.members and pieces[spot.box.members] == 1]
+
+
+def _related(a: Spot, b: Spot) -> bool:
+    return not set(a.box.members).isdisjoint(b.box.members)
 
 
 def _down(cuts: list[Point], y: float) -> float:

@@ -11,7 +11,7 @@ from shardfx.ir.mesh import Mesh
 
 from .boxes import Box, Kind, Line
 from .geometry import Rect, Size, Spot
-from .homes import base_name, is_heavy
+from .homes import base_name, is_heavy, is_own
 from .levels import STACK
 from .style import FAINT, HOST, INK, MUTED, PAPER, RULE, Run, axis_colour, placement, plain, shorten, width
 from .svg import Canvas, number
@@ -62,7 +62,8 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
     found = [Row(title, SMALL if box.kind is Kind.VIEW else TITLE)]
     if box.kind is Kind.CLOSED:
         found += [Row([Run(text, MUTED)]) for text in summary(box)]
-    shown = box.lines if len(box.lines) <= MOST_LINES else box.lines[: MOST_LINES - 1]
+    most = MOST_LINES + sum(line.role == "comm" for line in box.lines)
+    shown = box.lines if len(box.lines) <= most else box.lines[: most - 1]
     found += [Row(_line(line, mesh), mono=True) for line in shown]
     if len(shown) < len(box.lines):
         found.append(Row([Run(f"and {len(box.lines) - len(shown)} more", MUTED)]))
@@ -71,9 +72,9 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
 
 def summary(box: Box) -> list[str]:
     """How many ops a closed module has, and which are the most."""
-    counts = Counter(base_name(node) for node in box.inside)
+    counts = Counter(base_name(node) for node in box.inside if not is_own(node))
     main = [f"{name} × {n}" if n > 1 else name for name, n in counts.most_common(3)]
-    total = counts.total()
+    total = len(box.inside)
     return [f"{total} ops" if total > 1 else "1 op", shorten(", ".join(main) + (" …" if len(counts) > 3 else ""), 46)]
 
 

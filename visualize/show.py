@@ -251,7 +251,9 @@ class Builder:
             part = leaves[at : at + per]
             nodes = [node for box in part for node in box.nodes]
             inside = [node for box in part for node in (box.inside or box.nodes)]
-            result.append(Box(Kind.CLOSED, phase, nodes, inside=inside))
+            lines = sorted(node.where.line for node in inside if node.where.line)
+            title = f"lines {lines[0]} … {lines[-1]}" if lines else f"part {at // per + 1} of {count}"
+            result.append(Box(Kind.CLOSED, phase, nodes, title=title, inside=inside))
         return result
 
 

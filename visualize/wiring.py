@@ -52,7 +52,7 @@ def wire(flow: Flow, lanes: list[Lane]) -> Picture:
                 if leaf.kind is not Kind.INPUT:
                     leaf.tags = [value for node in leaf.nodes for value in node.outs if value in leaving.get(leaf, ())]
                 if leaf.kind is Kind.CLOSED:
-                    leaf.lines.extend(comm_lines(leaf.inside, graph))
+                    leaf.lines[:0] = comm_lines(leaf.inside, graph)
     made = [Edge(source, target, values) for (source, target), values in edges.items()]
     for lane in lanes:
         lane.edges = [e for e in made if e.source.phase is lane.phase is e.target.phase]
@@ -79,7 +79,7 @@ def _outputs(
             edges.setdefault((box, end), []).append(value)
             leaving.setdefault(box, {})[value] = None
         elif output.value is value:
-            name = _short(output.name, value.node.where.module)
+            name = _short(output.name, box.path if box.kind is Kind.CLOSED else value.node.where.module)
             box.lines.append(Line("out", f"{'grad' if output.kind is OutputKind.GRADIENT else 'new'} {name}", value))
             written.add(value)
 
@@ -87,7 +87,7 @@ def _outputs(
 def _add_line(box: Box, node: Node, given: Input) -> None:
     if any(line.value is given.value for line in box.lines):
         return
-    name = _short(given.name, node.where.module)
+    name = _short(given.name, box.path if box.kind is Kind.CLOSED else node.where.module)
     if given.kind is InputKind.CONSTANT:
         name = f"constant {name}"
     box.lines.append(Line("in", name, given.value))

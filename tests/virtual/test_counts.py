@@ -1,0 +1,98 @@
+"""What a plan sends: a Megatron-style block's collectives, the published propagation example, storage of parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardfx as sx
+from tests.models import MLP3
+from tests.plans import plan, specs_of
+from tests.zoo import make
+
+
+def block_collectives(pm: sx.ParallelModule, block: str) -> Counter[tuple[str, str]]:
+    """(kind, phase) of the collectives on activations between the norms of one block, over tp."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for node in pm.after.nodes:
+        if str(node.op).startswith("comm.") and node.operands[0].type.numel >= 8 * 16 * 48:
+            if node.kwargs["axes"] == ["tp"]:
+                counts[str(node.op), node.phase.value] += 1
+    return counts
+
+
+@pytest.mark.parametrize("name", ["gpt_fused", "gpt_separate", "llama", "hf_gpt2", "hf_llama", "hf_qwen3"])
+def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward(name: str) -> None:
+    shallow = block_collectives(plan(make(name), sx.Mesh(dp=2, tp=2)), "layers.1")
+    layers = 2
+    # one more forward: the vocabulary-parallel embedding; one more backward: the head's input
+    assert shallow["comm.all_reduce", "forward"] == 2 * layers + 1
+    assert shallow["comm.all_reduce", "backward"] == 2 * layers + 1
+    assert set(shallow) == {("comm.all_reduce", "forward"), ("comm.all_reduce", "backward")}
+
+
+@pytest.mark.parametrize("name", ["gpt_fused", "gpt_separate", "llama"])
+def test_with_the_sequence_hint_they_become_pairs_of_the_same_bytes(name: str) -> None:
+    case = make(name)
+    pm = plan(case, sx.Mesh(dp=2, tp=2), sequence=True)
+    counts = block_collectives(pm, "layers.1")
+    layers = 2
+    for kind in ("comm.reduce_scatter", "comm.all_gather"):
+        assert counts[kind, "forward"] == 2 * layers + 1
+        assert counts[kind, "backward"] == 2 * layers + 1
+    assert not counts["comm.all_reduce", "forward"] and not counts["comm.all_reduce", "backward"]
+
+
+def test_the_published_propagation_example() -> None:
+    """First matmul cut ((2,1),(1,4)): bias add ((2,4),(4)), ReLU ((2,4)), second matmul ((2,4),(4,1))."""
+    model = MLP3().double()
+    x = torch.randn(8, model.fc1.in_features, dtype=torch.float64)
+    y = torch.randint(0, model.fc3.out_features, (8,))
+    specs = {"args.0": "dp, -", "fc1.weight": "tp, -"}
+    pm = sx.parallelize(
+        model, sx.Mesh(dp=2, tp=4), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=specs)
+    )
+
+    def first(op: str, module: str = "") -> sx.ir.graph.Node:  # type: ignore[name-defined]
+        return next(n for n in pm.after.nodes if str(n.op).startswith(op) and n.where.module.startswith(module))
+
+    linear = first("aten.addmm", "fc1")
+    bias, left, right = linear.strategy.operands
+    assert (str(left), str(right)) == ("[.{dp}, .]", "[., .{tp}]")
+    assert str(bias) == "[.{tp}]"
+    assert str(linear.strategy.results[0]) == "[.{dp}, .{tp}]"
+    assert str(first("aten.relu").strategy.operands[0]) == "[.{dp}, .{tp}]"
+    left, right = first("aten.mm", "fc2").strategy.operands
+    assert (str(left), str(right)) == ("[.{dp}, .{tp}]", "[.{tp}, .]")
+
+
+def test_a_stored_placement_with_more_axes_is_gathered_at_use_and_its_gradient_scattered() -> None:
+    case = make("mlp3")
+    pm = plan(case, sx.Mesh(dp=4), specs={"**.weight": "dp, -"}, fuse_mb=0)
+    kinds = Counter(str(n.op) for n in pm.after.nodes if str(n.op).startswith("comm."))
+    assert kinds["comm.all_gather"] == 3
+    assert kinds["comm.reduce_scatter"] == 3
+    gathered = {n.operands[0].name for n in pm.after.nodes if str(n.op) == "comm.all_gather"}
+    assert gathered == {"fc1.weight", "fc2.weight", "fc3.weight"}
+
+
+def test_fusing_keeps_the_bytes_and_makes_fewer_calls() -> None:
+    alone, fused = (plan(make("gpt_fused"), sx.Mesh(dp=2), fuse_mb=mb) for mb in (0, 25))
+
+    def total(pm: sx.ParallelModule) -> tuple[int, int]:
+        nodes = [n for n in pm.after.nodes if str(n.op).startswith("comm.")]
+        return len(nodes), sum(v.type.nbytes for n in nodes for v in n.operands)
+
+    (calls, sent), (fewer, same) = total(alone), total(fused)
+    assert sent == same
+    assert fewer < calls / 3
+
+
+def test_specs_of_the_cases_all_match() -> None:
+    for name in ("unet", "resnet", "hf_bert"):
+        case = make(name)
+        plan(case, sx.Mesh(dp=2, tp=2))
+        assert specs_of(case, sx.Mesh(dp=2, tp=2))

@@ -1,0 +1,203 @@
+"""Mistakes of callers: what, where, expected, got and the remedy; never a hang, never a wrong number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfx as sx
+from shardfx.ir.graph import Graph
+from shardfx.passes import Context
+from shardfx.runtime.virtual import as_generator, run
+
+X = torch.randn(8, 6, dtype=torch.float64)
+Y = torch.randint(0, 4, (8,))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(6, 8, dtype=torch.float64)
+        self.fc2 = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+def make(mesh: sx.Mesh | None = None, model: nn.Module | None = None, **hints: object) -> sx.ParallelModule:
+    given = {"args": (X,), "loss": F.cross_entropy, "targets": (Y,), "specs": {"args.0": "dp, -"}} | hints
+    return sx.parallelize(model or Net(), mesh or sx.Mesh(dp=2), sx.Hints(**given))  # type: ignore[arg-type]
+
+
+def fails(*words: str, **hints: object) -> sx.Error:
+    with pytest.raises(sx.Error) as caught:
+        make(**hints)  # type: ignore[arg-type]
+    text = str(caught.value)
+    for word in words:
+        assert word in text, text
+    return caught.value
+
+
+def test_an_unknown_axis() -> None:
+    error = fails("tq", "dp", "args.0", specs={"args.0": "tq, -"})
+    assert error.remedy
+
+
+def test_a_name_that_matches_nothing_gets_a_suggestion() -> None:
+    fails("fc1.wieght", "did you mean", "fc1.weight", specs={"fc1.wieght": "dp, -"})
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    fails("blocks.*.weight", "matches nothing", specs={"blocks.*.weight": "dp, -"})
+
+
+def test_an_axis_used_twice_in_one_spec() -> None:
+    fails("used twice", "fc1.weight", specs={"fc1.weight": "dp, dp"})
+
+
+def test_a_spec_with_too_few_dims() -> None:
+    fails("one entry per dim", "fc1.weight", "2 entries", specs={"fc1.weight": "dp"})
+
+
+def test_two_hints_that_disagree() -> None:
+    fails("disagree", specs={"fc1.weight": "dp, -", "*.weight": "-, dp"})
+
+
+def test_a_spec_of_no_known_form() -> None:
+    fails("no known form", specs={"fc1.weight": 3})
+
+
+def test_args_that_are_no_tuple() -> None:
+    fails("not a tuple", args=X)
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    fails("scalar", loss=lambda out, y: out)
+
+
+class Picks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x[x.sum(1) > 0]).sum()
+
+
+class Branches(Picks):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).sum() if x.sum() > 0 else self.fc(-x).sum()
+
+
+@pytest.mark.parametrize("model", [Picks(), Branches()])
+def test_shapes_that_depend_on_the_data(model: nn.Module) -> None:
+    error = fails("depend on the data", "test_errors.py", model=model, loss=lambda out: out, targets=())
+    assert error.remedy and "mask" in error.remedy
+
+
+def test_an_op_without_a_rule_under_strict_names_the_users_line() -> None:
+    class Solves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.eye(6, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.matrix_exp(self.w * x.sum()).sum()
+
+    fails("no sharding rule", "linalg_matrix_exp", "test_errors.py", model=Solves(), loss=lambda o: o, targets=(), strict=True)
+
+
+def test_a_wrong_input_shape() -> None:
+    pm = make()
+    with pytest.raises(sx.Error, match=r"args.0.*\n.*\n.*expected:.*\(8, 6\)") as caught:
+        pm(X[:5], Y)
+    assert "(5, 6)" in str(caught.value)
+    with pytest.raises(sx.Error, match="dtype"):
+        pm(X.float(), Y)
+    with pytest.raises(sx.Error, match="not those that the model was captured with"):
+        pm(X, Y, Y)
+
+
+@dataclass(frozen=True)
+class Breaks(sx.Pass):
+    """Drops a node that others use."""
+
+    name: ClassVar[str] = "breaks"
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        del graph.nodes[0]
+        return True
+
+
+@dataclass(frozen=True)
+class Raises(sx.Pass):
+    name: ClassVar[str] = "raises"
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        raise KeyError("oops")
+
+
+@dataclass(frozen=True)
+class TooEarly(sx.Pass):
+    name: ClassVar[str] = "too-early"
+    requires: ClassVar[frozenset[str]] = frozenset({"STAGED"})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return False
+
+
+def test_a_pass_that_breaks_the_graph_is_named() -> None:
+    fails("breaks", "never defined", passes=[Breaks()])
+
+
+def test_a_pass_that_raises_is_named() -> None:
+    fails("raises", "KeyError", passes=[Raises()])
+
+
+def test_a_pass_in_the_wrong_order_fails_before_anything_runs() -> None:
+    fails("too-early", "STAGED", passes=[TooEarly()])
+
+
+def test_something_that_is_no_pass() -> None:
+    fails("not a pass", passes=[object()])
+
+
+def test_what_is_not_there_yet_says_so() -> None:
+    fails("zero", "not available", zero=1)
+
+
+def test_collectives_that_do_not_match_are_named_by_rank_and_node() -> None:
+    pm = make(sx.Mesh(tp=2), specs={"fc1.weight": "tp, -"}, loss=None, targets=())
+    modules = [pm.rank_module(r) for r in range(2)]
+    reduce = next(n for n in modules[1].graph.nodes if "all_reduce" in str(n.target))
+    reduce.args = (reduce.args[0], "max", reduce.args[2])
+    with pytest.raises(sx.Error, match="do not match between ranks") as caught:
+        run_modules(pm, modules)
+    assert "ranks 0 and 1" in str(caught.value) and reduce.name in str(caught.value)
+
+
+def test_a_collective_that_never_comes_is_no_hang() -> None:
+    pm = make(sx.Mesh(tp=2), specs={"fc1.weight": "tp, -"}, loss=None, targets=())
+    modules = [pm.rank_module(r) for r in range(2)]
+    reduce = next(n for n in modules[1].graph.nodes if "all_reduce" in str(n.target))
+    reduce.replace_all_uses_with(reduce.args[0])
+    modules[1].graph.erase_node(reduce)
+    with pytest.raises(sx.Error, match="deadlock"):
+        run_modules(pm, modules)
+
+
+def run_modules(pm: sx.ParallelModule, modules: list[torch.fx.GraphModule]) -> None:
+    from shardfx.runtime.storage import cut_local
+
+    state = {**pm.full_state_dict(), "args.0": X}
+    inputs = []
+    for rank, module in enumerate(modules):
+        names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+        given = {g.name.replace(".", "_"): g for g in pm.after.inputs}
+        inputs.append([cut_local(state[given[n].name], given[n].value.spec, pm.mesh, rank) for n in names])
+    run([as_generator(m) for m in modules], inputs, pm.mesh)
