@@ -256,7 +256,7 @@ def convert_call(builder: Builder, node: torch.fx.Node) -> Any:
     canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket)
     if canonical is not None:
         return canonical(builder, target, args, kwargs, types)
-    if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(target, args, kwargs):
+    if torch.Tag.nondeterministic_seeded in target.tags and not draws_nothing(target, args, kwargs):
         raise Error(
             f"{target} draws random numbers in a way that ranks cannot agree on",
             where=str(builder.where),
@@ -267,7 +267,7 @@ def convert_call(builder: Builder, node: torch.fx.Node) -> Any:
     return builder.add(target, args, types, **kwargs)
 
 
-def _draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Attention carries a dropout probability that is mostly zero."""
     for i, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -91,6 +92,14 @@ class Emit(Protocol):
         """The local shape of a result."""
 
 
+class Contiguous(Enum):
+    """Which layout of its tensors a kernel takes: some give wrong numbers for another, without a word."""
+
+    ANY = "any"
+    LAST_DIM = "last dim"
+    ALL = "all dims"
+
+
 MakeRule = Callable[[Node], "ShardingRule | None"]
 MakeLocal = Callable[[Emit], Any]
 
@@ -101,7 +110,7 @@ class RuleEntry:
 
     ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``local``
     writes anything else; ``free`` says that the op costs next to nothing, so that it may be done once per placement
-    that is needed of its result; ``expand`` says that where a whole factor is in the way the op may be taken apart
+    that is needed of its result; ``contiguous`` which memory layout its kernel takes; ``expand`` says that where a whole factor is in the way the op may be taken apart
     into its decomposition (True: torch's own).
     """
 
@@ -112,6 +121,7 @@ class RuleEntry:
     local: MakeLocal | None = None
     expand: bool | Callable[..., Any] = False
     free: bool = False
+    contiguous: Contiguous = Contiguous.ANY
 
 
 def rule(
@@ -125,6 +135,7 @@ def rule(
     local: MakeLocal | None = None,
     expand: bool | Callable[..., Any] = False,
     free: bool = False,
+    contiguous: Contiguous = Contiguous.ANY,
 ) -> RuleEntry:
     """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"`` or from a function of the node.
 
@@ -141,8 +152,8 @@ def rule(
     given = ops if isinstance(ops, tuple) else (ops,)
     if isinstance(template, str):
         parsed = Template(template, linear, reduce, moves_only)
-        return RuleEntry(given, parsed, template, shape_arg, local, expand, free)
-    return RuleEntry(given, template, template.__name__, shape_arg, local, expand, free)
+        return RuleEntry(given, parsed, template, shape_arg, local, expand, free, contiguous)
+    return RuleEntry(given, template, template.__name__, shape_arg, local, expand, free, contiguous)
 
 
 def parse_linear(text: str) -> tuple[frozenset[int], ...]:

@@ -99,6 +99,14 @@ def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[
     return start, size
 
 
+def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
+    """The size of the smallest piece of a part that is cut over ``axes``: the last one's."""
+    for axis in axes:
+        n = mesh[axis].size
+        size = max(size - -(-size // n) * (n - 1), 0)
+    return size
+
+
 def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
     """The cut made of ``parts``, in normal form: parts that can be one are one, one part of size 1 stands in front."""
     if any(part.size == 0 for part in parts):

@@ -30,8 +30,12 @@ class Expander:
     def __init__(self, book: RuleBook) -> None:
         self._book = book
         self._traced: dict[object, torch.fx.GraphModule] = {}
+        self._final: set[Node] = set()
 
     def can(self, node: Node) -> bool:
+        """Whether there is a decomposition, and the node is not already what is left of one."""
+        if node in self._final:
+            return False
         entry = self._book.entry(node.op)
         return entry is not None and bool(entry.expand)
 
@@ -61,6 +65,8 @@ class Expander:
         for made in builder.graph.nodes:
             made.why = f"part of {op_name(node.op)}, taken apart because a cut stands in its way"
             rewriter.before(node, made)
+            if made.op is node.op:
+                self._final.add(made)
         given = results if isinstance(results, (list, tuple)) else [results]
         swapped = [(o, n) for o, n in zip(node.results, given, strict=False) if o is not None and n is not None]
         for old, new in swapped:
@@ -89,6 +95,7 @@ class Expander:
 
             args = substitute(node.args, next_tensor)
             kwargs = {k: substitute(a, next_tensor) for k, a in node.kwargs.items()}
-            return decomposition(*args, **kwargs)
+            out = decomposition(*args, **kwargs)
+            return tuple(out) if isinstance(out, tuple) else out  # some give a named tuple, which is no op
 
         return function

@@ -24,7 +24,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules import Dim, RuleBook, ShardingRule, place, replicated, strategy
-from shardfx.ir.spec import WHOLE, Cut, Part, Spec, compound, project
+from shardfx.ir.spec import WHOLE, Cut, Part, Spec, compound, project, smallest
 
 from .manager import Decision
 
@@ -250,7 +250,7 @@ class Propagation:
                     continue
                 projected = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
                 for factor, cut in zip(dim, projected or (), strict=False):
-                    if cut.axes and factor not in rule.whole and rule.sizes[factor] >= mesh.extent(cut.axes):
+                    if cut.axes and factor not in rule.whole and feeds_all(cut, rule.sizes[factor], mesh):
                         strong = any(self.origin.get((value, a), WEAK).operator for a in cut.axes)
                         found.setdefault(factor, []).append(Candidate(cut, value, strong))
         return found
@@ -332,6 +332,11 @@ class Propagation:
 
 
 WEAK = Origin("", False)
+
+
+def feeds_all(cut: Cut, size: int, mesh: Mesh) -> bool:
+    """Whether every rank gets something: most kernels refuse empty tensors."""
+    return all(smallest(part.size, part.axes, mesh) > 0 for part in cut.sub(size))
 
 
 def join(a: Cut, b: Cut, size: int, mesh: Mesh) -> Cut | None:

@@ -55,7 +55,9 @@ def parse_pass(text: str, find: Callable[[str], type[Pass]]) -> Pass:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             remedy = f"did you mean {near[0]!r}?" if near else None
-            raise _wrong(text, f"pass {match[1]!r} has no option {name!r}", ", ".join(known) or "no options", item, remedy)
+            raise _wrong(
+                text, f"pass {match[1]!r} has no option {name!r}", ", ".join(known) or "no options", item, remedy
+            )
         if name in options:
             raise _wrong(text, f"option {name!r} is given twice", "each option once", text)
         options[name] = read_value(value, hints.get(name, Any), known[name], text)

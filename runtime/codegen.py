@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from torch import fx
 
 from shardfx.ir.comm import CommOp
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, op_name, substitute
-from shardfx.ir.rules import RuleBook
+from shardfx.ir.rules import Contiguous, RuleBook
 from shardfx.ir.spec import Spec, bounds
 
+from . import layout
 from .lowering import LOWER, Pending
 
 aten = torch.ops.aten
@@ -95,8 +97,18 @@ class Writer:
             held = self.env[value] = held.finish()
         return held
 
+    @cached_property
+    def dense(self) -> dict[Contiguous, Callable[[Value], Any]]:
+        """How an operand is used, by the layout that the op's kernel takes."""
+        return {
+            Contiguous.ANY: self.use,
+            Contiguous.LAST_DIM: lambda value: self.call(layout.dense_last, self.use(value)),
+            Contiguous.ALL: lambda value: self.call(aten.contiguous.default, self.use(value)),
+        }
+
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self.fx.call_function(target, args, kwargs)
+        name = target._opname if isinstance(target, torch._ops.OpOverload) else None
+        made = self.fx.create_node("call_function", target, args, kwargs, name)
         if self.current is not None:
             made.meta["shardfx"] = self.current
             self.comments[made.name] = str(self.current.where)
@@ -117,8 +129,9 @@ class Writer:
             LOWER[node.op.name](self, node)
             return
         entry = self.book.entry(node.op)
-        args = substitute(node.args, self.use)
-        kwargs = {k: substitute(a, self.use) for k, a in node.kwargs.items()}
+        use = self.use if entry is None else self.dense[entry.contiguous]
+        args = substitute(node.args, use)
+        kwargs = {k: substitute(a, use) for k, a in node.kwargs.items()}
         if entry is not None and entry.local is not None and _is_cut(node):
             result = entry.local(LocalEmit(self, node, args, kwargs))
         else:

@@ -13,6 +13,11 @@ import torch
 Tensor = torch.Tensor
 
 
+def dense_last(x: Tensor) -> Tensor:
+    """``x`` with a last dim of stride one: flash attention on CPU gives wrong numbers for any other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def pack(x: Tensor, view: Sequence[int], dim: int, per: int) -> Tensor:
     """``x`` as ``view`` with ``dim`` in front, padded with zeros to ``per`` there."""
     x = x.reshape(view).movedim(dim, 0)

@@ -72,6 +72,10 @@ def compile_model(
     context = new_context(hints, captured, mesh, rules)
     with no_collection():
         run_passes(captured.graph, passes, context, on_pass)
+    if isinstance(hints.specs, PlannedSpecs):
+        others = hints.specs.plan.differences(captured.graph)
+        if others:
+            context.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
     return Compiled(hints, captured, before, captured.graph, context, passes)
 
 
@@ -87,8 +91,10 @@ def after_each_pass(compiled: Compiled) -> dict[str, Graph]:
     found: dict[str, Graph] = {}
 
     def keep(each: Pass, graph: Graph) -> None:
-        number = sum(1 for name in found if name.partition(" ")[0] == each.name)
-        found[f"{each.name} {number + 1}" if number else each.name] = graph.copy()
+        again = 1
+        while (name := each.name if again == 1 else f"{each.name}-{again}") in found:
+            again += 1
+        found[name] = graph.copy()
 
     with warnings.catch_warnings(), no_collection():
         warnings.simplefilter("ignore")  # they were said the first time

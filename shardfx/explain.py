@@ -1,15 +1,15 @@
 """Why is this cut so? The decisions behind a parameter, an input, a module's ops or one value, back to the hints.
 
-    >>> print(pm.explain("%59"))
-    forward %59 = aten.mm(%58, %57) : f64[128, 48] +{tp}  @ layers.0.wo  model.py:108
-      cuts k over tp, of the rule m k, k n -> m n
-      tp: the result is a partial sum, for the op adds up over the factor k
-          %58 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wo
-          %56 dim 2 is, through aten.view @ layers.0.wo (step 178, elementwise)
-          ... 10 links: %55 %53 %27 %23 %21 %19 %18 %17 %16 %15
-          %layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)
-          the hint 'layers.*.wq.weight' (step 5)
-      then %62 comm.reduce_scatter over tp sends 12.3 kB per rank: needed as f64[8{dp}, 16{tp}, 48] by %63 aten.add.Tensor
+>>> print(pm.explain("%59"))
+forward %59 = aten.mm(%58, %57) : f64[128, 48] +{tp}  @ layers.0.wo  model.py:108
+  cuts k over tp, of the rule m k, k n -> m n
+  tp: the result is a partial sum, for the op adds up over the factor k
+      %58 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wo
+      %56 dim 2 is, through aten.view @ layers.0.wo (step 178, elementwise)
+      ... 10 links: %55 %53 %27 %23 %21 %19 %18 %17 %16 %15
+      %layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)
+      the hint 'layers.*.wq.weight' (step 5)
+  then %62 comm.reduce_scatter over tp sends 12.3 kB per rank: needed as f64[8{dp}, 16{tp}, 48] by %63 aten.add.Tensor
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shardfx.ir.text import Printer
 from shardfx.passes import Context
 from shardfx.visualize.traffic import size_text, traffic
 
+from .replay import source_of
 from .trails import Because, Trails
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :meth:`ParallelModule.explain` found; ``str`` of it is meant to be read. The trails of a module are brief."""
+    """What :meth:`ParallelModule.explain` found; ``str`` is meant to be read. The trails of a module are brief."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -158,26 +159,35 @@ class _Explainer:
         """A parameter and its gradient, a buffer and its new content."""
         yield self.input(given)
         for output in self.graph.outputs:
-            if output.name == given.name and output.value.node is not None:
-                entry = self.op(output.value.node, output.value)
+            made = source_of(output.value)
+            if output.name == given.name and made.node is not None:
+                entry = self.op(made.node, made)
                 kind = "gradient" if output.kind is OutputKind.GRADIENT else "new content"
                 yield Entry(f"its {kind}: {entry.title}", entry.cuts, entry.trails, entry.communication)
 
     # ---- one input, one op ----------------------------------------------------------------------------------
 
     def input(self, given: Input) -> Entry:
-        return Entry(self.printer.input(given), "", self._trails(given.value), tuple(self._after(given.value)))
+        trails = self._trails(given.value)
+        cuts = "" if trails else "whole on every rank"
+        return Entry(self.printer.input(given), cuts, trails, tuple(self._after(given.value)))
 
     def op(self, node: Node, value: Value | None = None) -> Entry:
         """The entry of a node; its trails are those of ``value`` (the first result, if not said)."""
-        lines = [line for value in node.outs for line in self._after(value)]
+        lines = [line for each in ([value] if value is not None else node.outs) for line in self._after(each)]
         if isinstance(node.op, CommOp):
             lines.insert(0, f"{self._sends(node)}{f': {node.why}' if node.why else ''}")
         elif node.why:
             lines.insert(0, node.why)
-        line = self.printer.node(node).partition("  cuts ")[0].partition("  @ ")[0].rstrip()
-        title = f"{node.phase.value} {line}" + (f"  @ {node.where}" if str(node.where) else "")
+        title = f"{node.phase.value} {self._line(node)}" + (f"  @ {node.where}" if str(node.where) else "")
         return Entry(title, self._cuts(node), self._trails(value or node.outs[0]), (*self._wishes(node), *lines))
+
+    def _line(self, node: Node) -> str:
+        """The node as the graph's text has it, without strategy and source; of many collectives as one the number."""
+        if isinstance(node.op, CommOp) and len(node.operands) > MOST_USERS:
+            count, axes = len(node.operands), ", ".join(node.kwargs["axes"])
+            return f"%{node.name} and {count - 1} more = {node.op}({count} values, axes=[{axes}])"
+        return self.printer.node(node).partition("  cuts ")[0].partition("  @ ")[0].rstrip()
 
     def _cuts(self, node: Node) -> str:
         if node.strategy is None or isinstance(node.op, CommOp):
@@ -192,14 +202,18 @@ class _Explainer:
         spec, node = value.spec, value.node
         if spec is None:
             return ()
-        factors = {} if node is None or node.strategy is None else {a: f for f, axes in node.strategy.cuts for a in axes}
+        factors = (
+            {} if node is None or node.strategy is None else {a: f for f, axes in node.strategy.cuts for a in axes}
+        )
         found = []
         for axis in self.graph.mesh.sort([*spec.axes, *spec.partial_axes]):
             dim = next((d for d, cut in enumerate(spec.dims) if axis in cut.axes), None)
             if dim is not None:
                 role = f"cuts dim {dim}"
             else:
-                adds = f"for the op adds up over the factor {factors[axis]}" if axis in factors else "as its operands are"
+                adds = (
+                    f"for the op adds up over the factor {factors[axis]}" if axis in factors else "as its operands are"
+                )
                 role = f"the result is a partial {dict(spec.partial)[axis]}, {adds}"
             found.append(Trail(axis, role, tuple(self.trails.follow(value, axis, dim))))
         return tuple(found)
@@ -208,10 +222,10 @@ class _Explainer:
         """Decisions that did not come about: the op gives its result otherwise."""
         for value in node.outs:
             for made in self.context.decisions.get(value, ()):
-                lost = [a for a in made.cut.axes if value.spec is not None and a not in value.spec.dims[made.dim].axes]
-                if lost:
-                    cut = made.cut.text(value.shape[made.dim])
-                    yield f"wished for: dim {made.dim} as {cut} (step {made.step}); it is made as {self.printer.type(value)}"
+                kept = value.spec.dims[made.dim].axes if value.spec is not None else ()
+                if not set(made.cut.axes) <= set(kept):
+                    wish = f"dim {made.dim} as {made.cut.text(value.shape[made.dim])} (step {made.step})"
+                    yield f"wished for: {wish}; it is made as {self.printer.type(value)}"
 
     # ---- communication --------------------------------------------------------------------------------------
 

@@ -44,7 +44,9 @@ class PlannedSpecs(dict[str, Spec]):
     """Specs for ``Hints(specs=...)`` that hold for one model on one mesh only."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__({name: parse_spec(text, plan.mesh)[1] for name, text in (*plan.inputs.items(), *plan.hinted.items())})
+        super().__init__(
+            {name: parse_spec(text, plan.mesh)[1] for name, text in (*plan.inputs.items(), *plan.hinted.items())}
+        )
         self.plan = plan
 
 
@@ -96,6 +98,13 @@ class Plan:
             remedy="plan this model anew; or pass dict(plan.specs) to use the placements as plain hints",
         )
 
+    def differences(self, graph: Graph) -> list[str]:
+        """The ops of a planned graph that are cut otherwise than here, in words."""
+        there = {key: cuts_text(node) for key, node in node_keys(graph).items() if node.strategy is not None}
+        keys = dict.fromkeys([*self.strategies, *there])
+        pairs = ((key, self.strategies.get(key, "absent"), there.get(key, "absent")) for key in keys)
+        return [f"{key}: {planned} in the plan, {found} here" for key, planned, found in pairs if planned != found]
+
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON; gives the path."""
         content = {
@@ -105,7 +114,13 @@ class Plan:
             "torch": self.torch,
             "fingerprint": self.fingerprint,
             "mesh": [
-                {"name": a.name, "size": a.size, "time": a.time, "bandwidth": a.link.bandwidth, "latency": a.link.latency}
+                {
+                    "name": a.name,
+                    "size": a.size,
+                    "time": a.time,
+                    "bandwidth": a.link.bandwidth,
+                    "latency": a.link.latency,
+                }
                 for a in self.mesh.axes
             ],
             "passes": list(self.passes),
@@ -136,7 +151,12 @@ class Plan:
                 "the plan is cut short, or no JSON", where=where, expected="a whole file", got=error, remedy=remedy
             ) from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise Error("this file is not a plan", where=where, expected=f'JSON with "format": "{FORMAT}"', got=str(content)[:60])
+            raise Error(
+                "this file is not a plan",
+                where=where,
+                expected=f'JSON with "format": "{FORMAT}"',
+                got=str(content)[:60],
+            )
         if content.get("version") != VERSION:
             raise Error(
                 "the plan is of another version",
@@ -163,7 +183,9 @@ def _read(content: dict[str, Any], where: str) -> Plan:
         for text in (*plan.inputs.values(), *plan.hinted.values()):
             parse_spec(text, plan.mesh)
     except Error as error:
-        raise Error(error.what, where=f"{where}: {error.where or 'mesh'}", expected=error.expected, got=error.got) from None
+        raise Error(
+            error.what, where=f"{where}: {error.where or 'mesh'}", expected=error.expected, got=error.got
+        ) from None
     except (KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise Error("the plan is not whole", where=where, expected="what Plan.save writes", got=what) from None

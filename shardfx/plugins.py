@@ -130,7 +130,9 @@ def _load_rules(point: EntryPoint) -> Sequence[RuleEntry]:
         try:
             rules = rules()
         except Exception as error:
-            raise _wrong(point, "fails when it is called", "a tuple of rules", f"{type(error).__name__}: {error}") from error
+            raise _wrong(
+                point, "fails when it is called", "a tuple of rules", f"{type(error).__name__}: {error}"
+            ) from error
     if not isinstance(rules, (tuple, list)) or not all(isinstance(each, RuleEntry) for each in rules):
         raise _wrong(point, "is not a set of rules", "a tuple of what shardfx.rule(...) gives", repr(rules)[:200])
     return rules

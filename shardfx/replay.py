@@ -14,85 +14,27 @@ storages belong to the caller.
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from shardfx.ir.comm import CommOp
-from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase
+from shardfx.ir.graph import Graph, OutputKind, Value
 from shardfx.ir.rules import RuleBook
 from shardfx.runtime.codegen import Writer, select
 
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
+from .recorder import Peak, Recorder
 
-
-@dataclass(eq=False, slots=True)
-class Storage:
-    """A block of memory: who made it, in which call, and in which it is used last."""
-
-    nbytes: int
-    node: Node | None
-    born: int
-    last: int
-    given: bool = False
-    output: Output | None = None
-    used_in: Phase | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """What is known of a tensor: its layout, and the storage that it is a view of."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    storage: Storage
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """What stands for an fx node while the program is written: the tensors that a call gives."""
-
-    name: str
-    result: Any
-    meta: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Held:
-    """Something that is held at a moment: what it is for, its bytes, and the node that made it."""
-
-    category: str
-    nbytes: int
-    node: Node | None
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment at which most is held, beside the inputs."""
-
-    nbytes: int = 0
-    node: Node | None = None
-    held: tuple[Held, ...] = ()
-
-    def of(self, category: str) -> int:
-        return sum(held.nbytes for held in self.held if held.category == category)
+KEPT = {
+    OutputKind.GRADIENT: "gradients",
+    OutputKind.LOSS: "results",
+    OutputKind.RESULT: "results",
+    OutputKind.BUFFER: "new buffers",
+}
 
 
 @dataclass(frozen=True)
 class Work:
-    """The arithmetic of a program: flops, bytes read and written, by (flops, bytes) of each call outside of communication."""
+    """The arithmetic of a program: flops, and bytes read and written, of each call but those of communication."""
 
     calls: tuple[tuple[int, int], ...] = ()
 
@@ -122,204 +64,21 @@ def replay_rank(graph: Graph, book: RuleBook, kinds: Iterable[OutputKind], rank:
     for given in inputs:
         recorder.next_input = (given, writer.shape(given.value))
         writer.placeholder(given)
+    gradients = {source_of(output.value) for output in outputs if output.kind is OutputKind.GRADIENT}
     for node in nodes:
         recorder.node = node
         writer.node(node)
+        for value in node.outs:
+            if value in gradients and not isinstance(node.op, CommOp):
+                recorder.mark(writer.use(value), "gradients")
     for output in outputs:
-        recorder.keep(writer.use(output.value), output)
+        recorder.keep(writer.use(output.value), KEPT[output.kind])
     return Replay(recorder.peak(), Work(tuple(recorder.work)), recorder.count)
 
 
-class Recorder:
-    """Takes the place of an ``fx.Graph``: runs each distinct call on fake tensors, and keeps account of storages."""
-
-    def __init__(self) -> None:
-        self.node: Node | None = None
-        self.next_input: tuple[Input, tuple[int, ...]] | None = None
-        self.count = 0
-        self.storages: list[Storage] = []
-        self.work: list[tuple[int, int]] = []
-        self._makers: list[Node | None] = []
-        self._known: dict[Any, tuple[Any, int]] = {}
-        self._mode = FakeTensorMode()
-
-    def placeholder(self, name: str) -> Call:
-        assert self.next_input is not None
-        given, shape = self.next_input
-        dtype = given.value.type.dtype
-        storage = Storage(0, None, 0, 0, given=True)
-        return Call(name, Tensor(shape, _contiguous(shape), dtype, storage))
-
-    def call_function(self, target: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Call:
-        call = Call(f"call{self.count}", None)
-        operands: list[Tensor] = []
-        for each in _calls((args, kwargs)):
-            operands += self._touch(each)
-        if target is operator.getitem:
-            call.result = args[0].result[args[1]]
-        elif target is c10d.wait_tensor.default:
-            call.result = args[0].result
-        else:
-            key = (target, _key(args), _key(kwargs))
-            found = self._known.get(key)
-            if found is None:
-                found = self._known[key] = self._run(target, args, kwargs or {}, operands)
-            made, flops = found
-            call.result, fresh = self._bind(made, operands)
-            if not isinstance(self.node.op if self.node else None, CommOp) and fresh:
-                self.work.append((flops, fresh + sum(t.nbytes for t in operands)))
-        self._makers.append(self.node)
-        self.count += 1
-        return call
-
-    def keep(self, call: Call, output: Output) -> None:
-        """The tensor is an output: it lives to the end."""
-        for tensor in self._touch(call):
-            tensor.storage.output = tensor.storage.output or output
-
-    def _touch(self, call: Call) -> list[Tensor]:
-        """The tensors of a call that is used now."""
-        tensors = list(_tensors(call.result))
-        for tensor in tensors:
-            tensor.storage.last = self.count
-            tensor.storage.used_in = self.node.phase if self.node else None
-        return tensors
-
-    def _run(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Tensor]) -> tuple[Any, int]:
-        """Run a call on fake tensors; gives its results as layouts (an alias says of which operand), and its flops."""
-        with self._mode:
-            fakes = [torch.empty_strided(t.shape, t.stride, dtype=t.dtype) for t in operands]
-            at = iter(fakes)
-
-            def fake(call: Call) -> Any:
-                return _change(call.result, lambda _: next(at))
-
-            given, named = _swap(args, fake), _swap(kwargs, fake)
-            out = target(*given, **named)
-            count = FLOPS.get(target) or flop_registry.get(getattr(target, "overloadpacket", None))
-            flops = int(count(*given, **named, out_val=out)) if count is not None else 0
-        owners = {f.untyped_storage()._cdata: i for i, f in enumerate(fakes)}
-
-        def layout(tensor: torch.Tensor) -> Any:
-            storage = tensor.untyped_storage()
-            source = owners.get(storage._cdata, -1 - storage._cdata)
-            return _Layout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, source, storage.nbytes())
-
-        return _change(out, layout), flops
-
-    def _bind(self, made: Any, operands: list[Tensor]) -> tuple[Any, int]:
-        """The results of a call from their layouts; and how many bytes are new."""
-        fresh: dict[int, Storage] = {}
-
-        def tensor(layout: _Layout) -> Tensor:
-            storage = operands[layout.source].storage if layout.source >= 0 else fresh.get(layout.source)
-            if storage is None:
-                storage = fresh[layout.source] = Storage(layout.nbytes, self.node, self.count, self.count)
-                self.storages.append(storage)
-            return Tensor(layout.shape, layout.stride, layout.dtype, storage)
-
-        return _change(made, tensor), sum(storage.nbytes for storage in fresh.values())
-
-    def peak(self) -> Peak:
-        """The call during which most is held: what it uses, and what it makes, is there at once."""
-        if not self.count:
-            return Peak()
-        change = [0] * (self.count + 1)
-        for storage in self.storages:
-            if storage.output is not None:
-                storage.last = self.count - 1
-            change[storage.born] += storage.nbytes
-            change[storage.last + 1] -= storage.nbytes
-        held = list(itertools.accumulate(change[:-1]))
-        top = max(range(self.count), key=held.__getitem__)
-        there = [s for s in self.storages if s.born <= top <= s.last and s.nbytes]
-        there.sort(key=lambda s: -s.nbytes)
-        return Peak(held[top], self._makers[top], tuple(Held(_category(s), s.nbytes, s.node) for s in there))
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """A result of a call: ``source`` is the operand that it is a view of, or (negative) a fresh storage."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    source: int
-    nbytes: int
-
-
-def _category(storage: Storage) -> str:
-    if storage.output is not None:
-        return {OutputKind.GRADIENT: "gradients", OutputKind.BUFFER: "new buffers"}.get(storage.output.kind, "results")
-    if storage.node is not None and storage.node.phase is Phase.FORWARD and storage.used_in is Phase.BACKWARD:
-        return "activations"
-    return "temporaries"
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = itertools.accumulate([1, *reversed(shape[1:])], lambda a, b: a * max(b, 1))
-    return tuple(strides)[: len(shape)][::-1]
-
-
-def _calls(arg: Any) -> Iterable[Call]:
-    if isinstance(arg, Call):
-        yield arg
-    elif isinstance(arg, (list, tuple)):
-        for each in arg:
-            yield from _calls(each)
-    elif isinstance(arg, dict):
-        for each in arg.values():
-            yield from _calls(each)
-
-
-def _tensors(result: Any) -> Iterable[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (list, tuple)):
-        for each in result:
-            yield from _tensors(each)
-
-
-def _change(result: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest of results with every tensor changed."""
-    if isinstance(result, (list, tuple)):
-        return [_change(each, change) for each in result]
-    return change(result) if isinstance(result, (Tensor, _Layout, torch.Tensor)) else result
-
-
-def _swap(arg: Any, change: Callable[[Call], Any]) -> Any:
-    if isinstance(arg, Call):
-        return change(arg)
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(_swap(each, change) for each in arg)
-    if isinstance(arg, dict):
-        return {key: _swap(each, change) for key, each in arg.items()}
-    return arg
-
-
-def _key(arg: Any) -> Any:
-    """Equal for arguments that make a call do the same: tensors by their layout."""
-    if isinstance(arg, Call):
-        return _key(arg.result)
-    if isinstance(arg, Tensor):
-        return (arg.shape, arg.stride, arg.dtype)
-    if isinstance(arg, (list, tuple)):
-        return tuple(_key(each) for each in arg)
-    if isinstance(arg, dict):
-        return tuple((key, _key(each)) for key, each in arg.items())
-    return (type(arg), arg) if arg.__hash__ else repr(arg)
-
-
-def _attention(q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
-
-
-def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
-    return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-
-
-FLOPS: dict[Any, Callable[..., Any]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-}
-"""What torch's own table of flops leaves out."""
+def source_of(value: Value) -> Value:
+    """The value before any communication."""
+    while value.node is not None and isinstance(value.node.op, CommOp):
+        operands = value.node.operands
+        value = operands[value.index if len(operands) > 1 else 0]
+    return value

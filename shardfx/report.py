@@ -22,7 +22,8 @@ from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, 
 from shardfx.ir.mesh import Mesh
 from shardfx.visualize.traffic import local_bytes, traffic
 
-from .replay import Peak, Work, replay_rank
+from .recorder import Peak
+from .replay import Work, replay_rank, source_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -213,9 +214,7 @@ def comm_seconds(node: Node, planner: Planner) -> float:
     return planner.cost(kind, node.kwargs["axes"], sum(local_bytes(value, planner.mesh) for value in values))
 
 
-def causes_of(
-    node: Node, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]
-) -> list[Cause]:
+def causes_of(node: Node, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> list[Cause]:
     """What each value that a comm node moves is: a parameter, a gradient, the loss, or what an op made."""
     total = traffic(node, mesh).total
     values = list(zip(node.operands, node.outs, strict=True))
@@ -244,13 +243,9 @@ def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Ma
 
 def first(value: Value) -> Value:
     """The value before any communication, views and transposes: what an op made, or an input."""
-    while (node := value.node) is not None:
-        if isinstance(node.op, CommOp):
-            value = node.operands[value.index if len(node.operands) > 1 else 0]
-        elif is_view(node) and len(node.operands) == 1:
-            value = node.operands[0]
-        else:
-            break
+    value = source_of(value)
+    while value.node is not None and is_view(value.node) and len(value.node.operands) == 1:
+        value = source_of(value.node.operands[0])
     return value
 
 

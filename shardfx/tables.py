@@ -93,12 +93,14 @@ def _memory(report: Report) -> list[RenderableType]:
         ("results", peak.of("results") + peak.of("new buffers"), "at the peak: loss, results, new contents of buffers"),
         ("temporaries", peak.of("temporaries"), "at the peak: everything else, buffers of communication too"),
     ):
-        if size or name in ("parameters", "activations"):
+        if size or name in ("parameters", "activations", "gradients", "temporaries"):
             made.add_row(name, size_text(size), Text(note, "dim"))
     node = peak.node
     at = f"in %{node.name} = {op_name(node.op)} {node.where}" if node is not None else ""
     made.add_section()
-    made.add_row(Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(f"their sum, {at}".rstrip(", ")))
+    made.add_row(
+        Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(f"their sum, {at}".rstrip(", "))
+    )
     return [made, Text(FORMULA, "dim")]
 
 
@@ -137,9 +139,13 @@ def _time(report: Report) -> list[RenderableType]:
     time = report.time
     rates = f"{count_text(time.flops_per_second, 'FLOP/s')} and {count_text(time.bytes_per_second, 'B/s')}"
     made = table("Time of one step (an estimate)", "", "time", "", right=[1])
-    made.add_row("compute", seconds_text(time.compute), Text(f"{count_text(time.work.flops, 'FLOP')}, at {rates}", "dim"))
+    made.add_row(
+        "compute", seconds_text(time.compute), Text(f"{count_text(time.work.flops, 'FLOP')}, at {rates}", "dim")
+    )
     made.add_row("communication", seconds_text(time.communication), Text("by the links of the mesh", "dim"))
     made.add_section()
-    made.add_row(Text("step", "bold"), Text(seconds_text(time.total), "bold"), Text("their sum: nothing overlaps", "dim"))
+    made.add_row(
+        Text("step", "bold"), Text(seconds_text(time.total), "bold"), Text("their sum: nothing overlaps", "dim")
+    )
     passes = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in report.passes.items())
     return [made, "", Text.assemble(("Passes  ", "bold"), (passes or "none", "dim"))]

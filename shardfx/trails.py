@@ -1,9 +1,9 @@
 """Trails: from a value that is cut over an axis back to the hint, one decision after the other.
 
-    >>> [link.text for link in Trails(context, Printer(graph)).follow(value, "tp", 1)]
-    ['%10 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wq',
-     '%layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)',
-     "the hint 'layers.*.wq.weight' (step 5)"]
+>>> [link.text for link in Trails(context, Printer(graph)).follow(value, "tp", 1)]
+['%10 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wq',
+ '%layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)',
+ "the hint 'layers.*.wq.weight' (step 5)"]
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.rules import Dim, ShardingRule
 from shardfx.ir.text import Printer
 from shardfx.passes import Context, Decision
+
+from .replay import source_of
 
 NEVER = 1 << 62
 
@@ -106,7 +108,7 @@ class Trails:
                 return operand, None
             at = [d for d, factors in enumerate(dims) if spec and axis in spec.dims[d].axes and cuts & set(factors)]
             found += [(operand, d) for d in at]
-        decided = [(v, d) for v, d in found if self._decision(self._whole(v), axis, d) is not None]
+        decided = [(v, d) for v, d in found if self._decision(source_of(v), axis, d) is not None]
         return next(iter([*decided, *found]), None)
 
     def _tensors(self, node: Node) -> Iterator[tuple[Value, tuple[Dim, ...]]]:
@@ -115,7 +117,7 @@ class Trails:
         if rule is None:
             return
         for value, dims in zip(node.operands, rule.operands, strict=False):
-            yield self._whole(value), dims
+            yield source_of(value), dims
         for result, result_dims in zip(node.results, rule.results, strict=False):
             if result is not None and result_dims is not None:
                 yield result, result_dims
@@ -131,12 +133,6 @@ class Trails:
         assert copy.node is not None
         operands = copy.node.operands
         return operands[copy.index if len(operands) > 1 else 0]
-
-    def _whole(self, value: Value) -> Value:
-        """The value that a copy under another placement was made from."""
-        while value.node is not None and isinstance(value.node.op, CommOp):
-            value = self.source(value)
-        return value
 
     def name(self, value: Value) -> str:
         return self.printer.use(value) if value in self.printer.tokens else "a value that was taken apart"

@@ -9,6 +9,8 @@ from enum import Enum
 
 from shardfx.ir.graph import Graph, Node, Phase, Value
 
+from .homes import is_view
+
 
 class Kind(Enum):
     OP = "op"
@@ -59,6 +61,11 @@ class Box:
     lines: list[Line] = field(default_factory=list)
     tags: list[Value] = field(default_factory=list)
     """The values that leave the box."""
+
+    @property
+    def main(self) -> Node:
+        """The op that a box is named after: others in it are views."""
+        return next((node for node in reversed(self.nodes) if not is_view(node)), self.nodes[-1])
 
     def leaves(self) -> Iterator[Box]:
         if self.kind is not Kind.OPEN:

@@ -84,7 +84,7 @@ def _source(
     ]
     for item in items:
         if item.ins or item.outs:
-            lines.append(f'{names[item]} [shape=plain fixedsize=false label=<{_table(item)}>]')
+            lines.append(f"{names[item]} [shape=plain fixedsize=false label=<{_table(item)}>]")
         else:
             lines.append(f"{names[item]} [width={item.width / 72:.4f} height={item.height / 72:.4f}]")
     for rank in ("source", "sink"):

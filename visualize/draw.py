@@ -15,9 +15,9 @@ from .geometry import Crossing, Plan, Rect, Spot, Wire
 from .layout import plan
 from .leaf import TITLE, draw_leaf, measure
 from .legend import draw_header
-from .levels import HEADER, STACK
+from .levels import STACK
 from .show import show
-from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, Run, axis_colour, width
+from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, TIMES, Run, axis_colour, width
 from .svg import Canvas, document, number, spline
 from .tooltips import box_text, wire_text
 from .traffic import local_bytes, size_text
@@ -132,11 +132,14 @@ def _container_title(canvas: Canvas, spot: Spot, depth: int) -> None:
     y = body.y + 19
     canvas.text(body.x + 12, y, box.title, size=TITLE, bold=True, halo=halo)
     if box.count > 1:
-        text = f"× {box.count}" + ("  in a row" if box.loops else "")
+        text = f"{TIMES} {box.count}" + ("  in a row" if box.loops else "")
         wide = width(text, 11.5, bold=True) + 16
         badge = Rect(body.x + 20 + width(box.title, TITLE, bold=True), y - 14, wide, 19)
         canvas.rect(badge, 9.5, fill=INK)
         canvas.text(badge.x + wide / 2, y, text, size=11.5, bold=True, colour=PAPER, anchor="middle")
+    stages = {node.stage for leaf in box.leaves() for node in leaf.nodes}
+    if depth == 0 and len(stages) == 1 and stages != {None}:
+        canvas.text(body.right - 12, y, f"stage {stages.pop()}", size=11.5, colour=MUTED, anchor="end", halo=halo)
 
 
 def _wire(canvas: Canvas, wire: Wire, mesh: Mesh) -> None:

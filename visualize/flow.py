@@ -10,6 +10,7 @@ from shardfx.ir.graph import Graph, Node, Phase, Value
 from .fold import ENDS, Folded, Module, fold
 from .homes import homes, is_own, is_view
 
+
 @dataclass(eq=False)
 class Flow:
     """The folded lanes of a graph, and the data that flows between the nodes that are drawn."""

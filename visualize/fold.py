@@ -205,4 +205,3 @@ def signature(module: Module, inputs: Mapping[Value, Input], home: Mapping[Node,
         relative = home[node][prefix:]
         items.append((relative, node.op, node.stage, tuple(operands), results, options))
     return tuple(items)
-

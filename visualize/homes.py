@@ -6,9 +6,8 @@ drawn outside of its block, every block would be torn apart there. The same goes
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from shardfx.ir.graph import Graph, Node, Phase, op_name
@@ -61,7 +60,11 @@ def _shared_home(node: Node, found: dict[Node, str], users: list[str]) -> str:
     own = found[node]
     shared = common([own, *users])
     sources = [found.get(value.node, "") if value.node is not None else "" for value in node.operands]
-    return shared if _depth(shared) < _depth(own) and all(_depth(common([s, own])) <= _depth(shared) for s in sources) else own
+    return (
+        shared
+        if _depth(shared) < _depth(own) and all(_depth(common([s, own])) <= _depth(shared) for s in sources)
+        else own
+    )
 
 
 def _depth(path: str) -> int:
@@ -75,7 +78,12 @@ def is_own(node: Node) -> bool:
 
 def common(paths: Iterable[str]) -> str:
     """The innermost module around some."""
-    return ".".join(os.path.commonprefix([path.split(".") if path else [] for path in paths]))
+    shared: list[str] = []
+    for names in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared)
 
 
 OWN = ("comm.", "memory.")
@@ -89,7 +97,7 @@ def base_name(node: Node) -> str:
     return _base_name(node.op)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _base_name(op: Any) -> str:
     name = op_name(op)
     return name if name.startswith(OWN) else name.removeprefix("aten.").partition(".")[0]

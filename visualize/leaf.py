@@ -13,7 +13,7 @@ from .boxes import Box, Kind, Line
 from .geometry import Rect, Size, Spot
 from .homes import base_name, is_heavy, is_own
 from .levels import STACK
-from .style import FAINT, HOST, INK, MUTED, PAPER, RULE, Run, axis_colour, placement, plain, shorten, width
+from .style import FAINT, HOST, INK, MUTED, PAPER, RULE, TIMES, Run, axis_colour, placement, plain, shorten, width
 from .svg import Canvas, number
 from .traffic import comm_name, size_text, traffic
 
@@ -41,9 +41,10 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
     """What is written in a box."""
     ink = PAPER if box.kind in (Kind.COMM, Kind.MEMORY) else INK
     if box.kind is Kind.COMM:
-        one = traffic(box.nodes[-1], mesh)
+        one = traffic(box.main, mesh)
+        ink = PAPER if one.nbytes else axis_colour(mesh, one.axes[0]) if one.axes else INK
         axes = " ".join(one.axes)
-        parts = len(box.nodes[-1].outs)
+        parts = len(box.main.outs)
         several = f" of {parts}" if parts > 1 else ""
         sent = f"{axes}  {size_text(one.nbytes)}" if one.nbytes else axes
         plain_lines = [Row([Run(plain(_line(line, mesh)), ink)], mono=True) for line in box.lines[:MOST_TAGS]]
@@ -51,14 +52,12 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
     title = [Run(shorten(box.title, 34), ink, True)]
     if box.label:
         title = [Run(shorten(box.label, 28), ink, True), Run("  " + shorten(box.title, 30), MUTED)]
-    if box.kind is Kind.INPUT:
-        title = [Run(box.title, ink, True)]
-    elif box.kind is Kind.OUTPUT:
+    if box.kind in (Kind.INPUT, Kind.OUTPUT):
         title = [Run(box.title, ink, True)]
     elif box.kind is Kind.VIEW:
         title = [Run(f"{box.label}  {box.title}".strip(), MUTED)]
     if box.count > 1:
-        title.append(Run(f"  × {box.count}", MUTED, True))
+        title.append(Run(f"  {TIMES} {box.count}", MUTED, True))
     found = [Row(title, SMALL if box.kind is Kind.VIEW else TITLE)]
     if box.kind is Kind.CLOSED:
         found += [Row([Run(text, MUTED)]) for text in summary(box)]
@@ -73,9 +72,10 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
 def summary(box: Box) -> list[str]:
     """How many ops a closed module has, and which are the most."""
     counts = Counter(base_name(node) for node in box.inside if not is_own(node))
-    main = [f"{name} × {n}" if n > 1 else name for name, n in counts.most_common(3)]
+    main = [f"{name} {TIMES} {n}" if n > 1 else name for name, n in counts.most_common(3)]
     total = len(box.inside)
-    return [f"{total} ops" if total > 1 else "1 op", shorten(", ".join(main) + (" …" if len(counts) > 3 else ""), 46)]
+    number = [] if box.title.startswith(str(total)) else [f"{total} ops" if total > 1 else "1 op"]
+    return [*number, shorten(", ".join(main) + (" …" if len(counts) > 3 else ""), 46)]
 
 
 def _line(line: Line, mesh: Mesh) -> list[Run]:
@@ -141,8 +141,8 @@ def _tag(canvas: Canvas, centre: float, y: float, runs: Sequence[Run]) -> None:
 
 def _shape(canvas: Canvas, box: Box, body: Rect, mesh: Mesh) -> None:
     if box.kind is Kind.COMM:
-        one = traffic(box.nodes[-1], mesh)
-        comm_shape(canvas, body, one.name, one.axes, mesh)
+        one = traffic(box.main, mesh)
+        comm_shape(canvas, body, one.name, one.axes, mesh, hollow=not one.nbytes)
     elif box.kind is Kind.MEMORY:
         canvas.rect(body, 3, fill=HOST, class_="f")
     elif box.kind is Kind.VIEW:
@@ -158,8 +158,8 @@ def _shape(canvas: Canvas, box: Box, body: Rect, mesh: Mesh) -> None:
         canvas.rect(body, 7, fill=fill, stroke="#94a3b8" if heavy else RULE, class_="f")
 
 
-def comm_shape(canvas: Canvas, body: Rect, name: str, axes: Sequence[str], mesh: Mesh) -> None:
-    """The outline of a comm op, in the colours of its axes."""
+def comm_shape(canvas: Canvas, body: Rect, name: str, axes: Sequence[str], mesh: Mesh, *, hollow: bool = False) -> None:
+    """The outline of a comm op, in the colours of its axes; hollow if nothing is sent."""
     x, y, r, b = body.x, body.y, body.right, body.bottom
     m, slant = body.middle, 12.0
     corners = {
@@ -173,6 +173,9 @@ def comm_shape(canvas: Canvas, body: Rect, name: str, axes: Sequence[str], mesh:
     fill = colours[0]
     if len(colours) > 1:
         fill = f"url(#{gradient(canvas, colours)})"
+    if hollow:
+        canvas.path(d, fill=PAPER, class_="f", stroke=colours[0], stroke_width="1.5", stroke_linejoin="round")
+        return
     canvas.path(d, fill=fill, class_="f", stroke=PAPER, stroke_width="1.5", stroke_linejoin="round")
 
 

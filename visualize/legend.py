@@ -13,7 +13,7 @@ from .boxes import Kind, Picture
 from .geometry import Rect
 from .homes import is_heavy
 from .leaf import comm_shape
-from .style import FAINT, INK, MUTED, PAPER, RULE, Run, axis_colour, width
+from .style import FAINT, INK, MUTED, PAPER, RULE, TIMES, Run, axis_colour, width
 from .svg import Canvas
 from .traffic import by_axes, comm_name, is_comm, local_bytes, size_text
 
@@ -138,13 +138,17 @@ def totals_card(picture: Picture) -> Card:
     if parameters:
         whole = size_text(sum(value.type.nbytes for value in parameters))
         held = size_text(sum(local_bytes(value, mesh) for value in parameters))
-        entries.append(Entry([Run("parameters"), Run("  (of " + whole + ")" if held != whole else "", MUTED)], None, ("", held)))
+        entries.append(
+            Entry([Run("parameters"), Run("  (of " + whole + ")" if held != whole else "", MUTED)], None, ("", held))
+        )
     return Card("Sent and held by one rank in a step", entries)
 
 
 def comm_card(picture: Picture) -> Card:
     """The shapes of the communication ops that there are."""
-    kinds = dict.fromkeys(comm_name(str(node.op).removeprefix("comm.")) for node in picture.graph.nodes if is_comm(node))
+    kinds = dict.fromkeys(
+        comm_name(str(node.op).removeprefix("comm.")) for node in picture.graph.nodes if is_comm(node)
+    )
     entries = [
         Entry([Run(name, INK, True), Run(f"   {MEANING.get(name, '')}", MUTED)], _comm_icon(name, picture.graph.mesh))
         for name in kinds
@@ -167,17 +171,21 @@ def signs_card(picture: Picture) -> Card:
     if partial:
         colour = axis_colour(mesh, partial)
         runs = [Run("+", colour, True), Run("{", FAINT), Run(partial, colour, True), Run("}", FAINT)]
-        entries.append(Entry([*runs, Run(f"   still a partial sum over {partial}", MUTED)], _line_icon([colour], "7 5")))
+        entries.append(
+            Entry([*runs, Run(f"   still a partial sum over {partial}", MUTED)], _line_icon([colour], "7 5"))
+        )
     if picture.crossing:
         entries.append(Entry([Run("kept for backward", MUTED)], _line_icon([MUTED], "2 4")))
     if any(box.count > 1 for box in boxes):
-        entries.append(Entry([Run("× 12", INK, True), Run("   equal blocks, drawn once", MUTED)], _stack_icon))
+        entries.append(Entry([Run(f"{TIMES} 12", INK, True), Run("   equal blocks, drawn once", MUTED)], _stack_icon))
     if any(box.kind is Kind.OP and any(map(is_heavy, box.nodes)) for box in boxes):
         entries.append(Entry([Run("matrix product, convolution, attention", MUTED)], _box_icon("#dbe4f0", FAINT)))
     if any(box.kind is Kind.CLOSED for box in boxes):
         entries.append(Entry([Run("a module whose ops are not drawn", MUTED)], _box_icon("#eef2f7", RULE)))
     if any(box.kind is Kind.OP and len(box.nodes) > 1 for box in boxes):
-        entries.append(Entry([Run("views and transposes are part of the op beside them", MUTED)], _box_icon(PAPER, RULE)))
+        entries.append(
+            Entry([Run("views and transposes are part of the op beside them", MUTED)], _box_icon(PAPER, RULE))
+        )
     return Card("How to read it", entries)
 
 
@@ -203,4 +211,4 @@ def _stack_icon(canvas: Canvas, r: Rect) -> None:
 
 
 def _comm_icon(name: str, mesh: Mesh) -> Icon:
-    return lambda canvas, r: comm_shape(canvas, r, name, (), mesh)
+    return lambda canvas, r: comm_shape(canvas, r, name, (), mesh, hollow=name == "slice")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import networkx as nx
 
@@ -90,10 +91,10 @@ class LaneLayout:
         up, down = self._chain(edge.source), self._chain(edge.target)
         common = next(level for level in up[1:] if level in down[1:])
         out, into = up[: up.index(common)], down[: down.index(common)]
-        for inner, level in zip(out, out[1:], strict=False):
+        for inner, level in pairwise(out):
             self._line(level, inner, None, edge)
         self._line(common, out[-1], into[-1], edge)
-        for inner, level in zip(into, into[1:], strict=False):
+        for inner, level in pairwise(into):
             self._line(level, None, inner, edge)
 
     def _line(self, level: Box | None, tail: Box | None, head: Box | None, edge: Edge) -> None:
@@ -171,7 +172,7 @@ class LaneLayout:
 
 def _gathers(box: Box) -> bool:
     """Whether a box is communication of several values from many places."""
-    return box.kind is Kind.COMM and len(box.nodes[-1].operands) > 1
+    return box.kind is Kind.COMM and len(box.main.operands) > 1
 
 
 def straight(point: Point, y: float) -> list[Point]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import networkx as nx
 
-from shardfx.ir.graph import Node, op_name
+from shardfx.ir.graph import Node
 
 from .boxes import Box, Kind
 from .flow import Flow
@@ -74,7 +74,7 @@ def _restrict(box: Box, nodes: set[Node], flow: Flow) -> list[Box]:
         inside = [node for node in box.inside if flow.shown[node] in nodes]
         if len(kept) == 1 and box.count == 1:
             kind = Kind.VIEW if is_view(kept[0]) else Kind.OP
-            return [replace(box, kind=kind, nodes=kept, inside=[], title=op_name(kept[0].op), label=box.path)]
+            return [replace(box, kind=kind, nodes=kept, inside=[], title="", label=box.path)]
         return [replace(box, nodes=kept, inside=inside)]
     children = [
         piece

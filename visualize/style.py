@@ -11,6 +11,8 @@ from shardfx.ir.mesh import Mesh
 SANS = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+
 AXIS_COLOURS = ("#2563eb", "#d9480f", "#15803d", "#9333ea", "#0e7490", "#be185d", "#92650a", "#4d7c0f")
 """One per mesh axis, in the mesh's order: dark enough to be read on white and to carry white text."""
 
@@ -24,7 +26,7 @@ HOST = "#57534e"
 """Traffic with the host's memory."""
 
 _NARROW = {**dict.fromkeys("ijlI|!.,:;'", 0.34), **dict.fromkeys("ftr()[]{}/- ", 0.42)}
-_WIDE = {**dict.fromkeys("mwMW@%", 0.95), **dict.fromkeys("×…→↓↑", 0.85)}
+_WIDE = {**dict.fromkeys("mwMW@%", 0.95), **dict.fromkeys(f"{TIMES}…→↓↑", 0.85)}
 
 
 def width(text: str, size: float, *, mono: bool = False, bold: bool = False) -> float:

@@ -10,6 +10,8 @@ from .dot import Point
 from .geometry import Rect
 from .style import INK, MONO, SANS, Run, width
 
+Attribute = str | float | None
+
 
 def number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
@@ -23,7 +25,7 @@ class Canvas:
         self.right = 0.0
         self.bottom = 0.0
 
-    def element(self, tag: str, text: str = "", **attributes: str | float | None) -> None:
+    def element(self, tag: str, text: str = "", /, **attributes: Attribute) -> None:
         """An element; ``_`` in a name stands for ``-``, and None leaves an attribute out."""
         written = "".join(
             f" {_attribute(name)}={quoteattr(number(v) if isinstance(v, float) else str(v))}"
@@ -41,7 +43,7 @@ class Canvas:
         yield
         self.parts.append("</g>")
 
-    def rect(self, rect: Rect, radius: float = 0, **attributes: str | float | None) -> None:
+    def rect(self, rect: Rect, radius: float = 0, **attributes: Attribute) -> None:
         self.right, self.bottom = max(self.right, rect.right), max(self.bottom, rect.bottom)
         self.element(
             "rect",
@@ -53,7 +55,7 @@ class Canvas:
             **attributes,
         )
 
-    def path(self, d: str, **attributes: str | float | None) -> None:
+    def path(self, d: str, **attributes: Attribute) -> None:
         self.element("path", d=d, **attributes)
 
     def text(
@@ -85,7 +87,11 @@ class Canvas:
             fill=base,
             text_anchor=anchor if anchor != "start" else None,
             xml_space="preserve" if any("  " in run.text for run in runs) else None,
-            **({"stroke": halo, "stroke_width": "5", "paint_order": "stroke", "stroke_linejoin": "round"} if halo else {}),
+            **(
+                {"stroke": halo, "stroke_width": "5", "paint_order": "stroke", "stroke_linejoin": "round"}
+                if halo
+                else {}
+            ),
         )
         reach = {"start": wide, "middle": wide / 2, "end": 0}[anchor]
         self.right, self.bottom = max(self.right, x + reach), max(self.bottom, y)

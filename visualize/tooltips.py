@@ -9,7 +9,7 @@ from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
 
 from .boxes import Box, Kind
-from .style import type_text
+from .style import TIMES, type_text
 from .traffic import is_comm, size_text, traffic
 
 MOST_OPS = 24
@@ -22,12 +22,15 @@ def box_text(box: Box, mesh: Mesh) -> str:
     lines = []
     if box.kind in (Kind.OPEN, Kind.CLOSED):
         nodes = box.inside if box.kind is Kind.CLOSED else [node for leaf in box.leaves() for node in leaf.nodes]
-        lines.append(f"{box.path or box.title}: {len(nodes)} ops" + (f", drawn once for {box.count} equal blocks" if box.count > 1 else ""))
+        lines.append(
+            f"{box.path or box.title}: {len(nodes)} ops"
+            + (f", drawn once for {box.count} equal blocks" if box.count > 1 else "")
+        )
         lines += [_counts(nodes), *_source(nodes[:1])]
         if box.kind is Kind.CLOSED:
             lines += ["", *_ops(box.nodes, mesh)]
     else:
-        lines += [*_ops(box.nodes, mesh), "", *_source(box.nodes[-1:])]
+        lines += [*_ops(box.nodes, mesh), "", *_source([box.main])]
     lines += _reasons(box.nodes)
     return "\n".join(lines).strip()
 
@@ -49,7 +52,7 @@ def wire_text(values: Sequence[Value], targets: Iterable[Box]) -> str:
 
 def _counts(nodes: Iterable[Node]) -> str:
     counts = Counter(op_name(node.op) for node in nodes).most_common(12)
-    return ", ".join(f"{number} × {name}" if number > 1 else name for name, number in counts)
+    return ", ".join(f"{number} {TIMES} {name}" if number > 1 else name for name, number in counts)
 
 
 def _ops(nodes: Sequence[Node], mesh: Mesh) -> list[str]:
@@ -62,8 +65,9 @@ def _ops(nodes: Sequence[Node], mesh: Mesh) -> list[str]:
             turns = f", {one.turns} times" if one.turns > 1 else ""
             reduce = node.kwargs.get("reduce")
             lines.append(
-                f"  over {', '.join(one.axes)} ({mesh.extent(one.axes)} ranks): {size_text(one.nbytes)} sent per rank{turns}"
+                f"  over {', '.join(one.axes)} ({mesh.extent(one.axes)} ranks)"
                 + (f", {reduce}" if reduce else "")
+                + f": {size_text(one.nbytes)} sent per rank{turns}"
             )
     if len(nodes) > MOST_OPS:
         lines.append(f"… and {len(nodes) - MOST_OPS} more")

@@ -10,8 +10,8 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, V
 from .boxes import Box, Edge, Kind, Lane, Line, Picture
 from .flow import Flow
 from .fold import ENDS
+from .style import TIMES
 from .traffic import comm_name, is_comm, size_text, traffic
-
 
 RESULTS = (OutputKind.RESULT, OutputKind.LOSS)
 
@@ -110,6 +110,6 @@ def comm_lines(nodes: Iterable[Node], graph: Graph) -> list[Line]:
             calls[comm_name(one.name), one.axes] += one.turns
             sent[comm_name(one.name), one.axes] += int(one.total)
     return [
-        Line("comm", f"{number} × {name}  {size_text(sent[name, axes])}", axes=axes)
+        Line("comm", f"{number} {TIMES} {name}  {size_text(sent[name, axes])}", axes=axes)
         for (name, axes), number in calls.items()
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..graph import Node
-from ..rules import Dim, RuleEntry, ShardingRule, rule, tensor_slots
+from ..rules import Contiguous, Dim, RuleEntry, ShardingRule, rule, tensor_slots
 
 aten = torch.ops.aten
 
@@ -55,6 +55,10 @@ def attention_backward(node: Node) -> ShardingRule:
 
 
 RULES: tuple[RuleEntry, ...] = (
-    rule(aten._scaled_dot_product_flash_attention_for_cpu.default, attention),
-    rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention_backward),
+    rule(aten._scaled_dot_product_flash_attention_for_cpu.default, attention, contiguous=Contiguous.LAST_DIM),
+    rule(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        attention_backward,
+        contiguous=Contiguous.LAST_DIM,
+    ),
 )

@@ -29,10 +29,18 @@ def with_bias(node: Node) -> ShardingRule:
     )
 
 
+def expand_with_bias(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    product = torch.matmul(a, b) if a.dim() == 2 else torch.bmm(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.mm.default, "m k, k n -> m n", linear="0|1"),
     rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0|1"),
     rule(aten.mv.default, "m k, k -> m", linear="0|1"),
     rule(aten.dot.default, "k, k -> ", linear="0|1"),
-    rule((aten.addmm.default, aten.baddbmm.default), with_bias, expand=True),
+    rule((aten.addmm.default, aten.baddbmm.default), with_bias, expand=expand_with_bias),
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..graph import Node
-from ..rules import Dim, Emit, RuleEntry, ShardingRule, rule
+from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, rule
 
 aten = torch.ops.aten
 
@@ -183,9 +183,13 @@ def expand_batch_norm_backward(
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.native_layer_norm.default, layer_norm, expand=True),
     rule(aten.native_layer_norm_backward.default, layer_norm_backward, expand=True),
-    rule(aten.native_group_norm.default, group_norm, local=group_norm_local, expand=True),
+    rule(aten.native_group_norm.default, group_norm, local=group_norm_local, expand=True, contiguous=Contiguous.ALL),
     rule(
-        aten.native_group_norm_backward.default, group_norm_backward, local=group_norm_backward_local, expand=True
+        aten.native_group_norm_backward.default,
+        group_norm_backward,
+        local=group_norm_backward_local,
+        expand=True,
+        contiguous=Contiguous.ALL,
     ),
     rule(aten._native_batch_norm_legit_functional.default, batch_norm, expand=expand_batch_norm),
     rule(aten.native_batch_norm_backward.default, batch_norm_backward, expand=expand_batch_norm_backward),

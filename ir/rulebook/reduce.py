@@ -115,6 +115,22 @@ def _mean_all(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     return _mean(x, dtype=dtype)
 
 
+def _var(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> torch.Tensor:
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _var_mean(
+    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In two passes: the mean, then the centred squares; both are sums, that may be partial."""
+    dims = list(range(x.dim())) if not dim else list(dim)
+    count = math.prod(x.shape[d] for d in dims)
+    mean = torch.sum(x, dims, True) / count
+    centred = x - mean
+    var = torch.sum(centred * centred, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    return var, mean if keepdim else mean.reshape(var.shape)
+
+
 KEEP = along()
 
 RULES: tuple[RuleEntry, ...] = (
@@ -124,6 +140,8 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.prod.default, aten.prod.dim_int), reduction("product")),
     rule((aten.any, aten.all, aten.max.dim, aten.min.dim, aten.argmax, aten.argmin), along()),
     rule(aten.mean.dim, along(), expand=_mean),
+    rule(aten.var.correction, along(), expand=_var),
+    rule(aten.var_mean.correction, along(), expand=_var_mean),
     rule(aten.mean.default, along(), expand=_mean_all),
     rule((aten.cumsum, aten.cumprod, aten.sort, aten.topk, aten.median.dim), KEEP),
     rule(aten._softmax.default, KEEP, expand=_softmax),

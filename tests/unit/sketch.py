@@ -67,7 +67,10 @@ class Sketch:
 def mlp(specs: bool = True) -> Graph:
     """Two linear layers, cut as Megatron-LM does, forward only; or the same with nothing cut yet."""
     s = Sketch(dp=2, tp=4)
-    p = (lambda text: text) if specs else (lambda text: None)
+
+    def p(text: str) -> str | None:
+        return text if specs else None
+
     x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), p("dp, -"))
     w1 = s.parameter("up.weight", (DIM, HIDDEN), p("-, tp"))
     w2 = s.parameter("down.weight", (HIDDEN, DIM), p("tp, -"))
@@ -94,7 +97,9 @@ def decoder(layers: int, *, norm: int = 24, heads: int = 24, equal: bool = True,
     for layer in range(layers):
         hidden = HIDDEN if equal else HIDDEN + 8 * layer
         path = f"layers.{layer}" if nested else ""
-        names = {part: f"{path}.{part}" if path else "" for part in ("norm", "attn.wqkv", "attn.wo", "mlp.up", "mlp.down")}
+        names = {
+            part: f"{path}.{part}" if path else "" for part in ("norm", "attn.wqkv", "attn.wo", "mlp.up", "mlp.down")
+        }
         weight = {
             "wqkv": s.parameter(f"layers.{layer}.attn.wqkv.weight", (DIM, 3 * DIM), "dp, tp"),
             "wo": s.parameter(f"layers.{layer}.attn.wo.weight", (DIM, DIM), "tp, -"),
@@ -138,7 +143,10 @@ def _backward(s: Sketch, kept: list[tuple[str, dict[str, Value]]], norm: int, he
         s.output(OutputKind.GRADIENT, weight.name, given)
 
     for path, v in reversed(kept):
-        module = (lambda part, path=path: f"{path}.{part}" if path else "")
+
+        def module(part: str, path: str = path) -> str:
+            return f"{path}.{part}" if path else ""
+
         hidden = v["u"].shape[1]
         weight_grad(path, v["g"], grad, v["down"], "tp, -")
         dg = s.op(aten.mm.default, (grad, v["down"]), (ROWS, hidden), "dp, tp", module("mlp.down"))

@@ -1,0 +1,129 @@
+"""An op instance: a node with the tensors that go in, so that it can be run, whole and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..convert import types_of
+from ..graph import Node, Value, substitute
+from ..local import TARGETS
+from ..spec import TensorType
+
+Results = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """A node, and a tensor for each of its operands."""
+
+    node: Node
+    tensors: tuple[torch.Tensor, ...]
+
+    @cached_property
+    def results(self) -> Results:
+        """What the whole op gives: one entry per result of the node."""
+        return self.call(self.tensors)
+
+    def call(self, tensors: Sequence[torch.Tensor], change: Mapping[tuple[int, ...], Any] | None = None) -> Results:
+        """Run the op on other tensors; ``change`` replaces other arguments, by their place in the arguments."""
+        args, kwargs = bind(self.node, tensors)
+        for place, value in (change or {}).items():
+            args = replace_at(args, place, value)
+        return as_results(call(self.node.op, args, kwargs))
+
+    def __repr__(self) -> str:
+        return describe(self.node)
+
+
+def bind(node: Node, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with ``tensors`` for its operands."""
+    given = iter(tensors)
+
+    def take(_: Value) -> Any:
+        return next(given)
+
+    args = substitute(node.args, take)
+    return args, {k: substitute(a, take) for k, a in node.kwargs.items()}
+
+
+def replace_at(args: tuple[Any, ...], place: tuple[int, ...], value: Any) -> tuple[Any, ...]:
+    """The arguments with the one at ``place`` (a path into nested lists) replaced."""
+    changed: list[Any] = list(args)
+    at, rest = place[0], place[1:]
+    changed[at] = list(replace_at(tuple(changed[at]), rest, value)) if rest else value
+    return tuple(changed)
+
+
+def call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op without recording it for autograd."""
+    with torch.no_grad():
+        return TARGETS.get(op, op)(*args, **kwargs)
+
+
+def as_results(out: Any) -> Results:
+    """What an op gives, as a list with None for what is no tensor."""
+    many = out if isinstance(out, (tuple, list)) else [out]
+    return [each if isinstance(each, torch.Tensor) else None for each in many]
+
+
+def instance(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Instance:
+    """The instance of an op called with these arguments: every tensor among them is an operand of its own.
+
+    Example::
+
+        instance(torch.ops.aten.mm.default, (torch.randn(4, 3), torch.randn(3, 2)))
+    """
+    tensors: list[torch.Tensor] = []
+
+    def lift(arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            tensors.append(arg.detach().clone(memory_format=torch.contiguous_format))
+            return Value(TensorType(tuple(arg.shape), arg.dtype), name=f"x{len(tensors) - 1}")
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(lift(a) for a in arg) if type(arg) in (list, tuple) else [lift(a) for a in arg]
+        return arg
+
+    node = Node(op, tuple(lift(a) for a in args), {k: lift(a) for k, a in (kwargs or {}).items()})
+    made = Instance(node, tuple(tensors))
+    types = [types_of(result) for result in made.results]
+    node.results = [None if t is None else Value(t, node, i, f"y{i}") for i, t in enumerate(types)]
+    return made
+
+
+def of_node(node: Node, tensors: Sequence[torch.Tensor]) -> Instance:
+    """The instance of a node of a graph, with operands of its own: a value that is used twice becomes two."""
+    args, kwargs = bind(node, tensors)
+    made = instance(node.op, args, kwargs)
+    for value, wanted in zip(made.node.results, node.results, strict=True):
+        if wanted is None and value is not None:
+            made.node.results[value.index] = None
+    return made
+
+
+def places(args: Sequence[Any], kind: Callable[[Any], bool], path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """The places of the arguments of a kind, in nested lists too."""
+    for i, arg in enumerate(args):
+        if isinstance(arg, (list, tuple)):
+            yield from places(arg, kind, (*path, i))
+        elif kind(arg):
+            yield (*path, i)
+
+
+def describe(node: Node) -> str:
+    """An op instance in one line: ``aten.mm.default(f64[4, 3], f64[3, 2])``."""
+
+    def text(arg: Any) -> str:
+        if isinstance(arg, Value):
+            kind = {torch.float64: "f64", torch.float32: "f32", torch.int64: "i64", torch.bool: "b8"}
+            return f"{kind.get(arg.type.dtype, str(arg.type.dtype).removeprefix('torch.'))}{list(arg.shape)}"
+        if isinstance(arg, (list, tuple)):
+            return f"[{', '.join(map(text, arg))}]"
+        return repr(arg)
+
+    parts = [text(a) for a in node.args] + [f"{k}={text(a)}" for k, a in node.kwargs.items()]
+    return f"{node.op}({', '.join(parts)})"

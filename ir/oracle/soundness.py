@@ -1,0 +1,173 @@
+"""Is a rule right? Every cut and every partial sum that it allows is executed, rank by rank, and put together again.
+
+Each rank's call is made by :func:`shardfx.ir.local.perform`, as code generation makes it: so what a rule's
+``local`` function writes is checked as well.
+
+    >>> wrong = refutations(entry, instance(aten.mm.default, (x, w)))
+    []
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..graph import Strategy
+from ..local import Share, perform
+from ..mesh import Mesh
+from ..rules import RuleEntry, ShardingRule, strategy
+from ..spec import REDUCTIONS, Cut, Spec, smallest
+from .instance import Instance, Results, as_results, bind, call
+from .pieces import join, piece, same, split_max, split_sum
+
+Partial = Mapping[str, tuple[str, frozenset[int]]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to compute a node in pieces: some factors cut over the axes of a mesh, some operands partial."""
+
+    mesh: Mesh
+    cuts: Mapping[str, Cut]
+    partial: Partial = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [f"{f} over {' '.join(f'{a}={self.mesh[a].size}' for a in cut.axes)}" for f, cut in self.cuts.items()]
+        words += [f"{kind} of operands {sorted(group)} over {axis}" for axis, (kind, group) in self.partial.items()]
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Refutation:
+    """A trial that does not give what the whole op gives, and what it gives instead."""
+
+    of: str
+    trial: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.of}\n    {self.trial}: {self.why}"
+
+
+def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[Trial]:
+    """Each factor in two and in three pieces (uneven, mostly), each linear group, and some of them together."""
+    free = [f for f, size in rule.sizes.items() if f not in rule.whole and size > 1 and f in rule.factors]
+    for f in free:
+        for count in (2, 3):
+            mesh = Mesh(a=count)
+            if smallest(rule.sizes[f], ("a",), mesh) > 0:
+                yield Trial(mesh, {f: Cut(("a",))})
+    floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
+    groups = [g for g in rule.linear if g and all(tensors[i].is_floating_point() for i in g)]
+    for group in groups:
+        kinds = ("sum", "max", "min") if rule.moves_only and floats else ("sum",)
+        for kind in kinds:
+            yield Trial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
+    two = Mesh(a=2, b=2)
+    for f, g in itertools.islice(itertools.combinations(free, 2), 6):
+        if rule.sizes[f] >= 2 and rule.sizes[g] >= 2:
+            yield Trial(two, {f: Cut(("a",)), g: Cut(("b",))})
+    for f in free[:3]:
+        if smallest(rule.sizes[f], ("b", "a"), two) > 0:
+            yield Trial(two, {f: Cut(("b", "a"))})
+        for group in groups[:2]:
+            yield Trial(two, {f: Cut(("a",))}, {"b": ("sum", group)})
+
+
+def refutations(entry: RuleEntry, of: Instance, *, most: int | None = None, seed: int = 0) -> list[Refutation]:
+    """What is wrong with the rule of an op instance: the trials that it allows and that give another result.
+
+    Args:
+        most: stop after so many.
+    """
+    rule = entry.make(of.node)
+    if rule is None:
+        return []
+    found = []
+    for trial in trials(rule, of.results, of.tensors):
+        why = refute(entry, rule, of, trial, torch.Generator().manual_seed(seed))
+        if why:
+            found.append(Refutation(repr(of), str(trial), why))
+            if most is not None and len(found) >= most:
+                break
+    return found
+
+
+def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, generator: torch.Generator) -> str:
+    """Why a trial is wrong, or ""."""
+    try:
+        made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
+        ranks = run_ranks(entry, made, of, trial, generator)
+    except Exception as error:  # whatever a kernel says of its arguments
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    wholes = [(i, r) for i, (r, v) in enumerate(zip(of.results, of.node.results, strict=True)) if v is not None]
+    for (i, whole), spec in zip(wholes, made.results, strict=True):
+        assert whole is not None
+        parts: dict[int, torch.Tensor] = {}
+        for rank, results in ranks.items():
+            given = results[i] if i < len(results) else None
+            if given is None:
+                return f"rank {rank} has no result {i}"
+            parts[rank] = given
+        value, why = join(parts, whole, spec, trial.mesh)
+        if value is None:
+            return f"result {i} as {spec.text(whole.shape)}: {why}"
+        if not same(value, whole, scale=_magnitude(parts)):
+            return f"result {i} as {spec.text(whole.shape)} has other values"
+    return ""
+
+
+def _magnitude(parts: Mapping[int, torch.Tensor]) -> float:
+    """The size of what is added: cancelling sums are rounded as their terms are."""
+    found = [float(p[p.isfinite()].abs().max()) for p in parts.values() if p.is_floating_point() and p.isfinite().any()]
+    return max(found, default=1.0)
+
+
+def run_ranks(
+    entry: RuleEntry, made: Strategy, of: Instance, trial: Trial, generator: torch.Generator
+) -> dict[int, Results]:
+    """Every rank's results, by a strategy."""
+    shares = hold(made, of, trial, generator)
+    node = of.node
+    before, node.strategy = node.strategy, made
+    try:
+        found = {}
+        for rank, tensors in shares.items():
+            given = [t.contiguous() for t in tensors] if entry.contiguous else tensors
+            args, kwargs = bind(node, given)
+            found[rank] = as_results(perform(entry, Executor(node, trial.mesh, trial.mesh.coords(rank), args, kwargs)))
+    finally:
+        node.strategy = before
+    return found
+
+
+def hold(made: Strategy, of: Instance, trial: Trial, generator: torch.Generator) -> dict[int, list[torch.Tensor]]:
+    """What every rank holds of the operands: its pieces, and its share of those that are partial."""
+    mesh = trial.mesh
+    shares: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(mesh.size)}
+    for tensor, spec in zip(of.tensors, made.operands, strict=True):
+        axis = next(iter(spec.partial_axes), None)
+        terms = [tensor]
+        if axis is not None:
+            kind, count = dict(spec.partial)[axis], mesh[axis].size
+            assert kind in REDUCTIONS
+            terms = split_sum(tensor, count, generator) if kind == "sum" else split_max(tensor, count, kind, generator)
+        for rank, held in shares.items():
+            coords = mesh.coords(rank)
+            held.append(piece(terms[coords[axis]] if axis is not None else tensor, Spec(spec.dims), mesh, coords))
+    return shares
+
+
+@dataclass
+class Executor(Share):
+    """What a rule's ``local`` function calls ops with: they run at once."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(op, args, kwargs)

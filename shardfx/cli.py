@@ -1,0 +1,211 @@
+"""The command line: ``shardfx demo | passes | plan | explain`` (also ``python -m shardfx``).
+
+    shardfx passes
+    shardfx plan examples.llama:make --mesh dp=2,tp=2 --draw out --save plan.json
+    shardfx explain examples/llama.py:make --mesh dp=2,tp=2 layers.0.wo
+
+``MODULE:FUNCTION`` names a function without arguments that returns ``(model, hints)``; MODULE is importable from the
+current folder, or a file. A mistake is printed as text, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+
+from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.mesh import Mesh, Time
+from shardfx.passes.text import options_text
+
+from .api import parallelize
+from .hints import Hints
+from .module import ParallelModule
+from .plan import version
+from .plugins import all_passes
+from .tables import table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; gives the exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShardfxWarning)  # the report has them
+            code: int = arguments.run(arguments, console())
+    except Error as error:
+        print(error, file=sys.stderr)
+        return 2
+    return code
+
+
+def console() -> Console:
+    """Standard output: with colours on a terminal, as wide as a report elsewhere."""
+    tty = sys.stdout.isatty()
+    return Console(width=None if tty else 120, emoji=False, highlight=False)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="shardfx", description="A graph-level parallelizing compiler for PyTorch.")
+    made.add_argument("--version", action="version", version=f"shardfx {version()}")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Any, Console], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    demo = command("demo", run_demo, "train a small model on 4 virtual ranks beside one device, prove it, draw it")
+    demo.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: 40)")
+    demo.add_argument(
+        "--out", type=Path, default=Path("demo_out"), metavar="DIR", help="where to write (default: demo_out)"
+    )
+    command("passes", run_passes, "list the passes that there are, built-in ones and those of plugins")
+    plan = command("plan", run_plan, "plan a model, and say what the plan costs")
+    explain = command("explain", run_explain, "say why something is cut as it is")
+    for each in (plan, explain):
+        each.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, hints)")
+        each.add_argument("--mesh", required=True, help="the axes of ranks, outermost first: dp=2,tp=2")
+    plan.add_argument("--draw", type=Path, metavar="DIR", help="draw the program before and after, as SVG")
+    plan.add_argument("--every-pass", action="store_true", help="with --draw: draw it after each pass too")
+    plan.add_argument("--save", type=Path, metavar="FILE", help="save the decisions as JSON")
+    explain.add_argument("name", metavar="NAME", help="a parameter, args.N, a module's path, or a value such as %%12")
+    return made
+
+
+def run_demo(arguments: argparse.Namespace, out: Console) -> int:
+    from .demo import demo
+
+    return demo(out, arguments.out, arguments.steps)
+
+
+def run_passes(arguments: argparse.Namespace, out: Console) -> int:
+    """The table of passes; a plugin that cannot be used is named below it, and makes the exit code 2."""
+    made = table("Passes", "name", "options", "requires", "establishes", "from")
+    broken = []
+    for found in all_passes():
+        if found.kind is None:
+            made.add_row(Text(found.name, "red"), Text("cannot be used, see below", "red"), "", "", found.origin)
+            broken.append(found)
+            continue
+        names = (", ".join(sorted(each)) for each in (found.kind.requires, found.kind.establishes))
+        made.add_row(Text(found.name, "bold"), options_text(found.kind), *names, found.origin)
+    out.print(made)
+    for found in broken:
+        out.print()
+        print(found.error, file=sys.stderr)
+    return 2 if broken else 0
+
+
+def run_plan(arguments: argparse.Namespace, out: Console) -> int:
+    pm = planned(arguments)
+    out.print(pm.report())
+    if arguments.draw is not None:
+        paths = pm.draw(arguments.draw, every_pass=arguments.every_pass)
+        out.print(f"\nDrawn   {', '.join(map(str, paths))}", soft_wrap=True)
+    if arguments.save is not None:
+        out.print(f"\nSaved   {pm.plan.save(arguments.save)}", soft_wrap=True)
+    return 0
+
+
+def run_explain(arguments: argparse.Namespace, out: Console) -> int:
+    out.print(str(planned(arguments).explain(arguments.name)), markup=False, soft_wrap=True)
+    return 0
+
+
+def planned(arguments: argparse.Namespace) -> ParallelModule:
+    """The model of the command line, parallel on its mesh."""
+    mesh = parse_mesh(arguments.mesh)
+    model, hints = load(arguments.target)
+    return parallelize(model, mesh, hints, virtual=True)
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that ``dp=2,tp=2`` says; an axis of turns is ``mb=Time(8)``."""
+    axes: dict[str, int | Time] = {}
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(?:(\d+)|Time\((\d+)\))\s*", item)
+        if match is None or match[1] in axes:
+            expected = "name=ranks for each axis, with commas between: dp=2,tp=2"
+            raise Error("the mesh cannot be read", where="--mesh", expected=expected, got=text)
+        axes[match[1]] = int(match[2]) if match[2] else Time(int(match[3]))
+    return Mesh(links=None, **axes)
+
+
+def load(target: str) -> tuple[nn.Module, Hints]:
+    """Call the function that ``MODULE:FUNCTION`` names.
+
+    Raises:
+        Error: there is no such module or function; it fails, or returns something else.
+    """
+    name, colon, function = target.partition(":")
+    if not colon or not name or not function:
+        raise Error(
+            "this does not name a function", where="MODULE:FUNCTION", expected="examples.llama:make", got=target
+        )
+    module = _import(name, target)
+    make = getattr(module, function, None)
+    if not callable(make):
+        found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise Error(
+            f"no function {function!r} in {name}", where=target, expected=", ".join(found) or "a function", got=function
+        )
+    try:
+        made = make()
+    except Error:
+        raise
+    except Exception as error:
+        raise _failed(f"{function}() failed", error, target) from error
+    if (
+        not isinstance(made, tuple)
+        or len(made) != 2
+        or not isinstance(made[0], nn.Module)
+        or not isinstance(made[1], Hints)
+    ):
+        raise Error(
+            f"{function}() returns something else", where=target, expected="(model, Hints(...))", got=repr(made)[:200]
+        )
+    return made
+
+
+def _import(name: str, target: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module.__name__] = module
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:
+        raise _failed(f"{name} cannot be imported", error, target) from error
+
+
+def _failed(what: str, error: Exception, target: str) -> Error:
+    """An error in the user's own code: its last line, without the whole traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (__file__, importlib.__file__)
+    last = next((f for f in reversed(frames) if f.filename not in ours and not f.filename.startswith("<frozen")), None)
+    where = f"{last.filename}:{last.lineno} in {last.name}" if last is not None else target
+    return Error(
+        what, where=where, expected="a function that returns (model, hints)", got=f"{type(error).__name__}: {error}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,368 @@
+"""What the ranks do. ``python -m tests.torchrun.workers 4 NAME:ARGUMENT,...`` forks 4 ranks that call these functions.
+
+To import torch and to capture a model takes longer than what is tested: the parent does both, once, and the ranks find
+the plans that it made (see :func:`remember_plans`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import shardfx as sx
+import shardfx.api
+from shardfx.compile import Compiled, compile_model
+from shardfx.ir.comm import CommOp
+from shardfx.ir.spec import Cut, Part, Spec
+from shardfx.runtime.counting import count_collectives
+from tests.plans import MESHES, plan, train_beside
+from tests.reference import rel_err
+from tests.zoo import make
+
+WORKERS: dict[str, Callable[..., None]] = {}
+CALLED = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+}
+
+
+def worker(function: Callable[..., None]) -> Callable[..., None]:
+    WORKERS[function.__name__] = function
+    return function
+
+
+# ---- models of the zoo
+
+
+@worker
+def trains_like_one_device(name: str, mesh: str, tolerance: str = "1e-9", trained: str = "1e-9") -> None:
+    """Loss, gradients, buffers, and parameters after three steps of AdamW."""
+    difference = train_beside(name, MESHES[mesh])
+    assert dist.get_world_size() == MESHES[mesh].size
+    assert max(difference.loss, difference.grads, difference.buffers) < float(tolerance), difference
+    assert difference.params < float(trained), difference
+
+
+@worker
+def counts_equal_the_graph(name: str, mesh: str) -> None:
+    """What runs is what the graph says, and nothing else; and gradients are DTensors placed as their parameters."""
+    case = make(name)
+    pm = plan(case, MESHES[mesh])
+    with count_collectives() as counts:
+        loss = pm(*case.args, *case.targets, **case.kwargs)
+    expected: Counter[tuple[str, str]] = Counter()
+    for node in pm.after.nodes:
+        if isinstance(node.op, CommOp) and node.op.name != "slice":
+            op = CALLED[node.op.name.removesuffix("_fused")]
+            expected[op, pm.mesh.group_name(dist.get_rank(), node.kwargs["axes"])] += 1
+    assert {key: count.calls for key, count in counts.items()} == dict(expected)
+    loss.backward()
+    for name, parameter in pm.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        assert parameter.grad.placements == parameter.placements, name
+        assert parameter.grad.shape == parameter.shape, name
+    whole = pm.full_state_dict()
+    for name, parameter in pm.named_parameters():
+        assert torch.equal(parameter.full_tensor(), whole[name]), name
+    total = torch.stack([grad.norm() for grad in pm.full_grads().values()]).norm()
+    norm = torch.nn.utils.clip_grad_norm_(pm.parameters(), 0.5)
+    assert isinstance(norm, DTensor)
+    assert rel_err(norm.full_tensor(), total) < 1e-12
+    clipped = torch.stack([grad.norm() for grad in pm.full_grads().values()]).norm()
+    assert rel_err(clipped, min(0.5, float(total))) < 1e-6
+
+
+# ---- placements: uneven, in another order than the mesh's, compound
+
+
+class Gated(nn.Module):
+    """A fused projection in heads (so that its cut is a compound one), batch norm, sizes that 2 and 4 do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 24)
+        self.out = nn.Linear(8, 105)
+        self.norm = nn.BatchNorm1d(105)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.view(-1, 4, 2) for part in self.qkv(x).split(8, -1))
+        return self.norm(self.out(F.relu(q.softmax(-1) * k + v).flatten(1)))
+
+
+BATCH = {"args.0": "dp, -", "targets.0": "dp, -"}
+ODD = Spec((Cut(("tp", "dp"), (Part(3), Part(7, ("tp",)), Part(5, ("dp",)))), Cut()))
+PLANS = {
+    "megatron": (sx.Mesh(dp=2, tp=2), {**BATCH, "qkv.weight": "tp, -", "out.weight": "-, tp"}),
+    "crossed": (sx.Mesh(dp=2, tp=2), {**BATCH, "qkv.weight": "tp dp, -", "out.weight": ODD, "norm.weight": "tp"}),
+    "tp": (sx.Mesh(tp=4), {"qkv.weight": "tp, -", "out.weight": "-, tp", "norm.weight": "tp"}),
+    "dp": (sx.Mesh(dp=4), {**BATCH, "qkv.weight": "-, dp", "out.weight": "dp, -"}),
+}
+
+
+def gated(name: str, seed: int = 0) -> tuple[nn.Module, sx.ParallelModule, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    model, x, y = Gated().double(), torch.randn(8, 12).double(), torch.randn(8, 105).double()
+    mesh, specs = PLANS[name]
+    return model, sx.parallelize(model, mesh, sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=specs)), x, y
+
+
+def train(module: nn.Module, loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> float:
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+    return loss.item()
+
+
+def same_state(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> None:
+    assert set(a) == set(b)
+    worst = {name: rel_err(a[name], b[name]) for name in a}
+    assert max(worst.values()) <= tolerance, worst
+
+
+@worker
+def checkpoints_move_between_plans(folder: str) -> None:
+    """Train on one plan, save with DCP, load into every plan: parameters, buffers and AdamW's state are the same."""
+    for source in PLANS:
+        model, pm, x, y = gated(source)
+        mine, theirs = torch.optim.AdamW(pm.parameters(), lr=1e-2), torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loss = train(pm, lambda pm=pm: pm(x, y), mine)
+        assert rel_err(loss, train(model, lambda model=model: F.mse_loss(model(x), y), theirs)) < 1e-12
+        state = pm.full_state_dict()
+        same_state(state, model.state_dict(), 1e-6)
+        assert list(pm.state_dict()) == list(model.state_dict())
+        for name, parameter in pm.named_parameters():
+            if pm._engine._homes[name].kind != "guarded":
+                assert torch.equal(parameter.full_tensor(), state[name]), name
+        held, moments = get_state_dict(pm, mine)
+        dcp.save({"model": held, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
+        for target in PLANS:
+            _, other, _, _ = gated(target, seed=1)
+            optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+            held, moments = get_state_dict(other, optimizer)
+            dcp.load({"model": held, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
+            set_state_dict(other, optimizer, model_state_dict=held, optim_state_dict=moments)
+            same_state(other.full_state_dict(), state, 0.0)
+            for (name, a), b in zip(pm.named_parameters(), other.parameters(), strict=True):
+                old, new = mine.state[a]["exp_avg_sq"], optimizer.state[b]["exp_avg_sq"]
+                assert torch.equal(pm._engine.whole(name, [old]), other._engine.whole(name, [new])), name
+
+
+@worker
+def what_dtensor_cannot_say_is_an_error() -> None:
+    _, pm, x, y = gated("crossed")
+    pm(x, y).backward()
+    with pytest.raises(sx.Error, match="DTensor cannot describe"):
+        pm.out.weight.full_tensor()
+
+
+# ---- calling
+
+
+@worker
+def takes_global_or_local_batches() -> None:
+    model, pm, x, y = gated("megatron")
+    model.eval()
+    rows = slice(0, 4) if dist.get_rank() < 2 else slice(4, 8)
+    loss = pm(x, y)
+    assert pm(x[rows], y[rows]).item() == loss.item()
+    same: list[float | None] = [None] * 4
+    dist.all_gather_object(same, loss.item())
+    assert len(set(same)) == 1
+    with pytest.raises(sx.Error, match="wrong shape"):
+        pm(x[:3], y[:3])
+    mesh, specs = PLANS["megatron"]
+    inference = sx.parallelize(model, mesh, sx.Hints((x,), specs={k: v for k, v in specs.items() if "targets" not in k}))
+    with torch.no_grad():
+        whole = model(x)
+        assert rel_err(inference(x), whole) < 1e-12
+        assert rel_err(inference(x[rows]), whole[rows]) < 1e-12
+
+
+@worker
+def accumulates_and_scales_gradients() -> None:
+    """Two backwards add up; a scaled loss scales; what a caller keeps stays as it is."""
+    _, pm, x, y = gated("megatron")
+    pm(x, y).backward()
+    once = pm.full_grads()
+    kept = [p.grad for p in pm.parameters()]
+    copies = [g.full_tensor().clone() for g in kept]
+    (pm(x, y) * 3.0).backward()
+    same_state(pm.full_grads(), {name: grad * 4 for name, grad in once.items()}, 1e-12)
+    pm.zero_grad(set_to_none=True)
+    pm(x, y).backward()
+    same_state(pm.full_grads(), once, 1e-12)
+    kept_now = [p.grad for p in pm.parameters()]
+    pm.zero_grad(set_to_none=True)
+    pm(2 * x, y).backward()
+    for grad, before in zip(kept_now, copies, strict=True):
+        assert rel_err(grad.full_tensor(), before) < 1e-12
+    pm.zero_grad(set_to_none=False)
+    pm(x, y).backward()
+    same_state(pm.full_grads(), once, 1e-12)
+
+
+@worker
+def dropout_is_drawn_by_rank_0() -> None:
+    """The generators differ, the step does not: replicas agree, and a seed reproduces."""
+    case = make("dropout_mlp")
+    pm = plan(case, MESHES["dp2tp2"])
+
+    def step(seed: int) -> float:
+        torch.manual_seed(seed + 100 * dist.get_rank())
+        return float(pm(*case.args, *case.targets))
+
+    first, second, again = step(0), step(1), step(0)
+    assert first == again != second
+    losses: list[float | None] = [None] * 4
+    dist.all_gather_object(losses, first)
+    assert len(set(losses)) == 1
+
+
+# ---- starting
+
+
+@worker
+def weights_come_from_rank_0_or_later() -> None:
+    """Models that start differently start as rank 0's; a meta model gets its weights by load_full_state_dict."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    x, y = torch.ones(8, 12).double(), torch.ones(8, 105).double()
+    model = Gated().double()
+    mesh, specs = PLANS["megatron"]
+    hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=specs)
+    pm = sx.parallelize(model, mesh, hints)
+    state = pm.full_state_dict()
+    if dist.get_rank() == 0:
+        same_state(state, model.state_dict(), 0.0)
+    with torch.device("meta"):
+        empty = Gated().double()
+    later = sx.parallelize(empty, mesh, hints)
+    with pytest.raises(sx.Error, match="lacks weights"):
+        later(x, y)
+    with pytest.raises(sx.Error, match="missing: out.bias"):
+        later.load_full_state_dict({k: v for k, v in state.items() if k != "out.bias"})
+    later.load_full_state_dict(state)
+    assert later(x, y).item() == pm(x, y).item()
+
+
+@worker
+def mistakes_are_errors() -> None:
+    case = make("mlp3")
+    plan(case, MESHES["dp2"])
+    with pytest.raises(sx.Error, match="another number of ranks"):
+        plan(case, MESHES["dp2tp2"])
+    hints = sx.Hints(case.args, loss=case.loss, targets=case.targets)
+    virtual = sx.parallelize(case.model, MESHES["dp2tp2"], hints, virtual=True)
+    assert rel_err(virtual(*case.args, *case.targets), case.loss(case.model(*case.args), *case.targets)) < 1e-12
+    with pytest.raises(sx.Error, match="different plans"):
+        plan(case, MESHES["dp2"], specs={"fc1.weight": "dp, -"} if dist.get_rank() else {})
+
+
+# ---- programs
+
+
+@worker
+def compiles_whole(name: str, axis: str, backend: str) -> None:
+    """torch.compile(fullgraph=True) of a rank's program gives what eager gives."""
+    case = make(name)
+    pm = plan(case, sx.Mesh(**{axis: 2}))
+    rank = dist.get_rank()
+    engine, module = pm._engine, pm.rank_module(rank)
+    examples = {f"args.{i}": t for i, t in enumerate(case.args)} | {f"targets.{i}": t for i, t in enumerate(case.targets)}
+    inputs = list(engine.rank_inputs(rank, pm._program(rank, None), examples).values())
+    with torch.no_grad():
+        eager = module(*inputs)
+        compiled = torch.compile(module, fullgraph=True, backend=backend)(*inputs)
+    assert len(eager) == len(compiled) > 1
+    assert max(rel_err(a, b) for a, b in zip(eager, compiled, strict=True)) < 1e-12
+
+
+@worker
+def saves_programs(name: str, folder: str) -> None:
+    """Each rank writes its own; the loss and the gradients of this run are kept to compare with."""
+    case = make(name)
+    pm = plan(case, MESHES["tp2"])
+    pm.save_programs(folder)
+    loss = pm(*case.args, *case.targets)
+    loss.backward()
+    grads = {f"gradient:{n}": p.grad._local_tensor for n, p in pm.named_parameters() if p.grad is not None}
+    named = {n: getattr(g, "data_", g) for n, g in grads.items()} | {"loss:loss": loss.detach()}
+    torch.save(named, Path(folder) / f"expected{dist.get_rank()}.pt")
+
+
+# ---- ranks
+
+
+def remember_plans() -> None:
+    """Let ``parallelize`` capture equal models with equal hints on equal meshes once; ranks inherit what is known."""
+    known: dict[str, Compiled] = {}
+
+    def compile_once(model: nn.Module, mesh: sx.Mesh, hints: sx.Hints, *rest: object) -> Compiled:
+        shapes = [(n, t.shape, t.dtype) for n, t in model.state_dict().items()]
+        key = repr((type(model), shapes, model.training, mesh, hints.loss is None, sorted(hints.specs.items(), key=repr)))
+        if key not in known:
+            known[key] = compile_model(model, mesh, hints, *rest)  # type: ignore[arg-type]
+        return known[key]
+
+    shardfx.api.compile_model = compile_once  # type: ignore[assignment]
+
+
+def rank_main(rank: int, size: int, port: int, calls: list[str]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for call in calls:
+        name, _, arguments = call.partition(":")
+        started = time.perf_counter()
+        WORKERS[name](*(arguments.split(",") if arguments else ()))
+        if rank == 0:
+            print(f"{call}: {time.perf_counter() - started:.1f} s", flush=True)
+    dist.destroy_process_group()
+
+
+def main(size: int, calls: list[str]) -> int:
+    torch.set_num_threads(1)
+    remember_plans()
+    for name, mesh in {tuple(c.partition(":")[2].split(",")[:2]) for c in calls if ":" in c and "dp2tp2" in c}:
+        plan(make(name), MESHES[mesh])
+    if any(call in GATED for call in calls):
+        for name in PLANS:
+            gated(name)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_main, args=(rank, size, port, calls)) for rank in range(size)]
+    for each in ranks:
+        each.start()
+    while any(each.is_alive() for each in ranks) and not any(each.exitcode for each in ranks):
+        ranks[0].join(0.1)
+    for each in ranks:
+        each.join(5 if any(r.exitcode for r in ranks) else None)
+        each.kill()
+    return max(abs(each.exitcode or 0) for each in ranks)
+
+
+GATED = ("checkpoints_move_between_plans", "takes_global_or_local_batches", "accumulates_and_scales_gradients")
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

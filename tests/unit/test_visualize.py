@@ -1,0 +1,331 @@
+"""Pictures of graphs: what is drawn, how much of it, and that the file is sound."""
+
+from __future__ import annotations
+
+import re
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardfx.ir.comm import CommOp, all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind, OutputKind
+from shardfx.ir.mesh import Mesh, Time
+from shardfx.visualize import draw_folder, draw_graph
+from shardfx.visualize.boxes import Box, Kind
+from shardfx.visualize.draw import picture_svg
+from shardfx.visualize.geometry import Rect
+from shardfx.visualize.layout import plan
+from shardfx.visualize.leaf import measure
+from shardfx.visualize.show import show
+from shardfx.visualize.style import AXIS_COLOURS, width
+from shardfx.visualize.traffic import by_axes, is_comm, size_text, traffic
+from tests.unit.sketch import DIM, ROWS, Sketch, aten, decoder, mlp
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(graph: Graph, boxes: int = 300) -> ET.Element:
+    return ET.fromstring(picture_svg(show(graph, boxes), "a title"))
+
+
+def texts(root: ET.Element) -> list[str]:
+    return ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
+
+
+def tooltips(root: ET.Element) -> list[str]:
+    return [title.text or "" for group in root.iter(f"{SVG}g") for title in group.findall(f"{SVG}title")]
+
+
+def placed_texts(root: ET.Element, dx: float = 0, dy: float = 0) -> Iterator[tuple[float, float, float, str]]:
+    """Left, right, base line and text of every text."""
+    for element in root:
+        if element.tag == f"{SVG}g":
+            shift = re.match(r"translate\(([\d.-]+) ([\d.-]+)\)", element.get("transform", ""))
+            moved = (dx + float(shift[1]), dy + float(shift[2])) if shift else (dx, dy)
+            yield from placed_texts(element, *moved)
+        elif element.tag == f"{SVG}text":
+            text = "".join(element.itertext())
+            size = float(element.get("font-size", 12))
+            wide = width(text, size, mono=element.get("class") == "m", bold=True)
+            left = (
+                dx
+                + float(element.get("x", 0))
+                - wide * {"middle": 0.5, "end": 1}.get(element.get("text-anchor", ""), 0)
+            )
+            yield left, left + wide, dy + float(element.get("y", 0)), text
+
+
+GRAPHS = {
+    "before": lambda: mlp(specs=False),
+    "after": mlp,
+    "decoder": lambda: decoder(3, norm=4, heads=2),
+    "unequal": lambda: decoder(5, norm=2, heads=2, equal=False),
+    "no modules": lambda: decoder(6, nested=False),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_file_is_sound(name: str) -> None:
+    graph = GRAPHS[name]()
+    root = drawn(graph)
+    assert root.tag == f"{SVG}svg"
+    _, _, wide, high = map(float, root.get("viewBox", "").split())
+    for left, right, y, text in placed_texts(root):
+        assert left >= 0, text
+        assert right <= wide, text
+        assert 0 < y < high, text
+    assert picture_svg(show(graph), "t") == picture_svg(show(graph), "t")
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_boxes_lie_inside_of_their_modules_and_apart(name: str) -> None:
+    graph = GRAPHS[name]()
+    picture = show(graph)
+    made = plan(picture, lambda box: measure(box, graph.mesh))
+    rects = {spot.box: spot.rect for lane in made.lanes for spot in lane.spots}
+    assert len(rects) == picture.size
+
+    def check(boxes: list[Box], around: Rect) -> None:
+        for i, box in enumerate(boxes):
+            rect = rects[box]
+            assert around.x <= rect.x
+            assert around.y <= rect.y
+            assert rect.right <= around.right + 0.5
+            assert rect.bottom <= around.bottom + 0.5
+            for other in boxes[:i]:
+                o = rects[other]
+                assert rect.right <= o.x or o.right <= rect.x or rect.bottom <= o.y or o.bottom <= rect.y
+            check(box.children, rect)
+
+    for lane, placed in zip(picture.lanes, made.lanes, strict=True):
+        check(lane.boxes, placed.rect)
+
+
+def test_every_op_of_a_small_graph_is_drawn() -> None:
+    graph = mlp()
+    leaves = [box for box in show(graph).boxes() if box.nodes]
+    assert sorted(len(box.nodes) for box in leaves) == [1] * len(graph.nodes)
+
+
+@pytest.mark.parametrize("layers", [2, 7])
+def test_equal_blocks_are_folded_with_their_count(layers: int) -> None:
+    graph = decoder(layers)
+    picture = show(graph)
+    folded = [box for box in picture.boxes() if box.count > 1]
+    assert [(box.count, box.title, box.loops) for box in folded] == [
+        (layers, f"layers.0 … {layers - 1}", True),
+        (layers, f"layers.{layers - 1} … 0", True),
+    ]
+    assert set(folded[0].members) == {f"layers.{i}" for i in range(layers)}
+    assert sum(picture.copies.values()) == len(graph.nodes)
+    root = drawn(graph)
+    assert texts(root).count(f"\N{MULTIPLICATION SIGN} {layers}  in a row") == 2
+
+
+def test_unequal_blocks_are_not_folded() -> None:
+    assert not any(box.count > 1 for box in show(decoder(4, equal=False)).boxes())
+
+
+def pattern(kinds: str, glue: bool = False) -> Graph:
+    """Blocks of which those of the same letter are equal, and an op of the model after each."""
+    s = Sketch(dp=2)
+    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
+    for i, kind in enumerate(kinds):
+        y = x
+        for _ in range(3):
+            op = {"a": aten.relu.default, "b": aten.tanh.default}[kind]
+            y = s.op(op, (y,), (ROWS, DIM), "dp, -", f"model.blocks.{i}.inner")
+            y = s.op(aten.mm.default, (y, y), (ROWS, DIM), "dp, -", f"model.blocks.{i}")
+        x = s.op(aten.add.Tensor, (x, y), (ROWS, DIM), "dp, -", "model") if glue else y
+    s.output(OutputKind.RESULT, "results.0", s.op(aten.sum.default, (x,), (), "+ dp", "model"))
+    return s.graph
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("aaaa", [(4, "model.blocks.0 … 3")]),
+        ("aaab", [(3, "model.blocks.0 … 2")]),
+        ("ababab", [(3, "model.blocks.0, 1 … 4, 5")]),
+        ("abab", []),
+        ("aabaabaab", [(3, "model.blocks.0, 1, 2 … 6, 7, 8"), (2, "0 … 1")]),
+    ],
+)
+def test_repeated_patterns_are_folded(kinds: str, expected: list[tuple[int, str]]) -> None:
+    folded = [(box.count, box.title) for box in show(pattern(kinds), 60).boxes() if box.count > 1]
+    assert folded == expected
+
+
+def test_what_a_model_does_between_its_blocks_is_folded_with_them() -> None:
+    (folded,) = (box for box in show(pattern("aaaa", glue=True)).boxes() if box.count > 1)
+    assert folded.count == 4
+    ops = Counter(str(node.op) for leaf in folded.leaves() for node in leaf.nodes)
+    assert ops["aten.add.Tensor"] == 1
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_all_communication_is_in_the_totals(name: str) -> None:
+    graph = GRAPHS[name]()
+    calls = Counter(graph.mesh.sort(node.kwargs["axes"]) for node in graph.nodes if is_comm(node))
+    found = by_axes(graph.nodes, graph.mesh)
+    assert {axes: len(each) for axes, each in found.items()} == dict(calls)
+    written = texts(drawn(graph))
+    for axes, each in found.items():
+        assert f"over {' '.join(axes)} " in written
+        assert f"{len(each):,} call" + "s" * (len(each) > 1) in written
+        assert size_text(sum(one.total for one in each)) in written
+
+
+def test_all_communication_is_drawn() -> None:
+    graph = decoder(4)
+    picture = show(graph)
+    drawn_comm = Counter(
+        node.op
+        for box in picture.boxes()
+        if box.kind is Kind.COMM
+        for node in box.nodes
+        for _ in range(picture.copies[node])
+    )
+    assert drawn_comm == Counter(node.op for node in graph.nodes if is_comm(node))
+
+
+@pytest.mark.parametrize(
+    ("op", "source", "target", "kwargs", "sent"),
+    [
+        (all_reduce, "- + tp", "-", {}, 2 * 3 / 4 * 64 * 4),
+        (all_gather, "tp", "-", {"dim": 0}, 3 / 4 * 64 * 4),
+        (reduce_scatter, "- + tp", "tp", {"dim": 0}, 3 / 4 * 64 * 4),
+        (all_gather, "tp mb", "mb", {"dim": 0}, 3 / 4 * 64 / 8 * 4),
+        (shard, "-", "tp", {"dim": 0}, 0),
+    ],
+)
+def test_bytes_that_a_rank_sends(op: CommOp, source: str, target: str, kwargs: dict[str, int], sent: float) -> None:
+    s = Sketch()
+    s.mesh = s.graph.mesh = Mesh(dp=2, tp=4, mb=Time(8))
+    value = s.input(InputKind.ARGUMENT, "args.0", (64,), source)
+    result = s.comm(op, value, "tp", target, "", **kwargs)
+    assert result.node is not None
+    found = traffic(result.node, s.mesh)
+    assert found.nbytes == sent
+    assert found.turns == (8 if "mb" in source else 1)
+
+
+def test_an_all_to_all_sends_what_it_does_not_keep() -> None:
+    s = Sketch()
+    value = s.input(InputKind.ARGUMENT, "args.0", (64, 32), "tp, -")
+    result = s.comm(all_to_all, value, "tp", "-, tp", "", dim=0, to=1)
+    assert result.node is not None
+    assert traffic(result.node, s.mesh).nbytes == 3 / 4 * 64 * 32 / 4 * 4
+
+
+def test_tooltips_say_where_and_why() -> None:
+    found = tooltips(drawn(mlp()))
+    assert any("why: hint on 'up.weight'" in tip and "model.py:7" in tip and "y = mm(x)" in tip for tip in found)
+    assert any(tip.startswith("comm.all_reduce") and "sent per rank" in tip for tip in found)
+    assert any("from aten.mm" in tip and "f32[32{dp}, 64] +{tp}" in tip for tip in found), "that of a line"
+    assert any("2 equal blocks" in tip for tip in tooltips(drawn(decoder(2))))
+
+
+def test_a_closed_module_says_what_is_in_it() -> None:
+    picture = show(decoder(40, equal=False), 120)
+    closed = next(box for box in picture.boxes() if box.kind is Kind.CLOSED and box.path == "layers.3")
+    assert any(line.role == "comm" and "all-reduce" in line.text for line in closed.lines)
+    assert any(tip.startswith("layers.3: ") and "aten.mm" in tip for tip in tooltips(drawn(picture.graph, 120)))
+
+
+def test_placements_are_written_in_the_colours_of_their_axes() -> None:
+    root = drawn(mlp())
+    spans = {(span.text, span.get("fill")) for span in root.iter(f"{SVG}tspan")}
+    spans |= {(text.text or (text[0].text if len(text) else ""), text.get("fill")) for text in root.iter(f"{SVG}text")}
+    dp, tp = AXIS_COLOURS[:2]
+    assert {("dp", dp), ("tp", tp), ("256", tp), ("+", tp)} <= spans
+    assert "32{dp}, 256{tp}" in texts(root)
+    assert "32{dp}, 64 +{tp}" in texts(root)
+
+
+@pytest.mark.parametrize("limit", [300, 100, 60])
+@pytest.mark.parametrize(("equal", "nested"), [(True, True), (False, True), (True, False)])
+def test_there_are_never_more_boxes_than_asked_for(limit: int, equal: bool, nested: bool) -> None:
+    assert 0 < show(decoder(40, norm=4, heads=4, equal=equal, nested=nested), limit).size <= limit
+
+
+@pytest.mark.parametrize(("equal", "nested"), [(True, True), (False, True), (True, False)])
+def test_a_large_graph_is_drawn_in_seconds(tmp_path: Path, equal: bool, nested: bool) -> None:
+    graph = decoder(80, norm=40, heads=40, equal=equal, nested=nested)
+    assert len(graph.nodes) >= 14_900
+    started = time.process_time()
+    draw_graph(graph, tmp_path / "large.svg")
+    assert time.process_time() - started < 10
+    ET.parse(tmp_path / "large.svg")
+
+
+def test_a_module_that_is_used_twice_is_drawn_in_pieces() -> None:
+    s = Sketch(dp=2)
+    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
+    for module in ("shared", "between", "shared"):
+        for _ in range(3):
+            x = s.op(aten.mm.default, (x, x), (ROWS, DIM), "dp, -", module)
+    s.output(OutputKind.RESULT, "results.0", x)
+    (lane,) = show(s.graph).lanes
+    assert [box.path for box in lane.boxes if box.nodes or box.children] == ["shared", "shared", "between"]
+    assert all(len(box.children) == 3 for box in lane.boxes if box.children)
+
+
+def test_views_are_part_of_the_op_that_uses_them() -> None:
+    s = Sketch(dp=2)
+    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
+    w = s.parameter("w", (DIM, DIM), "-, -")
+    for _ in range(30):
+        t = s.op(aten.t.default, (w,), (DIM, DIM), "-, -", "")
+        x = s.op(aten.mm.default, (x, t), (ROWS, DIM), "dp, -", "")
+    s.output(OutputKind.RESULT, "results.0", x)
+    ops = [box for box in show(s.graph).boxes() if box.kind is Kind.OP]
+    assert [len(box.nodes) for box in ops] == [2] * 30
+    assert all([line.text for line in box.lines] == ["w"] for box in ops)
+    assert {box.title for box in ops} == {"mm"}
+
+
+def test_a_view_with_several_users_is_part_of_what_it_looks_at() -> None:
+    s = Sketch(dp=2)
+    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
+    for _ in range(30):
+        y = s.op(aten.mm.default, (x, x), (ROWS, DIM), "dp, -", "")
+        y = s.op(aten.view.default, (y, [DIM, ROWS]), (DIM, ROWS), "-, dp", "")
+        x = s.op(
+            aten.add.Tensor, (s.op(aten.mm.default, (y, y), (ROWS, DIM), "dp, -", ""), y), (ROWS, DIM), "dp, -", ""
+        )
+    s.output(OutputKind.RESULT, "results.0", x)
+    ops = [box for box in show(s.graph).boxes() if box.kind is Kind.OP]
+    assert [(box.title, len(box.nodes)) for box in ops[:3]] == [("mm", 2), ("mm", 1), ("add", 1)]
+
+
+def test_draw_folder_numbers_the_passes(tmp_path: Path) -> None:
+    graphs = {"before": mlp(specs=False), "propagate": mlp(), "fuse-comm": mlp(), "after": mlp()}
+    paths = draw_folder(graphs, tmp_path / "pictures")
+    assert [path.name for path in paths] == ["before.svg", "01-propagate.svg", "02-fuse-comm.svg", "after.svg"]
+    assert all(path.read_text().startswith("<svg") for path in paths)
+
+
+def test_without_graphviz_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pygraphviz", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Error, match="pip install pygraphviz"):
+        draw_graph(mlp(), tmp_path / "x.svg")
+
+
+def test_a_graph_without_ops_can_be_drawn() -> None:
+    s = Sketch(dp=2)
+    s.output(OutputKind.RESULT, "results.0", s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM)))
+    assert "Mesh of 2 ranks" in texts(drawn(s.graph))
+
+
+def test_a_value_without_dims_is_a_scalar() -> None:
+    s = Sketch(dp=2)
+    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS,), "dp")
+    s.output(OutputKind.LOSS, "loss", s.op(aten.sum.default, (x,), (), "+ dp", ""))
+    assert "scalar +{dp}" in texts(drawn(s.graph))
