@@ -54,7 +54,7 @@ coverage: $(READY) ## line and branch coverage of the quick tests, also in htmlc
 	$(PYTEST) -m "not slow" $(addprefix --cov=,$(FOLDERS)) --cov-report=term:skip-covered --cov-report=html $(ARGS)
 
 clean: ## remove what was built, but not .venv
-	rm -rf build dist out htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf build dist out demo_out htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # setuptools comes first and the build is not isolated: pip then builds with the pinned tools and fetches nothing twice.

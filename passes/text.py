@@ -119,6 +119,8 @@ def read_value(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a declared type; to a type that is none of the usual ones anything fits."""
     origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
     if hint is None or hint is type(None):
         return value is None
     if origin in (Union, types.UnionType):

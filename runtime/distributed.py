@@ -22,7 +22,7 @@ from shardfx.ir.spec import Spec
 
 from .codegen import Program, generate
 from .engine import Kinds, Results, seed_tensor
-from .groups import axes_of, make_groups
+from .groups import axes_of, device_mesh, make_groups
 from .homes import Home
 from .storage import Shards, cut_local
 
@@ -45,7 +45,7 @@ class DistributedEngine:
     def __post_init__(self) -> None:
         mesh = self.mesh = self.graph.mesh
         self.rank = dist.get_rank()
-        self.device_mesh = mesh.to_device_mesh(self.device.type)
+        self.device_mesh = device_mesh(mesh, self.device.type)
         self._agree()
         make_groups(mesh, axes_of(self.graph))
         self._specs = {given.name: _spec(given) for given in self.graph.inputs}

@@ -112,7 +112,9 @@ class VirtualEngine:
         layout = self.layout(output)
         return [by_rank[layout.first_rank(i)] for i in range(layout.count)]
 
-    def _pieces(self, given: Input, inputs: Mapping[str, torch.Tensor], seed: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    def _pieces(
+        self, given: Input, inputs: Mapping[str, torch.Tensor], seed: torch.Tensor | None
+    ) -> Sequence[torch.Tensor]:
         if given.kind is InputKind.PARAMETER:
             return [p.detach() for p in self.parameters[given.name]]
         if given.kind is InputKind.BUFFER:

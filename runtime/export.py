@@ -1,10 +1,10 @@
 """Programs as files: one readable Python file per rank, which runs under ``torchrun`` with nothing but torch.
 
-    folder/rank0.py     forward(...), as generated, with module paths and source lines
-    folder/rank0.pt     its pieces of parameters and buffers, constants, and the example inputs (weights only)
-    folder/layout.py    what stands before and after a collective: our own file, which needs torch only
-    folder/groups.json  the process groups, in the order in which all ranks make them
-    folder/run.py       torchrun --nproc-per-node N run.py
+folder/rank0.py     forward(...), as generated, with module paths and source lines
+folder/rank0.pt     its pieces of parameters and buffers, constants, and the example inputs (weights only)
+folder/layout.py    what stands before and after a collective: our own file, which needs torch only
+folder/groups.json  the process groups, in the order in which all ranks make them
+folder/run.py       torchrun --nproc-per-node N run.py
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     main()
 '''
 
-README = '''# Programs of {mesh}
+README = """# Programs of {mesh}
 
 One file per rank, written by shardfx. They need torch and nothing else:
 
@@ -102,7 +102,7 @@ One file per rank, written by shardfx. They need torch and nothing else:
 - `rankN.pt`: those pieces, by name (`torch.load(..., weights_only=True)`). Put your own there, or call `forward` yourself.
 - `groups.json`: the names of the process groups, and the ranks in each; `run.py` shows how they are made.
 - `layout.py`{random}: what the programs call besides torch's own operators.
-'''
+"""
 
 
 def write_rank(folder: Path, rank: int, program: Program, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:

@@ -11,10 +11,12 @@ import inspect
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardfx.ir.comm import CommOp
 from shardfx.ir.errors import Error
@@ -73,6 +75,17 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
             made = _new_group(ranks)
             if dist.get_rank() in ranks:
                 _register_process_group(name, made)
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The torch ``DeviceMesh`` of a mesh: one for all plans of a job, for it makes process groups of its own."""
+    key = (mesh, device_type)
+    if key not in _device_meshes or _device_meshes[key][0] is not dist.group.WORLD:
+        _device_meshes[key] = (dist.group.WORLD, mesh.to_device_mesh(device_type))
+    return _device_meshes[key][1]
+
+
+_device_meshes: dict[tuple[Mesh, str], tuple[Any, DeviceMesh]] = {}
 
 
 def find_group(name: str) -> dist.ProcessGroup | None:

@@ -69,7 +69,10 @@ def _of_dim(cut: Cut, size: int, dim: int, mesh: Mesh) -> dict[str, Placement] |
         done.add(axis)
     if cut.parts and any(type(made[axis]) is not Shard for axis in axes[:-1]):
         return None
-    first = {axis: Shard(0) if type(p) is Shard else _StridedShard(0, split_factor=p.split_factor) for axis, p in made.items()}
+    first = {
+        axis: Shard(0) if type(p) is Shard else _StridedShard(0, split_factor=p.split_factor)
+        for axis, p in made.items()
+    }
     rows = torch.arange(size)
     for places in itertools.product(*(range(mesh[axis].size) for axis in axes)):
         coords = dict(zip(axes, places, strict=True))

@@ -17,6 +17,7 @@ from shardfx.runtime.groups import initialise, launched
 
 from .compile import Compiled, compile_model
 from .hints import Hints
+from .modes import OtherMode, without_weights
 from .module import ParallelModule
 from .plugins import all_rules
 
@@ -57,6 +58,18 @@ def parallelize(
         loss.backward()
     """
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
+    made = _build(model, described, hints, on_pass, virtual)
+    made.set_other_mode(OtherMode(without_weights(model), hints, lambda m, h: _build(m, described, h, None, virtual)))
+    return made
+
+
+def _build(
+    model: nn.Module,
+    described: Mesh,
+    hints: Hints,
+    on_pass: Callable[[Pass, Graph], None] | None,
+    virtual: bool | None,
+) -> ParallelModule:
     compiled = compile_model(model, described, hints, all_rules(), on_pass)
     engine = _engine(compiled, model, virtual)
     aliases = compiled.captured.aliases
@@ -78,4 +91,6 @@ def _engine(compiled: Compiled, model: nn.Module, virtual: bool | None) -> Virtu
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     kind = "cpu" if device.type == "meta" else device.type
     initialise(kind)
-    return DistributedEngine(graph, rules, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+    return DistributedEngine(
+        graph, rules, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )

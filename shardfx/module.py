@@ -19,6 +19,7 @@ from shardfx.runtime.engine import Kinds, Results
 
 from .compile import Compiled, after_each_pass
 from .explain import Explanation, explain
+from .modes import OtherMode
 from .plan import Plan, make_plan
 from .report import BYTES_PER_SECOND, FLOPS_PER_SECOND, Report, make_report
 from .state import check_names, check_shapes
@@ -63,7 +64,9 @@ class ParallelModule(nn.Module):
         self._engine = engine
         self.training = model.training
         self._outputs = {(o.kind, o.name): o for o in compiled.after.outputs}
-        self._captured_training = model.training
+        self.captured_training = model.training
+        self._other: OtherMode | None = None
+        self._twin: list[ParallelModule] = []  # in a list: not a submodule, its parameters are ours
         self._complete = False
         names = [g.name for g in compiled.after.inputs]
         self._extra = {
@@ -97,6 +100,8 @@ class ParallelModule(nn.Module):
     # ---- calling --------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training != self.captured_training:
+            return self._in_other_mode()(*args, **kwargs)
         inputs, has_targets = self._inputs(args, kwargs)
         graph = self.after
         has_loss = (OutputKind.LOSS, "loss") in self._outputs
@@ -114,15 +119,29 @@ class ParallelModule(nn.Module):
         leaves = [next(given) if leaf == "tensor" else leaf for leaf in self._compiled.captured.result_leaves]
         return pytree.tree_unflatten(leaves, self._compiled.captured.result_tree)
 
+    def set_other_mode(self, other: OtherMode) -> None:
+        """Say how the plan for the other mode is made."""
+        self._other = other
+
+    def _in_other_mode(self) -> ParallelModule:
+        """The same module, planned for the mode that it was not captured in."""
+        if not self._twin:
+            if self._other is None:
+                raise Error(
+                    f"this plan is for {_mode(self.captured_training)} mode only",
+                    where="pm(...)",
+                    expected=f"pm.{_mode(self.captured_training)}()",
+                    got=_mode(self.training),
+                )
+            self._twin.append(self._other.make(self))
+        return self._twin[0]
+
+    def share(self, other: ParallelModule) -> None:
+        """Work on the shards of ``other`` from now on."""
+        self._engine.parameters, self._engine.buffers = other._engine.parameters, other._engine.buffers
+        self._register()
+
     def _run(self, kinds: Kinds, inputs: Mapping[str, torch.Tensor]) -> Results:
-        if self.training != self._captured_training:
-            raise Error(
-                f"the model was captured in {_mode(self._captured_training)} mode",
-                where="pm(...)",
-                expected=f"pm.{_mode(self._captured_training)}()",
-                got=_mode(self.training),
-                remedy="parallelize the model again in the other mode and load_full_state_dict(...)",
-            )
         if not self._complete:
             lacking = self._lacking()
             self._complete = not lacking

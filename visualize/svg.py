@@ -86,7 +86,7 @@ class Canvas:
             font_weight="600" if bold else None,
             fill=base,
             text_anchor=anchor if anchor != "start" else None,
-            xml_space="preserve" if any("  " in run.text for run in runs) else None,
+            xml_space="preserve" if any("  " in t or t != t.strip() for t in (run.text for run in runs)) else None,
             **(
                 {"stroke": halo, "stroke_width": "5", "paint_order": "stroke", "stroke_linejoin": "round"}
                 if halo

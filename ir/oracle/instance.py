@@ -29,12 +29,17 @@ class Instance:
         """What the whole op gives: one entry per result of the node."""
         return self.call(self.tensors)
 
-    def call(self, tensors: Sequence[torch.Tensor], change: Mapping[tuple[int, ...], Any] | None = None) -> Results:
-        """Run the op on other tensors; ``change`` replaces other arguments, by their place in the arguments."""
+    def call(
+        self,
+        tensors: Sequence[torch.Tensor],
+        change: Mapping[tuple[int, ...], Any] | None = None,
+        op: Callable[..., Any] | None = None,
+    ) -> Results:
+        """Run the op (or ``op`` instead) on other tensors; ``change`` replaces other arguments, by their place."""
         args, kwargs = bind(self.node, tensors)
         for place, value in (change or {}).items():
             args = replace_at(args, place, value)
-        return as_results(call(self.node.op, args, kwargs))
+        return as_results(call(op or self.node.op, args, kwargs))
 
     def __repr__(self) -> str:
         return describe(self.node)

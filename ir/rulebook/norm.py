@@ -96,15 +96,16 @@ def batch_norm(node: Node) -> ShardingRule:
     """
     names, sizes = _names(node.operands[0].shape)
     operands = [tuple(names)] + [(names[1],)] * (len(node.operands) - 1)
-    training = _training(node)
-    results = tuple(
-        None if v is None else tuple(names) if i == 0 else (names[1],) if v.shape == (sizes["d1"],) else ((),) * v.type.ndim
-        for i, v in enumerate(node.results)
-    )
-    whole = frozenset(n[0] for i, n in enumerate(names) if i != 1) if training else frozenset()
-    if not training:
-        results = tuple(r if i == 0 or r == (names[1],) else r for i, r in enumerate(results))
-    return ShardingRule(tuple(operands), results, sizes, whole)
+    whole = frozenset(n[0] for i, n in enumerate(names) if i != 1) if _training(node) else frozenset()
+    results: list[tuple[Dim, ...] | None] = [tuple(names)]
+    for value in node.results[1:]:
+        channels = value is not None and value.shape == (sizes["d1"],)
+        results.append(None if value is None else (names[1],) if channels else ((),) * value.type.ndim)
+    if any(v is not None and v.shape == (0,) for v in node.results):
+        sizes["none"] = 0
+        whole |= {"none"}
+        results = [(("none",),) if v is not None and v.shape == (0,) else r for v, r in zip(node.results, results, strict=True)]
+    return ShardingRule(tuple(operands), tuple(results), sizes, whole)
 
 
 def _training(node: Node) -> bool:
@@ -192,6 +193,7 @@ RULES: tuple[RuleEntry, ...] = (
         contiguous=Contiguous.ALL,
     ),
     rule(aten._native_batch_norm_legit_functional.default, batch_norm, expand=expand_batch_norm),
+    rule(aten._native_batch_norm_legit_no_training.default, batch_norm),
     rule(aten.native_batch_norm_backward.default, batch_norm_backward, expand=expand_batch_norm_backward),
 )
 

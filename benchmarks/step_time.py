@@ -1,0 +1,151 @@
+"""Eager step time (forward, backward, synchronised gradients) beside torch's own wrappers, on 2 gloo ranks of this machine.
+
+    python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp]
+
+DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do. All variants live in the same two
+processes, one thread each, and take turns, round after round, so that a busy neighbour slows all of them alike. A
+round's time is the slowest rank's. Printed are medians, and the median over the rounds of each ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import shardfx as sx
+
+from .models import GPT, Size, next_token
+
+RANKS = 2
+PAIRS = {"dp": ("ours, dp", "DDP"), "zero": ("ours, zero 3", "FSDP2"), "tp": ("ours, tp", "DTensor TP")}
+AIMS = {"dp": 1.1, "zero": 1.6, "tp": 1.5}
+MEGATRON = {
+    **dict.fromkeys((f"layers.*.{n}.weight" for n in ("q", "k", "v", "fc1")), "tp, -"),
+    **dict.fromkeys((f"layers.*.{n}.bias" for n in ("q", "k", "v", "fc1")), "tp"),
+    **dict.fromkeys((f"layers.*.{n}.weight" for n in ("proj", "fc2")), "-, tp"),
+}
+Step = Callable[[], Tensor]
+
+
+def ours(model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+    """Our plan of the model, and its step on the global batch."""
+    hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs)
+    pm = sx.parallelize(model, sx.Mesh(**{axis: RANKS}), hints)
+    return pm, lambda: pm(x, y)
+
+
+def theirs(module: nn.Module, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+    return module, lambda: next_token(module(x), y)
+
+
+def sharded(model: GPT) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def tensor_parallel(model: GPT) -> nn.Module:
+    mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    split = dict.fromkeys(("q", "k", "v", "fc1"), ColwiseParallel()) | dict.fromkeys(("proj", "fc2"), RowwiseParallel())
+    for layer in model.layers:
+        parallelize_module(layer, mesh, split)
+    return model
+
+
+def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tuple[nn.Module, Step]]:
+    """Module and step by name."""
+    half = x.shape[0] // RANKS
+    mine = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
+    batch = {"args.0": "dp, -", "targets.0": "dp, -"}
+    stored = {n: ", ".join(["dp"] + ["-"] * (p.dim() - 1)) for n, p in model.named_parameters()}
+    made: dict[str, tuple[nn.Module, Step]] = {}
+    if "dp" in only:
+        made["DDP"] = theirs(DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True), x[mine], y[mine])
+        made["ours, dp"] = ours(model, "dp", batch, x, y)
+    if "zero" in only:
+        made["FSDP2"] = theirs(sharded(deepcopy(model)), x[mine], y[mine])
+        made["ours, zero 3"] = ours(model, "dp", batch | stored, x, y)
+    if "tp" in only:
+        made["DTensor TP"] = theirs(tensor_parallel(deepcopy(model)), x, y)
+        made["ours, tp"] = ours(model, "tp", MEGATRON, x, y)
+    return made
+
+
+def measure(module: nn.Module, step: Step, steps: int) -> tuple[float, float]:
+    """Milliseconds of a step, of the slowest rank; and the loss."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        module.zero_grad(set_to_none=True)
+        loss = step()
+        loss.backward()
+    spent = torch.tensor((time.perf_counter() - started) / steps * 1e3)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return spent.item(), loss.item()
+
+
+def rank_main(rank: int, port: int, size: Size, rounds: int, steps: int, only: list[str]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+    torch.manual_seed(0)
+    model = GPT(size)
+    x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
+    made = variants(model, x, y, only)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(rounds + 2):
+        for name, (module, step) in made.items():
+            spent, loss = measure(module, step, steps)
+            if number >= 2:
+                times[name].append(spent)
+            elif rank == 0:
+                print(f"warming up: {name}, loss {loss:.4f}", flush=True)
+    if rank == 0:
+        report(times, only)
+    dist.destroy_process_group()
+
+
+def report(times: dict[str, list[float]], only: list[str]) -> None:
+    for name, spent in times.items():
+        print(f"{name:14} {statistics.median(spent):7.1f} ms   least {min(spent):7.1f}   most {max(spent):7.1f}")
+    for key in only:
+        mine, other = PAIRS[key]
+        ratios = [b / a for a, b in zip(times[mine], times[other], strict=True)]
+        print(f"{mine} is {statistics.median(ratios):.2f} x as fast as {other} (aim {AIMS[key]})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    for field, value in vars(Size()).items():
+        parser.add_argument(f"--{field}", type=int, default=value)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a variant in a round")
+    parser.add_argument("--only", nargs="+", choices=list(PAIRS), default=list(PAIRS))
+    given = vars(parser.parse_args())
+    rounds, steps, only = given.pop("rounds"), given.pop("steps"), given.pop("only")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(rank_main, (port, Size(**given), rounds, steps, only), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""explain: from what one asks for back to the hints, and on to the communication that follows."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardfx as sx
+from shardfx.explain import Entry, Trail
+from tests.plans import MESHES, plan
+from tests.zoo import make
+
+
+@pytest.fixture(scope="module")
+def pm() -> sx.ParallelModule:
+    """Two blocks of a GPT with Megatron's hints and sequence parallelism, on dp=2 x tp=2."""
+    return plan(make("gpt_separate"), MESHES["dp2tp2"], sequence=True)
+
+
+def only(pm: sx.ParallelModule, name: str) -> Entry:
+    (entry,) = pm.explain(name).entries
+    return entry
+
+
+def trail(entry: Entry, axis: str) -> Trail:
+    return next(trail for trail in entry.trails if trail.axis == axis)
+
+
+def op_of(pm: sx.ParallelModule, module: str, op: str) -> str:
+    """The name of the first value that an op of a module makes."""
+    found = (n for n in pm.after.nodes if n.where.module == module and str(n.op).startswith(op))
+    return f"%{next(found).name}"
+
+
+def test_a_parameter_and_its_gradient(pm: sx.ParallelModule) -> None:
+    weight, gradient = pm.explain("layers.0.proj.weight").entries
+    assert weight.title == "parameter %layers.0.proj.weight : f64[48, 48{tp}]"
+    (link,) = trail(weight, "tp").because
+    assert link.text.startswith("the hint 'layers.*.proj.weight' (step ") and link.step > 0
+    assert gradient.title.startswith("its gradient: backward %") and "aten.mm(" in gradient.title
+    # Each rank of dp has the sum over its part of the batch; the all-reduce brings the whole.
+    assert "partial sum" in trail(gradient, "dp").role
+    assert any("all_reduce_fused over dp" in line for line in gradient.communication)
+    assert gradient.communication[-1].endswith("by gradient layers.0.proj.weight")
+
+
+def test_an_input_and_a_whole_parameter(pm: sx.ParallelModule) -> None:
+    assert str(pm.explain("args.0")).splitlines()[1:] == ["  dp: cuts dim 0", "      the hint 'args.0' (step 1)"]
+    bias, *_ = pm.explain("layers.0.proj.bias").entries
+    assert bias.cuts == "whole on every rank" and not bias.trails
+
+
+def test_an_op_its_strategy_and_its_trail(pm: sx.ParallelModule) -> None:
+    """The projection adds up over its cut input; that cut comes from the heads, and they from q, k and v."""
+    entry = only(pm, op_of(pm, "layers.0.proj", "aten.mm"))
+    assert "k over tp" in entry.cuts and entry.cuts.endswith("of the rule m k, k n -> m n")
+    found = trail(entry, "tp")
+    assert found.role == "the result is a partial sum, for the op adds up over the factor k"
+    assert len(found.because) > 3
+    assert found.because[-1].text.startswith("the hint 'layers.*.q.")
+    steps = [link.step for link in found.because if link.step]
+    assert steps == sorted(steps, reverse=True), "each reason was decided before what it is the reason for"
+    assert any("reduce_scatter over tp sends" in line for line in entry.communication)
+
+
+def test_what_was_turned_down_is_said(pm: sx.ParallelModule) -> None:
+    """Both the tokens (a sequence hint) and the heads (a weight) want tp at the first matrix product."""
+    text = str(pm.explain(op_of(pm, "layers.0.q", "aten.addmm")))
+    assert "turned down: axis tp on factor m" in text
+
+
+def test_the_trail_follows_the_factor_that_was_cut(pm: sx.ParallelModule) -> None:
+    """q is cut by its weight's rows, not by the tokens, which lie over the same axis and are as near."""
+    found = trail(only(pm, op_of(pm, "layers.0.q", "aten.addmm")), "tp")
+    assert "layers.*.q." in found.because[-1].text
+
+
+def test_a_module_is_brief_and_says_what_is_inside(pm: sx.ParallelModule) -> None:
+    whole = pm.explain("layers.0.fc1")
+    titles = [entry.title.split()[0] for entry in whole.entries]
+    assert titles == sorted(titles, key=["parameter", "forward", "backward"].index)
+    assert "links away" in str(whole) and "ask for one value" in str(whole)
+    block = pm.explain("layers.0")
+    assert {"layers.0.ln1", "layers.0.fc1"} <= set(block.submodules)
+    assert "modules inside: layers.0." in str(block)
+
+
+def test_a_long_trail_is_shortened_in_the_middle(pm: sx.ParallelModule) -> None:
+    lines = trail(only(pm, op_of(pm, "layers.0.proj", "aten.mm")), "tp").lines(brief=False)
+    assert len(lines) <= 7 and any("links: %" in line for line in lines)
+
+
+def test_communication_explains_itself(pm: sx.ParallelModule) -> None:
+    comm = next(n for n in pm.after.nodes if str(n.op) == "comm.reduce_scatter")
+    text = str(pm.explain(comm.name))
+    assert "reduce_scatter over tp sends 12.3 kB per rank" in text and "is needed as" in text
+
+
+def test_every_op_ends_at_a_hint(pm: sx.ParallelModule) -> None:
+    """No trail breaks off, for any value of the program."""
+    for node in pm.after.nodes:
+        if str(node.op) in ("comm.slice", "comm.all_to_all"):
+            continue  # these are cut where they stand, for their users
+        for found in only(pm, f"%{node.name}").trails:
+            assert "the hint" in found.because[-1].text, (node, found)
+
+
+def test_batch_norm_taken_apart_says_so() -> None:
+    pm = plan(make("resnet"), MESHES["dp2"])
+    text = str(pm.explain("bn"))
+    assert "taken apart because a cut stands in its way" in text
+    content = [entry.title for entry in pm.explain("bn.running_mean").entries]
+    assert content[1].startswith("its new content: ")
+
+
+def test_unknown_names_are_errors_with_what_comes_near(pm: sx.ParallelModule) -> None:
+    with pytest.raises(sx.Error, match="nothing is called 'layers.0.prj.weight'") as caught:
+        pm.explain("layers.0.prj.weight")
+    assert caught.value.remedy is not None and "'layers.0.proj.weight'" in caught.value.remedy
+    with pytest.raises(sx.Error, match="nothing is called '%9999'"):
+        pm.explain("%9999")

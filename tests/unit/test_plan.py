@@ -1,0 +1,191 @@
+"""Plans: saved, loaded, compared, and given back; a file or a model that does not fit is told so."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfx as sx
+from shardfx.ir.parse import parse_spec
+from shardfx.plan import fingerprint
+from tests.plans import MESHES, plan
+from tests.zoo import Case, make
+
+X, Y = torch.randn(8, 6), torch.randint(0, 4, (8,))
+MESH = sx.Mesh(dp=2, tp=2)
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(6, hidden)
+        self.fc2 = nn.Linear(hidden, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+def small(
+    specs: object, model: nn.Module | None = None, mesh: sx.Mesh = MESH, x: torch.Tensor = X
+) -> sx.ParallelModule:
+    hints = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(Y[: len(x)],), specs=specs)  # type: ignore[arg-type]
+    return sx.parallelize(model or Net(), mesh, hints)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pm = small({"args.0": "dp, -", "targets.0": "dp", "fc1.weight": "tp, -", "fc1.bias": "tp", "fc2": "dp, -"})
+    return pm.plan.save(tmp_path_factory.mktemp("plan") / "folder" / "plan.json")
+
+
+def again(case: Case, given: sx.Plan) -> sx.ParallelModule:
+    hints = sx.Hints(args=case.args, kwargs=case.kwargs, loss=case.loss, targets=case.targets, specs=given.specs)
+    return sx.parallelize(case.model, given.mesh, hints)
+
+
+class Tied(nn.Module):
+    """The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x)).flatten(0, 1)
+
+
+def tied() -> Case:
+    tokens = torch.randint(0, 12, (4, 6))
+    specs = {"head.weight": "tp, -", "embed": "dp, -, -"}
+    return Case("tied", Tied(), (tokens,), {}, F.cross_entropy, (tokens.flatten(),), specs)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "sequence"),
+    [("gpt_fused", "dp2tp2", True), ("resnet", "dp2tp2", False), ("tied", "2x2x2", False)],
+)
+def test_a_plan_given_back_is_the_same_program(name: str, mesh: str, sequence: bool, tmp_path: Path) -> None:
+    """A fused qkv weight (a compound), batch norm taken apart, tied weights: each comes out as it was."""
+    case = tied() if name == "tied" else make(name)
+    pm = plan(copy.deepcopy(case), MESHES[mesh], sequence)
+    loaded = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))
+    assert loaded == pm.plan
+    other = again(case, loaded)
+    assert str(other.after) == str(pm.after)
+    assert other.plan == loaded
+    assert not other.report().warnings
+
+
+def test_what_is_in_a_plan(saved: Path) -> None:
+    loaded = sx.Plan.load(saved)
+    assert loaded.mesh == MESH
+    assert loaded.inputs["fc1.weight"] == "[8{tp}, 6]" and loaded.inputs["args.0"] == "[8{dp}, 6]"
+    assert loaded.hinted == {"fc2": "[8{dp}, 4]"}
+    assert loaded.strategies["forward fc1 aten.addmm 0"] == "n{tp} m{dp}"
+    assert loaded.passes[0].startswith("propagate") and loaded.passes[-1] == "fuse-comm{mb=25.0,groups=()}"
+    assert loaded.torch == torch.__version__
+    assert loaded.specs["fc1.weight"] == sx.Spec.parse("tp, -", MESH)
+
+
+def test_a_plan_is_for_one_model_and_one_mesh(saved: Path) -> None:
+    specs = sx.Plan.load(saved).specs
+    with pytest.raises(sx.Error, match="another model") as caught:
+        small(specs, nn.Sequential(nn.Linear(6, 4)))
+    assert "fc1.weight" in str(caught.value.got) and "0.weight" in str(caught.value.got)
+    with pytest.raises(sx.Error, match="another model, or for other shapes"):
+        small(specs, Net(hidden=12))
+    with pytest.raises(sx.Error, match="another model, or for other shapes"):
+        small(specs, x=X[:4])
+    with pytest.raises(sx.Error, match="another mesh") as caught:
+        small(specs, mesh=sx.Mesh(dp=4, tp=2))
+    assert (caught.value.expected, caught.value.got) == ("Mesh(dp=2, tp=2)", "Mesh(dp=4, tp=2)")
+    assert small(dict(specs), x=X[:4]).plan.inputs["args.0"] == "[4{dp}, 6]"  # plain hints ask nothing
+
+
+def test_a_plan_that_comes_out_otherwise_is_a_warning(saved: Path) -> None:
+    loaded = sx.Plan.load(saved)
+    key = "forward fc1 aten.addmm 0"
+    changed = replace(loaded, strategies={**loaded.strategies, key: "n{tp}"})
+    (warning,) = small(changed.specs).report().warnings
+    assert (
+        warning == f"1 ops came out otherwise than in the plan given: {key}: n{{tp}} in the plan, n{{tp}} m{{dp}} here"
+    )
+
+
+def test_the_fingerprint_is_the_models_own() -> None:
+    one, two = small({"args.0": "dp, -"}), small({"args.0": "-, -"}, mesh=sx.Mesh(tp=4))
+    assert fingerprint(one.before) == fingerprint(two.before)
+    assert fingerprint(one.before) != fingerprint(small({}, Net(hidden=12)).before)
+
+
+# ---- files
+
+
+def broken(saved: Path, folder: Path, **changes: object) -> Path:
+    content = {**json.loads(saved.read_text()), **changes}
+    path = folder / "broken.json"
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    return path
+
+
+def test_a_file_that_is_cut_short(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "short.json"
+    for length in (0, 1, 100, len(saved.read_text()) - 3):
+        path.write_text(saved.read_text()[:length])
+        with pytest.raises(sx.Error, match="cut short") as caught:
+            sx.Plan.load(path)
+        assert caught.value.where == str(path)
+
+
+def test_files_that_are_no_plan(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(sx.Error, match="cannot be read"):
+        sx.Plan.load(tmp_path / "not_there.json")
+    for text in ("[]", "3", "{}", '{"format": "something else"}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(sx.Error, match="is not a plan"):
+            sx.Plan.load(tmp_path / "other.json")
+    (tmp_path / "binary.json").write_bytes(b"\x80\x04\x95")
+    with pytest.raises(sx.Error, match="no JSON"):
+        sx.Plan.load(tmp_path / "binary.json")
+    with pytest.raises(sx.Error, match="another version") as caught:
+        sx.Plan.load(broken(saved, tmp_path, version=2, shardfx="9.0"))
+    assert caught.value.got == "version 2, written by shardfx 9.0"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"inputs": None},
+        {"inputs": ["fc1.weight"]},
+        {"inputs": {"fc1.weight": "[8{qp}, 6]"}},
+        {"inputs": {"fc1.weight": "[8{tp}"}},
+        {"inputs": {"fc1.weight": "[8{tp}, 6{tp}]"}},
+        {"mesh": [{"name": "dp"}]},
+        {"mesh": []},
+        {"mesh": 3},
+        {"passes": None},
+        {"strategies": 1},
+    ],
+)
+def test_a_plan_with_something_wrong_inside(changes: dict[str, object], saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(sx.Error) as caught:
+        sx.Plan.load(broken(saved, tmp_path, **changes))
+    assert str(tmp_path) in str(caught.value.where)
+
+
+def test_placements_as_text() -> None:
+    mesh = sx.Mesh(dp=2, cp=2, tp=4)
+    for text in ("[]", "[8{dp}, 4]", "[64{dp,cp}, (3 16{tp})]", "[(3 64{tp}), 5] +{dp,cp}", "[7] max{dp}"):
+        shape, spec = parse_spec(text, mesh)
+        assert spec.text(shape) == text
+    with pytest.raises(sx.Error):
+        parse_spec("[8] and more", mesh)

@@ -1,0 +1,149 @@
+"""Plugins: the packages that the docs show work as they stand there; mistakes in others are named with the package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardfx as sx
+from shardfx import plugins
+from shardfx.cli import main
+from tests.plugin import fake_distribution, install, write_package
+
+MODULES = ("late_passes", "row_ops", "broken_plugin", "test_late_passes", "test_row_ops")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip installed both packages of the docs; their tests lie beside, in ``tests``."""
+    folder = tmp_path_factory.mktemp("plugins")
+    pages = {"passes": "writing_passes.md", "rules": "writing_rules.md"}
+    packages = [write_package(page, folder / name) for name, page in pages.items()]
+    install(folder / "site", *packages)
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of installed packages, on the path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins.refresh()
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in MODULES]:
+        del sys.modules[name]
+    plugins.refresh()
+
+
+def test_the_packages_of_the_docs_pass_their_own_tests(installed: Path) -> None:
+    """In a process of its own, for ops can be defined only once."""
+    code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+    path = os.pathsep.join([str(installed / "site"), str(Path(sx.__file__).parents[1])])
+    tests = [str(installed / "passes" / "test_late_passes.py"), str(installed / "rules" / "test_row_ops.py")]
+    options = ["-q", "-W", "error", "-p", "no:cacheprovider", "--rootdir", str(installed), "-c", os.devnull]
+    run = subprocess.run(
+        [sys.executable, "-c", code, *options, *tests],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "7 passed" in run.stdout
+
+
+def test_the_command_line_lists_installed_passes(
+    installed: Path, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(installed / "site"))
+    plugins.refresh()
+    assert main(["passes"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert "mb: float = 1.0" in rows["count-large"] and "shardfx-late-passes 1.0" in rows["count-large"]
+    assert "COMM_EXPLICIT" in rows["narrow-reductions"]
+    assert "built-in" in rows["propagate"]
+
+
+def test_a_pass_of_a_plugin_is_found_by_its_text(installed: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(installed / "site"))
+    plugins.refresh()
+    (made,) = plugins.as_passes(["count-large{mb=2}"])
+    assert type(made).__module__ == "late_passes.count_large"
+    assert str(made) == "count-large{mb=2.0}"
+
+
+# ---- mistakes
+
+
+BROKEN = {
+    "import": ("import not_there", "cannot be imported"),
+    "no pass": ("Broken = 3", "is not a pass"),
+    "instance": ("from shardfx.passes import FuseComm\nBroken = FuseComm()", "is not a pass"),
+    "name": ("from shardfx.passes import FuseComm as Broken", "is called otherwise than its entry point"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_pass_names_its_distribution(site: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, what = BROKEN[case]
+    fake_distribution(site, "shardfx-broken", {plugins.PASSES: {"broken": "broken_plugin:Broken"}}, broken_plugin=text)
+    plugins.refresh()
+    with pytest.raises(sx.Error) as caught:
+        plugins.find_pass("broken")
+    assert what in caught.value.what and "shardfx-broken 1.0" in caught.value.what
+    # The others are listed all the same.
+    assert main(["passes"]) == 2
+    listed = capsys.readouterr()
+    assert "fuse-comm" in listed.out and "see below" in listed.out
+    assert what in listed.err
+    assert plugins.find_pass("fuse-comm").name == "fuse-comm"
+
+
+BROKEN_RULES = {
+    "import": ("import not_there", "cannot be imported"),
+    "no rules": ("RULES = [1, 2]", "is not a set of rules"),
+    "failing": ("def RULES(): return 1 / 0", "fails when it is called"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_RULES)
+def test_broken_rules_name_their_distribution(site: Path, case: str) -> None:
+    text, what = BROKEN_RULES[case]
+    fake_distribution(site, "shardfx-broken", {plugins.RULES: {"broken": "broken_plugin:RULES"}}, broken_plugin=text)
+    plugins.refresh()
+    with pytest.raises(sx.Error, match=what) as caught:
+        plugins.all_rules()
+    assert "shardfx-broken 1.0" in caught.value.what
+
+
+def test_rules_may_come_from_a_function(site: Path) -> None:
+    text = (
+        "import torch, shardfx as sx\ndef RULES(): return [sx.rule(torch.ops.aten.mm.default, 'm! k!, k! n -> m! n')]"
+    )
+    fake_distribution(site, "shardfx-rules", {plugins.RULES: {"mine": "broken_plugin:RULES"}}, broken_plugin=text)
+    plugins.refresh()
+    import torch
+
+    entry = plugins.all_rules().entry(torch.ops.aten.mm.default)
+    assert entry is not None and entry.text == "m! k!, k! n -> m! n"  # it wins over the built-in one
+    assert plugins.all_rules().entry(torch.ops.aten.relu.default) is not None
+
+
+def test_two_passes_of_one_name_are_an_error(site: Path) -> None:
+    for name in ("one", "two"):
+        fake_distribution(site, f"shardfx-{name}", {plugins.PASSES: {"same": "broken_plugin:Same"}})
+    plugins.refresh()
+    with pytest.raises(sx.Error, match="two plugins have a pass 'same'") as caught:
+        plugins.find_pass("same")
+    assert "shardfx-one 1.0" in str(caught.value.got) and "shardfx-two 1.0" in str(caught.value.got)
+
+
+def test_an_unknown_pass_is_told_what_comes_near() -> None:
+    with pytest.raises(sx.Error, match="unknown pass 'fuse-com'") as caught:
+        plugins.as_passes(["fuse-com{mb=2}"])
+    assert caught.value.remedy == "did you mean 'fuse-comm'?"

@@ -1,0 +1,252 @@
+"""Reports: memory against a program that is run, communication against the formulas, and it is quick."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import shardfx as sx
+from shardfx.ir.comm import Planner
+from shardfx.ir.graph import OutputKind
+from shardfx.ir.rulebook import default_rules
+from shardfx.ir.text import parse_graph
+from shardfx.module import TRAIN
+from shardfx.replay import replay_rank
+from shardfx.report import comm_rows
+from shardfx.runtime.codegen import select
+from shardfx.tables import count_text, seconds_text
+from tests.plans import MESHES, plan
+from tests.zoo import make
+
+
+@pytest.fixture(scope="module")
+def pm() -> sx.ParallelModule:
+    return plan(make("gpt_separate"), MESHES["dp2tp2"])
+
+
+# ---- memory
+
+
+class Live(TorchDispatchMode):
+    """The largest sum of storages that Python holds while a program runs; inputs do not count."""
+
+    def __init__(self, inputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self.tensors: list[tuple[Any, int, int]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            self.tensors.append((weakref.ref(tensor), storage._cdata, storage.nbytes()))
+        self.tensors = [each for each in self.tensors if each[0]() is not None]
+        live = {key: size for _, key, size in self.tensors if key not in self.inputs}
+        self.peak = max(self.peak, sum(live.values()))
+        return out
+
+
+def measured_peak(pm: sx.ParallelModule, rank: int) -> int:
+    """Run a rank's module on fake tensors; a collective is not waited for, for its result has the same storage."""
+    module = pm.rank_module(rank, training=True)
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.graph.set_codegen(torch.fx.graph.CodeGen())
+    module.recompile()
+    coords = pm.mesh.coords(rank)
+    with FakeTensorMode(), torch.no_grad():
+        given = []
+        for each in select(pm.after, TRAIN)[0]:
+            assert each.value.spec is not None
+            shape = each.value.spec.local_shape(each.value.shape, pm.mesh, coords)
+            given.append(torch.empty(shape, dtype=each.value.type.dtype))
+        with Live(given) as live:
+            module(*given)
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt_fused", MESHES["dp2tp2"]),
+        ("llama", MESHES["tp4"]),
+        ("resnet", MESHES["dp2"]),
+        ("gpt_separate", sx.Mesh(dp=3)),  # a batch of 8 is not even
+    ],
+)
+def test_the_peak_is_what_a_run_holds(name: str, mesh: sx.Mesh) -> None:
+    """Up to what helpers of communication hold inside."""
+    pm = plan(make(name), mesh)
+    for rank in (0, pm.mesh.size - 1):
+        replay = replay_rank(pm.after, pm._compiled.context.rules, TRAIN, rank)
+        assert replay.peak.nbytes == pytest.approx(measured_peak(pm, rank), rel=0.01)
+
+
+def test_memory_by_category(pm: sx.ParallelModule) -> None:
+    memory = pm.report().memory
+    named = {given.name: given.value for given in pm.after.inputs}
+    coords = pm.mesh.coords(0)
+
+    def local(name: str) -> int:
+        value = named[name]
+        assert value.spec is not None
+        return math.prod(value.spec.local_shape(value.shape, pm.mesh, coords)) * value.type.dtype.itemsize
+
+    parameters = sum(local(name) for name in dict(make("gpt_separate").model.named_parameters()))
+    assert memory.parameters == memory.gradients == parameters
+    assert memory.inputs == local("args.0") + local("targets.0") == 2 * 4 * 16 * 8
+    held = sum(memory.peak.of(c) for c in ("activations", "gradients", "temporaries", "results", "new buffers"))
+    assert held == memory.peak.nbytes > memory.activations > 0
+    assert memory.peak_bytes == memory.parameters + memory.buffers + memory.inputs + memory.constants + held
+    assert memory.end_bytes == memory.parameters + memory.buffers + memory.gradients
+
+
+def test_more_ranks_hold_less() -> None:
+    one, four = (plan(make("mlp3"), sx.Mesh(tp=n)).report().memory for n in (1, 4))
+    assert four.parameters < one.parameters and four.peak_bytes < one.peak_bytes
+
+
+# ---- communication
+
+GRAPH = """
+mesh dp=4, tp=2
+established COMM_EXPLICIT, SHARDED
+parameter %w : f32[1024{tp,dp}, 8]
+argument %x : f32[64{dp}, 1024{tp}]
+forward:
+  %0 = comm.all_gather(%w, axes=[dp], dim=0) : f32[1024{tp}, 8]  @ fc
+  %1 = aten.mm(%x, %0) : f32[64{dp}, 8] +{tp}  cuts m{dp} k{tp}  @ fc
+  %2 = comm.all_reduce(%1, axes=[tp], reduce=sum) : f32[64{dp}, 8]  @ fc
+  %3 = aten.relu(%2) : f32[64{dp}, 8]  cuts d0{dp}
+  %4 = comm.all_to_all(%3, axes=[dp], dim=0, to=1) : f32[64, 8{dp}]
+  %5 = aten.sum.default(%4) : f32[] +{dp}  cuts d1{dp}
+  %6 = comm.all_reduce(%5, axes=[dp], reduce=sum) : f32[]
+outputs:
+  loss loss = %6
+"""
+
+
+def test_communication_is_counted_by_the_formulas() -> None:
+    graph = parse_graph(GRAPH)
+    planner = Planner(graph.mesh)
+    rows = {(row.axes, row.kind): row for row in comm_rows(graph, planner)}
+    gather, reduce = rows[("dp",), "all-gather"], rows[("tp",), "all-reduce"]
+    assert gather.nbytes == 3 / 4 * 512 * 8 * 4  # (n-1)/n of the gathered piece
+    assert reduce.nbytes == 2 * 1 / 2 * 16 * 8 * 4  # twice (n-1)/n of the value
+    assert rows[("dp",), "all-to-all"].nbytes == 3 / 4 * 16 * 8 * 4
+    link = graph.mesh["dp"].link
+    assert gather.seconds == pytest.approx(2 * link.latency + gather.nbytes / link.bandwidth)
+    assert [cause.what for cause in gather.causes] == ["w is stored cut"]
+    assert [(cause.what, cause.module) for cause in reduce.causes] == [("partial sums of aten.mm", "fc")]
+    assert rows[("dp",), "all-reduce"].causes[0].what == "loss"
+
+
+def test_causes_name_the_parameters(pm: sx.ParallelModule) -> None:
+    communication = pm.report().communication
+    causes = {cause.what for row in communication.rows if row.axes == ("dp",) for cause in row.causes}
+    assert {f"gradient of {name}" for name in dict(make("gpt_separate").model.named_parameters())} <= causes
+    assert communication.nbytes == pytest.approx(
+        sum(cause.nbytes for row in communication.rows for cause in row.causes)
+    )
+    assert communication.over("dp") < communication.nbytes
+    assert communication.calls == sum(row.calls for row in communication.rows)
+    assert plan(make("mlp3"), sx.Mesh(tp=1)).report().communication.nbytes == 0
+
+
+# ---- time, text
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    """Forward and backward of an MLP: 3 products of 2 m k n each, but for the input, which needs no gradient."""
+    work = plan(make("mlp3"), sx.Mesh(tp=1)).report().time.work
+    shapes = [tuple(p.shape) for name, p in make("mlp3").model.named_parameters() if name.endswith("weight")]
+    assert work.flops == sum(2 * 8 * n * k * (3 if i else 2) for i, (n, k) in enumerate(shapes))
+
+
+def test_time_is_an_estimate_at_stated_rates(pm: sx.ParallelModule) -> None:
+    slow, fast = pm.report(flops_per_second=1e9, bytes_per_second=1e15).time, pm.report().time
+    assert slow.compute == pytest.approx(slow.work.flops / 1e9, rel=0.01)
+    assert slow.total == slow.compute + slow.communication > fast.total > fast.communication > 0
+
+
+def test_the_text(pm: sx.ParallelModule) -> None:
+    text = str(pm.report())
+    for words in (
+        "Plan  dp 2 x tp 2: 4 ranks",
+        "peak = parameters + buffers",
+        "gradient of layers.*.fc1.weight (2x)",
+        "Time of one step (an estimate)",
+        "at 100 TFLOP/s and 1.5 TB/s",
+        "nothing overlaps",
+        "Passes  propagate",
+    ):
+        assert words in text
+    assert "Warnings" not in text and max(map(len, text.splitlines())) <= 110
+    assert "\x1b" not in text
+
+
+def test_warnings_are_in_the_report() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softshrink())
+
+    class Note(sx.Pass):
+        name = "note"
+
+        def run(self, graph: Any, context: Any) -> bool:
+            context.notes.append("something to know")
+            return False
+
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(torch.randn(4, 4),), passes=[Note()]))
+    assert pm.report().warnings == ("something to know",)
+    assert "- something to know" in str(pm.report())
+    assert "note" in pm.report().passes
+
+
+def test_numbers_in_words() -> None:
+    assert [seconds_text(s) for s in (0, 2e-9, 1.5e-5, 0.25, 12)] == ["0 s", "2 ns", "15 us", "250 ms", "12 s"]
+    assert [count_text(n, "FLOP") for n in (0, 999, 1.5e6, 2e18)] == ["0 FLOP", "999 FLOP", "1.5 MFLOP", "2e+03 PFLOP"]
+
+
+# ---- speed
+
+
+def deep(layers: int) -> str:
+    """The text of a chain of tensor-parallel blocks, forward only."""
+    lines = ["mesh dp=2, tp=2", "established COMM_EXPLICIT, SHARDED"]
+    lines += [f"parameter %l.{i}.w : f32[512, 512{{tp}}]" for i in range(layers)]
+    lines += ["argument %x : f32[64{dp}, 512]", "forward:"]
+    last = "x"
+    for i in range(layers):
+        lines += [
+            f"  %t{i} = aten.t(%l.{i}.w) : f32[512{{tp}}, 512]  cuts d1{{tp}}",
+            f"  %s{i} = comm.slice(%{last}, axes=[tp], dim=1) : f32[64{{dp}}, 512{{tp}}]",
+            f"  %m{i} = aten.mm(%s{i}, %t{i}) : f32[64{{dp}}, 512] +{{tp}}  cuts m{{dp}} k{{tp}}  @ l.{i}",
+            f"  %r{i} = comm.all_reduce(%m{i}, axes=[tp], reduce=sum) : f32[64{{dp}}, 512]",
+            f"  %a{i} = aten.add.Tensor(%{last}, %r{i}) : f32[64{{dp}}, 512]  cuts d0{{dp}}",
+        ]
+        last = f"a{i}"
+    return "\n".join([*lines, "outputs:", f"  result results.0 = %{last}"])
+
+
+def test_a_deep_program_is_replayed_once_per_distinct_call() -> None:
+    """The time goes with the number of nodes alone: 4 times as many take about 4 times as long, and not 16."""
+    seconds = []
+    for layers in (100, 400):
+        graph = parse_graph(deep(layers))
+        started = time.process_time()
+        replay = replay_rank(graph, default_rules(), {OutputKind.RESULT})
+        comm_rows(graph, Planner(graph.mesh))
+        seconds.append(time.process_time() - started)
+        piece = 32 * 512 * 4
+        assert replay.peak.nbytes == 3 * piece  # a sum, a partial sum, and a slice or its reduction: whatever the depth
+    assert seconds[1] < max(12 * seconds[0], 2.0)

@@ -1,0 +1,94 @@
+"""Dropout draws by seed and box; evaluation is another program on the same shards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardfx as sx
+from tests.plans import MESHES, plan
+from tests.reference import rel_err
+from tests.zoo import make
+
+
+class Drops(nn.Module):
+    """Dropout of ones, so that the result *is* the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(16, dtype=torch.float64))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(x * self.w)
+
+
+def masks(seed: int, spec: str) -> torch.Tensor:
+    x = torch.ones(8, 16, dtype=torch.float64)
+    pm = sx.parallelize(Drops(), sx.Mesh(dp=2, tp=2), sx.Hints(args=(x,), specs={"args.0": spec}))
+    torch.manual_seed(seed)
+    return pm(x)
+
+
+def test_a_seed_reproduces_and_another_differs() -> None:
+    assert torch.equal(masks(0, "dp, -"), masks(0, "dp, -"))
+    assert not torch.equal(masks(0, "dp, -"), masks(1, "dp, -"))
+
+
+def test_shards_differ() -> None:
+    mask = masks(0, "dp, tp") != 0
+    pieces = [mask[r : r + 4, c : c + 8] for r in (0, 4) for c in (0, 8)]
+    for i, piece in enumerate(pieces):
+        assert 0 < piece.float().mean() < 1
+        assert not any(torch.equal(piece, other) for other in pieces[:i])
+
+
+@pytest.mark.parametrize("name", ["dropout_mlp", "hf_gpt2_dropout"])
+def test_replicas_agree(name: str) -> None:
+    """Every replica of a value is the same on all ranks that hold it: gradients too, dropout or not."""
+    case = make(name)
+    pm = plan(case, MESHES["dp2tp2"])
+    torch.manual_seed(0)
+    first = pm(*case.args, *case.targets)
+    first.backward()
+    grads = pm.full_grads()
+    pm.zero_grad()
+    torch.manual_seed(0)
+    again = pm(*case.args, *case.targets)
+    again.backward()
+    assert torch.equal(first, again)
+    assert all(torch.equal(grads[k], v) for k, v in pm.full_grads().items())
+    torch.manual_seed(1)
+    assert not torch.equal(first, pm(*case.args, *case.targets))
+
+
+@pytest.mark.parametrize("name", ["dropout_mlp", "resnet"])
+def test_evaluation_equals_one_device(name: str) -> None:
+    case = make(name)
+    alone = copy.deepcopy(case.model).eval()
+    pm = plan(case, MESHES["dp2tp2"])
+    pm.eval()
+    with torch.no_grad():
+        assert rel_err(pm(*case.args), alone(*case.args)) < 1e-9
+        assert rel_err(pm(*case.args, *case.targets), case.loss(alone(*case.args), *case.targets)) < 1e-9
+    pm.train()
+    before = {k: v.clone() for k, v in pm.full_state_dict().items()}
+    pm(*case.args, *case.targets).backward()
+    moved = [k for k, v in pm.full_state_dict().items() if not torch.equal(v, before[k])]
+    assert bool(moved) == (name == "resnet")
+
+
+def test_a_step_in_training_is_seen_in_evaluation() -> None:
+    case = make("mlp3")
+    pm = plan(case, MESHES["tp2"])
+    pm.eval()
+    first = pm(*case.args)
+    pm.train()
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    pm(*case.args, *case.targets).backward()
+    optimizer.step()
+    pm.eval()
+    assert not torch.equal(first, pm(*case.args))
