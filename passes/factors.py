@@ -92,6 +92,10 @@ class Propagation:
                 if cut.axes:
                     self._note(seed.value, dim, cut, f"the hint {seed.name!r}", "")
 
+    def forget_tensors(self) -> None:
+        """The graph was changed: operands are looked up anew."""
+        self._tensors.clear()
+
     def tensors(self, node: Node) -> list[Tensor]:
         """The operands and results of a node with their factors."""
         found = self._tensors.get(node)
@@ -137,7 +141,7 @@ class Propagation:
     def run(self, start: Iterable[Value] | None = None) -> None:
         """Hand cuts on until nothing changes, from all values that hold one, or from ``start``."""
         users = self.graph.users()
-        self._tensors.clear()
+        self.forget_tensors()
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         queue: list[tuple[int, int, int, Node]] = []
         queued: set[tuple[int, Node]] = set()

@@ -23,6 +23,7 @@ from .expand import Expander
 from .factors import Propagation, RuleCache
 from .manager import SHARDED, Context, Pass
 from .partials import Partial, Partials
+from .reassociate import reassociate
 from .seeds import bind
 
 MOST_ROUNDS = 8
@@ -62,6 +63,7 @@ class Propagate(Pass):
         cuts = sweep(graph, state)
         partial: dict[Node, Partial] = {}
         if self.partial_sums:
+            reassociate(graph, state, cache, cuts)
             chooser = Partials(graph, state, cuts)
             chooser.run()
             partial = chooser.partial

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -82,6 +82,12 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0) -> 
     finite = b[b.isfinite()]
     size = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=bound, atol=bound * max(size, scale), equal_nan=True)
+
+
+def magnitude(parts: Iterable[torch.Tensor]) -> float:
+    """The size of the largest element, at least 1: sums that cancel are rounded as their terms are."""
+    floats = [part[part.isfinite()] for part in parts if part.is_floating_point() or part.is_complex()]
+    return max([1.0, *(float(part.abs().max()) for part in floats if part.numel())])
 
 
 def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from torch._decomp import decomposition_table
 
 from ..spec import chunk
 from .instance import Instance, Results, places
-from .pieces import same, split_sum
+from .pieces import magnitude, reduce, same, split_sum
 
 aten = torch.ops.aten
 Outcome = int | str
@@ -285,12 +285,10 @@ def outcomes(parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequen
         if all(same(part, whole) for part in parts):
             found.add("equal")
         if whole.dtype is not torch.bool:
-            scale = max(float(p[p.isfinite()].abs().max()) if p.isfinite().any() else 1.0 for p in parts)
-            if same(torch.stack(list(parts)).sum(0).to(whole.dtype), whole, scale):
+            scale = magnitude(parts)
+            if same(reduce(parts, "sum"), whole, scale):
                 found.add("sum")
-        if not whole.is_complex():
-            stacked = torch.stack(list(parts))
-            found |= {kind for kind, value in (("max", stacked.amax(0)), ("min", stacked.amin(0))) if same(value, whole)}
+        found |= {kind for kind in ("max", "min") if not whole.is_complex() and same(reduce(parts, kind), whole)}
         return frozenset(found)
     for d, length in enumerate(whole.shape):
         fits = all(part.shape[d] * size == length * given for part, given in zip(parts, lengths, strict=True))

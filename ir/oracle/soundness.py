@@ -22,7 +22,7 @@ from ..mesh import Mesh
 from ..rules import RuleEntry, ShardingRule, strategy
 from ..spec import REDUCTIONS, Cut, Spec, smallest
 from .instance import Instance, Results, as_results, bind, call
-from .pieces import join, piece, same, split_max, split_sum
+from .pieces import join, magnitude, piece, same, split_max, split_sum
 
 Partial = Mapping[str, tuple[str, frozenset[int]]]
 
@@ -62,7 +62,8 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
             if smallest(rule.sizes[f], ("a",), mesh) > 0:
                 yield Trial(mesh, {f: Cut(("a",))})
     floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
-    groups = [g for g in rule.linear if g and all(tensors[i].is_floating_point() for i in g)]
+    groups = [g for g in rule.linear if g and max(g) < len(tensors)]
+    groups = [g for g in groups if all(tensors[i].is_floating_point() for i in g)]
     for group in groups:
         kinds = ("sum", "max", "min") if rule.moves_only and floats else ("sum",)
         for kind in kinds:
@@ -116,15 +117,9 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, gen
         value, why = join(parts, whole, spec, trial.mesh)
         if value is None:
             return f"result {i} as {spec.text(whole.shape)}: {why}"
-        if not same(value, whole, scale=_magnitude(parts)):
+        if not same(value, whole, scale=magnitude(parts.values())):
             return f"result {i} as {spec.text(whole.shape)} has other values"
     return ""
-
-
-def _magnitude(parts: Mapping[int, torch.Tensor]) -> float:
-    """The size of what is added: cancelling sums are rounded as their terms are."""
-    found = [float(p[p.isfinite()].abs().max()) for p in parts.values() if p.is_floating_point() and p.isfinite().any()]
-    return max(found, default=1.0)
 
 
 def run_ranks(

@@ -113,7 +113,7 @@ def test_batch_norm_taken_apart_says_so() -> None:
 
 
 def test_unknown_names_are_errors_with_what_comes_near(pm: sx.ParallelModule) -> None:
-    with pytest.raises(sx.Error, match="nothing is called 'layers.0.prj.weight'") as caught:
+    with pytest.raises(sx.Error, match=r"nothing is called 'layers\.0\.prj\.weight'") as caught:
         pm.explain("layers.0.prj.weight")
     assert caught.value.remedy is not None and "'layers.0.proj.weight'" in caught.value.remedy
     with pytest.raises(sx.Error, match="nothing is called '%9999'"):

@@ -184,7 +184,7 @@ def test_a_plan_with_something_wrong_inside(changes: dict[str, object], saved: P
 
 def test_placements_as_text() -> None:
     mesh = sx.Mesh(dp=2, cp=2, tp=4)
-    for text in ("[]", "[8{dp}, 4]", "[64{dp,cp}, (3 16{tp})]", "[(3 64{tp}), 5] +{dp,cp}", "[7] max{dp}"):
+    for text in ("[]", "[8{dp}, 4]", "[64{dp,cp}, (3 16{tp})]", "[(3 64{tp}), 5] +{cp,dp}", "[7] max{dp}"):
         shape, spec = parse_spec(text, mesh)
         assert spec.text(shape) == text
     with pytest.raises(sx.Error):
