@@ -10,6 +10,7 @@ become the local ones; what else differs between ranks is written by the ``local
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -78,6 +79,7 @@ class Writer:
     fx: fx.Graph = field(default_factory=fx.Graph)
     env: dict[Value, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
     current: Node | None = None
 
     def __post_init__(self) -> None:
@@ -86,7 +88,11 @@ class Writer:
         self._shapes: dict[tuple[Any, Spec], tuple[int, ...]] = {}
 
     def placeholder(self, given: Input) -> None:
-        node = self.fx.placeholder(identifier(given.name))
+        name = identifier(given.name)
+        while name in self.taken:  # "a.b" and "a_b" are two names of a model, and one of Python
+            name += "_"
+        self.taken.add(name)
+        node = self.fx.placeholder(name)
         self.comments[node.name] = f"{given.name}: {given.value.spec.text(given.value.shape) if given.value.spec else ''}"
         self.env[given.value] = node
 
@@ -221,4 +227,6 @@ class LocalEmit:
 
 
 def identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name)
+    """A Python name for a dotted one: ``layers.0.weight`` is ``layers_0_weight``, ``0.weight`` is ``_0_weight``."""
+    made = re.sub(r"\W", "_", name)
+    return f"_{made}" if made[0].isdigit() or keyword.iskeyword(made) else made

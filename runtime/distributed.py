@@ -21,6 +21,7 @@ from shardfx.ir.rules import RuleBook
 from shardfx.ir.spec import Spec
 
 from .codegen import Program, generate
+from .eager import Eager
 from .engine import Kinds, Results, seed_tensor
 from .groups import axes_of, device_mesh, make_groups
 from .homes import Home
@@ -39,7 +40,7 @@ class DistributedEngine:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     parameters: dict[str, list[nn.Parameter]] = field(default_factory=dict)
     buffers: dict[str, list[Tensor]] = field(default_factory=dict)
-    _programs: dict[Kinds, Program] = field(default_factory=dict)
+    _programs: dict[Kinds, Eager] = field(default_factory=dict)
     _homes: dict[str, Home] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,18 +132,19 @@ class DistributedEngine:
         """The ranks that run in this process."""
         return [self.rank]
 
-    def program(self, kinds: Kinds) -> Program:
+    def program(self, kinds: Kinds) -> Eager:
+        """This rank's program for the outputs of some kinds, made once."""
         if kinds not in self._programs:
-            self._programs[kinds] = generate(self.graph, self.rank, self.rules, kinds)
+            self._programs[kinds] = Eager(generate(self.graph, self.rank, self.rules, kinds), self.device)
         return self._programs[kinds]
 
     def run(self, kinds: Kinds, inputs: Mapping[str, Tensor]) -> Results:
         """Run this rank's program on global or local inputs; gives its piece of every output."""
-        program = self.program(kinds)
+        eager = self.program(kinds)
+        program = eager.program
         with torch.no_grad():
             seed = self._seed() if any(g.kind is InputKind.SEED for g in program.inputs) else None
-            given = [self._piece(g, inputs, seed) for g in program.inputs]
-            outs = program.module(*given)
+            outs = eager(*[self._piece(g, inputs, seed) for g in program.inputs])
             return {
                 (o.kind, o.name): [self._homes[o.name].wrap(out) if o.kind is OutputKind.GRADIENT else out]
                 for o, out in zip(program.outputs, outs, strict=True)
@@ -157,7 +159,7 @@ class DistributedEngine:
     def _piece(self, given: Input, inputs: Mapping[str, Tensor], seed: Tensor | None) -> Tensor:
         name = given.name
         if given.kind is InputKind.PARAMETER:
-            return self._homes[name].unwrap(self.parameters[name][0].detach())
+            return self._homes[name].unwrap(self.parameters[name][0])
         if given.kind is InputKind.BUFFER:
             return self._homes[name].unwrap(self.buffers[name][0])
         if given.kind is InputKind.SEED:

@@ -110,7 +110,9 @@ class VirtualEngine:
 
     def _distinct(self, output: Output, by_rank: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         layout = self.layout(output)
-        return [by_rank[layout.first_rank(i)] for i in range(layout.count)]
+        pieces = [by_rank[layout.first_rank(i)] for i in range(layout.count)]
+        # A gradient becomes its receiver's own: it must not share memory with another, or with an input.
+        return [piece.clone() for piece in pieces] if output.kind is OutputKind.GRADIENT else pieces
 
     def _pieces(
         self, given: Input, inputs: Mapping[str, torch.Tensor], seed: torch.Tensor | None

@@ -1,8 +1,8 @@
 """The command line: ``shardfx demo | passes | plan | explain`` (also ``python -m shardfx``).
 
     shardfx passes
-    shardfx plan examples.llama:make --mesh dp=2,tp=2 --draw out --save plan.json
-    shardfx explain examples/llama.py:make --mesh dp=2,tp=2 layers.0.wo
+    shardfx plan shardfx.demo_model:make --mesh dp=2,tp=2 --draw out --save plan.json
+    shardfx explain my/model.py:make --mesh dp=2,tp=2 layers.0.wo
 
 ``MODULE:FUNCTION`` names a function without arguments that returns ``(model, hints)``; MODULE is importable from the
 current folder, or a file. A mistake is printed as text, and the exit code is 2.
@@ -153,7 +153,7 @@ def load(target: str) -> tuple[nn.Module, Hints]:
     name, colon, function = target.partition(":")
     if not colon or not name or not function:
         raise Error(
-            "this does not name a function", where="MODULE:FUNCTION", expected="examples.llama:make", got=target
+            "this does not name a function", where="MODULE:FUNCTION", expected="package.module:function", got=target
         )
     module = _import(name, target)
     make = getattr(module, function, None)

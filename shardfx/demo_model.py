@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .hints import Hints
+
 DIM, HEADS, KV_HEADS, HIDDEN, LAYERS = 96, 4, 2, 256, 2
 LENGTH, BATCH, VOCAB = 64, 8, 256
 
@@ -116,3 +118,9 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=generator)
         rows = torch.stack([data[start : start + LENGTH + 1] for start in starts.tolist()])
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def make() -> tuple[Decoder, Hints]:
+    """The model and the hints: ``shardfx plan shardfx.demo_model:make --mesh dp=2,tp=2``."""
+    x, y = next(batches())
+    return Decoder(), Hints(args=(x,), loss=loss, targets=(y,), specs=SPECS)

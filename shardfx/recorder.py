@@ -113,7 +113,7 @@ class Recorder:
     def call_function(self, target: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Call:
         call = Call(f"call{self.count}", None)
         operands: list[Tensor] = []
-        for each in _calls((args, kwargs)):
+        for each in _calls((*args, kwargs or {}), []):
             operands += self._touch(each)
         if target is operator.getitem:
             call.result = args[0].result[args[1]]
@@ -227,15 +227,14 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)[: len(shape)][::-1]
 
 
-def _calls(arg: Any) -> Iterable[Call]:
-    if isinstance(arg, Call):
-        yield arg
-    elif isinstance(arg, (list, tuple)):
-        for each in arg:
-            yield from _calls(each)
-    elif isinstance(arg, dict):
-        for each in arg.values():
-            yield from _calls(each)
+def _calls(arg: Any, found: list[Call]) -> list[Call]:
+    """The calls among arguments, in order."""
+    for each in arg.values() if isinstance(arg, dict) else arg:
+        if isinstance(each, Call):
+            found.append(each)
+        elif isinstance(each, (list, tuple, dict)):
+            _calls(each, found)
+    return found
 
 
 def _tensors(result: Any) -> Iterable[Tensor]:

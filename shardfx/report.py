@@ -22,6 +22,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, 
 from shardfx.ir.mesh import Mesh
 from shardfx.visualize.traffic import local_bytes, traffic
 
+from .compile import no_collection
 from .recorder import Peak
 from .replay import Work, replay_rank, source_of
 
@@ -157,8 +158,9 @@ def make_report(
     graph, context = compiled.after, compiled.context
     train = any(output.kind is OutputKind.LOSS for output in graph.outputs)
     kinds = {OutputKind.BUFFER, *((OutputKind.LOSS, OutputKind.GRADIENT) if train else (OutputKind.RESULT,))}
-    replay = replay_rank(graph, context.rules, kinds)
-    communication = Communication(tuple(comm_rows(graph, context.planner)))
+    with no_collection():
+        replay = replay_rank(graph, context.rules, kinds)
+        communication = Communication(tuple(comm_rows(graph, context.planner)))
     return Report(
         graph.mesh,
         (len(compiled.before.nodes), len(graph.nodes)),

@@ -31,20 +31,23 @@ LANES = {
 SHADES = (PAPER, "#f7f9fc", PAPER, "#f7f9fc")
 
 
-def draw_graph(graph: Graph, path: str | Path, title: str = "", *, boxes: int = 300) -> Path:
+def draw_graph(
+    graph: Graph, path: str | Path, title: str = "", *, boxes: int = 300, header: bool = True
+) -> Path:
     """Draw ``graph`` as one SVG file.
 
     Args:
         path: where to write the file; its folder is made.
         title: what stands above the picture.
         boxes: how many boxes there may be; of a larger graph, modules are drawn closed.
+        header: whether title and legend stand above the picture; without them it fits on a page with text.
 
     Returns:
         The path of the file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(picture_svg(show(graph, boxes), title or "graph"), encoding="utf-8")
+    path.write_text(picture_svg(show(graph, boxes), title or "graph", header=header), encoding="utf-8")
     return path
 
 
@@ -68,7 +71,7 @@ def draw_folder(graphs: Mapping[str, Graph], folder: str | Path) -> list[Path]:
     return paths
 
 
-def picture_svg(picture: Picture, title: str) -> str:
+def picture_svg(picture: Picture, title: str, *, header: bool = True) -> str:
     """The text of the SVG file of a picture."""
     mesh = picture.graph.mesh
     made = plan(picture, lambda box: measure(box, mesh))
@@ -76,8 +79,8 @@ def picture_svg(picture: Picture, title: str) -> str:
     for crossing in made.crossings:
         _crossing(body, crossing)
     canvas = Canvas()
-    wide = max(made.width, 760.0)
-    top = draw_header(canvas, picture, title, MARGIN, wide)
+    wide = max(made.width, 760.0) if header else made.width
+    top = draw_header(canvas, picture, title, MARGIN, wide) if header else MARGIN
     _lanes(body, made, mesh)
     _kept(body, made, picture)
     left = MARGIN + (wide - made.width) / 2

@@ -91,9 +91,12 @@ def magnitude(parts: Iterable[torch.Tensor]) -> float:
 
 
 def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """``count`` large random tensors whose sum is ``tensor``."""
-    scale = float(tensor.abs().max()) if tensor.numel() and bool(tensor.isfinite().all()) else 1.0
-    noise = [3 * max(scale, 1.0) * torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) for _ in range(count - 1)]
+    """``count`` random tensors whose sum is ``tensor``: of both signs, large and small."""
+    scale = magnitude([tensor])
+    noise = []
+    for _ in range(count - 1):
+        size = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, 3 * scale, 0.1)
+        noise.append(torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) * size.to(tensor.real.dtype))
     return [*noise, tensor - sum(noise)] if noise else [tensor]
 
 

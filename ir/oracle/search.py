@@ -33,7 +33,7 @@ Choice = tuple[int | None, ...]
 MOST = 600
 TRUSTING = {aten.lu_unpack, aten.linalg_lu_solve, aten.linalg_ldl_solve}
 """Their kernels do not check that shapes agree: of these the batch dims of all operands together are tried."""
-UNCHECKED = {aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
+UNCHECKED = {aten.segment_reduce, aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
 """Kernels that do not check their arguments, as most backward ones. Where an op has a decomposition, each candidate is
 tried on that first, as it does check; else indices are made 0 or 1 (they lie within every piece), and shapes must agree."""
 
@@ -63,29 +63,44 @@ class Oracle:
         self.least = 1
         self.careful = unchecked and self.screen is None
         if self.careful and any(map(_is_index, of.tensors)):
-            self.least = 2
-            of = Instance(of.node, tuple(t.clamp(max=1) if _is_index(t) else t for t in of.tensors))
+            low = Instance(of.node, tuple(t.clamp(max=1) if _is_index(t) else t for t in of.tensors))
+            if runs(low):
+                self.least, of = 2, low
         self.of = of
         self.generator = torch.Generator().manual_seed(seed)
         self.shapes = [tuple(t.shape) for t in of.tensors]
         self.results = [r for r, v in zip(of.results, of.node.results, strict=True) if v is not None]
-        self.again = self._again()
+        self.variants = list(self._variants())
         self._sizes: set[int] = {s for shape in self.shapes for s in shape} | {
             s for r in self.results if r is not None for s in r.shape
         }
 
-    def _again(self) -> Instance | None:
-        """The same op on other values: a cut that is right by accident is not right twice."""
-        tensors = [
-            t * (0.75 + 0.25 * torch.rand(t.shape, generator=self.generator)).to(t.dtype) if t.is_floating_point() else t
-            for t in self.of.tensors
-        ]
-        made = Instance(self.of.node, tuple(tensors))
-        try:
-            finite = all(r is None or bool(torch.isfinite(r).all()) for r in made.results)
-        except Exception:  # values that the op does not take
-            return None
-        return made if finite else None
+    def _variants(self) -> Iterator[Instance]:
+        """The same op on other values, where it takes them: what is right by accident is not right every time.
+
+        Once smaller, once in another order (the values are still of the same range), once made afresh.
+        """
+        draw = self.generator
+
+        def smaller(t: torch.Tensor) -> torch.Tensor:
+            return t * (0.75 + 0.25 * torch.rand(t.shape, generator=draw)).to(t.dtype)
+
+        def shuffled(t: torch.Tensor) -> torch.Tensor:
+            return t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
+
+        def fresh(t: torch.Tensor) -> torch.Tensor:
+            return torch.randn(t.shape, generator=draw, dtype=t.dtype)
+
+        for change in (smaller, shuffled, fresh):
+            tensors = []
+            for t in self.of.tensors:
+                if t.is_floating_point() or t.is_complex():
+                    tensors.append(change(t))
+                else:
+                    tensors.append(torch.rand(t.shape, generator=draw) < 0.5 if t.dtype is torch.bool else t)
+            made = Instance(self.of.node, tuple(tensors))
+            if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
+                yield made
 
     # ---- cuts -----------------------------------------------------------------------------------------------
 
@@ -120,7 +135,7 @@ class Oracle:
         known: set[Choice] = set()
         for choice in sorted(self.candidates(), key=lambda c: sum(c[i] is not None for i in ignored)):
             matters = tuple(None if i in ignored else d for i, d in enumerate(choice))
-            if matters in known or (not any(d is not None for d in matters) and sum(d is not None for d in choice) > 1):
+            if matters in known or (not any(d is not None for d in matters) and len(ignored) < len(self.shapes)):
                 continue
             valid = self.try_choice(choice)
             if valid is not None:
@@ -178,8 +193,8 @@ class Oracle:
                     continue
                 if chunk(size, 3, 2)[1] >= self.least:
                     found = _both(found, self._outcomes(self.of, choice, size, 3, sized))
-                if found is not None and self.again is not None:
-                    found = _both(found, self._outcomes(self.again, choice, size, 2, sized))
+                for variant in self.variants:
+                    found = found and _both(found, self._outcomes(variant, choice, size, 2, sized))
                 if found is not None:
                     return ValidCut(choice, found, size, sized)
         return None
@@ -249,33 +264,33 @@ class Oracle:
 
     def linear(self) -> list[frozenset[int]]:
         """The smallest sets of operands that may be partial sums together."""
-        if not self.results or not all(r is not None and (r.is_floating_point() or r.is_complex()) for r in self.results):
-            return []
-        floats = [i for i, t in enumerate(self.of.tensors) if t.is_floating_point() or t.is_complex()]
+        tensors = self.of.tensors
+        floats = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
+        if not self.results or not any(tensors[i].numel() > 1 for i in floats):
+            return []  # over a single number many an op is linear
+        shown = [of for of in (self.of, *self.variants) if all(map(_shows, self._kept(of.results)))]
         found: list[frozenset[int]] = []
         counts = sorted({1, 2, 3, len(floats)} & set(range(1, len(floats) + 1)))
-        for count in counts:
-            for group in itertools.islice(itertools.combinations(floats, count), 60):
-                if not any(known <= set(group) for known in found) and self._is_linear(frozenset(group)):
-                    found.append(frozenset(group))
+        for count in counts if shown else ():
+            for group in map(frozenset, itertools.islice(itertools.combinations(floats, count), 60)):
+                precise = all(r is not None and _digits(r) >= _digits(tensors[i]) for r in self.results for i in group)
+                if precise and not any(known <= group for known in found) and all(self._is_linear(of, group) for of in shown):
+                    found.append(group)
         return found
 
-    def _is_linear(self, group: frozenset[int]) -> bool:
-        for _ in range(2):
-            terms = {i: split_sum(self.of.tensors[i], 2, self.generator) for i in group}
-            total: list[torch.Tensor] = []
-            scale = 1.0
-            for k in range(2):
-                try:
-                    given = self._kept(self.of.call([terms[i][k] if i in group else t for i, t in enumerate(self.of.tensors)]))
-                except Exception:  # values that the op does not take
-                    return False
-                tensors = [g for g in given if g is not None]
-                scale = max([scale, *(float(t.abs().max()) for t in tensors if t.numel())])
-                total = [a + b for a, b in zip(total, tensors, strict=True)] if total else tensors
-            if not all(same(a, b, scale) for a, b in zip(total, self.results, strict=True)):
+    def _is_linear(self, of: Instance, group: frozenset[int]) -> bool:
+        terms = {i: split_sum(of.tensors[i], 2, self.generator) for i in group}
+        total: list[torch.Tensor] = []
+        scale = 1.0
+        for k in range(2):
+            try:
+                given = self._kept(of.call([terms[i][k] if i in group else t for i, t in enumerate(of.tensors)]))
+            except Exception:  # values that the op does not take
                 return False
-        return True
+            tensors = [g for g in given if g is not None]
+            scale = max(scale, magnitude(tensors))
+            total = [a + b for a, b in zip(total, tensors, strict=True)] if total else tensors
+        return all(same(a, b, scale) for a, b in zip(total, self._kept(of.results), strict=True))
 
 
 def outcomes(parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequence[int], size: int) -> frozenset[Outcome]:
@@ -284,6 +299,8 @@ def outcomes(parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequen
     if all(part.shape == whole.shape for part in parts):
         if all(same(part, whole) for part in parts):
             found.add("equal")
+        if whole.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not add these
+            return frozenset(found)
         if whole.dtype is not torch.bool:
             scale = magnitude(parts)
             if same(reduce(parts, "sum"), whole, scale):
@@ -295,6 +312,25 @@ def outcomes(parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequen
         if fits and same(torch.cat(list(parts), d), whole):
             found.add(d)
     return frozenset(found)
+
+
+def _shows(tensor: torch.Tensor | None) -> bool:
+    """Whether a result can show that an op is linear: a NaN, a zero, or nothing at all would show anything."""
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return bool(torch.isfinite(tensor).all()) and bool((tensor != 0).any())
+
+
+def _digits(tensor: torch.Tensor) -> float:
+    return -math.log2(torch.finfo(tensor.dtype).eps)
+
+
+def runs(of: Instance) -> bool:
+    """Whether the op takes these tensors at all."""
+    try:
+        return of.results is not None
+    except Exception:  # whatever a kernel says of its arguments
+        return False
 
 
 def _is_index(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..graph import Node
-from ..rules import Dim, Emit, RuleEntry, ShardingRule, rule
+from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, rule
 
 aten = torch.ops.aten
 
@@ -211,5 +211,10 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.index.Tensor, index_tensor),
     rule(aten.index_select.default, index_select),
     rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_forward_local),
-    rule((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_backward, local=nll_backward_local),
+    rule(
+        (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default),
+        nll_backward,
+        local=nll_backward_local,
+        contiguous=Contiguous.ALL,
+    ),
 )

@@ -1,0 +1,28 @@
+"""The same GPT on real processes: nothing changes but the command. Parameters are DTensors, as torch's own tools expect.
+
+torchrun --nproc-per-node 4 examples/gpt_torchrun.py              # FOLDER behind it: save a checkpoint there
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gpt_megatron import make
+
+import shardfx as sx
+
+model, hints = make()
+pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints)
+optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
+for step in range(10):
+    optimizer.zero_grad()
+    loss = pm(*hints.args, *hints.targets)
+    loss.backward()
+    optimizer.step()
+    if os.environ["RANK"] == "0":
+        print(f"step {step}  loss {loss.item():.5f}")
+for folder in sys.argv[1:]:
+    dcp.save({"model": pm.state_dict()}, checkpoint_id=folder)
+dist.destroy_process_group()
