@@ -1,7 +1,7 @@
 """Draw the pictures of the README and of docs/: ``python docs/make_pictures.py``.
 
-    docs/pictures/block.svg      the forward pass of two GPT blocks, folded, without title and legend
-    docs/pictures/training.svg   one training step of examples/gpt_megatron.py
+docs/pictures/block.svg      the forward pass of two GPT blocks, folded, without title and legend
+docs/pictures/training.svg   one training step of examples/gpt_megatron.py
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ DECOMPOSED = (
     aten.log_sigmoid_backward,
     aten.nan_to_num,
 )
-"""Ops whose result is a mean over everything, or a statistic of a dim: taken apart at once into sums and pointwise ops."""
+"""Ops whose result is a mean over everything, or a statistic of a dim: taken apart at once into sums and pointwise
+ops."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,8 @@ def capture(
         traced, tensors = _fake_weights(model, tensors, stack)
         program = _Program(traced, tree, leaves, loss, len(targets))
         gm = _trace(program, tuple(tensors), stack)
-        params = {name: p for name, p in traced.named_parameters(remove_duplicate=False)}
-        buffers = {name: b for name, b in traced.named_buffers(remove_duplicate=False)}
+        params = dict(traced.named_parameters(remove_duplicate=False))
+        buffers = dict(traced.named_buffers(remove_duplicate=False))
         aliases = _aliases({**params, **buffers})
         graph = convert(gm, mesh, Names(tuple(names), aliases, _loss_source(loss)))
     return Captured(graph, tuple(names), program.results.tree, program.results.leaves, aliases)
@@ -170,7 +171,9 @@ def _loss_source(loss: Callable[..., Any] | None) -> Where | None:
     code = getattr(loss, "__code__", None) or getattr(getattr(type(loss), "forward", None), "__code__", None)
     if code is None:
         return Where("loss")
-    return Where("loss", code.co_filename, code.co_firstlineno, linecache.getline(code.co_filename, code.co_firstlineno).strip())
+    return Where(
+        "loss", code.co_filename, code.co_firstlineno, linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    )
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -212,8 +215,9 @@ def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], stack: ExitStac
             warnings.simplefilter("ignore")
             exported = torch.export.export(program, tensors, strict=False).module()
             _reject_unknown_shapes(exported)
+            decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)  # type: ignore[assignment]
             joint = aot_export_joint_with_descriptors(
-                stack, exported, tensors, decompositions=get_decompositions(DECOMPOSED), _record_nn_module_stack=True
+                stack, exported, tensors, decompositions=decompositions, _record_nn_module_stack=True
             )
     except Error:
         raise
@@ -227,7 +231,9 @@ def _reject_unknown_shapes(exported: torch.fx.GraphModule) -> None:
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
-            raise _data_dependent(str(source_of(node)) + f"  {source_of(node).code}", f"{node.target} of shape {tuple(value.shape)}")
+            raise _data_dependent(
+                str(source_of(node)) + f"  {source_of(node).code}", f"{node.target} of shape {tuple(value.shape)}"
+            )
 
 
 def _data_dependent(where: str | None, got: str) -> Error:
@@ -263,8 +269,7 @@ def _user_frame(error: Exception) -> str | None:
     found, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if "/torch/" not in code.co_filename and not code.co_filename.startswith("<") and code is not capture.__code__:
-            if code.co_filename != __file__:
-                found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        if "/torch/" not in code.co_filename and not code.co_filename.startswith("<") and code.co_filename != __file__:
+            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     return found

@@ -103,7 +103,8 @@ def infer(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TensorTy
         return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
 
     out = op(*substitute(args, meta), **{k: substitute(a, meta) for k, a in kwargs.items()})
-    return types_of(out)
+    types: TensorType | list[TensorType | None] = types_of(out)
+    return types
 
 
 def types_of(out: Any) -> Any:
@@ -198,7 +199,9 @@ def _outputs(builder: Builder, node: torch.fx.Node, names: Names) -> None:
             continue
         if value is None:
             continue
-        known = next((o for o in builder.graph.outputs if kind is OutputKind.GRADIENT and (o.kind, o.name) == (kind, name)), None)
+        known = next(
+            (o for o in builder.graph.outputs if kind is OutputKind.GRADIENT and (o.kind, o.name) == (kind, name)), None
+        )
         if known is not None:
             builder.phase = Phase.BACKWARD
             known.value = builder.add(aten.add.Tensor, (known.value, value), value.type)
@@ -304,7 +307,11 @@ def _transpose(builder: Builder, op: Any, args: tuple[Any, ...], kwargs: dict[st
 def _view(builder: Builder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     """A view of a view of one module is one view; a view to the same shape is nothing."""
     source = args[0]
-    if source.node is not None and source.node.op is aten.view.default and source.node.where.module == builder.where.module:
+    if (
+        source.node is not None
+        and source.node.op is aten.view.default
+        and source.node.where.module == builder.where.module
+    ):
         source = source.node.args[0]
     if source.shape == types.shape:
         return source

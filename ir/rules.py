@@ -31,6 +31,7 @@ from .graph import Node, Strategy, Value, op_name
 from .mesh import Mesh
 from .spec import WHOLE, Cut, Part, Spec, compound
 
+SAME = "same"
 Dim = tuple[str, ...]
 """The factors whose product a tensor dim is, major first; () is a dim of size one."""
 
@@ -45,6 +46,8 @@ class ShardingRule:
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     reduce: str = "sum"
+    """What a result is of the pieces' results where it lacks a factor that is cut; ``same``: every rank has all of it.
+    One word for all results, or one for each: ``"min, max"``."""
     moves_only: bool = False
     """The op only moves elements about: any kind of partial value (a max too) may pass."""
     transparent: bool = False
@@ -64,6 +67,12 @@ class ShardingRule:
     @cached_property
     def result_factors(self) -> tuple[frozenset[str], ...]:
         return tuple(frozenset(f for dim in dims or () for f in dim) for dims in self.results)
+
+    @cached_property
+    def reductions(self) -> tuple[str, ...]:
+        """The reduction of each result."""
+        words = [word.strip() for word in self.reduce.split(",")]
+        return tuple(words if len(words) == len(self.results) else words * len(self.results))
 
     def dim_sizes(self, dim: Dim) -> list[int]:
         return [self.sizes[f] for f in dim]
@@ -204,16 +213,12 @@ class Template:
                 expected=f"{len(self.operands)} as in {self.text!r}",
                 got=len(slots),
             )
-        ellipsis: dict[str, int] = {}
-        sizes: dict[str, int] = {}
-        whole: set[str] = set()
-        given = [(d, v) for d, v in zip(self.operands, slots, strict=True) if v is not None]
+        given = [(d, v.shape) for d, v in zip(self.operands, slots, strict=True) if v is not None]
         position = {slot: i for i, slot in enumerate(j for j, v in enumerate(slots) if v is not None)}
-        operands = tuple(self._bind(dims, v.shape, ellipsis, sizes, whole) for dims, v in given)
-        results = tuple(
-            None if v is None else self._bind(dims, v.shape, ellipsis, sizes, whole)
-            for dims, v in zip(self.results, node.results, strict=False)
-        )
+        made = [(d, v.shape) for d, v in zip(self.results, node.results, strict=False) if v is not None]
+        tensors, sizes, whole = self._bind(given + made)
+        operands, rest = tuple(tensors[: len(given)]), iter(tensors[len(given) :])
+        results = tuple(None if v is None else next(rest) for v in node.results)
         linear = tuple(
             frozenset(position[i] for i in group if i in position)
             for group in parse_linear(self.linear)
@@ -222,41 +227,80 @@ class Template:
         return ShardingRule(operands, results, sizes, frozenset(whole), linear, self.reduce, self.moves_only)
 
     def _bind(
-        self, dims: tuple[Dim, ...], shape: Sequence[int], ellipsis: dict[str, int], sizes: dict[str, int], whole: set[str]
-    ) -> tuple[Dim, ...]:
-        expanded: list[Dim] = []
-        free = len(shape) - sum(1 for d in dims if not (d and d[0].endswith("..")))
-        for dim in dims:
-            if dim and dim[0].endswith(".."):
-                base = dim[0][:-2].rstrip("!")
-                count = ellipsis.setdefault(base, free)
-                names = [f"{base}{i}" for i in range(count)]
+        self, tensors: Sequence[tuple[tuple[Dim, ...], Sequence[int]]]
+    ) -> tuple[list[tuple[Dim, ...]], dict[str, int], set[str]]:
+        """The factors of each tensor's dims, the sizes of the factors, and those that are whole.
+
+        Leading dims broadcast: a tensor may have fewer of them, or one of size 1 where another has more.
+        """
+        sizes: dict[str, int] = {}
+        whole = {f.rstrip("!.") for dims, _ in tensors for dim in dims for f in dim if f.endswith("!")}
+        leads: dict[str, int] = {}
+        for dims, shape in tensors:
+            for dim in filter(_is_lead, dims):
+                leads[_base(dim)] = max(leads.get(_base(dim), 0), len(shape) - len(dims) + 1)
+        bound: list[tuple[Dim, ...]] = []
+        for dims, shape in tensors:
+            expanded: list[Dim] = []
+            for dim in dims:
+                if not _is_lead(dim):
+                    expanded.append(tuple(f.rstrip("!") for f in dim))
+                    continue
+                count = len(shape) - len(dims) + 1
+                names = [f"{_base(dim)}{i}" for i in range(leads[_base(dim)] - count, leads[_base(dim)])]
+                for name, size in zip(names, shape[len(expanded) :], strict=False):
+                    sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
                 if "!" in dim[0]:
                     whole.update(names)
                 expanded.extend((name,) for name in names)
-            else:
-                whole.update(f.rstrip("!") for f in dim if f.endswith("!"))
-                expanded.append(tuple(f.rstrip("!") for f in dim))
-        if len(expanded) != len(shape):
-            raise Error(
-                "a rule's template does not have as many dims as the tensor",
-                expected=f"{len(shape)} dims for shape {tuple(shape)}",
-                got=self.text,
-            )
-        bound: list[Dim] = []
-        for dim, size in zip(expanded, shape, strict=True):
-            unknown = [f for f in dim if f not in sizes]
-            known = math.prod(sizes[f] for f in dim if f in sizes)
-            if len(unknown) == 1 and known and size % known == 0:
-                sizes[unknown[0]] = size // known
-            elif unknown or known != size:
+            if len(expanded) != len(shape):
                 raise Error(
-                    "a tensor's dim does not fit the rule",
-                    expected=f"{' '.join(dim)} = {known}" if not unknown else f"sizes of {unknown}",
-                    got=f"size {size} in {self.text!r}",
+                    "a rule's template does not have as many dims as the tensor",
+                    expected=f"{len(shape)} dims for shape {tuple(shape)}",
+                    got=self.text,
                 )
-            bound.append(dim)
-        return tuple(bound)
+            bound.append(tuple(expanded))
+        pairs = [(dim, size) for dims, (_, shape) in zip(bound, tensors, strict=True) for dim, size in zip(dims, shape, strict=True)]
+        self._solve(pairs, sizes)
+        leading = {f"{base}{i}" for base, count in leads.items() for i in range(count)}
+        return [
+            tuple(
+                () if size == 1 and dim and dim[0] in leading and sizes[dim[0]] != 1 else dim
+                for dim, size in zip(dims, shape, strict=True)
+            )
+            for dims, (_, shape) in zip(bound, tensors, strict=True)
+        ], sizes, whole
+
+    def _solve(self, pairs: Sequence[tuple[Dim, int]], sizes: dict[str, int]) -> None:
+        """Find the sizes of all factors: each dim's size is the product of its factors'."""
+        open_pairs = list(pairs)
+        while open_pairs:
+            left = []
+            for dim, size in open_pairs:
+                unknown = [f for f in dim if f not in sizes]
+                known = math.prod(sizes[f] for f in dim if f in sizes)
+                broadcast = size == 1 and len(dim) == 1 and not unknown
+                if len(unknown) == 1 and known and size % known == 0:
+                    sizes[unknown[0]] = size // known
+                elif len(unknown) > 1:
+                    left.append((dim, size))
+                elif known != size and not broadcast:
+                    raise Error(
+                        "a tensor's dim does not fit the rule",
+                        expected=f"{' '.join(dim)} = {known}",
+                        got=f"size {size} in {self.text!r}",
+                    )
+            if len(left) == len(open_pairs):
+                raise Error("a rule's template leaves sizes open", expected=f"the sizes of {left[0][0]}", got=self.text)
+            open_pairs = left
+
+
+def _is_lead(dim: Dim) -> bool:
+    return bool(dim) and ".." in dim[0]
+
+
+def _base(dim: Dim) -> str:
+    return dim[0].replace("..", "").rstrip("!")
 
 
 def tensor_slots(node: Node) -> list[Value | None]:
@@ -359,10 +403,11 @@ def strategy(
         operands.append(Spec(place(dims, cuts, rule, mesh), held))
     passed = tuple((axis, op) for axis, (op, _) in partial.items())
     results = []
-    for present, dims in zip(rule.result_factors, rule.results, strict=True):
+    for present, dims, kind in zip(rule.result_factors, rule.results, rule.reductions, strict=True):
         if dims is None:
             continue
-        made = tuple((axis, rule.reduce) for f, cut in cuts.items() if f not in present for axis in cut.axes)
+        lost = (cut for f, cut in cuts.items() if f not in present) if kind != SAME else ()
+        made = tuple((axis, kind) for cut in lost for axis in cut.axes)
         ordered = sorted(passed + made, key=lambda pair: mesh.order(pair[0]))
         results.append(Spec(place(dims, cuts, rule, mesh), tuple(ordered)))
     return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in cuts.items() if c.axes))

@@ -15,7 +15,7 @@ activation says how it is held), else the one that moves fewer bytes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -203,27 +203,25 @@ class Propagation:
                 continue
             held[d] = cut
             changed = True
+            near = None
             for axis in fresh:
                 factor = next(f for f in dim if f in cuts and axis in cuts[f].axes)
-                origin = self._origin(node, axis, factor)
-                if origin is not None:
-                    self.origin.setdefault((value, axis), origin)
-            near = next((t.value for t in self.tensors(node) if t.value is not value and self._holds(t.value, fresh)), None)
+                having = self._having(node, axis, factor)
+                near = next((v for v in having if v is not value), near)
+                origins = [self.origin[v, axis] for v in having if (v, axis) in self.origin]
+                if origins:
+                    self.origin.setdefault((value, axis), next((o for o in origins if o.operator), origins[0]))
             self._note(value, d, cut, LEVELS[level], turned_down, node, near)
         return changed
 
-    def _holds(self, value: Value, axes: set[str]) -> bool:
-        return any(axis in axes for cut in self.held.get(value, ()) for axis in cut.axes)
-
-    def _origin(self, node: Node, axis: str, factor: str) -> Origin | None:
-        """Which hint a cut of a factor comes from: a parameter's, if any of the tensors that have it has it from one."""
+    def _having(self, node: Node, axis: str, factor: str) -> list[Value]:
+        """The tensors of a node that hold a cut of a factor over an axis."""
         found = []
         for value, dims, _ in self.tensors(node):
-            if (value, axis) in self.origin:
-                held = self.cuts_of(value)
-                if any(factor in dim and axis in held[d].axes for d, dim in enumerate(dims)):
-                    found.append(self.origin[value, axis])
-        return next((o for o in found if o.operator), found[0] if found else None)
+            held = self.held.get(value, ())
+            if any(axis in cut.axes and factor in dims[d] for d, cut in enumerate(held)):
+                found.append(value)
+        return found
 
     def _note(
         self,
@@ -313,7 +311,9 @@ class Propagation:
             return strong[0]
         scored = []
         for i, factor in enumerate(factors):
-            trial = {f: without(c, axis, self.graph.mesh) if f in factors and f != factor else c for f, c in cuts.items()}
+            trial = {
+                f: without(c, axis, self.graph.mesh) if f in factors and f != factor else c for f, c in cuts.items()
+            }
             trial = {f: c for f, c in trial.items() if c.axes}
             try:
                 scored.append((self.seconds(node, rule, trial), i, factor))
@@ -358,10 +358,10 @@ def join(a: Cut, b: Cut, size: int, mesh: Mesh) -> Cut | None:
     view, (left, right) = refined
     parts = []
     for part, x, y in zip(view, left.dims, right.dims, strict=True):
-        short, long = sorted((x.axes, y.axes), key=len)
-        if long[: len(short)] != short:
+        less, more = sorted((x.axes, y.axes), key=len)
+        if more[: len(less)] != less:
             return None
-        parts.append(Part(part, long))
+        parts.append(Part(part, more))
     axes = [axis for part in parts for axis in part.axes]
     return compound(parts, mesh) if len(axes) == len(set(axes)) else None
 
@@ -408,7 +408,7 @@ def structure(node: Node) -> object:
             return arg.type
         if isinstance(arg, (list, tuple)):
             return tuple(key(a) for a in arg)
-        return arg if arg.__hash__ else repr(arg)
+        return arg if isinstance(arg, Hashable) else repr(arg)
 
     return (
         node.op,

@@ -13,6 +13,7 @@ cheapest choice is a minimum cut between "stays partial" and "is reduced", solve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import networkx as nx
 
@@ -66,7 +67,9 @@ class Partials:
             return
         for node, group in self._stay(axis, reach, passing):
             kind = reach[node.operands[min(group)]]
-            self.cuts[node] = {f: c for f, cut in self.cuts[node].items() if (c := without(cut, axis, self.graph.mesh)).axes}
+            self.cuts[node] = {
+                f: c for f, cut in self.cuts[node].items() if (c := without(cut, axis, self.graph.mesh)).axes
+            }
             self.partial.setdefault(node, {})[axis] = (kind, group)
 
     def _group(self, node: Node, rule: ShardingRule, axis: str, reach: dict[Value, str]) -> frozenset[int] | None:
@@ -99,12 +102,12 @@ class Partials:
                 flow.add_edge(value, source)  # it can stay partial only if what it is made of does
             else:
                 add_capacity(flow, "partial", value, cost)
-            ends = value in self.outputs or value in self.state.closed
-            if ends or any(node not in passing for node in self.users[value]):
+            is_end = value in self.outputs or value in self.state.closed
+            if is_end or any(node not in passing for node in self.users[value]):
                 flow.add_edge(value, "reduced")
         for node, group in passing.items():
             values = list(dict.fromkeys(node.operands[i] for i in group))
-            for a, b in zip(values, values[1:], strict=False):
+            for a, b in pairwise(values):
                 flow.add_edge(a, b)
                 flow.add_edge(b, a)
         chosen: list[tuple[Node, frozenset[int]]] = []
@@ -140,7 +143,8 @@ def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None
 
 
 def output_specs(graph: Graph) -> dict[Output, Spec]:
-    """The placement that each output must have: gradients and buffers that of their input, a loss whole, results as they are."""
+    """The placement that each output must have: gradients and buffers that of their input, a loss whole, results as they
+    are."""
     stored = {given.name: given.value.spec for given in graph.inputs}
     result: dict[Output, Spec] = {}
     for output in graph.outputs:

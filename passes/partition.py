@@ -80,9 +80,7 @@ def _moves(node: Node, context: Context) -> bool:
     return entry.free and node.operands[0].type.numel == node.outs[0].type.numel
 
 
-def _copies(
-    node: Node, asked: dict[Spec, list[Node | Output]], context: Context, rewriter: Rewriter
-) -> list[Node]:
+def _copies(node: Node, asked: dict[Spec, list[Node | Output]], context: Context, rewriter: Rewriter) -> list[Node]:
     """One node per placement that users ask for; the node itself serves those that no copy can."""
     entry = context.rules.entry(node.op)
     rule = entry.make(node) if entry is not None else None

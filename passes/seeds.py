@@ -251,9 +251,6 @@ def _follow(
             return factors, rule, value, dim
         for result, dims in zip(node.results, rule.results, strict=True):
             for d, names in enumerate(dims or ()):
-                if factors[0] in names and result is not None:
-                    if names == factors:
-                        return factors, rule, result, d
+                if names == factors and result is not None:
+                    return factors, rule, result, d
     return None
-
-

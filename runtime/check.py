@@ -6,14 +6,16 @@ Run the ranks' programs beside that, join what they hold, and the first value th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardfx.ir.comm import CommOp
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.random import dropout
 from shardfx.ir.rules import RuleBook
 from shardfx.ir.spec import Spec
 
@@ -32,7 +34,11 @@ class Difference:
     error: float
 
 
-def run_whole(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[Value, torch.Tensor]:
+Draw = Callable[[Node, tuple[Any, ...]], tuple[torch.Tensor, ...]]
+"""Draws the random mask of a node as the ranks do, box by box; gets the node and its arguments."""
+
+
+def run_whole(graph: Graph, inputs: Mapping[str, torch.Tensor], draw: Draw | None = None) -> dict[Value, torch.Tensor]:
     """Every value of the graph, computed on one device from whole inputs."""
     env: dict[Value, torch.Tensor] = {}
     for given in graph.inputs:
@@ -45,7 +51,10 @@ def run_whole(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[Value, t
                 continue
             op = torch.ops.aten.reshape.default if node.op is torch.ops.aten.view.default else node.op
             args = substitute(node.args, env.__getitem__)
-            out = op(*args, **{k: substitute(a, env.__getitem__) for k, a in node.kwargs.items()})
+            if draw is not None and node.op is dropout:
+                out = draw(node, args)
+            else:
+                out = op(*args, **{k: substitute(a, env.__getitem__) for k, a in node.kwargs.items()})
             results = out if isinstance(out, (tuple, list)) else [out]
             for made, result in zip(node.results, results, strict=False):
                 if made is not None:
@@ -69,17 +78,17 @@ def run_ranks(graph: Graph, rules: RuleBook, inputs: Mapping[str, torch.Tensor])
 
 
 def first_difference(
-    graph: Graph, rules: RuleBook, inputs: Mapping[str, torch.Tensor], tolerance: float = 1e-9
+    graph: Graph, rules: RuleBook, inputs: Mapping[str, torch.Tensor], tolerance: float = 1e-9, draw: Draw | None = None
 ) -> Difference | None:
     """The first value, in program order, that a rank holds otherwise than the whole program says."""
-    whole, ranks = run_whole(graph, inputs), run_ranks(graph, rules, inputs)
+    whole, ranks = run_whole(graph, inputs, draw), run_ranks(graph, rules, inputs)
     for node in graph.nodes:
         for value in node.outs:
             expected = whole[value]
             held = joined(ranks[value], _spec(value), graph.mesh)
             for rank in range(graph.mesh.size):
                 mine = cut_local(expected, _spec(value).reduced(), graph.mesh, rank)
-                error = _distance(held[rank], mine)
+                error = distance(held[rank], mine)
                 if not error <= tolerance:
                     return Difference(value, node, rank, error)
     return None
@@ -93,7 +102,7 @@ def joined(pieces: Sequence[torch.Tensor], spec: Spec, mesh: Mesh) -> list[torch
     return held
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if a.numel() == 0:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.capture import leaf_names
 from shardfx.ir.errors import Error
@@ -23,6 +24,7 @@ from .modes import OtherMode
 from .plan import Plan, make_plan
 from .report import BYTES_PER_SECOND, FLOPS_PER_SECOND, Report, make_report
 from .state import check_names, check_shapes
+from .verdict import Verdict, verify
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
@@ -199,7 +201,7 @@ class ParallelModule(nn.Module):
         count = len(self._compiled.hints.args)
         named = dict(leaf_names(args[:count], kwargs, args[count:]))
         tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)}
-        has_targets = len(args) > count
+        has_targets = len(args) > count or not any(name.startswith("targets.") for name in leaves)
         wanted = [n for n in leaves if has_targets or not n.startswith("targets.")]
         if sorted(tensors) != sorted(wanted):
             raise Error(
@@ -327,6 +329,32 @@ class ParallelModule(nn.Module):
 
     # ---- understanding it -----------------------------------------------------------------------------------
 
+    def verify(self, modules: Mapping[int, fx.GraphModule] | None = None, *, run: bool = False) -> Verdict:
+        """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
+
+        By default a proof, without numbers (see :mod:`shardfx.runtime.verify.static` for what it proves and takes as
+        given). With ``run`` all ranks run beside the captured model in this process, in float64, on random numbers.
+
+        Args:
+            modules: programs that somebody changed, by rank; those of the other ranks are the plan's own.
+
+        Raises:
+            Error: an unknown rank; with ``run``, a model too large to run here on one device.
+
+        Example::
+
+            assert pm.verify()
+            print(pm.verify(modules={1: changed}).why)
+        """
+        hints = self._compiled.hints
+        named = leaf_names(hints.args, hints.kwargs, hints.targets)
+        known = {n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)}
+        for given in self.after.of_kind(InputKind.BUFFER):
+            pieces = self._engine.buffers.get(given.name, ())
+            if len(pieces) == 1 and tuple(pieces[0].shape) == given.value.shape:
+                known[given.name] = pieces[0]
+        return verify(self._compiled, lambda rank: self._program(rank, None), modules, run, known)
+
     @property
     def plan(self) -> Plan:
         """The decisions: saved as JSON, compared, and given back as ``Hints(specs=plan.specs)``."""
@@ -335,7 +363,7 @@ class ParallelModule(nn.Module):
     def report(
         self, *, flops_per_second: float = FLOPS_PER_SECOND, bytes_per_second: float = BYTES_PER_SECOND
     ) -> Report:
-        """What the plan costs: ``.memory``, ``.communication``, ``.time`` (an estimate at these rates), ``.warnings``."""
+        """What the plan costs: ``.memory``, ``.communication``, ``.time`` (estimated at these rates), ``.warnings``."""
         return make_report(self._compiled, flops_per_second, bytes_per_second)
 
     def explain(self, name: str) -> Explanation:

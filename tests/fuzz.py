@@ -113,16 +113,40 @@ def layers(rng: Rng, batch: int, time: int, dim: int) -> list[tuple[nn.Module, i
     shift = rng.randrange(1, time)
     options: list[Callable[[], tuple[nn.Module, int, int]]] = [
         lambda: (nn.Linear(dim, out, bias=rng.random() < 0.6), time, out),
-        lambda: (nn.Sequential(nn.Linear(dim, 2 * out), rng.choice([nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()]), nn.Linear(2 * out, dim)), time, dim),
+        lambda: (
+            nn.Sequential(
+                nn.Linear(dim, 2 * out),
+                rng.choice([nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()]),
+                nn.Linear(2 * out, dim),
+            ),
+            time,
+            dim,
+        ),
         lambda: (nn.LayerNorm(dim), time, dim),
-        lambda: (Lambda("rms", lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * w, w=torch.rand(dim)), time, dim),
-        lambda: (Residual(nn.LayerNorm(dim), Attention(dim, heads, kv, rng.random() < 0.5, rng.random() < 0.4)), time, dim),
+        lambda: (
+            Lambda("rms", lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * w, w=torch.rand(dim)),
+            time,
+            dim,
+        ),
+        lambda: (
+            Residual(nn.LayerNorm(dim), Attention(dim, heads, kv, rng.random() < 0.5, rng.random() < 0.4)),
+            time,
+            dim,
+        ),
         lambda: (Residual(nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.GELU(), nn.Linear(3 * dim, dim)), time, dim),
         lambda: (Lambda("bias d", lambda x, b: x + b, b=torch.randn(dim)), time, dim),
         lambda: (Lambda("bias t 1", lambda x, b: x * b, b=torch.randn(time, 1)), time, dim),
         lambda: (Lambda("bias 1 1 d", lambda x, b: torch.sigmoid(x) - b, b=torch.randn(1, 1, dim)), time, dim),
-        lambda: (Lambda("merge b t", lambda x, w: (x.reshape(-1, dim) @ w).reshape(x.shape), w=torch.randn(dim, dim) / 3), time, dim),
-        lambda: (Lambda("mix t", lambda x, w: torch.einsum("btd,ts->bsd", x, w), w=torch.randn(time, time) / 3), time, dim),
+        lambda: (
+            Lambda("merge b t", lambda x, w: (x.reshape(-1, dim) @ w).reshape(x.shape), w=torch.randn(dim, dim) / 3),
+            time,
+            dim,
+        ),
+        lambda: (
+            Lambda("mix t", lambda x, w: torch.einsum("btd,ts->bsd", x, w), w=torch.randn(time, time) / 3),
+            time,
+            dim,
+        ),
         lambda: (Lambda(f"split cat {n}", split_cat(n)), time, dim),
         lambda: (Lambda("halves", lambda x: torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)), time, dim),
         lambda: (Lambda("softmax d", lambda x: x.softmax(-1)), time, dim),
@@ -134,9 +158,19 @@ def layers(rng: Rng, batch: int, time: int, dim: int) -> list[tuple[nn.Module, i
         lambda: (Lambda("roll flip", lambda x: x.roll(shift, 1).flip(-1)), time, dim),
         lambda: (Lambda("cut t", lambda x: x[:, shift:]), time - shift, dim),
         lambda: (Lambda("pad", lambda x: F.pad(x, (0, 0, 1, 0))), time + 1, dim),
-        lambda: (Lambda("mask", lambda x: x.masked_fill(torch.ones(time, dim, dtype=torch.bool).tril(), 0.5)), time, dim),
+        lambda: (
+            Lambda("mask", lambda x: x.masked_fill(torch.ones(time, dim, dtype=torch.bool).tril(), 0.5)),
+            time,
+            dim,
+        ),
         lambda: (Lambda("where", lambda x: torch.where(x > 0, x, 0.1 * x)), time, dim),
-        lambda: (Lambda("heads", lambda x: x.view(x.shape[0], time, heads, -1).transpose(1, 2).tanh().transpose(1, 2).flatten(2)), time, dim),
+        lambda: (
+            Lambda(
+                "heads", lambda x: x.view(x.shape[0], time, heads, -1).transpose(1, 2).tanh().transpose(1, 2).flatten(2)
+            ),
+            time,
+            dim,
+        ),
         lambda: (Lambda("index", lambda x: x[:, torch.arange(time - 1, -1, -1)]), time, dim),
         lambda: (OverTime(nn.Conv1d(dim, dim, 3, padding=1, groups=groups)), time, dim),
         lambda: (OverTime(nn.BatchNorm1d(dim)), time, dim),
@@ -213,10 +247,16 @@ def draw(seed: int) -> Example:
     torch.manual_seed(seed)
     batch, time = rng.choice([2, 3, 4, 8]), rng.choice([4, 5, 6, 8])
     model = Model(rng, batch, time).double()
-    x = torch.randint(0, model.vocabulary, (batch, time)) if model.vocabulary else torch.randn(batch, time, model.start).double()
+    x = (
+        torch.randint(0, model.vocabulary, (batch, time))
+        if model.vocabulary
+        else torch.randn(batch, time, model.start).double()
+    )
     y = torch.randint(0, model.classes, (batch, model.out_time))
     y[0, : model.out_time // 2] = -100 if (loss := rng.choice([cross_entropy, squares])) is cross_entropy else 1
-    mesh = sx.Mesh(**rng.choice([{"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}]))
+    mesh = sx.Mesh(
+        **rng.choice([{"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}])
+    )
     specs: dict[str, str] = {}
     names = [("args.0", x), *((n, p) for n, p in model.named_parameters())]
     names += [(f"layers.{i}", None) for i in range(len(model.layers))]  # type: ignore[list-item]

@@ -31,9 +31,7 @@ LANES = {
 SHADES = (PAPER, "#f7f9fc", PAPER, "#f7f9fc")
 
 
-def draw_graph(
-    graph: Graph, path: str | Path, title: str = "", *, boxes: int = 300, header: bool = True
-) -> Path:
+def draw_graph(graph: Graph, path: str | Path, title: str = "", *, boxes: int = 300, header: bool = True) -> Path:
     """Draw ``graph`` as one SVG file.
 
     Args:

@@ -37,13 +37,11 @@ def attention(node: Node) -> ShardingRule:
         (("b",), ("h",), ("t",), ("v",)),
     ]
     operands += [_mask(m.shape, heads, q) for m in node.operands[3:]]
-    return ShardingRule(
-        tuple(operands), ((("b",), heads, ("s",), ("v",)), (("b",), heads, ("s",))), sizes, WHOLE
-    )
+    return ShardingRule(tuple(operands), ((("b",), heads, ("s",), ("v",)), (("b",), heads, ("s",))), sizes, WHOLE)
 
 
 def attention_backward(node: Node) -> ShardingRule:
-    grad, q, k, v, out, lse, *rest = tensor_slots(node)
+    _, q, k, v, out, lse, *rest = tensor_slots(node)
     assert q and k and v and out and lse
     sizes, heads = _factors(node, q.shape, k.shape, v.shape)
     qd: tuple[Dim, ...] = (("b",), heads, ("s",), ("e",))

@@ -137,7 +137,11 @@ def index_select(node: Node) -> ShardingRule:
     sizes["i"] = node.operands[1].type.numel
     result = tuple(("i",) if i == dim else n for i, n in enumerate(names))
     return ShardingRule(
-        (tuple(names), (("i",),) * node.operands[1].type.ndim), (result,), sizes, frozenset({f"d{dim}"}), (frozenset({0}),)
+        (tuple(names), (("i",),) * node.operands[1].type.ndim),
+        (result,),
+        sizes,
+        frozenset({f"d{dim}"}),
+        (frozenset({0}),),
     )
 
 
@@ -172,7 +176,10 @@ def nll_backward_local(emit: Emit) -> Any:
 
 
 def nll(node: Node) -> ShardingRule:
-    """The *summed* negative log likelihood (capture makes the mean a quotient): ``x[n c s..], t[n s..] -> sum, weight``."""
+    """The *summed* negative log likelihood (capture makes the mean a quotient).
+
+    ``x[n c s..], t[n s..] -> sum, weight``
+    """
     x = node.operands[0].shape
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     sizes = {f"d{i}": s for i, s in enumerate(x)}
@@ -203,9 +210,7 @@ def nll_backward(node: Node) -> ShardingRule:
 
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.embedding.default, "v d, n.. -> n.. d", linear="0", local=embedding_local),
-    rule(
-        aten.embedding_dense_backward.default, "n.. d, n.. -> v d", linear="0", local=embedding_backward_local
-    ),
+    rule(aten.embedding_dense_backward.default, "n.. d, n.. -> v d", linear="0", local=embedding_backward_local),
     rule(aten.gather.default, gather, local=gather_local),
     rule((aten.scatter.src, aten.scatter.value, aten.scatter_add.default), scatter),
     rule(aten.index.Tensor, index_tensor),

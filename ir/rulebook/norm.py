@@ -21,9 +21,7 @@ def layer_norm(node: Node) -> ShardingRule:
     stats = (*lead, *((),) * inner)
     operands = [tuple(names), *[tuple(tail)] * (len(node.operands) - 1)]
     results: list[tuple[Dim, ...] | None] = [tuple(names), stats, stats]
-    return ShardingRule(
-        tuple(operands), tuple(results[: len(node.results)]), sizes, frozenset(n[0] for n in tail)
-    )
+    return ShardingRule(tuple(operands), tuple(results[: len(node.results)]), sizes, frozenset(n[0] for n in tail))
 
 
 def layer_norm_backward(node: Node) -> ShardingRule:
@@ -39,9 +37,7 @@ def layer_norm_backward(node: Node) -> ShardingRule:
     operands += [tuple(tail)] * (len(node.operands) - len(operands))
     results: list[tuple[Dim, ...] | None] = [tuple(names), tuple(tail), tuple(tail)]
     kept = tuple(r if v is not None else None for r, v in zip(results, node.results, strict=False))
-    return ShardingRule(
-        tuple(operands), kept, sizes, frozenset(n[0] for n in tail), linear=(frozenset({0}),)
-    )
+    return ShardingRule(tuple(operands), kept, sizes, frozenset(n[0] for n in tail), linear=(frozenset({0}),))
 
 
 def _names(shape: tuple[int, ...]) -> tuple[list[Dim], dict[str, int]]:
@@ -104,7 +100,9 @@ def batch_norm(node: Node) -> ShardingRule:
     if any(v is not None and v.shape == (0,) for v in node.results):
         sizes["none"] = 0
         whole |= {"none"}
-        results = [(("none",),) if v is not None and v.shape == (0,) else r for v, r in zip(node.results, results, strict=True)]
+        results = [
+            (("none",),) if v is not None and v.shape == (0,) else r for v, r in zip(node.results, results, strict=True)
+        ]
     return ShardingRule(tuple(operands), tuple(results), sizes, whole)
 
 
@@ -137,7 +135,7 @@ def expand_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """Batch normalisation over the whole batch in two passes (mean, then centred squares), as sums that may be partial."""
+    """Batch normalisation over the whole batch in two passes: mean, then centred squares; sums that may be partial."""
     dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
     shape = _shape_of_channels(x)

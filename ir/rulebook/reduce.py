@@ -62,7 +62,7 @@ def along(*, linear: tuple[frozenset[int], ...] = ()) -> Callable[[Node], Shardi
             results_of_all = tuple(((),) * v.type.ndim if v is not None else None for v in node.results)
             return ShardingRule((tuple(names),), results_of_all, sizes, frozenset(sizes))
         whole = {f"d{d % ndim}" for d in (dim if isinstance(dim, (list, tuple)) else [dim])} if ndim else set()
-        results = []
+        results: list[tuple[Dim, ...] | None] = []
         for value in node.results:
             if value is None:
                 results.append(None)
@@ -80,9 +80,7 @@ def along(*, linear: tuple[frozenset[int], ...] = ()) -> Callable[[Node], Shardi
                 results.append(tuple(out))
             else:
                 results.append(tuple(n for n in names if n[0] not in whole))
-        return ShardingRule(
-            tuple(tuple(names) for _ in node.operands), tuple(results), sizes, frozenset(whole), linear
-        )
+        return ShardingRule(tuple(tuple(names) for _ in node.operands), tuple(results), sizes, frozenset(whole), linear)
 
     make.__name__ = "along"
     return make

@@ -84,9 +84,7 @@ def _group(
 
 def view(node: Node) -> ShardingRule:
     left, right, sizes, whole = common_factors(node.operands[0].shape, node.outs[0].shape)
-    return ShardingRule(
-        (tuple(left),), (tuple(right),), sizes, frozenset(whole), linear=FIRST, moves_only=True
-    )
+    return ShardingRule((tuple(left),), (tuple(right),), sizes, frozenset(whole), linear=FIRST, moves_only=True)
 
 
 def _names(shape: Sequence[int]) -> tuple[list[Dim], dict[str, int]]:
@@ -216,9 +214,7 @@ def select(node: Node) -> ShardingRule:
     dim = _dim(node, 1, len(shape))
     names, sizes = _names(shape)
     result = tuple(n for i, n in enumerate(names) if i != dim)
-    return ShardingRule(
-        (tuple(names),), (result,), sizes, frozenset({f"d{dim}"}), linear=FIRST, moves_only=True
-    )
+    return ShardingRule((tuple(names),), (result,), sizes, frozenset({f"d{dim}"}), linear=FIRST, moves_only=True)
 
 
 def select_backward(node: Node) -> ShardingRule:
@@ -226,11 +222,7 @@ def select_backward(node: Node) -> ShardingRule:
     dim = _dim(node, 2, len(out))
     names, sizes = _names(out)
     operand = tuple(n for i, n in enumerate(names) if i != dim)
-    return ShardingRule(
-        (operand,), (tuple(names),), sizes, frozenset({f"d{dim}"}), linear=FIRST, moves_only=True
-    )
-
-
+    return ShardingRule((operand,), (tuple(names),), sizes, frozenset({f"d{dim}"}), linear=FIRST, moves_only=True)
 
 
 def split(node: Node) -> ShardingRule:
@@ -288,7 +280,9 @@ def cat(node: Node) -> ShardingRule:
         for i, (value, piece) in enumerate(zip(node.operands, pieces, strict=True)):
             sizes[f"p{i}"] = piece if value.type.ndim == len(out) else value.type.numel
             whole.add(f"p{i}")
-            operands.append([*names[:dim], (f"p{i}",), *names[dim + 1 :]] if value.type.ndim == len(out) else [(f"p{i}",)])
+            operands.append(
+                [*names[:dim], (f"p{i}",), *names[dim + 1 :]] if value.type.ndim == len(out) else [(f"p{i}",)]
+            )
     together = (frozenset(range(len(operands))),)
     return ShardingRule(
         tuple(tuple(o) for o in operands), (tuple(result),), sizes, frozenset(whole), linear=together, moves_only=True
@@ -343,9 +337,7 @@ def pad(node: Node) -> ShardingRule:
             result[i] = (f"o{i}",)
             whole |= {f"o{i}", f"d{i}"}
     zero = len(node.args) < 3 or node.args[2] == 0
-    return ShardingRule(
-        (tuple(names),), (tuple(result),), sizes, frozenset(whole), linear=FIRST if zero else ()
-    )
+    return ShardingRule((tuple(names),), (tuple(result),), sizes, frozenset(whole), linear=FIRST if zero else ())
 
 
 RULES: tuple[RuleEntry, ...] = (

@@ -109,7 +109,15 @@ def test_an_op_without_a_rule_under_strict_names_the_users_line() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.linalg.matrix_exp(self.w * x.sum()).sum()
 
-    fails("no sharding rule", "linalg_matrix_exp", "test_errors.py", model=Solves(), loss=lambda o: o, targets=(), strict=True)
+    fails(
+        "no sharding rule",
+        "linalg_matrix_exp",
+        "test_errors.py",
+        model=Solves(),
+        loss=lambda o: o,
+        targets=(),
+        strict=True,
+    )
 
 
 def test_a_wrong_input_shape() -> None:

@@ -108,3 +108,15 @@ def test_sizes_that_do_not_divide(sizes: tuple[int, int, int]) -> None:
     reference.backward()
     assert rel_err(loss, reference) < 1e-9
     assert all(rel_err(pm.full_grads()[n], p.grad) < 1e-9 for n, p in alone.named_parameters())
+
+
+def test_a_loss_without_targets() -> None:
+    x = torch.randn(8, 4).double()
+    model = nn.Linear(4, 4).double()
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=lambda o: o.square().mean(), specs={"args.0": "dp, -"}))
+    loss = pm(x)
+    loss.backward()
+    reference = model(x).square().mean()
+    reference.backward()
+    assert rel_err(loss, reference) < 1e-9
+    assert rel_err(pm.full_grads()["weight"], model.weight.grad) < 1e-9

@@ -1,0 +1,81 @@
+"""The answer of ``pm.verify()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from shardfx.ir.errors import Error
+from shardfx.runtime.verify import dynamic, static
+from shardfx.runtime.verify.static import Fault
+
+if TYPE_CHECKING:
+    from shardfx.runtime.codegen import Program
+
+    from .compile import Compiled
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the ranks' programs compute what the model computes; false where that is not proven.
+
+    ``why`` names the output, the rank, the node and the source line; ``checked`` says how much was looked at.
+    """
+
+    ok: bool
+    why: str = ""
+    how: str = "proven"
+    checked: Mapping[str, int] = field(default_factory=dict)
+    fault: Fault | None = None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
+        head = f"{self.how}: the ranks compute what the model computes" if self.ok else f"not {self.how}"
+        return f"{head} ({looked})" if self.ok else f"{head}\n{self.why}\n  {'checked:':<10}{looked}"
+
+
+def text(fault: Fault) -> str:
+    """The fault as an error reads."""
+    rank = "" if fault.rank is None else f"rank {fault.rank}"
+    node = f"node {fault.node!r}" if fault.node else ""
+    place = "; ".join(part for part in (rank, node, fault.where) if part)
+    lines = [fault.what]
+    lines += [f"  {'where:':<10}{place}"] if place else []
+    lines += [f"  {'output:':<10}{fault.output}"] if fault.output else []
+    return "\n".join(lines)
+
+
+def verify(
+    compiled: Compiled,
+    program: Callable[[int], Program],
+    modules: Mapping[int, fx.GraphModule] | None,
+    run: bool,
+    stored: Mapping[str, torch.Tensor],
+) -> Verdict:
+    """Verify the plan's own programs, ``modules`` in the place of some of them.
+
+    Raises:
+        Error: ``modules`` names a rank that the mesh does not have.
+    """
+    mesh = compiled.after.mesh
+    unknown = [r for r in modules or () if not (isinstance(r, int) and 0 <= r < mesh.size)]
+    if unknown:
+        raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
+    programs = [program(rank) for rank in range(mesh.size)]
+    own = {rank: each.module for rank, each in enumerate(programs)}
+    given = own if modules is None else own | dict(modules)
+    inputs, outputs = programs[0].inputs, programs[0].outputs
+    before, after, rules = compiled.before, compiled.after, compiled.context.rules
+    if run:
+        fault, checked = dynamic.verify(before, after, rules, given, own, inputs, outputs, stored)
+    else:
+        fault, checked = static.verify(before, after, rules, given, inputs, outputs)
+    how = "shown on random float64 numbers" if run else "proven"
+    return Verdict(fault is None, "" if fault is None else text(fault), how, checked, fault)
