@@ -12,7 +12,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 FOLDERS := ir passes runtime visualize shardfx
-CODE := $(wildcard $(FOLDERS) tests examples benchmarks)
+CODE := $(wildcard $(FOLDERS) tests examples benchmarks docs/*.py)
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 # More threads than cores make a small tensor program many times slower.

@@ -1,4 +1,4 @@
-"""The same GPT on real processes: nothing changes but the command. Parameters are DTensors, as torch's own tools expect.
+"""The same GPT on real processes: only the command is another. Parameters are DTensors, as torch's tools expect them.
 
 torchrun --nproc-per-node 4 examples/gpt_torchrun.py              # FOLDER behind it: save a checkpoint there
 """

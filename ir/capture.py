@@ -215,7 +215,7 @@ def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], stack: ExitStac
             warnings.simplefilter("ignore")
             exported = torch.export.export(program, tensors, strict=False).module()
             _reject_unknown_shapes(exported)
-            decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)  # type: ignore[assignment]
+            decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions, _record_nn_module_stack=True
             )

@@ -119,8 +119,8 @@ class RuleEntry:
 
     ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``local``
     writes anything else; ``free`` says that the op costs next to nothing, so that it may be done once per placement
-    that is needed of its result; ``contiguous`` which memory layout its kernel takes; ``expand`` says that where a whole factor is in the way the op may be taken apart
-    into its decomposition (True: torch's own).
+    that is needed of its result; ``contiguous`` which memory layout its kernel takes; ``expand`` says that where a
+    whole factor is in the way the op may be taken apart into its decomposition (True: torch's own).
     """
 
     ops: tuple[Any, ...]
@@ -234,7 +234,7 @@ class Template:
         Leading dims broadcast: a tensor may have fewer of them, or one of size 1 where another has more.
         """
         sizes: dict[str, int] = {}
-        whole = {f.rstrip("!.") for dims, _ in tensors for dim in dims for f in dim if f.endswith("!")}
+        whole = {f[:-1] for dims, _ in tensors for dim in dims if not _is_lead(dim) for f in dim if f.endswith("!")}
         leads: dict[str, int] = {}
         for dims, shape in tensors:
             for dim in filter(_is_lead, dims):
@@ -280,8 +280,8 @@ class Template:
                 unknown = [f for f in dim if f not in sizes]
                 known = math.prod(sizes[f] for f in dim if f in sizes)
                 broadcast = size == 1 and len(dim) == 1 and not unknown
-                if len(unknown) == 1 and known and size % known == 0:
-                    sizes[unknown[0]] = size // known
+                if len(unknown) == 1 and (known == size == 0 or (known and size % known == 0)):
+                    sizes[unknown[0]] = size // known if known else 1
                 elif len(unknown) > 1:
                     left.append((dim, size))
                 elif known != size and not broadcast:
@@ -403,11 +403,11 @@ def strategy(
         operands.append(Spec(place(dims, cuts, rule, mesh), held))
     passed = tuple((axis, op) for axis, (op, _) in partial.items())
     results = []
-    for present, dims, kind in zip(rule.result_factors, rule.results, rule.reductions, strict=True):
-        if dims is None:
+    for present, made_dims, kind in zip(rule.result_factors, rule.results, rule.reductions, strict=True):
+        if made_dims is None:
             continue
         lost = (cut for f, cut in cuts.items() if f not in present) if kind != SAME else ()
         made = tuple((axis, kind) for cut in lost for axis in cut.axes)
         ordered = sorted(passed + made, key=lambda pair: mesh.order(pair[0]))
-        results.append(Spec(place(dims, cuts, rule, mesh), tuple(ordered)))
+        results.append(Spec(place(made_dims, cuts, rule, mesh), tuple(ordered)))
     return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in cuts.items() if c.axes))

@@ -143,8 +143,7 @@ def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None
 
 
 def output_specs(graph: Graph) -> dict[Output, Spec]:
-    """The placement that each output must have: gradients and buffers that of their input, a loss whole, results as they
-    are."""
+    """The placement that each output must have: gradients and buffers as their input, a loss whole, results as made."""
     stored = {given.name: given.value.spec for given in graph.inputs}
     result: dict[Output, Spec] = {}
     for output in graph.outputs:

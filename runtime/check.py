@@ -20,7 +20,7 @@ from shardfx.ir.rules import RuleBook
 from shardfx.ir.spec import Spec
 
 from .codegen import generate
-from .storage import Shards, cut_local
+from .storage import cut_local
 from .virtual import as_generator, reduce, run
 
 

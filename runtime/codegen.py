@@ -1,8 +1,8 @@
 """Code generation: one rank's program, as a ``torch.fx.GraphModule`` on plain local tensors.
 
-    %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]       mm = torch.ops.aten.mm.default(x, w)   # layers.0.w1  model.py:42
-    %4 = comm.all_reduce(%3, axes=[tp])          ->   all_reduce = torch.ops._c10d_functional.all_reduce.default(mm, 'sum', 'dp2.tp2/tp@0')
-                                                      wait = torch.ops._c10d_functional.wait_tensor.default(all_reduce)
+    %3 = aten.mm(%1, %2) : f32[64{dp}, 512] +{tp}    mm = aten.mm.default(x, w)  # layers.0.w2  model.py:42
+    %4 = comm.all_reduce(%3, axes=[tp])          ->  all_reduce = c10d.all_reduce.default(mm, 'sum', 'dp2.tp2/tp@0')
+                                                     wait = c10d.wait_tensor.default(all_reduce)
 
 A collective starts where its node stands and is waited for just before its first use. Shapes among the arguments
 become the local ones; what else differs between ranks is written by the ``local`` function of an op's rule.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.comm import CommOp
-from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, op_name, substitute
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.rules import Contiguous, RuleBook
 from shardfx.ir.spec import Spec, bounds
 
@@ -112,7 +112,7 @@ class Writer:
             Contiguous.ALL: lambda value: self.call(aten.contiguous.default, self.use(value)),
         }
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
         made = self.fx.create_node("call_function", target, args, kwargs, name)
         if self.current is not None:
@@ -153,8 +153,7 @@ class Writer:
             return
         for i, value in enumerate(node.results):
             if value is not None:
-                self.env[value] = Pending(lambda i=i: self.fx.call_function(operator.getitem, (result, i)))
-                self.use(value)
+                self.env[value] = self.fx.call_function(operator.getitem, (result, i))
 
     def annotate(self, body: list[str]) -> list[str]:
         """Lines of code with their module path and source behind them."""
@@ -194,7 +193,7 @@ class LocalEmit:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         return self.writer.call(op, *args, **kwargs)
 
     def _bounds(self, value: Value, spec: Spec, dim: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ def pack(x: Tensor, view: Sequence[int], dim: int, per: int) -> Tensor:
 
 
 def unpack_gathered(x: Tensor, per: int, lengths: Sequence[int], dim: int, shape: Sequence[int]) -> Tensor:
-    """Joined pieces of ``per`` rows, of which the first ``lengths[k]`` count, with dim 0 back at ``dim``, as ``shape``."""
+    """Joined pieces of ``per`` rows, of which the first ``lengths[k]`` count, dim 0 back at ``dim``, as ``shape``."""
     if any(length != per for length in lengths):
         x = torch.cat([piece[:length] for piece, length in zip(x.split(per), lengths, strict=True)])
     return x.movedim(0, dim).reshape(shape)

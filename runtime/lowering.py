@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardfx.ir.comm import on_view
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.spec import Spec, bounds, chunk, project
+from shardfx.ir.spec import Spec, bounds, chunk
 
 from . import layout
 
@@ -56,17 +58,9 @@ class Site:
 
     def _on(self, spec: Spec) -> Spec:
         """A spec of the value on its view."""
-        dims, at = [], 0
-        for size, cut in zip(self.value.shape, spec.dims, strict=True):
-            product, parts = 1, []
-            while at < len(self.view) and (product < size or not parts):
-                parts.append(self.view[at])
-                product *= self.view[at]
-                at += 1
-            projected = project(cut, size, parts, self.writer.mesh)
-            assert projected is not None
-            dims.extend(projected)
-        return Spec(tuple(dims), spec.partial)
+        found = on_view(self.value.shape, self.view, spec, self.writer.mesh)
+        assert found is not None, f"{spec} of {self.value} has no form on {self.view}"
+        return found
 
     def local_view(self, spec: Spec) -> list[int]:
         return list(spec.local_shape(self.view, self.writer.mesh, self.writer.coords))
@@ -79,7 +73,7 @@ class Site:
 
 def _tail(site: Site, spec: Spec, dim: int) -> int:
     """The largest piece of a dim that any rank of any such group holds: what all pad to."""
-    size = site.view[dim]
+    size: int = site.view[dim]
     for axis in spec.dims[dim].axes:
         size = chunk(size, site.writer.mesh[axis].size, 0)[1]
     return size
@@ -218,7 +212,7 @@ def _unflatten(writer: Writer, node: Node, started: Any, shapes: list[list[int]]
         return writer.call(operator.getitem, done[0], i)
 
     for i, value in enumerate(node.outs):
-        writer.env[value] = Pending(lambda i=i: finish(i))
+        writer.env[value] = Pending(partial(finish, i))
 
 
 LOWER: dict[str, Callable[[Any, Node], None]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +346,10 @@ class ParallelModule(nn.Module):
             assert pm.verify()
             print(pm.verify(modules={1: changed}).why)
         """
+        return verify(self._compiled, lambda rank: self._program(rank, None), modules, run, self.known_inputs())
+
+    def known_inputs(self) -> dict[str, torch.Tensor]:
+        """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""
         hints = self._compiled.hints
         named = leaf_names(hints.args, hints.kwargs, hints.targets)
         known = {n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)}
@@ -353,7 +357,7 @@ class ParallelModule(nn.Module):
             pieces = self._engine.buffers.get(given.name, ())
             if len(pieces) == 1 and tuple(pieces[0].shape) == given.value.shape:
                 known[given.name] = pieces[0]
-        return verify(self._compiled, lambda rank: self._program(rank, None), modules, run, known)
+        return known
 
     @property
     def plan(self) -> Plan:

@@ -3,7 +3,7 @@
     python -m tests.fuzz --cases 200 --seed 0       prints the seed of every case that fails
     python -m tests.fuzz --only 1234                runs one, and prints it as a program
 
-A model is a chain of layers over ``[batch, time, dim]`` that keep that rank, drawn from :data:`LAYERS`; sizes are
+A model is a chain of layers over ``[batch, time, dim]`` that keep that rank, drawn by :func:`layer`; sizes are
 small and mostly do not divide.
 """
 
@@ -102,8 +102,8 @@ def split_cat(n: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.cat([p * (i + 1) for i, p in enumerate(reversed(x.chunk(n, -1)))], -1)
 
 
-def layers(rng: Rng, batch: int, time: int, dim: int) -> list[tuple[nn.Module, int, int]]:
-    """One choice of a layer: modules with the time and dim that they leave."""
+def layer(rng: Rng, time: int, dim: int) -> tuple[nn.Module, int, int]:
+    """A random layer for ``[batch, time, dim]``, with the time and dim that it leaves."""
     heads = rng.choice([h for h in (1, 2, 3, 4) if dim % h == 0])
     kv = rng.choice([k for k in (1, 2, 4) if heads % k == 0])
     out = rng.choice([4, 6, 8, 12])
@@ -178,13 +178,13 @@ def layers(rng: Rng, batch: int, time: int, dim: int) -> list[tuple[nn.Module, i
         lambda: (Image(nn.Conv2d(dim, out, 3, padding=1, bias=rng.random() < 0.5), height), time, out),
         lambda: (Image(nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest"), nn.MaxPool2d(2)), height), time, dim),
     ]
-    return [rng.choice(options)()]
+    return rng.choice(options)()
 
 
 class Model(nn.Module):
     """Ids or floats in, scores out; perhaps with a tied head."""
 
-    def __init__(self, rng: Rng, batch: int, time: int) -> None:
+    def __init__(self, rng: Rng, time: int) -> None:
         super().__init__()
         self.vocabulary = rng.choice([5, 8, 12]) if rng.random() < 0.5 else 0
         dim = start = rng.choice([4, 6, 8, 12])
@@ -194,8 +194,8 @@ class Model(nn.Module):
         for _ in range(rng.randint(1, 4)):
             if time < 2:
                 break
-            for module, time, dim in layers(rng, batch, time, dim):
-                chain.append(module)
+            module, time, dim = layer(rng, time, dim)
+            chain.append(module)
         self.layers = nn.ModuleList(chain)
         self.out_time, self.classes = time, rng.choice([3, 4, 8])
         self.head = nn.Linear(dim, self.classes, bias=rng.random() < 0.5)
@@ -246,7 +246,7 @@ def draw(seed: int) -> Example:
     rng = Rng(seed)
     torch.manual_seed(seed)
     batch, time = rng.choice([2, 3, 4, 8]), rng.choice([4, 5, 6, 8])
-    model = Model(rng, batch, time).double()
+    model = Model(rng, time).double()
     x = (
         torch.randint(0, model.vocabulary, (batch, time))
         if model.vocabulary

@@ -91,7 +91,9 @@ def expand_convolution(
     output_padding: list[int],
     groups: int,
 ) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.aten.convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)
+    y: torch.Tensor = torch.ops.aten.convolution(
+        x, w, None, stride, padding, dilation, transposed, output_padding, groups
+    )
     return y if bias is None else y + bias.view([1, -1, *[1] * (x.dim() - 2)])
 
 

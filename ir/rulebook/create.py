@@ -8,26 +8,32 @@ import torch
 
 from ..graph import Node
 from ..random import dropout
-from ..rules import Dim, Emit, RuleEntry, ShardingRule, rule
+from ..rules import SAME, Dim, Emit, RuleEntry, ShardingRule, rule
 from .pointwise import pointwise
 
 aten = torch.ops.aten
 
 
 def created(node: Node) -> ShardingRule:
-    """The result's dims, whatever the operands are (``new_zeros`` needs only the dtype of its operand)."""
-    sizes: dict[str, int] = {}
+    """The result's dims, however the operands lie (``new_zeros`` needs only the dtype of its operand)."""
+    shape = node.outs[0].shape
+    sizes = {f"d{i}": s for i, s in enumerate(shape)}
     operands = []
     for t, value in enumerate(node.operands):
         dims: list[Dim] = []
         for i, size in enumerate(value.shape):
-            sizes[f"o{t}_{i}"] = size
-            dims.append((f"o{t}_{i}",))
+            name = f"d{i}" if i < len(shape) and shape[i] == size else f"o{t}_{i}"
+            sizes[name] = size
+            dims.append((name,))
         operands.append(tuple(dims))
-    whole = frozenset(sizes) if node.operands else frozenset()
-    result: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(node.outs[0].type.ndim))
-    sizes.update({f"d{i}": s for i, s in enumerate(node.outs[0].shape)})
-    return ShardingRule(tuple(operands), (result,), sizes, whole)
+    result: tuple[Dim, ...] = tuple((f"d{i}",) for i in range(len(shape)))
+    return ShardingRule(tuple(operands), (result,), sizes, reduce=SAME)
+
+
+def whole_result(node: Node) -> ShardingRule:
+    """The result depends on where in it one is, and is cheap: every rank makes all of it."""
+    base = created(node)
+    return ShardingRule(base.operands, base.results, base.sizes, frozenset(base.sizes), reduce=SAME)
 
 
 def arange_local(emit: Emit) -> Any:
@@ -60,7 +66,8 @@ def dropout_rule(node: Node) -> ShardingRule:
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format), created, shape_arg=0),
     rule((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), created, shape_arg=1),
-    rule((aten.scalar_tensor, aten.eye), created),
+    rule(aten.scalar_tensor, created),
+    rule((aten.eye, aten.linspace, aten.logspace), whole_result),
     rule(aten.arange, created, local=arange_local),
     rule(dropout, dropout_rule, local=dropout_local),
 )

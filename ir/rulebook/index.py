@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..graph import Node
-from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, rule
+from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, replicated, rule
 
 aten = torch.ops.aten
 
@@ -131,6 +131,8 @@ def index_tensor(node: Node) -> ShardingRule:
 
 def index_select(node: Node) -> ShardingRule:
     x = node.operands[0].shape
+    if not x:
+        return replicated(node)
     dim = node.args[1] % len(x)
     names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
     sizes = {f"d{i}": s for i, s in enumerate(x)}
@@ -188,7 +190,8 @@ def nll(node: Node) -> ShardingRule:
     operands: list[tuple[Dim, ...]] = [tuple(names), target]
     if len(node.operands) > 2:
         operands.append((names[dim],))
-    loss = target if node.args[3] == 0 else ()
+    reduction = node.args[3]
+    loss = target if reduction == 0 else ()
     whole = frozenset() if node.args[3] != 1 else frozenset(sizes)
     return ShardingRule(tuple(operands), (loss, ()), sizes, whole)
 
@@ -205,7 +208,8 @@ def nll_backward(node: Node) -> ShardingRule:
     if len(node.operands) > 4:
         operands.append((names[dim],))
     operands.append(())
-    return ShardingRule(tuple(operands), (tuple(names),), sizes, linear=(frozenset({0}),))
+    linear = (frozenset({0}), frozenset({3})) if len(node.operands) > 4 else (frozenset({0}),)
+    return ShardingRule(tuple(operands), (tuple(names),), sizes, linear=linear)
 
 
 RULES: tuple[RuleEntry, ...] = (

@@ -12,6 +12,7 @@ from ..graph import Node
 from ..rules import Dim, RuleEntry, ShardingRule, rule
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 def reduction(kind: str, *, linear: bool = False) -> Callable[[Node], ShardingRule]:
@@ -31,7 +32,7 @@ def reduction(kind: str, *, linear: bool = False) -> Callable[[Node], ShardingRu
         result = [() if i in dims else names[i] for i in range(ndim) if kept or i not in dims]
         return ShardingRule(
             (tuple(names),),
-            (tuple(result),),
+            (tuple(result),) * len(node.results),
             sizes,
             linear=(frozenset({0}),) if linear else (),
             reduce=kind,
@@ -44,8 +45,8 @@ def reduction(kind: str, *, linear: bool = False) -> Callable[[Node], ShardingRu
 def dim_argument(node: Node) -> Any:
     """The value of the argument that the op's schema calls ``dim``: None where it has none, or none is given."""
     for i, argument in enumerate(node.op._schema.arguments):
-        if argument.name == "dim":
-            return node.args[i] if i < len(node.args) else node.kwargs.get("dim", argument.default_value)
+        if argument.name in ("dim", "dims"):
+            return node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
     return None
 
 
@@ -130,29 +131,30 @@ def _var_mean(
 
 
 KEEP = along()
+KEEP_LINEAR = along(linear=(frozenset({0}),))
 
 RULES: tuple[RuleEntry, ...] = (
-    rule((aten.sum.dim_IntList, aten.sum.default), reduction("sum", linear=True)),
+    rule((aten.sum.dim_IntList, aten.sum.default, prims.sum), reduction("sum", linear=True)),
+    rule((aten.nansum, aten.count_nonzero), reduction("sum")),
+    rule(aten.any, reduction("max")),
+    rule(aten.all, reduction("min")),
+    rule(aten.aminmax, reduction("min, max")),
     rule((aten.amax, aten.max.default), reduction("max")),
     rule((aten.amin, aten.min.default), reduction("min")),
     rule((aten.prod.default, aten.prod.dim_int), reduction("product")),
-    rule((aten.any, aten.all, aten.max.dim, aten.min.dim, aten.argmax, aten.argmin), along()),
-    rule(aten.mean.dim, along(), expand=_mean),
-    rule(aten.var.correction, along(), expand=_var),
-    rule(aten.var_mean.correction, along(), expand=_var_mean),
-    rule(aten.mean.default, along(), expand=_mean_all),
-    rule((aten.cumsum, aten.cumprod, aten.sort, aten.topk, aten.median.dim), KEEP),
+    rule((aten.max.dim, aten.min.dim, aten.argmax, aten.argmin), KEEP),
+    rule(aten.mean.dim, KEEP_LINEAR, expand=_mean),
+    rule(aten.var.correction, KEEP, expand=_var),
+    rule(aten.var_mean.correction, KEEP, expand=_var_mean),
+    rule(prims.var, KEEP),
+    rule(aten.mean.default, KEEP_LINEAR, expand=_mean_all),
+    rule(aten.cumsum, KEEP_LINEAR),
+    rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp), KEEP),
+    rule((aten.sort, aten.topk, aten.median, aten.nanmedian, aten.kthvalue, aten.mode, aten.norm), KEEP),
+    rule((aten._fft_r2c, aten._fft_c2r, aten._fft_c2c), KEEP_LINEAR),
     rule(aten._softmax.default, KEEP, expand=_softmax),
     rule(aten._log_softmax.default, KEEP, expand=_log_softmax),
     rule(aten._safe_softmax.default, KEEP, expand=True),
-    rule(
-        aten._log_softmax_backward_data.default,
-        along(linear=(frozenset({0}),)),
-        expand=_log_softmax_backward,
-    ),
-    rule(
-        aten._softmax_backward_data.default,
-        along(linear=(frozenset({0}),)),
-        expand=_softmax_backward,
-    ),
+    rule(aten._log_softmax_backward_data.default, KEEP_LINEAR, expand=_log_softmax_backward),
+    rule(aten._softmax_backward_data.default, KEEP_LINEAR, expand=_softmax_backward),
 )

@@ -340,19 +340,29 @@ def pad(node: Node) -> ShardingRule:
     return ShardingRule((tuple(names),), (tuple(result),), sizes, frozenset(whole), linear=FIRST if zero else ())
 
 
+def squeeze_local(emit: Emit) -> Any:
+    """A dim of which a rank holds one element is no dim of size one."""
+    return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
+
+
 RULES: tuple[RuleEntry, ...] = (
-    rule((aten.view, aten._unsafe_view, aten.reshape), view, shape_arg=1, free=True),
-    rule((aten.unsqueeze, aten.squeeze), view, free=True),
-    rule(aten.expand, expand, shape_arg=1),
-    rule(aten.permute, permuted(lambda node, n: [d % n for d in node.args[1]]), free=True),
-    rule(aten.transpose.int, permuted(_transposed), free=True),
-    rule(aten.t, permuted(lambda node, n: list(range(n))[::-1]), free=True),
+    rule((aten.view, aten._unsafe_view, aten.reshape, aten.view_copy), view, shape_arg=1, free=True),
+    rule((aten.unsqueeze, aten.unsqueeze_copy), view, free=True),
+    rule((aten.squeeze, aten.squeeze_copy), view, local=squeeze_local, free=True),
+    rule((aten.expand, aten.expand_copy), expand, shape_arg=1),
+    rule((aten.permute, aten.permute_copy), permuted(lambda node, n: [d % n for d in node.args[1]]), free=True),
+    rule((aten.transpose.int, aten.transpose_copy.int), permuted(_transposed), free=True),
+    rule((aten.t, aten.t_copy), permuted(lambda node, n: list(range(n))[::-1]), free=True),
     rule(aten.slice.Tensor, slice_, local=slice_local),
     rule(aten.slice_backward, slice_backward, local=slice_backward_local),
     rule(aten.select.int, select),
     rule(aten.select_backward, select_backward, shape_arg=1),
-    rule((aten.split.Tensor, aten.split_with_sizes), split, local=split_local),
-    rule(aten.unbind, unbind),
+    rule(
+        (aten.split.Tensor, aten.split_with_sizes, aten.unsafe_split.Tensor, aten.split_with_sizes_copy),
+        split,
+        local=split_local,
+    ),
+    rule((aten.unbind, aten.unbind_copy), unbind),
     rule(aten.cat, cat),
     rule(aten.stack, stack),
     rule((aten.flip, aten.roll), argument_dims),

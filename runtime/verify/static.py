@@ -382,14 +382,16 @@ def verify(
     modules: Mapping[int, fx.GraphModule],
     inputs: Sequence[Input],
     outputs: Sequence[Output],
+    universe: Universe | None = None,
 ) -> tuple[Fault | None, dict[str, int]]:
     """The first fault of the programs, or None; and how much was checked.
 
-    ``inputs`` and ``outputs`` are those of every program, in order.
+    ``inputs`` and ``outputs`` are those of every program, in order; ``universe`` is :func:`.terms.build`'s, if it is
+    there already.
     """
     counts: dict[str, int] = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
     try:
-        universe = build(before, after, book)
+        universe = universe or build(before, after, book)
     except Unjustified as error:
         return Fault(str(error)), counts
     counts |= {"terms": len(universe.terms.types), "decompositions": universe.decompositions}

@@ -14,31 +14,31 @@ from tests.plans import plan, specs_of
 from tests.zoo import make
 
 
-def block_collectives(pm: sx.ParallelModule, block: str) -> Counter[tuple[str, str]]:
-    """(kind, phase) of the collectives on activations between the norms of one block, over tp."""
+def large_collectives(pm: sx.ParallelModule) -> Counter[tuple[str, str]]:
+    """How many collectives over tp move a whole activation, by kind and phase."""
     counts: Counter[tuple[str, str]] = Counter()
     for node in pm.after.nodes:
-        if str(node.op).startswith("comm.") and node.operands[0].type.numel >= 8 * 16 * 48:
-            if node.kwargs["axes"] == ["tp"]:
-                counts[str(node.op), node.phase.value] += 1
+        large = str(node.op).startswith("comm.") and node.operands[0].type.numel >= 8 * 16 * 48
+        if large and node.kwargs["axes"] == ["tp"]:
+            counts[str(node.op), node.phase.value] += 1
     return counts
 
 
 @pytest.mark.parametrize("name", ["gpt_fused", "gpt_separate", "llama", "hf_gpt2", "hf_llama", "hf_qwen3"])
 def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward(name: str) -> None:
-    shallow = block_collectives(plan(make(name), sx.Mesh(dp=2, tp=2)), "layers.1")
+    counts = large_collectives(plan(make(name), sx.Mesh(dp=2, tp=2)))
     layers = 2
     # one more forward: the vocabulary-parallel embedding; one more backward: the head's input
-    assert shallow["comm.all_reduce", "forward"] == 2 * layers + 1
-    assert shallow["comm.all_reduce", "backward"] == 2 * layers + 1
-    assert set(shallow) == {("comm.all_reduce", "forward"), ("comm.all_reduce", "backward")}
+    assert counts["comm.all_reduce", "forward"] == 2 * layers + 1
+    assert counts["comm.all_reduce", "backward"] == 2 * layers + 1
+    assert set(counts) == {("comm.all_reduce", "forward"), ("comm.all_reduce", "backward")}
 
 
 @pytest.mark.parametrize("name", ["gpt_fused", "gpt_separate", "llama"])
 def test_with_the_sequence_hint_they_become_pairs_of_the_same_bytes(name: str) -> None:
     case = make(name)
     pm = plan(case, sx.Mesh(dp=2, tp=2), sequence=True)
-    counts = block_collectives(pm, "layers.1")
+    counts = large_collectives(pm)
     layers = 2
     for kind in ("comm.reduce_scatter", "comm.all_gather"):
         assert counts[kind, "forward"] == 2 * layers + 1

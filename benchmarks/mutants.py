@@ -1,0 +1,98 @@
+"""How many damaged programs does ``pm.verify()`` notice?
+
+    python -m benchmarks.mutants [--count 2] [--plans mlp3@dp2tp2 ...] [--survivors]
+
+Every kind of damage of ``tests.mutants`` is done at up to ``count`` places of every plan; the table gives, by kind, how
+many programs were damaged and how many of them the static proof and the dynamic comparison refuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import shardfx as sx
+from shardfx.runtime.verify import dynamic, static
+from shardfx.runtime.verify.terms import build
+from tests.mutants import MUTATIONS, mutants
+from tests.plans import MESHES, plan
+from tests.zoo import make
+
+PLANS = ("mlp3@dp2tp2", "dropout_mlp@dp2tp2", "gpt_fused@tp2", "gpt_fused@dp2tp2+sequence", "llama@tp2", "resnet@dp2",
+         "hf_gpt2@dp2tp2+alone")
+
+
+@dataclass
+class Rates:
+    """Per kind: damaged programs, and those refused by each."""
+
+    made: Counter[str] = field(default_factory=Counter)
+    static: Counter[str] = field(default_factory=Counter)
+    dynamic: Counter[str] = field(default_factory=Counter)
+    survivors: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return self.made.total()
+
+    def table(self) -> str:
+        lines = [f"{'damage':<42}{'programs':>9}{'static':>9}{'dynamic':>9}"]
+        for name, count in self.made.items():
+            lines.append(f"{name:<42}{count:>9}{self.static[name]:>9}{self.dynamic[name]:>9}")
+        static, dynamic = self.static.total(), self.dynamic.total()
+        lines.append(f"{f'{len(self.made)} kinds':<42}{self.total:>9}{static:>9}{dynamic:>9}")
+        share = f"static {static / max(self.total, 1):.1%}, dynamic {dynamic / max(self.total, 1):.1%}"
+        return "\n".join([*lines, f"refused: {share}"])
+
+
+def planned(name: str) -> sx.ParallelModule:
+    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets)."""
+    case, _, rest = name.partition("@")
+    mesh, *more = rest.split("+")
+    fuse = {"fuse_mb": 0} if "alone" in more else {}
+    return plan(make(case), MESHES[mesh], "sequence" in more, **fuse)
+
+
+def measure(plans: Iterable[str], count: int) -> Rates:
+    """Damage the programs of some plans and verify them."""
+    rates = Rates()
+    for name in plans:
+        pm = planned(name)
+        rules = pm._compiled.context.rules
+        programs = [pm._program(rank, None) for rank in range(pm.mesh.size)]
+        own = {rank: program.module for rank, program in enumerate(programs)}
+        inputs, outputs = programs[0].inputs, programs[0].outputs
+        universe = build(pm.before, pm.after, rules)
+        known = pm.known_inputs()
+        for mutation in MUTATIONS:
+            for place, damaged in mutants(pm, mutation, count):
+                modules = own | dict(damaged)
+                proof, _ = static.verify(pm.before, pm.after, rules, modules, inputs, outputs, universe)
+                shown, _ = dynamic.verify(pm.before, pm.after, rules, modules, own, inputs, outputs, known)
+                rates.made[mutation.name] += 1
+                rates.static[mutation.name] += proof is not None
+                rates.dynamic[mutation.name] += shown is not None
+                missed = [how for how, fault in (("static", proof), ("dynamic", shown)) if fault is None]
+                if missed:
+                    rates.survivors.append(f"{name}: {mutation.name} at {place}: not seen by {' and '.join(missed)}")
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2, help="places per kind of damage and plan")
+    parser.add_argument("--plans", nargs="*", default=PLANS)
+    parser.add_argument("--survivors", action="store_true", help="name the damaged programs that were not refused")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rates = measure(args.plans, args.count)
+    print(rates.table())
+    if args.survivors:
+        print("\n".join(rates.survivors))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The Python that pages show, run: ``python -m tests.pages`` writes what it prints now into the pages.
+
+A block ```` ```pycon ```` is a piece of an interactive session; the blocks of a page are one session, in the folder of
+the repository. A block ```` ```python ```` is code that a page shows and the test runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("docs/architecture.md",)
+SESSION = re.compile(r"(?<=^```pycon\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def renewed(page: str) -> str:
+    """The page with what its sessions print now."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    with in_root():
+        return SESSION.sub(lambda match: run(match[1], scope), read(page))
+
+
+def run(session: str, scope: dict[str, Any]) -> str:
+    """A session with the results that its examples have now."""
+    parts = []
+    for example in doctest.DocTestParser().get_examples(session):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(example.source, "<page>", "single"), scope)
+        first, *more = example.source.splitlines()
+        parts += [f">>> {first}", *(f"... {line}".rstrip() for line in more), *out.getvalue().splitlines()]
+    return "\n".join([*parts, ""])
+
+
+@contextlib.contextmanager
+def in_root() -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+if __name__ == "__main__":
+    for each in PAGES:
+        (ROOT / each).write_text(renewed(each), encoding="utf-8")
+        print(each)
