@@ -82,7 +82,7 @@ def functional(func: Any) -> Any:
     if not func._schema.is_mutable:
         return func
     namespace, name = func._schema.name.split("::")
-    if name == "copy_" or not name.endswith("_") or name.startswith("_foreach"):
+    if name in ("copy_", "resize_", "resize_as_", "set_") or not name.endswith("_") or name.startswith("_foreach"):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     overload = getattr(packet, func._overloadname, None) if packet is not None else None

@@ -114,7 +114,7 @@ def rank_main(rank: int, port: int, size: Size, rounds: int, steps: int, only: l
             if number >= 2:
                 times[name].append(spent)
             elif rank == 0:
-                print(f"warming up: {name}, loss {loss:.4f}", flush=True)
+                print(f"warming up: {name}, loss {loss:.4f}")
     if rank == 0:
         report(times, only)
     dist.destroy_process_group()

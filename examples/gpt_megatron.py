@@ -56,4 +56,4 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
         print(f"step {step}  loss {loss.item():.5f}")
-    print(pm.report(), *pm.draw("out/gpt_megatron"), sep="\n")
+    print(pm.verify(), pm.report(), *pm.draw("out/gpt_megatron"), sep="\n")

@@ -4,7 +4,7 @@
     %4 = comm.all_reduce(%3, axes=[tp])          ->  all_reduce = c10d.all_reduce.default(mm, 'sum', 'dp2.tp2/tp@0')
                                                      wait = c10d.wait_tensor.default(all_reduce)
 
-A collective starts where its node stands and is waited for just before its first use. Shapes among the arguments
+A collective starts as soon as it can (see :mod:`.schedule`) and is waited for just before its first use. Shapes among the arguments
 become the local ones; what else differs between ranks is written by the ``local`` function of an op's rule.
 """
 
@@ -28,6 +28,7 @@ from shardfx.ir.spec import Spec, bounds
 
 from . import layout
 from .lowering import LOWER, Pending
+from .schedule import start_early
 
 aten = torch.ops.aten
 
@@ -60,7 +61,7 @@ def generate(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind
     writer = Writer(graph, rank, book)
     for given in inputs:
         writer.placeholder(given)
-    for node in nodes:
+    for node in start_early(nodes, [given.value for given in inputs]):
         writer.node(node)
     results = tuple(writer.use(output.value) for output in outputs)
     writer.fx.output(results)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardfx.ir.comm import CommOp
+from shardfx.ir.comm import CommOp, all_gather, fused
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.rules import RuleBook
@@ -79,6 +79,7 @@ class DistributedEngine:
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut rank 0's whole parameters and buffers into the stored pieces; what is stored already is written over."""
+        memory = {} if self.parameters else self._neighbours()
         for given in self.graph.inputs:
             name = given.name
             if name not in self._homes or name not in whole:
@@ -92,10 +93,25 @@ class DistributedEngine:
                 continue
             home = self._homes[name]
             if given.kind is InputKind.PARAMETER:
-                made = nn.Parameter(home.wrap(piece.clone()), requires_grad=trainable.get(name, True))
+                own = memory[name].copy_(piece) if name in memory else piece.clone()
+                made = nn.Parameter(home.wrap(own), requires_grad=trainable.get(name, True))
                 self.parameters[name] = [made]
             else:
                 self.buffers[name] = [home.wrap(piece.clone()) if self._specs[name].axes else piece.clone()]
+
+    def _neighbours(self) -> dict[str, Tensor]:
+        """Memory for parameters that are gathered together: side by side, so that nothing is copied before a gather."""
+        names = {given.value: given.name for given in self.graph.of_kind(InputKind.PARAMETER)}
+        found: dict[str, Tensor] = {}
+        for node in self.graph.nodes:
+            if node.op is not fused[all_gather] or not all(v in names and names[v] not in found for v in node.operands):
+                continue
+            together = [(names[value], self.local_shape(names[value])) for value in node.operands]
+            sizes = [torch.Size(shape).numel() for _, shape in together]
+            flat = torch.empty(sum(sizes), dtype=node.operands[0].type.dtype, device=self.device)
+            for (name, shape), part in zip(together, flat.split(sizes), strict=True):
+                found[name] = part.view(shape)
+        return found
 
     def whole(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
         """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
@@ -190,15 +206,15 @@ class DistributedEngine:
             if kind is OutputKind.BUFFER:
                 self._homes[name].unwrap(self.buffers[name][0]).copy_(pieces[0])
 
-    def local_shape(self, given: Input) -> tuple[int, ...]:
-        return self._specs[given.name].local_shape(given.value.shape, self.mesh, self.mesh.coords(self.rank))
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        return self._specs[name].local_shape(self._shapes[name], self.mesh, self.mesh.coords(self.rank))
 
     def accepts(self, given: Input, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape may be passed for an input: the global shape, or this rank's own."""
-        return tuple(shape) in (given.value.shape, self.local_shape(given))
+        return tuple(shape) in (given.value.shape, self.local_shape(given.name))
 
     def shapes(self, given: Input) -> str:
-        return f"the global shape {given.value.shape}, or this rank's {self.local_shape(given)}"
+        return f"the global shape {given.value.shape}, or this rank's {self.local_shape(given.name)}"
 
     def is_local(self, given: Input, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape is this rank's own part, and not the global batch."""

@@ -40,7 +40,7 @@ class Bucket:
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], pieces: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes, self._pieces = [tuple(shape) for shape in shapes], pieces
+        self._shapes, self.pieces = [tuple(shape) for shape in shapes], pieces
         self._numel = sum(torch.Size(shape).numel() for shape in shapes)
         self._options = {"dtype": dtype, "device": device}
         self._lent: list[tuple[Tensor, list[Tensor], Any, int]] = []
@@ -58,14 +58,14 @@ class Bucket:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         views, at = [], 0
-        table = flat.view(self._pieces, -1)
+        table = flat.view(self.pieces, -1)
         for shape in self._shapes:
-            size = torch.Size(shape).numel() // self._pieces
+            size = torch.Size(shape).numel() // self.pieces
             column = table.narrow(1, at, size)
-            if self._pieces == 1:
+            if self.pieces == 1:
                 views.append(column.view(shape))
             else:
-                views.append(column.unflatten(1, (shape[0] // self._pieces, *shape[1:])))
+                views.append(column.unflatten(1, (shape[0] // self.pieces, *shape[1:])))
             at += size
         return views
 
@@ -97,6 +97,12 @@ def dense(x: Tensor) -> Tensor:
 def put(view: Tensor, x: Tensor) -> None:
     """Write ``x`` into a view of a bucket."""
     view.copy_(x if x.shape == view.shape else x.reshape(view.shape))
+
+
+def mm_pieces(a: Tensor, b: Tensor, view: Tensor) -> None:
+    """A matrix product into a bucket of several ranks' parts, part by part."""
+    for rows, part in zip(a.chunk(view.shape[0]), view, strict=True):
+        torch.mm(rows, b, out=part)
 
 
 @dataclass
@@ -210,7 +216,10 @@ class Eager:
         elif target is aten.mm.default and len(node.users) == 1 and self._single_write(node):
             ((number, i),) = self._writes[node]
             a, b = map(self._text, node.args)
-            return [f"{self._name(aten.mm.out._op)}({a}, {b}, out=_views{number}[{i}])"]
+            out, pieces = self._name(aten.mm.out._op), self.buckets[number].pieces
+            if pieces == 1:
+                return [f"{out}({a}, {b}, out=_views{number}[{i}])"]
+            return [f"{self._name(mm_pieces)}({a}, {b}, _views{number}[{i}])"]
         else:
             lines = [self._call(node, getattr(target, "_op", target))]
         for number, i in self._writes.get(node, ()):
@@ -218,9 +227,8 @@ class Eager:
         return lines
 
     def _single_write(self, node: fx.Node) -> bool:
-        """Whether a node's only use is to go into a bucket of one piece, so that it may be computed there."""
-        writes = self._writes.get(node, ())
-        return len(writes) == 1 and self.buckets[writes[0][0]]._pieces == 1
+        """Whether a node's only use is to go into a bucket, so that it may be computed there."""
+        return len(self._writes.get(node, ())) == 1
 
     def _call(self, node: fx.Node, function: Any) -> str:
         parts = [self._text(a) for a in node.args] + [f"{k}={self._text(a)}" for k, a in node.kwargs.items()]

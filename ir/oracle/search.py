@@ -31,9 +31,12 @@ Outcome = int | str
 Choice = tuple[int | None, ...]
 """For every operand the dim that is cut, or None."""
 MOST = 600
-TRUSTING = {aten.lu_unpack, aten.linalg_lu_solve, aten.linalg_ldl_solve}
+TRUSTING = {
+    *(aten.lu_unpack, aten.linalg_lu_solve, aten.linalg_ldl_solve),
+    *(aten.segment_reduce, aten._segment_reduce_backward),
+}
 """Their kernels do not check that shapes agree: of these the batch dims of all operands together are tried."""
-UNCHECKED = {aten.segment_reduce, aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
+UNCHECKED = {aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
 """Kernels that do not check their arguments, as most backward ones. Where an op has a decomposition, each candidate is
 tried on that first, as it does check; else indices are made 0 or 1 (they lie within every piece), and shapes must agree."""
 
@@ -214,7 +217,7 @@ class Oracle:
         for k in range(count):
             start, length = chunk(size, count, k)
             tensors = [
-                t if d is None else t.narrow(d, start * (t.shape[d] // size), length * (t.shape[d] // size)).contiguous()
+                t if d is None else t.narrow(d, start * (t.shape[d] // size), length * (t.shape[d] // size)).clone()
                 for t, d in zip(of.tensors, choice, strict=True)
             ]
             change = {place: self._at(place) * length // size for place in sized}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..rules import RuleBook
-from . import attention, conv, create, index, matmul, norm, pointwise, reduce, views
+from . import attention, conv, create, index, linalg, matmul, moves, norm, pointwise, pool, reduce, scatter, views
 
 BUILT_IN = (
     *pointwise.RULES,
@@ -11,8 +11,12 @@ BUILT_IN = (
     *matmul.RULES,
     *reduce.RULES,
     *norm.RULES,
+    *linalg.RULES,
     *conv.RULES,
+    *pool.RULES,
     *index.RULES,
+    *scatter.RULES,
+    *moves.RULES,
     *attention.RULES,
     *create.RULES,
 )

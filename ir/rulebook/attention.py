@@ -6,6 +6,7 @@ import torch
 
 from ..graph import Node
 from ..rules import Contiguous, Dim, RuleEntry, ShardingRule, rule, tensor_slots
+from .common import argument
 
 aten = torch.ops.aten
 
@@ -24,11 +25,13 @@ def _mask(shape: tuple[int, ...], heads: Dim, q: tuple[int, ...]) -> tuple[Dim, 
     return tuple(() if s == 1 else full[lead + i] for i, s in enumerate(shape))
 
 
-WHOLE = frozenset({"s", "t", "e", "v"})
+def _whole(node: Node, *free: str) -> frozenset[str]:
+    """Queries (and in the gradient keys) may be cut where each query sees all keys, but not where it sees those before."""
+    return frozenset("stev") - (set() if argument(node, "is_causal") else set(free))
 
 
 def attention(node: Node) -> ShardingRule:
-    """``q[b (h r) s! e!], k[b h t! e!], v[b h t! v!], mask -> out[b (h r) s! v!], lse[b (h r) s!]``"""
+    """``q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask -> out[b (h r) s v!], lse[b (h r) s]``; causal: s!"""
     q, k, v = (value.shape for value in node.operands[:3])
     sizes, heads = _factors(node, q, k, v)
     operands: list[tuple[Dim, ...]] = [
@@ -37,7 +40,7 @@ def attention(node: Node) -> ShardingRule:
         (("b",), ("h",), ("t",), ("v",)),
     ]
     operands += [_mask(m.shape, heads, q) for m in node.operands[3:]]
-    return ShardingRule(tuple(operands), ((("b",), heads, ("s",), ("v",)), (("b",), heads, ("s",))), sizes, WHOLE)
+    return ShardingRule(tuple(operands), ((("b",), heads, ("s",), ("v",)), (("b",), heads, ("s",))), sizes, _whole(node, "s"))
 
 
 def attention_backward(node: Node) -> ShardingRule:
@@ -49,7 +52,7 @@ def attention_backward(node: Node) -> ShardingRule:
     vd: tuple[Dim, ...] = (("b",), ("h",), ("t",), ("v",))
     od: tuple[Dim, ...] = (("b",), heads, ("s",), ("v",))
     operands = [od, qd, kd, vd, od, od[:3], *[_mask(m.shape, heads, q.shape) for m in rest if m is not None]]
-    return ShardingRule(tuple(operands), (qd, kd, vd), sizes, WHOLE, (frozenset({0}),))
+    return ShardingRule(tuple(operands), (qd, kd, vd), sizes, _whole(node, "s", "t"), (frozenset({0}),))
 
 
 RULES: tuple[RuleEntry, ...] = (

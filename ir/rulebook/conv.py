@@ -1,23 +1,42 @@
-"""Convolution, pooling and interpolation. Batch and channels may be cut; height and width are whole here."""
+"""Convolution. Batch and channels may be cut; height and width where windows do not overlap."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..graph import Node
 from ..rules import Dim, Emit, RuleEntry, ShardingRule, rule
+from .pool import side_by_side, spread
 
 aten = torch.ops.aten
 
 
-def _conv_dims(x: tuple[int, ...], w: tuple[int, ...], transposed: bool, groups: int) -> Any:
-    """Input, weight, bias and output dims in factors: n, g groups, ci and co channels within a group."""
+def _conv_dims(x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], options: Sequence[Any]) -> Any:
+    """Input, weight, bias and output dims in factors: n, g groups, ci and co channels within a group.
+
+    Height and width are whole, but where windows stand side by side (a kernel of one, the patches of a vision
+    transformer): then ``h`` is ``(p s!)``, and p may be cut.
+    """
+    stride, padding, dilation, transposed, _, groups = options
     space = len(x) - 2
-    sizes = {"n": x[0], "g": groups}
-    whole = {f"{p}{i}" for p in "hkp" for i in range(space)}
-    sizes.update({f"h{i}": s for i, s in enumerate(x[2:])}, **{f"k{i}": s for i, s in enumerate(w[2:])})
+    sizes = {"n": x[0], "g": groups, **{f"k{i}": s for i, s in enumerate(w[2:])}}
+    whole = {f"k{i}" for i in range(space)}
+    wide: list[Dim] = []
+    narrow: list[Dim] = []
+    stride, padding, dilation = (spread(each, space, ()) for each in (stride, padding, dilation))
+    for i, (a, b) in enumerate(zip(*((y[2:], x[2:]) if transposed else (x[2:], y[2:])), strict=True)):
+        if side_by_side(a, b, w[2 + i], stride[i], padding[i], dilation[i]):
+            sizes.update({f"p{i}": b, f"s{i}": stride[i]})
+            whole.add(f"s{i}")
+            wide.append((f"p{i}", f"s{i}") if stride[i] > 1 else (f"p{i}",))
+        else:
+            sizes.update({f"h{i}": a, f"p{i}": b})
+            whole |= {f"h{i}", f"p{i}"}
+            wide.append((f"h{i}",))
+        narrow.append((f"p{i}",))
     if transposed:
         sizes["ci"], sizes["co"] = w[0] // groups, w[1]
         channels: tuple[Dim, Dim] = (("g", "ci"), ("co",))
@@ -31,16 +50,16 @@ def _conv_dims(x: tuple[int, ...], w: tuple[int, ...], transposed: bool, groups:
     if groups > 1:
         whole |= {"ci"}
     kernel = tuple((f"k{i}",) for i in range(space))
-    x_dims = (("n",), (*lead, "ci"), *((f"h{i}",) for i in range(space)))
-    y_dims = (("n",), (*lead, "co"), *((f"p{i}",) for i in range(space)))
+    x_space, y_space = (narrow, wide) if transposed else (wide, narrow)
+    x_dims = (("n",), (*lead, "ci"), *x_space)
+    y_dims = (("n",), (*lead, "co"), *y_space)
     return sizes, whole, x_dims, (*channels, *kernel), ((*lead, "co"),), y_dims
 
 
 def convolution(node: Node) -> ShardingRule:
     """``x[n (g ci) h!..], w[(g co) ci k!..], b[(g co)] -> y[n (g co) p!..]``: with a bias inside, ci is whole."""
     x, w = node.operands[0].shape, node.operands[1].shape
-    sizes, whole, x_dims, w_dims, b_dims, y_dims = _conv_dims(x, w, node.args[6], node.args[8])
-    sizes.update({f"p{i}": s for i, s in enumerate(node.outs[0].shape[2:])})
+    sizes, whole, x_dims, w_dims, b_dims, y_dims = _conv_dims(x, w, node.outs[0].shape, node.args[3:9])
     operands = [x_dims, w_dims]
     linear = [frozenset({0}), frozenset({1})]
     if len(node.operands) > 2:
@@ -63,8 +82,7 @@ def _local_groups(groups: int, channels: int, local: int) -> int:
 def convolution_backward(node: Node) -> ShardingRule:
     """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci."""
     y, x, w = (v.shape for v in node.operands[:3])
-    sizes, whole, x_dims, w_dims, b_dims, y_dims = _conv_dims(x, w, node.args[7], node.args[9])
-    sizes.update({f"p{i}": s for i, s in enumerate(y[2:])})
+    sizes, whole, x_dims, w_dims, b_dims, y_dims = _conv_dims(x, w, y, node.args[4:10])
     if len(node.results) > 2 and node.results[2] is not None:
         whole.add("ci")
     results = [x_dims, w_dims, b_dims]
@@ -106,10 +124,6 @@ def expand_convolution_backward(
     return gx, gw, gb
 
 
-SPATIAL = "n.. h! w!"
-POOL = f"{SPATIAL} -> n.. p! q!"
-POOL_BACKWARD = f"n.. p! q!, {SPATIAL} -> {SPATIAL}"
-
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.convolution.default, convolution, local=convolution_local, expand=expand_convolution),
     rule(
@@ -117,20 +131,5 @@ RULES: tuple[RuleEntry, ...] = (
         convolution_backward,
         local=convolution_backward_local,
         expand=expand_convolution_backward,
-    ),
-    rule(aten.max_pool2d_with_indices.default, f"{SPATIAL} -> n.. p! q!, n.. p! q!"),
-    rule(
-        aten.max_pool2d_with_indices_backward.default,
-        f"n.. p! q!, {SPATIAL}, n.. p! q! -> {SPATIAL}",
-        linear="0",
-    ),
-    rule((aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default), POOL, linear="0"),
-    rule((aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default), POOL_BACKWARD, linear="0"),
-    rule((aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default), POOL, linear="0"),
-    rule(
-        (aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default),
-        POOL,
-        linear="0",
-        shape_arg=2,
     ),
 )

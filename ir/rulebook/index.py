@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ..graph import Node
+from ..graph import Node, Value
 from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, replicated, rule
+from .common import argument
 
 aten = torch.ops.aten
 
@@ -78,27 +79,6 @@ def gather_local(emit: Emit) -> Any:
     local, outside = _mine(emit, emit.args[2], start, length)
     found = emit.call(aten.gather.default, emit.args[0], dim, local)
     return emit.call(aten.masked_fill.Scalar, found, outside, 0)
-
-
-def scatter(node: Node) -> ShardingRule:
-    """``scatter``, ``scatter_add`` and the gradient of gather: the scattered dim is whole, the others pass."""
-    x = node.operands[0].shape
-    dim = node.args[1] % max(len(x), 1)
-    sizes: dict[str, int] = {f"d{i}": s for i, s in enumerate(x)}
-    whole: set[str] = {f"d{dim}"}
-    tensors: list[tuple[Dim, ...]] = [tuple((f"d{i}",) for i in range(len(x)))]
-    for t, value in enumerate(node.operands[1:]):
-        dims: list[Dim] = []
-        for i, size in enumerate(value.shape):
-            if i == dim or size != x[i]:
-                name = f"t{t}_{i}"
-                sizes[name] = size
-                whole |= {name, f"d{i}"}
-                dims.append((name,))
-            else:
-                dims.append((f"d{i}",))
-        tensors.append(tuple(dims))
-    return ShardingRule(tuple(tensors), (tensors[0],), sizes, frozenset(whole))
 
 
 def index_tensor(node: Node) -> ShardingRule:
@@ -192,8 +172,11 @@ def nll(node: Node) -> ShardingRule:
         operands.append((names[dim],))
     reduction = node.args[3]
     loss = target if reduction == 0 else ()
-    whole = frozenset() if node.args[3] != 1 else frozenset(sizes)
-    return ShardingRule(tuple(operands), (loss, ()), sizes, whole)
+    whole = frozenset() if reduction != 1 else frozenset(sizes)
+    linear = (frozenset({0}),) if reduction == 0 and len(x) > 1 else ()
+    if len(operands) > 2 and reduction != 1:
+        linear += (frozenset({2}),)
+    return ShardingRule(tuple(operands), (loss, ()), sizes, whole, linear)
 
 
 def nll_backward(node: Node) -> ShardingRule:
@@ -212,11 +195,37 @@ def nll_backward(node: Node) -> ShardingRule:
     return ShardingRule(tuple(operands), (tuple(names),), sizes, linear=linear)
 
 
+def margin_loss(backward: bool) -> Any:
+    """``multi_margin_loss``, ``multilabel_margin_loss``: every row on its own; in a mean the number of rows counts."""
+
+    def make(node: Node) -> ShardingRule:
+        base = replicated(node)
+        x = node.operands[1 if backward else 0].shape
+        linear = (frozenset({0}),) if backward else ()
+        if len(x) < 2 or argument(node, "reduction") == 1:
+            return ShardingRule(base.operands, base.results, base.sizes, base.whole, linear)
+        rows = {"n": x[0], **base.sizes}
+
+        def dims(value: Value, own: tuple[Dim, ...]) -> tuple[Dim, ...]:
+            return (("n",), *own[1:]) if value.shape and value.shape[0] == x[0] and value.type.ndim <= 2 else own
+
+        weight = 2 if node.op.overloadpacket is aten.multi_margin_loss else 3
+        weighted = node.op.overloadpacket in (aten.multi_margin_loss, aten.multi_margin_loss_backward)
+        operands = tuple(
+            own if weighted and i == weight else dims(value, own)
+            for i, (value, own) in enumerate(zip(node.operands, base.operands, strict=True))
+        )
+        results = tuple(dims(v, own) if v is not None and own is not None else None for v, own in zip(node.results, base.results, strict=True))
+        return ShardingRule(operands, results, rows, base.whole, linear)
+
+    make.__name__ = "margin_loss"
+    return make
+
+
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.embedding.default, "v d, n.. -> n.. d", linear="0", local=embedding_local),
     rule(aten.embedding_dense_backward.default, "n.. d, n.. -> v d", linear="0", local=embedding_backward_local),
     rule(aten.gather.default, gather, local=gather_local),
-    rule((aten.scatter.src, aten.scatter.value, aten.scatter_add.default), scatter),
     rule(aten.index.Tensor, index_tensor),
     rule(aten.index_select.default, index_select),
     rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_forward_local),
@@ -226,4 +235,6 @@ RULES: tuple[RuleEntry, ...] = (
         local=nll_backward_local,
         contiguous=Contiguous.ALL,
     ),
+    rule((aten.multi_margin_loss, aten.multilabel_margin_loss_forward), margin_loss(backward=False)),
+    rule((aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward), margin_loss(backward=True)),
 )

@@ -5,28 +5,31 @@ from __future__ import annotations
 import torch
 
 from ..graph import Node
-from ..rules import Dim, RuleEntry, ShardingRule, rule
+from ..rules import RuleEntry, ShardingRule, rule
 
 aten = torch.ops.aten
 
 
+PRODUCTS = {
+    aten.addmm: ("m k", "k n", "m n"),
+    aten.addmv: ("m k", "k", "m"),
+    aten.addr: ("m", "n", "m n"),
+    aten.baddbmm: ("b m k", "b k n", "b m n"),
+    aten.addbmm: ("b m k", "b k n", "m n"),
+}
+
+
 def with_bias(node: Node) -> ShardingRule:
-    """``addmm``, ``baddbmm``: ``bias, m k!, k! n -> m n``. Each rank of a cut k would add the bias."""
-    batch: tuple[Dim, ...] = (("b",),) if node.op.overloadpacket is aten.baddbmm else ()
+    """``addmm`` and its like: ``bias, m k!, k! n -> m n``. Each rank of a cut k would add the bias."""
+    a, b, result = (tuple((f,) for f in text.split()) for text in PRODUCTS[node.op.overloadpacket])
     out = node.outs[0].shape
-    sizes = dict(zip(["b", "m", "n"][-len(out) :], out, strict=True))
-    sizes["k"] = node.operands[1].shape[-1]
-    result = (*batch, ("m",), ("n",))
+    shapes = (node.operands[1].shape, node.operands[2].shape, out)
+    sizes = {f: s for dims, shape in zip((a, b, result), shapes, strict=True) for (f,), s in zip(dims, shape, strict=True)}
     bias = node.operands[0].shape
     lead = len(out) - len(bias)
     given = tuple(() if s == 1 and out[lead + i] != 1 else result[lead + i] for i, s in enumerate(bias))
-    return ShardingRule(
-        (given, (*batch, ("m",), ("k",)), (*batch, ("k",), ("n",))),
-        (result,),
-        sizes,
-        frozenset({"k"}),
-        linear=(frozenset({0, 1}), frozenset({0, 2})),
-    )
+    summed = frozenset(sizes) - {f for (f,) in result}
+    return ShardingRule((given, a, b), (result,), sizes, summed, linear=(frozenset({0, 1}), frozenset({0, 2})))
 
 
 def expand_with_bias(
@@ -41,6 +44,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.mm.default, "m k, k n -> m n", linear="0|1"),
     rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0|1"),
     rule(aten.mv.default, "m k, k -> m", linear="0|1"),
-    rule(aten.dot.default, "k, k -> ", linear="0|1"),
+    rule((aten.dot.default, aten.vdot.default), "k, k -> ", linear="0|1"),
     rule((aten.addmm.default, aten.baddbmm.default), with_bias, expand=expand_with_bias),
+    rule((aten.addmv.default, aten.addr.default, aten.addbmm.default), with_bias),
 )

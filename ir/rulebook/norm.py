@@ -8,6 +8,7 @@ import torch
 
 from ..graph import Node
 from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, rule
+from .common import argument
 
 aten = torch.ops.aten
 
@@ -107,18 +108,20 @@ def batch_norm(node: Node) -> ShardingRule:
 
 
 def _training(node: Node) -> bool:
-    return bool(node.args[5]) if isinstance(node.args[5], bool) else False
+    return bool(argument(node, "training"))
 
 
 def batch_norm_backward(node: Node) -> ShardingRule:
     """``grad, x -> gx[n c s..], gw[c], gb[c]``; in training gx needs the sums over n and space."""
     names, sizes = _names(node.operands[1].shape)
-    operands = [tuple(names), tuple(names)] + [(names[1],)] * (len(node.operands) - 2)
-    results: list[tuple[Dim, ...]] = [tuple(names), (names[1],), (names[1],)]
+    sizes["none"] = 0
+    full = tuple(names)
+    operands = (full, full, *((names[1],) if v.shape == (sizes["d1"],) else (("none",),) for v in node.operands[2:]))
+    results: list[tuple[Dim, ...]] = [full, (names[1],), (names[1],)]
     training = bool(node.args[7])
-    whole = frozenset(n[0] for i, n in enumerate(names) if i != 1) if training else frozenset()
+    whole = frozenset({"none", *(n[0] for i, n in enumerate(names) if i != 1 and training)})
     kept = tuple(r if v is not None else None for r, v in zip(results, node.results, strict=False))
-    return ShardingRule(tuple(operands), kept, sizes, whole, linear=(frozenset({0}),))
+    return ShardingRule(operands, kept, sizes, whole, linear=(frozenset({0}),))
 
 
 def _shape_of_channels(x: torch.Tensor) -> list[int]:
@@ -191,8 +194,9 @@ RULES: tuple[RuleEntry, ...] = (
         contiguous=Contiguous.ALL,
     ),
     rule(aten._native_batch_norm_legit_functional.default, batch_norm, expand=expand_batch_norm),
-    rule(aten._native_batch_norm_legit_no_training.default, batch_norm),
+    rule((aten._native_batch_norm_legit_no_training.default, aten.native_batch_norm.default), batch_norm),
     rule(aten.native_batch_norm_backward.default, batch_norm_backward, expand=expand_batch_norm_backward),
+    rule(aten.batch_norm_backward.default, batch_norm_backward),
 )
 
 if hasattr(aten, "_fused_rms_norm"):

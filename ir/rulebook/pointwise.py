@@ -51,6 +51,7 @@ LINEAR = {
         aten.softshrink_backward,
         aten.hardshrink_backward,
         aten._prelu_kernel_backward,
+        aten.rrelu_with_noise_backward,
     ),
     "0|1": (aten.mul.Tensor,),
     "0&1": (
@@ -63,7 +64,6 @@ LINEAR = {
         aten.addcdiv,
     ),
     "0&1|0&2": (aten.addcmul,),
-    "0|2": (aten.rrelu_with_noise_backward,),
     "0&2": (aten.masked_fill.Tensor,),
     "1": (aten.where.ScalarSelf,),
     "1&2": (aten.where.self,),

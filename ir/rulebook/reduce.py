@@ -59,9 +59,9 @@ def along(*, linear: tuple[frozenset[int], ...] = ()) -> Callable[[Node], Shardi
         dim = dim_argument(node)
         names: list[Dim] = [(f"d{i}",) for i in range(ndim)]
         sizes = {f"d{i}": s for i, s in enumerate(shape)}
-        if dim is None:
+        if dim is None or dim == []:
             results_of_all = tuple(((),) * v.type.ndim if v is not None else None for v in node.results)
-            return ShardingRule((tuple(names),), results_of_all, sizes, frozenset(sizes))
+            return ShardingRule((tuple(names),), results_of_all, sizes, frozenset(sizes), linear)
         whole = {f"d{d % ndim}" for d in (dim if isinstance(dim, (list, tuple)) else [dim])} if ndim else set()
         results: list[tuple[Dim, ...] | None] = []
         for value in node.results:
@@ -151,6 +151,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.cumsum, KEEP_LINEAR),
     rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp), KEEP),
     rule((aten.sort, aten.topk, aten.median, aten.nanmedian, aten.kthvalue, aten.mode, aten.norm), KEEP),
+    rule(aten.hash_tensor, KEEP),
     rule((aten._fft_r2c, aten._fft_c2r, aten._fft_c2c), KEEP_LINEAR),
     rule(aten._softmax.default, KEEP, expand=_softmax),
     rule(aten._log_softmax.default, KEEP, expand=_log_softmax),

@@ -326,20 +326,6 @@ def argument_dims(node: Node) -> ShardingRule:
     return whole_dims(*given)(node)
 
 
-def pad(node: Node) -> ShardingRule:
-    """Padded dims are whole; the others pass."""
-    shape, out = node.operands[0].shape, node.outs[0].shape
-    names, sizes = _names(shape)
-    result, whole = list(names), set()
-    for i, (a, b) in enumerate(zip(shape, out, strict=True)):
-        if a != b:
-            sizes[f"o{i}"] = b
-            result[i] = (f"o{i}",)
-            whole |= {f"o{i}", f"d{i}"}
-    zero = len(node.args) < 3 or node.args[2] == 0
-    return ShardingRule((tuple(names),), (tuple(result),), sizes, frozenset(whole), linear=FIRST if zero else ())
-
-
 def squeeze_local(emit: Emit) -> Any:
     """A dim of which a rank holds one element is no dim of size one."""
     return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
@@ -367,5 +353,4 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.stack, stack),
     rule((aten.flip, aten.roll), argument_dims),
     rule((aten.tril, aten.triu), whole_dims(-1, -2)),
-    rule(aten.constant_pad_nd, pad),
 )

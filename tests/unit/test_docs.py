@@ -1,0 +1,59 @@
+"""What README and docs/ show runs, and shows what it gives now; links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from tests.pages import CODE, PAGES, ROOT, read, renewed
+
+DOCUMENTS = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+LINK = re.compile(r"""\]\(([^)#\s]+)[^)]*\)|src="([^"]+)\"""")
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sessions_print_what_the_page_says(page: str) -> None:
+    """If a change is meant: ``python -m tests.pages`` writes the page anew."""
+    assert renewed(page) == read(page)
+
+
+def test_the_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = CODE.findall(read("README.md"))
+    assert len(code.splitlines()) == 5
+    x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    scope = {"sx": sx, "F": F, "model": FeedForward(), "x": x, "y": y}
+    exec(code, scope)
+    printed = capsys.readouterr().out
+    assert printed.startswith("proven") and "the hint 'up.weight'" in printed and "all-reduce" in printed
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_links_lead_somewhere(page: str) -> None:
+    targets = [a or b for a, b in LINK.findall(read(page))]
+    missing = [t for t in targets if "://" not in t and not (ROOT / page).parent.joinpath(t).exists()]
+    assert not missing
+
+
+def test_pictures_are_of_the_plans_that_are_made_now(tmp_path: Path) -> None:
+    """If a change is meant: ``python docs/make_pictures.py`` draws them anew."""
+    drawn = runpy.run_path(str(ROOT / "docs" / "make_pictures.py"))["main"](tmp_path)
+    assert {path.name for path in drawn} == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+    for path in drawn:
+        described = [re.search("<desc>(.*)</desc>", p.read_text()) for p in (path, ROOT / "docs/pictures" / path.name)]
+        assert described[0] and described[1] and described[0][1] == described[1][1]
