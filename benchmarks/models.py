@@ -1,4 +1,5 @@
-"""The GPT of the benchmarks, as anybody writes it; its width in heads follows from its weights, as DTensor's TP wants."""
+"""The GPT of the benchmarks, as anybody writes it; its width in heads follows from its weights, as DTensor's TP
+wants."""
 
 from __future__ import annotations
 

@@ -21,8 +21,15 @@ from tests.mutants import MUTATIONS, mutants
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
-PLANS = ("mlp3@dp2tp2", "dropout_mlp@dp2tp2", "gpt_fused@tp2", "gpt_fused@dp2tp2+sequence", "llama@tp2", "resnet@dp2",
-         "hf_gpt2@dp2tp2+alone")
+PLANS = (
+    "mlp3@dp2tp2",
+    "dropout_mlp@dp2tp2",
+    "gpt_fused@tp2",
+    "gpt_fused@dp2tp2+sequence",
+    "llama@tp2",
+    "resnet@dp2",
+    "hf_gpt2@dp2tp2+alone",
+)
 
 
 @dataclass

@@ -118,7 +118,9 @@ def _samples(info: Any, most: int) -> Iterator[Any]:
     """The first samples of an op, and a few of those behind."""
     torch.manual_seed(0)
     try:
-        given = list(itertools.islice(info.sample_inputs("cpu", torch.float64, requires_grad=info.supports_autograd), 60))
+        given = list(
+            itertools.islice(info.sample_inputs("cpu", torch.float64, requires_grad=info.supports_autograd), 60)
+        )
     except Exception:  # a sample that this build cannot make
         return
     step = max(len(given) // most, 1)

@@ -1,4 +1,5 @@
-"""Eager step time (forward, backward, synchronised gradients) beside torch's own wrappers, on 2 gloo ranks of this machine.
+"""Eager step time (forward, backward, synchronised gradients) beside torch's own wrappers, on 2 gloo ranks of this
+machine.
 
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp]
 

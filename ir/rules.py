@@ -260,16 +260,24 @@ class Template:
                     got=self.text,
                 )
             bound.append(tuple(expanded))
-        pairs = [(dim, size) for dims, (_, shape) in zip(bound, tensors, strict=True) for dim, size in zip(dims, shape, strict=True)]
+        pairs = [
+            (dim, size)
+            for dims, (_, shape) in zip(bound, tensors, strict=True)
+            for dim, size in zip(dims, shape, strict=True)
+        ]
         self._solve(pairs, sizes)
         leading = {f"{base}{i}" for base, count in leads.items() for i in range(count)}
-        return [
-            tuple(
-                () if size == 1 and dim and dim[0] in leading and sizes[dim[0]] != 1 else dim
-                for dim, size in zip(dims, shape, strict=True)
-            )
-            for dims, (_, shape) in zip(bound, tensors, strict=True)
-        ], sizes, whole
+        return (
+            [
+                tuple(
+                    () if size == 1 and dim and dim[0] in leading and sizes[dim[0]] != 1 else dim
+                    for dim, size in zip(dims, shape, strict=True)
+                )
+                for dims, (_, shape) in zip(bound, tensors, strict=True)
+            ],
+            sizes,
+            whole,
+        )
 
     def _solve(self, pairs: Sequence[tuple[Dim, int]], sizes: dict[str, int]) -> None:
         """Find the sizes of all factors: each dim's size is the product of its factors'."""

@@ -26,6 +26,10 @@ from .manager import COMM_EXPLICIT, Context, Pass
 Key = tuple[comm.CommOp, tuple[str, ...], torch.dtype, str, str]
 
 
+PARTS, LEAST = 4, 1e6
+"""Into so many buckets at least, if they have so many bytes."""
+
+
 @dataclass
 class Bucket:
     """Collectives that will travel together, and their bytes."""
@@ -37,6 +41,9 @@ class Bucket:
 @dataclass(frozen=True)
 class FuseComm(Pass):
     """Fuse collectives of one kind, group and dtype up to ``mb`` megabytes.
+
+    Where that would leave fewer than four buckets they are smaller (but not below 1 MB), so that the first ones travel
+    while the rest is computed.
 
     ``groups`` may name sets of parameters (patterns as in hints) whose gradients and gathers travel together,
     whatever their size; what is in no set is fused by size.
@@ -96,11 +103,21 @@ class FuseComm(Pass):
         kind = node.kwargs.get("reduce", "")
         return node.op, tuple(node.kwargs["axes"]), value.type.dtype, kind, group or node.phase.value
 
+    def _limits(self, graph: Graph, named: dict[Node, str]) -> dict[Key, float]:
+        """The most bytes of a bucket."""
+        total: dict[Key, float] = {}
+        for node in graph.nodes:
+            key = self._key(node, graph, named)
+            if key is not None:
+                total[key] = total.get(key, 0.0) + _bytes(node, graph)
+        return {key: min(self.mb * 1e6, max(nbytes / PARTS, LEAST)) for key, nbytes in total.items()}
+
     def _late(self, graph: Graph, named: dict[Node, str]) -> list[Bucket]:
         """Reductions wait for later ones, until one of them is used or the bucket is full."""
         open_: dict[Key, Bucket] = {}
         waiting: dict[Value, Key] = {}
         done: list[Bucket] = []
+        limit = self._limits(graph, named)
 
         def close(key: Key) -> None:
             bucket = open_.pop(key)
@@ -117,7 +134,7 @@ class FuseComm(Pass):
                 continue
             size = _bytes(node, graph)
             bucket = open_.get(key)
-            if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > self.mb * 1e6:
+            if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > limit[key]:
                 close(key)
             bucket = open_.setdefault(key, Bucket())
             bucket.members.append(node)
@@ -132,13 +149,14 @@ class FuseComm(Pass):
         inputs = {given.value for given in graph.inputs}
         open_: dict[Key, Bucket] = {}
         done: list[Bucket] = []
+        limit = self._limits(graph, named)
         for node in graph.nodes:
             key = self._key(node, graph, named)
             if key is None or node.op is not comm.all_gather or node.operands[0] not in inputs:
                 continue
             size = _bytes(node, graph)
             bucket = open_.get(key)
-            if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > self.mb * 1e6:
+            if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > limit[key]:
                 done.append(open_.pop(key))
             bucket = open_.setdefault(key, Bucket())
             bucket.members.append(node)

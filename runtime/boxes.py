@@ -40,14 +40,14 @@ class Boxes(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor, boxes: tuple[Box, ...], guarded: bool = False) -> Boxes:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device
         )
         made.data_, made.boxes, made.guarded = data, boxes, guarded
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         mine: dict[int, Boxes] = {}
@@ -91,7 +91,7 @@ class Boxes(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Boxes:
         return Boxes(self.data_.clone(), self.boxes, self.guarded)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Boxes({self.data_!r}, {self.boxes})"
 
     # What torch.distributed.checkpoint asks of a DTensor's local tensor.

@@ -4,7 +4,8 @@
         pm(x, y)
     counts["all_reduce", "dp2.tp2/dp@0"]        # Count(calls=1, nbytes=36864)
 
-Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank of the
+Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank
+of the
 group sends, for the local tensors that the collective really has (padding included): (n-1)/n of the gathered or
 unreduced tensor, twice that for an all-reduce (see :mod:`shardfx.ir.comm`).
 """
@@ -84,7 +85,7 @@ class _Watch(TorchDispatchMode):
     """Sees the functional collectives of real ranks. A coalesced one counts as one call."""
 
     def __init__(self, counts: Counts) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counts = counts
 
     def __torch_dispatch__(
@@ -103,4 +104,4 @@ class _Watch(TorchDispatchMode):
 def _resolve(group: str) -> dist.ProcessGroup:
     from torch._C._distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(group)
+    return _resolve_process_group(group)  # type: ignore[arg-type]

@@ -1,12 +1,14 @@
 """The eager form of a rank's program: the same ops in the same order, with nothing copied that need not be.
 
-    flatten = layout.flatten([mm_1, sum_1], 1)         b0 = bucket0.take()            # memory that is kept between steps
+    flatten = layout.flatten([mm_1, sum_1], 1)         b0 = bucket0.take()            # memory that is kept between
+    steps
     started = all_reduce(flatten, 'sum', 'dp2/dp@0')   mm_out(t_1, x, out=b0.views[0])
     waited = wait_tensor(started)                      copy_(b0.views[1], sum_1)
     parts = layout.unflatten(waited, [...], 1)         all_reduce_(b0.flat, 'sum', 'dp2/dp@0'); wait_tensor(b0.flat)
 
 A functional collective makes its result anew, and fresh memory costs page faults: reducing 64 MB between two processes
-takes 168 ms so, and 47 ms in place. So gradients that travel together are computed into a :class:`Bucket`, and a value that
+takes 168 ms so, and 47 ms in place. So gradients that travel together are computed into a :class:`Bucket`, and a
+value that
 nothing else needs is reduced where it lies. ``rank_module`` keeps the functional form, which ``torch.compile`` wants.
 """
 
@@ -50,7 +52,7 @@ class Bucket:
         for flat, views, storage, alone in self._lent:
             if _use_count(storage) == alone:
                 return flat, views
-        flat = torch.empty(self._numel, **self._options)
+        flat = torch.empty(self._numel, **self._options)  # type: ignore[call-overload]
         views = self._views(flat)
         storage = flat.untyped_storage()
         self._lent = [*self._lent[-1:], (flat, views, storage, _use_count(storage))]
@@ -190,10 +192,12 @@ class Eager:
     def _results(self, output: fx.Node) -> list[str]:
         """What is returned: a gradient becomes its receiver's own, so that one which shares memory is copied."""
         texts, seen = [], set()
-        for value, result in zip(self.program.outputs, output.args[0], strict=True):
+        for value, result in zip(self.program.outputs, output.args[0], strict=True):  # type: ignore[arg-type]
             part = result.target is operator.getitem and result.args[0].target is layout.unflatten
             key = result if part else self._share.root(result)
-            alone = self._share.owned(result) and key not in seen and not (not part and self._share.root(result) in seen)
+            alone = (
+                self._share.owned(result) and key not in seen and not (not part and self._share.root(result) in seen)
+            )
             seen |= {key, self._share.root(result)} if part else {key}
             texts.append(result.name if alone or value.kind is not OutputKind.GRADIENT else f"{result.name}.clone()")
         return texts
@@ -245,7 +249,9 @@ class Eager:
                 last.setdefault(node, node)
         dying: dict[fx.Node, list[str]] = {}
         for used, user in last.items():
-            if user.op != "output" and not (used is user and used.target is aten.mm.default and self._single_write(used)):
+            if user.op != "output" and not (
+                used is user and used.target is aten.mm.default and self._single_write(used)
+            ):
                 dying.setdefault(user, []).append(used.name)
         return dying
 

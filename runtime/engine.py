@@ -131,7 +131,8 @@ class VirtualEngine:
         return [layout.cut(whole, i) for i in range(layout.count)]
 
     def rank_inputs(self, rank: int, program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a rank's program starts from, by input name, as far as it is there: stored pieces, and ``inputs`` cut."""
+        """What a rank's program starts from, by input name, as far as it is there: stored pieces, and ``inputs``
+        cut."""
         seed, found = torch.zeros((), dtype=torch.int64), {}
         for given in program.inputs:
             stored = given.kind in (InputKind.PARAMETER, InputKind.BUFFER)

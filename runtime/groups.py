@@ -74,7 +74,7 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
         for name, ranks in names.items():
             made = _new_group(ranks)
             if dist.get_rank() in ranks:
-                _register_process_group(name, made)
+                _register_process_group(name, made)  # type: ignore[arg-type]
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -91,7 +91,7 @@ _device_meshes: dict[tuple[Mesh, str], tuple[Any, DeviceMesh]] = {}
 def find_group(name: str) -> dist.ProcessGroup | None:
     """The process group of that name on this rank; None if it was not made."""
     try:
-        return _resolve_process_group(name)
+        return _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError):
         return None
 
@@ -99,7 +99,7 @@ def find_group(name: str) -> dist.ProcessGroup | None:
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A group whose members count as listed: torch sorts them unless told otherwise."""
     if list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks))
+        return dist.new_group(list(ranks))  # type: ignore[no-any-return]
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise Error(
             "this torch cannot make a process group whose ranks are not in ascending order",
@@ -108,4 +108,4 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
             got=f"ranks {list(ranks)}",
             remedy="write the axes of a dim in the order of the Mesh, or take a later torch",
         )
-    return dist.new_group(list(ranks), sort_ranks=False)
+    return dist.new_group(list(ranks), sort_ranks=False)  # type: ignore[no-any-return]

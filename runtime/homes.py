@@ -2,7 +2,8 @@
 
 =======  =========================  ================================================================================
 plain    ``64{dp}``, ``64{dp,tp}``  the piece is one box of the whole: a DTensor, and nothing more to say
-boxes    ``(3 64{tp})``             the piece is several boxes: the DTensor's local tensor is a :class:`.boxes.Boxes`, which
+boxes    ``(3 64{tp})``             the piece is several boxes: the DTensor's local tensor is a
+:class:`.boxes.Boxes`, which
                                     tells ``torch.distributed.checkpoint`` where each of them stands
 guarded  ``(3 64{tp,dp})``          no DTensor placement gives these pieces (see :mod:`.placements`): the one it has
                                     says along which axes it is cut, and no more. Optimizers, norms and checkpoints
@@ -57,7 +58,7 @@ class Home:
 
     def wrap(self, piece: Tensor) -> DTensor:
         local = piece if self.kind == "plain" else Boxes(piece, self.boxes, self.kind == "guarded")
-        return DTensor(local, self.template, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(local, self.template, requires_grad=False)
 
     def unwrap(self, tensor: Tensor) -> Tensor:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor

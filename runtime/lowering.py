@@ -167,9 +167,7 @@ def take(writer: Writer, node: Node) -> None:
     start, length = bounds(site.view[site.dim], site.target.dims[site.dim].axes, writer.mesh, writer.coords)
     view = site.local_view(site.source)
     x = writer.use(site.value)
-    writer.env[node.outs[0]] = writer.call(
-        layout.take, x, view, site.dim, start - held[0], length, list(site.shape)
-    )
+    writer.env[node.outs[0]] = writer.call(layout.take, x, view, site.dim, start - held[0], length, list(site.shape))
 
 
 def fused_all_reduce(writer: Writer, node: Node) -> None:
@@ -196,9 +194,7 @@ def fused_reduce_scatter(writer: Writer, node: Node) -> None:
     n = writer.mesh.extent(node.kwargs["axes"])
     group = writer.mesh.group_name(writer.rank, node.kwargs["axes"])
     flat = writer.call(layout.flatten, [writer.use(v) for v in node.operands], n)
-    started = writer.call(
-        c10d.reduce_scatter_tensor.default, flat, node.kwargs.get("reduce", "sum"), n, group
-    )
+    started = writer.call(c10d.reduce_scatter_tensor.default, flat, node.kwargs.get("reduce", "sum"), n, group)
     _unflatten(writer, node, started, shapes, 1)
 
 

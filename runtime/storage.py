@@ -1,8 +1,8 @@
 """Shards: cutting a whole tensor by a spec, and joining the pieces again.
 
-    >>> shards = Shards.of(spec, (8, 4), mesh)          # which ranks hold which distinct piece
-    >>> pieces = [shards.cut(whole, i) for i in range(shards.count)]
-    >>> shards.join(pieces)                             # the whole again
+>>> shards = Shards.of(spec, (8, 4), mesh)          # which ranks hold which distinct piece
+>>> pieces = [shards.cut(whole, i) for i in range(shards.count)]
+>>> shards.join(pieces)                             # the whole again
 """
 
 from __future__ import annotations
@@ -76,6 +76,4 @@ def cut_local(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.T
     """What one rank holds of a whole tensor."""
     coords = mesh.coords(rank)
     shape = tuple(whole.shape)
-    return cut_box(
-        whole, spec.sub_shape(shape), spec.box(shape, mesh, coords), spec.local_shape(shape, mesh, coords)
-    )
+    return cut_box(whole, spec.sub_shape(shape), spec.box(shape, mesh, coords), spec.local_shape(shape, mesh, coords))

@@ -86,7 +86,11 @@ def as_generator(module: fx.GraphModule) -> Callable[..., Call]:
         elif node.op == "call_function" and node.target in COLLECTIVES:
             made = node.meta.get("shardfx")
             request = Request(
-                node.target, tuple(map(_frozen, node.args[1:-1])), str(node.args[-1]), node.name, str(made and made.where)
+                node.target,
+                tuple(map(_frozen, node.args[1:-1])),
+                str(node.args[-1]),
+                node.name,
+                str(made and made.where),
             )
             scope[f"_r_{node.name}"] = request
             lines.append(f"    {node.name} = yield _r_{node.name}, {text(node.args[0])}")
@@ -98,7 +102,9 @@ def as_generator(module: fx.GraphModule) -> Callable[..., Call]:
             scope[f"_a_{node.name}"] = getattr(module, str(node.target))
             lines.append(f"    {node.name} = _a_{node.name}")
         else:
-            raise Error(f"a rank's program has a {node.op} node, which virtual ranks do not run", got=node.format_node())
+            raise Error(
+                f"a rank's program has a {node.op} node, which virtual ranks do not run", got=node.format_node()
+            )
         gone = [n for n in dying.get(node, ()) if n not in inputs]
         if gone and node.op != "output":
             lines.append(f"    {' = '.join(gone)} = None")
@@ -142,7 +148,9 @@ class Groups:
         return self._known[name]
 
 
-def run(programs: Sequence[Callable[..., Call]], inputs: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[Sequence[Tensor]]:
+def run(
+    programs: Sequence[Callable[..., Call]], inputs: Sequence[Sequence[Tensor]], mesh: Mesh
+) -> list[Sequence[Tensor]]:
     """Run one program per rank to its end; gives what each returns.
 
     Raises:
@@ -203,7 +211,9 @@ def _deadlock(waiting: Mapping[int, tuple[Request, Tensor]], groups: Groups) -> 
     lines = []
     for rank in sorted(waiting)[:4]:
         request = waiting[rank][0]
-        missing = [m for m in groups.members(request.group, rank) if m not in waiting or waiting[m][0].group != request.group]
+        missing = [
+            m for m in groups.members(request.group, rank) if m not in waiting or waiting[m][0].group != request.group
+        ]
         lines.append(f"rank {rank} waits in {request} for ranks {missing}")
     return Error(
         "deadlock: no group of ranks comes together",

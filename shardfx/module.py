@@ -252,7 +252,8 @@ class ParallelModule(nn.Module):
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``.
 
-        Weights and (real) example inputs lie beside them. Under ``torchrun`` all ranks call it, and each writes its own;
+        Weights and (real) example inputs lie beside them. Under ``torchrun`` all ranks call it, and each writes its
+        own;
         the weights of other ranks are not known there.
         """
         from shardfx.runtime.export import write_rank, write_shared
@@ -307,8 +308,11 @@ class ParallelModule(nn.Module):
             check_names(state_dict, self._state_names, needed, [*aliases, *self._extra])
         extra = {name: tuple(tensor.shape) for name, tensor in self._extra.items()}
         check_shapes(state_dict, extra | {n: stored[k] for n, k in aliases.items() if k in stored} | stored)
-        whole = {k: next(state_dict[n] for n in given if n in state_dict) for k, given in names.items()
-                 if any(n in state_dict for n in given)}
+        whole = {
+            k: next(state_dict[n] for n in given if n in state_dict)
+            for k, given in names.items()
+            if any(n in state_dict for n in given)
+        }
         self._engine.load(whole, self._trainable)
         self._extra |= {name: state_dict[name].detach().clone() for name in self._extra if name in state_dict}
         self._register()
@@ -352,7 +356,9 @@ class ParallelModule(nn.Module):
         """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""
         hints = self._compiled.hints
         named = leaf_names(hints.args, hints.kwargs, hints.targets)
-        known = {n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)}
+        known = {
+            n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
+        }
         for given in self.after.of_kind(InputKind.BUFFER):
             pieces = self._engine.buffers.get(given.name, ())
             if len(pieces) == 1 and tuple(pieces[0].shape) == given.value.shape:

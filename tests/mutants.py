@@ -202,9 +202,12 @@ def returned(kind: str) -> Places:
 
 
 def same_shape(site: Site) -> list[fx.Node]:
-    """Pairs of results of ``mm`` with equal operands' shapes are hard to tell: take additions of two computed values."""
+    """Pairs of results of ``mm`` with equal operands' shapes are hard to tell: take additions of two computed
+    values."""
     return [
-        n for n in site.calls(aten.add.Tensor) if all(isinstance(a, fx.Node) and a.op == "call_function" for a in n.args)
+        n
+        for n in site.calls(aten.add.Tensor)
+        if all(isinstance(a, fx.Node) and a.op == "call_function" for a in n.args)
     ]
 
 
@@ -253,8 +256,13 @@ def cast(site: Site, node: fx.Node) -> None:
 
 
 def square(site: Site) -> list[fx.Node]:
-    """Transposes of parameters that another parameter of the same name elsewhere, or a square shape, could stand for."""
-    return [n for n in site.calls(aten.t.default) if n.args[0].op == "placeholder" and _shape(site, n.args[0])[:1] * 2 == _shape(site, n.args[0])]  # type: ignore
+    """Transposes of parameters that another parameter of the same name elsewhere, or a square shape, could stand
+    for."""
+    return [
+        n
+        for n in site.calls(aten.t.default)
+        if n.args[0].op == "placeholder" and _shape(site, n.args[0])[:1] * 2 == _shape(site, n.args[0])
+    ]  # type: ignore
 
 
 def _shape(site: Site, node: fx.Node) -> tuple[int, ...]:
@@ -262,7 +270,11 @@ def _shape(site: Site, node: fx.Node) -> tuple[int, ...]:
 
 
 def parameters_with_twin(site: Site) -> list[fx.Node]:
-    return [n for n in site.graph.nodes if n.op == "placeholder" and n.users and _other(site, n) is not None and "weight" in n.name]
+    return [
+        n
+        for n in site.graph.nodes
+        if n.op == "placeholder" and n.users and _other(site, n) is not None and "weight" in n.name
+    ]
 
 
 def _other(site: Site, node: fx.Node) -> fx.Node | None:
@@ -300,7 +312,9 @@ def drawn_elsewhere(site: Site, node: fx.Node) -> None:
 
 
 def number(at: int) -> Callable[[fx.Node], bool]:
-    return lambda node: len(node.args) > at and isinstance(node.args[at], (int, float)) and not isinstance(node.args[at], bool)
+    return lambda node: (
+        len(node.args) > at and isinstance(node.args[at], (int, float)) and not isinstance(node.args[at], bool)
+    )
 
 
 def both_known(node: fx.Node) -> bool:
@@ -316,7 +330,9 @@ MUTATIONS = (
     Mutation("max for sum", of(ALL_REDUCE, when=lambda n: n.args[1] == "sum"), argument(1, lambda _: "max")),
     Mutation("avg for sum", of(ALL_REDUCE, SCATTER, when=lambda n: n.args[1] == "sum"), argument(1, lambda _: "avg")),
     Mutation("sum for max", of(ALL_REDUCE, when=lambda n: n.args[1] == "max"), argument(1, lambda _: "sum")),
-    Mutation("other kind on one rank", of(ALL_REDUCE), argument(1, lambda kind: "max" if kind == "sum" else "sum"), True),
+    Mutation(
+        "other kind on one rank", of(ALL_REDUCE), argument(1, lambda kind: "max" if kind == "sum" else "sum"), True
+    ),
     Mutation("gather joined along another dim", of(layout.unpack_gathered), argument(3, lambda dim: (dim + 1) % 2)),
     Mutation("scatter cut along another dim", of(layout.pack_scattered), argument(2, lambda dim: (dim + 1) % 2)),
     Mutation("gathered pieces in another order", waits(GATHER), roll),
@@ -326,14 +342,23 @@ MUTATIONS = (
     Mutation("bias on every rank", biased, bias_inside),
     Mutation("bucket's piece not reduced", pieces, not_reduced),
     Mutation("bucket offsets swapped", twins, swap_offsets),
-    Mutation("slice at another offset", of(layout.take, when=lambda n: n.args[1][n.args[2]] != n.args[4]), take_elsewhere, True),  # type: ignore
+    Mutation(
+        "slice at another offset",
+        of(layout.take, when=lambda n: n.args[1][n.args[2]] != n.args[4]),
+        take_elsewhere,
+        True,
+    ),  # type: ignore
     Mutation("another parameter read", parameters_with_twin, other_parameter),
     Mutation("another parameter read on one rank", parameters_with_twin, other_parameter, True),
     Mutation("dropout with another p", of(torch.ops.shardfx.dropout.default), argument(1, lambda p: p / 2)),
     Mutation("dropout drawn for another box", of(torch.ops.shardfx.dropout.default), drawn_elsewhere, True),
     Mutation("eps changed", of(aten.native_layer_norm.default), argument(4, lambda eps: eps * 100)),
     Mutation("relu's gradient at another threshold", of(aten.threshold_backward.default), argument(2, lambda _: 0.5)),
-    Mutation("a number changed", of(aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, when=number(1)), argument(1, lambda x: x * 2)),
+    Mutation(
+        "a number changed",
+        of(aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, when=number(1)),
+        argument(1, lambda x: x * 2),
+    ),
     Mutation("exponent changed", of(aten.pow.Tensor_Scalar), argument(1, lambda x: x + 1)),
     Mutation("weight not transposed", square, becomes(0)),
     Mutation("term of an add missing", same_shape, becomes(0)),
@@ -344,20 +369,47 @@ MUTATIONS = (
     Mutation("mask's upper bound", of(aten.ge.Scalar), argument(1, lambda n: n // 2), True),
     Mutation("mask's lower bound", of(aten.lt.Scalar), argument(1, lambda n: n + 8)),
     Mutation("mask forgotten", of(aten.masked_fill.Scalar), becomes(0)),
-    Mutation("index not shifted", of(aten.clamp.default, when=lambda n: n.args[0].target is aten.sub.Tensor), lambda s, n: n.update_arg(0, n.args[0].args[0]), True),  # type: ignore
+    Mutation(
+        "index not shifted",
+        of(aten.clamp.default, when=lambda n: n.args[0].target is aten.sub.Tensor),
+        lambda s, n: n.update_arg(0, n.args[0].args[0]),
+        True,
+    ),  # type: ignore
     Mutation("outputs swapped", interchangeable, swap_outputs),
     Mutation("buffer not updated", with_buffers, lost_update),
     Mutation("cast down and up", of(aten.mm.default, aten.addmm.default, aten.convolution.default), cast),
-    Mutation("another activation", of(aten.relu.default, aten.gelu.default, aten.silu.default), target(aten.abs.default)),
+    Mutation(
+        "another activation", of(aten.relu.default, aten.gelu.default, aten.silu.default), target(aten.abs.default)
+    ),
     Mutation("sin for cos", of(aten.cos.default, aten.exp.default, aten.rsqrt.default), target(aten.sin.default)),
     Mutation("sign lost", of(aten.neg.default), becomes(0)),
-    Mutation("attention not causal", of(aten._scaled_dot_product_flash_attention_for_cpu.default), argument(4, lambda causal: not causal)),
-    Mutation("pieces of a split swapped", of(operator.getitem, when=lambda n: n.args[0].target is aten.split_with_sizes.default), argument(1, lambda i: (i + 1) % 3)),  # type: ignore
+    Mutation(
+        "attention not causal",
+        of(aten._scaled_dot_product_flash_attention_for_cpu.default),
+        argument(4, lambda causal: not causal),
+    ),
+    Mutation(
+        "pieces of a split swapped",
+        of(operator.getitem, when=lambda n: n.args[0].target is aten.split_with_sizes.default),
+        argument(1, lambda i: (i + 1) % 3),
+    ),  # type: ignore
     Mutation("one add for another", of(aten.add.Tensor, when=both_known), target(aten.sub.Tensor)),
-    Mutation("sum over another dim", of(aten.sum.dim_IntList, when=lambda n: n.args[1] == [0]), lambda s, n: (n.update_arg(1, [-1]))),
-    Mutation("stride of a range", of(aten.arange.default, aten.arange.start_step), lambda s, n: s.after(n, aten.flip.default, n, [0])),
+    Mutation(
+        "sum over another dim",
+        of(aten.sum.dim_IntList, when=lambda n: n.args[1] == [0]),
+        lambda s, n: n.update_arg(1, [-1]),
+    ),
+    Mutation(
+        "stride of a range",
+        of(aten.arange.default, aten.arange.start_step),
+        lambda s, n: s.after(n, aten.flip.default, n, [0]),
+    ),
     Mutation("a constant changed", of(aten.full.default), argument(1, lambda x: x + 1)),
-    Mutation("threshold's activation is another", of(aten.threshold_backward.default, when=lambda n: n.args[1] is not n.args[0]), lambda s, n: n.update_arg(1, n.args[0])),
+    Mutation(
+        "threshold's activation is another",
+        of(aten.threshold_backward.default, when=lambda n: n.args[1] is not n.args[0]),
+        lambda s, n: n.update_arg(1, n.args[0]),
+    ),
 )
 
 

@@ -41,8 +41,8 @@ def join(
     seen: dict[object, torch.Tensor] = {}
     for key, members in groups.items():
         value = reduce(members, next(iter(partial.values()), "sum"))
-        coords = boxes[key]
-        box = spec.box(like.shape, mesh, coords)
+        at = boxes[key]
+        box = spec.box(like.shape, mesh, at)
         if box in seen and not same(value, seen[box]):
             return None, "ranks that hold the same piece differ"
         seen[box] = value

@@ -38,7 +38,8 @@ TRUSTING = {
 """Their kernels do not check that shapes agree: of these the batch dims of all operands together are tried."""
 UNCHECKED = {aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
 """Kernels that do not check their arguments, as most backward ones. Where an op has a decomposition, each candidate is
-tried on that first, as it does check; else indices are made 0 or 1 (they lie within every piece), and shapes must agree."""
+tried on that first, as it does check; else indices are made 0 or 1 (they lie within every piece), and shapes must
+agree."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,10 @@ class Oracle:
             yield from (c for c in itertools.product(*options) if any(d is not None for d in c))
             return
         for size in sorted(self._sizes - {0, 1}):
-            narrow = [[d for d in option if d is None or shape[d] == size] for option, shape in zip(options, self.shapes, strict=True)]
+            narrow = [
+                [d for d in option if d is None or shape[d] == size]
+                for option, shape in zip(options, self.shapes, strict=True)
+            ]
             if math.prod(map(len, narrow)) <= MOST:
                 yield from (c for c in itertools.product(*narrow) if any(d is not None for d in c))
                 continue
@@ -172,7 +176,8 @@ class Oracle:
                     yield tuple(chosen[alike.index(shape)] for shape in self.shapes)
 
     def _agreeing(self) -> Iterator[Choice]:
-        """The choices that cut, at one place, all operands of one size there; or those whose dims before are equal too."""
+        """The choices that cut, at one place, all operands of one size there; or those whose dims before are equal
+        too."""
         found: dict[Choice, None] = {}
         for shape in self.shapes:
             for d, size in enumerate(shape):
@@ -252,7 +257,8 @@ class Oracle:
     def _sized(self, size: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Which arguments may follow a cut: none, one entry of a shape, one or two numbers that ``size`` divides."""
         yield ()
-        shapes, numbers = [], []
+        shapes: list[Any] = []
+        numbers: list[Any] = []
         for i, argument in enumerate(self.of.node.op._schema.arguments):
             kind, value = str(argument.type), self.of.node.args[i] if i < len(self.of.node.args) else None
             if "dim" in argument.name or not ("int" in kind or "SymInt" in kind):
@@ -277,7 +283,11 @@ class Oracle:
         for count in counts if shown else ():
             for group in map(frozenset, itertools.islice(itertools.combinations(floats, count), 60)):
                 precise = all(r is not None and _digits(r) >= _digits(tensors[i]) for r in self.results for i in group)
-                if precise and not any(known <= group for known in found) and all(self._is_linear(of, group) for of in shown):
+                if (
+                    precise
+                    and not any(known <= group for known in found)
+                    and all(self._is_linear(of, group) for of in shown)
+                ):
                     found.append(group)
         return found
 
@@ -296,7 +306,9 @@ class Oracle:
         return all(same(a, b, scale) for a, b in zip(total, self._kept(of.results), strict=True))
 
 
-def outcomes(parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequence[int], size: int) -> frozenset[Outcome]:
+def outcomes(
+    parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequence[int], size: int
+) -> frozenset[Outcome]:
     """All that ``whole`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the cut dims."""
     found: set[Outcome] = set()
     if all(part.shape == whole.shape for part in parts):

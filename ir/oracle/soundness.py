@@ -25,7 +25,14 @@ from .instance import Instance, Results, as_results, bind, call
 from .pieces import join, magnitude, piece, same, split_max, split_sum
 
 aten = torch.ops.aten
-UNDEFINED = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.empty_permuted}
+UNDEFINED = {
+    aten.empty,
+    aten.empty_like,
+    aten.new_empty,
+    aten.empty_strided,
+    aten.new_empty_strided,
+    aten.empty_permuted,
+}
 """Ops whose values mean nothing: only their shapes are compared."""
 Partial = Mapping[str, tuple[str, frozenset[int]]]
 

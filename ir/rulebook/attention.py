@@ -26,7 +26,8 @@ def _mask(shape: tuple[int, ...], heads: Dim, q: tuple[int, ...]) -> tuple[Dim, 
 
 
 def _whole(node: Node, *free: str) -> frozenset[str]:
-    """Queries (and in the gradient keys) may be cut where each query sees all keys, but not where it sees those before."""
+    """Queries (and in the gradient keys) may be cut where each query sees all keys, but not where it sees those
+    before."""
     return frozenset("stev") - (set() if argument(node, "is_causal") else set(free))
 
 
@@ -40,7 +41,9 @@ def attention(node: Node) -> ShardingRule:
         (("b",), ("h",), ("t",), ("v",)),
     ]
     operands += [_mask(m.shape, heads, q) for m in node.operands[3:]]
-    return ShardingRule(tuple(operands), ((("b",), heads, ("s",), ("v",)), (("b",), heads, ("s",))), sizes, _whole(node, "s"))
+    return ShardingRule(
+        tuple(operands), ((("b",), heads, ("s",), ("v",)), (("b",), heads, ("s",))), sizes, _whole(node, "s")
+    )
 
 
 def attention_backward(node: Node) -> ShardingRule:

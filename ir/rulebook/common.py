@@ -18,7 +18,8 @@ def names(shape: Sequence[int], prefix: str = "d") -> tuple[list[Dim], dict[str,
 
 
 def argument(node: Node, *called: str) -> Any:
-    """The value of the argument that the op's schema calls so; its default if it is not given, None if there is none."""
+    """The value of the argument that the op's schema calls so; its default if it is not given, None if there is
+    none."""
     for i, each in enumerate(node.op._schema.arguments):
         if each.name in called:
             return node.args[i] if i < len(node.args) else node.kwargs.get(each.name, each.default_value)

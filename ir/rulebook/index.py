@@ -173,7 +173,7 @@ def nll(node: Node) -> ShardingRule:
     reduction = node.args[3]
     loss = target if reduction == 0 else ()
     whole = frozenset() if reduction != 1 else frozenset(sizes)
-    linear = (frozenset({0}),) if reduction == 0 and len(x) > 1 else ()
+    linear: tuple[frozenset[int], ...] = (frozenset({0}),) if reduction == 0 and len(x) > 1 else ()
     if len(operands) > 2 and reduction != 1:
         linear += (frozenset({2}),)
     return ShardingRule(tuple(operands), (loss, ()), sizes, whole, linear)
@@ -215,7 +215,10 @@ def margin_loss(backward: bool) -> Any:
             own if weighted and i == weight else dims(value, own)
             for i, (value, own) in enumerate(zip(node.operands, base.operands, strict=True))
         )
-        results = tuple(dims(v, own) if v is not None and own is not None else None for v, own in zip(node.results, base.results, strict=True))
+        results = tuple(
+            dims(v, own) if v is not None and own is not None else None
+            for v, own in zip(node.results, base.results, strict=True)
+        )
         return ShardingRule(operands, results, rows, base.whole, linear)
 
     make.__name__ = "margin_loss"

@@ -107,7 +107,10 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.linalg_qr, batched("n.. i! j! -> n.. i! k!, n.. l! j!")),
     rule(aten.geqrf, f"{MATRIX} -> {MATRIX}, n.. k!"),
     rule(aten.linalg_householder_product, f"{MATRIX}, n.. k! -> {MATRIX}"),
-    rule(aten.ormqr, sided(f"{MATRIX}, n.. t!, n.. k! c -> n.. k! c", f"{MATRIX}, n.. t!, n.. c k! -> n.. c k!", linear="2")),
+    rule(
+        aten.ormqr,
+        sided(f"{MATRIX}, n.. t!, n.. k! c -> n.. k! c", f"{MATRIX}, n.. t!, n.. c k! -> n.. c k!", linear="2"),
+    ),
     rule(aten._linalg_det, f"{MATRIX} -> n.., {MATRIX}, n.. p!"),
     rule(aten._linalg_slogdet, f"{MATRIX} -> n.., n.., {MATRIX}, n.. p!"),
     rule(aten.linalg_eig, f"{MATRIX} -> n.. i!, {MATRIX}"),

@@ -24,7 +24,9 @@ def with_bias(node: Node) -> ShardingRule:
     a, b, result = (tuple((f,) for f in text.split()) for text in PRODUCTS[node.op.overloadpacket])
     out = node.outs[0].shape
     shapes = (node.operands[1].shape, node.operands[2].shape, out)
-    sizes = {f: s for dims, shape in zip((a, b, result), shapes, strict=True) for (f,), s in zip(dims, shape, strict=True)}
+    sizes = {
+        f: s for dims, shape in zip((a, b, result), shapes, strict=True) for (f,), s in zip(dims, shape, strict=True)
+    }
     bias = node.operands[0].shape
     lead = len(out) - len(bias)
     given = tuple(() if s == 1 and out[lead + i] != 1 else result[lead + i] for i, s in enumerate(bias))

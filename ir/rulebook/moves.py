@@ -92,7 +92,9 @@ def rot90(node: Node) -> ShardingRule:
     if turns % 2:
         result[plane[0]], result[plane[1]] = dims[plane[1]], dims[plane[0]]
     turned = {0: [], 1: plane[1:], 2: plane, 3: plane[:1]}[turns % 4]
-    return ShardingRule((tuple(dims),), (tuple(result),), sizes, frozenset(f"d{d}" for d in turned), FIRST, moves_only=True)
+    return ShardingRule(
+        (tuple(dims),), (tuple(result),), sizes, frozenset(f"d{d}" for d in turned), FIRST, moves_only=True
+    )
 
 
 def narrow_copy(node: Node) -> ShardingRule:
@@ -101,9 +103,7 @@ def narrow_copy(node: Node) -> ShardingRule:
     dims, sizes = names(x)
     result = list(dims)
     sizes["o"], result[dim] = out[dim], ("o",)
-    return ShardingRule(
-        (tuple(dims),), (tuple(result),), sizes, frozenset({f"d{dim}", "o"}), FIRST, moves_only=True
-    )
+    return ShardingRule((tuple(dims),), (tuple(result),), sizes, frozenset({f"d{dim}", "o"}), FIRST, moves_only=True)
 
 
 def lookup(of: int) -> Any:

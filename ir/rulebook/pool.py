@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..graph import Node
-from ..rules import Dim, Emit, RuleEntry, ShardingRule, rule
+from ..rules import Emit, RuleEntry, ShardingRule, rule
 from .common import FIRST, argument, names
 
 aten = torch.ops.aten
@@ -29,7 +29,8 @@ def side_by_side(size: int, out: int, kernel: int, stride: int, padding: int, di
 
 
 def blocks(x: Sequence[int], y: Sequence[int], own: Sequence[bool], space: int) -> ShardingRule:
-    """The rule of ``x -> y`` where the leading dims pass, and of the ``space`` last ones those that fall into blocks."""
+    """The rule of ``x -> y`` where the leading dims pass, and of the ``space`` last ones those that fall into
+    blocks."""
     lead = len(x) - space
     dims, sizes = names(x[:lead], "n")
     left, right = list(dims), list(dims)
@@ -93,7 +94,9 @@ def nearest(space: int, backward: bool = False) -> MakeRule:
     def make(node: Node) -> ShardingRule:
         x = node.outs[0].shape if backward else node.operands[0].shape
         y = node.operands[0].shape if backward else node.outs[0].shape
-        scales = [argument(node, name) for name in (("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w"))]
+        scales = [
+            argument(node, name) for name in (("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w"))
+        ]
         scales = scales[-space:]
         own = [s is None or a * s == b for a, b, s in zip(x[-space:], y[-space:], scales, strict=True)]
         made = blocks(x, y, own, space)
@@ -216,7 +219,9 @@ RULES: tuple[RuleEntry, ...] = (
         )
     ),
     RESIZE(1, aten.upsample_linear1d.default),
-    RESIZE(2, (aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default, aten._upsample_bilinear2d_aa.default)),
+    RESIZE(
+        2, (aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default, aten._upsample_bilinear2d_aa.default)
+    ),
     RESIZE(3, aten.upsample_trilinear3d.default),
     rule(aten.upsample_linear1d_backward, "n.. p! -> n.. h!", linear="0", shape_arg=2),
     rule(

@@ -1,7 +1,8 @@
 """Dynamic verification: all ranks, in this process, beside the captured program run whole, on random numbers.
 
 Every floating-point number is a float64 (dtypes that the programs name among their arguments too), so that another
-order of summation costs 1e-12 and a wrong program is told from a rounded one. A program of float64 alone runs as it is, so
+order of summation costs 1e-12 and a wrong program is told from a rounded one. A program of float64 alone runs as it
+is, so
 that a stray cast shows as well. Weights are random, too: a fresh model's zero biases and unit norms hide mistakes.
 Random masks are drawn box by box, as the ranks draw them. What is shown is shown for these numbers only.
 """
@@ -79,10 +80,10 @@ def verify(
     for i, output in enumerate(outputs):
         for rank in range(mesh.size):
             wanted = cut_local(expected[output.kind, output.name], _spec(output.value), mesh, rank)
-            error = distance(got[rank][i], wanted)
-            if not error <= tolerance:
+            apart = distance(got[rank][i], wanted)
+            if not apart <= tolerance:
                 name = f"{output.kind.value} {output.name}"
-                what = f"a relative error of {error:.1e} on random float64 inputs"
+                what = f"a relative error of {apart:.1e} on random float64 inputs"
                 return _located(Fault(what, name, rank), sample, book, modules, own, given), counts
     return None, counts
 

@@ -141,7 +141,9 @@ class Numbering:
         numbers = torch.cat([(t >> BITS).flatten() for t in tensors]).unique().tolist() if tensors else []
         return [n for n in numbers if n != ZERO]
 
-    def collective(self, op: Any, args: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor], axes: Sequence[str]) -> Any:
+    def collective(
+        self, op: Any, args: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor], axes: Sequence[str]
+    ) -> Any:
         """What each member of a group gets, the group being one along ``axes``."""
         n = len(tensors)
         if op in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):

@@ -1,7 +1,8 @@
 """From what a rank holds of an op's operands to what it holds of its results, and how its own call then reads.
 
 A :class:`Fact` is "this tensor is box ``spec`` of ``term``". From the facts of the operands the op's sharding rule says
-which factors are cut, and from those what the result is; what the operands do not say (an ``expand``, an ``arange``) may
+which factors are cut, and from those what the result is; what the operands do not say (an ``expand``, an
+``arange``) may
 be any placement that the plan claims, and the shapes in the rank's own call decide. :func:`written` gives that call, by
 the same functions of the rule book that the oracle executes against the whole op.
 """

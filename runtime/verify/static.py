@@ -1,17 +1,22 @@
 """Static verification: what does every node of every rank's program hold, and is that what the model says?
 
-All ranks are interpreted in lock-step, without numbers. A tensor of a rank is known by *facts*: it is box B of term t of
+All ranks are interpreted in lock-step, without numbers. A tensor of a rank is known by *facts*: it is box B of term
+t of
 the captured program, perhaps a share of a sum over some axes. A fact about an op's result follows from facts about its
-operands, if the op, its arguments on this rank (shapes, offsets, bounds of masks) and its operands are those of the op's
+operands, if the op, its arguments on this rank (shapes, offsets, bounds of masks) and its operands are those of the
+op's
 sharding rule; communication and packing are executed on element numbers (:mod:`.moves`). At the end each output must be
 the box of the captured output that its place promises, and no share.
 
-Proven: every op, argument, operand, group, reduction, order, offset and padding of every rank; that all ranks of a group
+Proven: every op, argument, operand, group, reduction, order, offset and padding of every rank; that all ranks of a
+group
 come together; that the planned graph is the captured one, sums reordered and decompositions aside. Taken as given: the
 sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic (a sum in another order
 is the same sum), and decompositions, which are compared with their op on random numbers only (and above
-``CHECKED_NUMEL`` elements not at all). No fact is read off the programs' metadata, and none off the plan: its placements are
-tried as guesses where the operands leave a choice, and each guess is checked. A program may be right in a way that no rule
+``CHECKED_NUMEL`` elements not at all). No fact is read off the programs' metadata, and none off the plan: its
+placements are
+tried as guesses where the operands leave a choice, and each guess is checked. A program may be right in a way that
+no rule
 knows: then the answer is "not proven", at the node where the facts end.
 """
 
@@ -34,7 +39,7 @@ from .. import layout
 from ..virtual import Groups
 from .moves import ALSO, COLLECTIVES, MOVERS, Numbering, Wrong
 from .rules import Deduction, Fact, same, written
-from .terms import Unjustified, Universe, build, differing
+from .terms import Universe, Unjustified, build, differing
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -231,7 +236,10 @@ class Rank:
         if not found:
             return Item(why=best or self._no_such(node, direct))
         count = len(found[0])
-        many = [Item(list(dict.fromkeys(f for r in found if len(r) == count and (f := r[i])))[:MOST_FACTS]) for i in range(count)]
+        many = [
+            Item(list(dict.fromkeys(f for r in found if len(r) == count and (f := r[i])))[:MOST_FACTS])
+            for i in range(count)
+        ]
         return many[0] if count == 1 and node.target not in LISTS else Item(many=many)
 
     def _makers(self, key: tuple[Any, tuple[int, ...]]) -> Sequence[Node]:
@@ -258,7 +266,10 @@ class Rank:
             if same(expected, node, self.root) or (operands[::-1] == _tensors(node) and _is_swapped(expected, node)):
                 found.append(deduction.results(maker, made, facts))
             else:
-                why = f"this is not what rank {self.rank} does of {op_name(maker.op)} : {made.results[0].text(maker.outs[0].shape)}"
+                why = (
+                    f"this is not what rank {self.rank} does of {op_name(maker.op)} : "
+                    f"{made.results[0].text(maker.outs[0].shape)}"
+                )
         return found, "" if found else why
 
     def _by_rule(self, node: fx.Node) -> tuple[list[list[Fact | None]], str]:
@@ -464,7 +475,10 @@ def _collective(
     for member, node in zip(members, nodes, strict=True):
         exchange = node.target is c10d.all_to_all_single.default
         if node.target is not first.target or (not exchange and node.args[1:] != first.args[1:]):
-            what = f"{op_name(node.target)}{node.args[1:]}, where rank {members[0]} does {op_name(first.target)}{first.args[1:]}"
+            what = (
+                f"{op_name(node.target)}{node.args[1:]}, where rank {members[0]} does "
+                f"{op_name(first.target)}{first.args[1:]}"
+            )
             raise Failed(ranks[member].fault(what, node))
     axes = str(first.args[-1]).partition("/")[2].partition("@")[0].split(".")
     tensors = [waiting[m][1] for m in members]

@@ -269,5 +269,3 @@ def differing(universe: Universe, outputs: Iterable[Output]) -> Output | None:
         if universe.of[output.value] != universe.outputs.get((output.kind, output.name)):
             return output
     return None
-
-

@@ -76,7 +76,11 @@ def test_a_parameter_that_is_not_used_has_no_gradient_and_keeps_its_value() -> N
     x = torch.randn(8, 4).double()
     hints = sx.Hints(args=(x,), loss=lambda o: o.square().mean(), specs={"args.0": "dp, -"})
     model = Spare()
-    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=lambda o, y: (o - y).square().mean(), targets=(x,), specs=hints.specs))
+    pm = sx.parallelize(
+        model,
+        sx.Mesh(dp=2),
+        sx.Hints(args=(x,), loss=lambda o, y: (o - y).square().mean(), targets=(x,), specs=hints.specs),
+    )
     pm(x, x).backward()
     assert "spare" not in pm.full_grads()
     assert torch.equal(pm.full_state_dict()["spare"], model.spare.detach())
@@ -89,7 +93,9 @@ def test_hints_in_their_three_forms(hint: object) -> None:
     x, y = torch.randn(8, 6), torch.randint(0, 5, (8,))
     model = nn.Linear(6, 5)
     specs = {"args.0": "dp, -", "weight": hint}
-    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2, tp=2), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=specs))
+    pm = sx.parallelize(
+        copy.deepcopy(model), sx.Mesh(dp=2, tp=2), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=specs)
+    )
     assert str(pm.after.input("weight").value.spec) == "[., .{tp}]"
     assert rel_err(pm(x, y), F.cross_entropy(model(x), y)) < 1e-6
 
@@ -101,7 +107,9 @@ def test_sizes_that_do_not_divide(sizes: tuple[int, int, int]) -> None:
     model = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, classes)).double()
     alone = copy.deepcopy(model)
     specs = {"args.0": "dp, -", "0.weight": "tp, -", "2.weight": "-, tp"}
-    pm = sx.parallelize(model, sx.Mesh(dp=2, tp=3), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=specs))
+    pm = sx.parallelize(
+        model, sx.Mesh(dp=2, tp=3), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=specs)
+    )
     loss = pm(x, y)
     loss.backward()
     reference = F.cross_entropy(alone(x), y)
@@ -113,7 +121,9 @@ def test_sizes_that_do_not_divide(sizes: tuple[int, int, int]) -> None:
 def test_a_loss_without_targets() -> None:
     x = torch.randn(8, 4).double()
     model = nn.Linear(4, 4).double()
-    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=lambda o: o.square().mean(), specs={"args.0": "dp, -"}))
+    pm = sx.parallelize(
+        model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=lambda o: o.square().mean(), specs={"args.0": "dp, -"})
+    )
     loss = pm(x)
     loss.backward()
     reference = model(x).square().mean()
