@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import shardfx as sx
 from shardfx.runtime.verify import dynamic, static
 from shardfx.runtime.verify.terms import build
-from tests.mutants import MUTATIONS, mutants
+from tests.mutants import MUTATIONS, Programs
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -74,11 +74,14 @@ def measure(plans: Iterable[str], count: int) -> Rates:
         inputs, outputs = programs[0].inputs, programs[0].outputs
         universe = build(pm.before, pm.after, rules)
         known = pm.known_inputs()
+        undamaged = Programs.of(pm)
         for mutation in MUTATIONS:
-            for place, damaged in mutants(pm, mutation, count):
+            for place, damaged in undamaged.damaged(mutation, count):
                 modules = own | dict(damaged)
                 proof, _ = static.verify(pm.before, pm.after, rules, modules, inputs, outputs, universe)
-                shown, _ = dynamic.verify(pm.before, pm.after, rules, modules, own, inputs, outputs, known)
+                shown, _ = dynamic.verify(
+                    pm.before, pm.after, rules, modules, own, inputs, outputs, known, locate=False
+                )
                 rates.made[mutation.name] += 1
                 rates.static[mutation.name] += proof is not None
                 rates.dynamic[mutation.name] += shown is not None

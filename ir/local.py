@@ -37,8 +37,12 @@ class Share:
             flat = 0
             for part in cut.parts:
                 flat = flat * part.size + bounds(part.size, part.axes, self.mesh, self.coords)[0]
-            return flat, spec.local_shape(value.shape, self.mesh, self.coords)[dim]
+            return flat, self.shape(value, spec)[dim]
         return bounds(size, cut.axes, self.mesh, self.coords)
+
+    def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
+        """The local shape of a value that is held by a spec."""
+        return spec.local_shape(value.shape, self.mesh, self.coords)
 
     def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
         assert self.node.strategy is not None
@@ -50,13 +54,17 @@ class Share:
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         assert self.node.strategy is not None
-        spec = self.node.strategy.operands[operand]
-        return spec.local_shape(self.node.operands[operand].shape, self.mesh, self.coords)
+        return self.shape(self.node.operands[operand], self.node.strategy.operands[operand])
 
     def result_shape(self, result: int) -> tuple[int, ...]:
         assert self.node.strategy is not None
-        spec = self.node.strategy.results[result]
-        return spec.local_shape(self.node.outs[result].shape, self.mesh, self.coords)
+        return self.shape(self.node.outs[result], self.node.strategy.results[result])
+
+
+def gives_list(op: Any) -> bool:
+    """Whether an op gives a list of tensors, be it of one."""
+    returns = op._schema.returns if isinstance(op, torch._ops.OpOverload) else ()
+    return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 
 
 def is_cut(node: Node) -> bool:

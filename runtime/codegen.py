@@ -24,8 +24,9 @@ from torch import fx
 
 from shardfx.ir.comm import CommOp
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
+from shardfx.ir.local import Share, gives_list, perform
 from shardfx.ir.rules import Contiguous, RuleBook
-from shardfx.ir.spec import Spec, bounds
+from shardfx.ir.spec import Spec
 
 from . import layout
 from .lowering import LOWER, Pending
@@ -142,17 +143,11 @@ class Writer:
         use = self.use if entry is None else self.dense[entry.contiguous]
         args = substitute(node.args, use)
         kwargs = {k: substitute(a, use) for k, a in node.kwargs.items()}
-        if entry is not None and entry.local is not None and _is_cut(node):
-            result = entry.local(LocalEmit(self, node, args, kwargs))
-        else:
-            if entry is not None and entry.shape_arg is not None:
-                at = entry.shape_arg
-                args = (*args[:at], list(self.shape(node.outs[0])), *args[at + 1 :])
-            result = self.call(TARGETS.get(node.op, node.op), *args, **kwargs)
+        result = perform(entry, LocalEmit(node, self.mesh, self.coords, self, args, kwargs))
         self.bind(node, result)
 
     def bind(self, node: Node, result: Any) -> None:
-        if len(node.results) == 1 and node.op not in LISTS:
+        if len(node.results) == 1 and not gives_list(node.op):
             self.env[node.results[0]] = result  # type: ignore[index]
             return
         for i, value in enumerate(node.results):
@@ -177,56 +172,19 @@ class Writer:
         return lines
 
 
-def _is_cut(node: Node) -> bool:
-    """Whether any tensor of the node is cut: else the op runs as it stands."""
-    assert node.strategy is not None
-    return any(spec.axes for spec in (*node.strategy.operands, *node.strategy.results))
-
-
-LISTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
-TARGETS: dict[Any, Any] = {aten.view.default: aten.reshape.default}
-"""A local piece of a value may not be laid out so that a view of it exists."""
-
-
 @dataclass
-class LocalEmit:
+class LocalEmit(Share):
     """What a rule's ``local`` function writes with (see :class:`shardfx.ir.rules.Emit`)."""
 
     writer: Writer
-    node: Node
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         return self.writer.call(op, *args, **kwargs)
 
-    def _bounds(self, value: Value, spec: Spec, dim: int) -> tuple[int, int]:
-        cut = spec.dims[dim]
-        size = value.shape[dim]
-        if cut.parts:
-            lengths = self.writer.shape(value, spec)
-            starts = [bounds(p.size, p.axes, self.writer.mesh, self.writer.coords)[0] for p in cut.parts]
-            flat = 0
-            for part, start in zip(cut.parts, starts, strict=True):
-                flat = flat * part.size + start
-            return flat, lengths[dim]
-        return bounds(size, cut.axes, self.writer.mesh, self.writer.coords)
-
-    def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
-        assert self.node.strategy is not None
-        return self._bounds(self.node.operands[operand], self.node.strategy.operands[operand], dim)
-
-    def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
-        assert self.node.strategy is not None
-        return self._bounds(self.node.outs[result], self.node.strategy.results[result], dim)
-
-    def operand_shape(self, operand: int) -> tuple[int, ...]:
-        assert self.node.strategy is not None
-        return self.writer.shape(self.node.operands[operand], self.node.strategy.operands[operand])
-
-    def result_shape(self, result: int) -> tuple[int, ...]:
-        assert self.node.strategy is not None
-        return self.writer.shape(self.node.outs[result], self.node.strategy.results[result])
+    def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
+        return self.writer.shape(value, spec)
 
 
 def identifier(name: str) -> str:

@@ -43,6 +43,7 @@ class DistributedEngine:
     buffers: dict[str, list[Tensor]] = field(default_factory=dict)
     _programs: dict[Kinds, Eager] = field(default_factory=dict)
     _homes: dict[str, Home] = field(default_factory=dict)
+    _constants: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mesh = self.mesh = self.graph.mesh
@@ -183,9 +184,12 @@ class DistributedEngine:
             assert seed is not None
             return seed
         if given.kind is InputKind.CONSTANT:
-            if given.constant is None:
-                raise Error(f"constant {name!r} has no content", where="a graph read from text")
-            return cut_local(given.constant, self._specs[name], self.mesh, self.rank).to(self.device)
+            if name not in self._constants:
+                if given.constant is None:
+                    raise Error(f"constant {name!r} has no content", where="a graph read from text")
+                piece = cut_local(given.constant, self._specs[name], self.mesh, self.rank)
+                self._constants[name] = piece.to(self.device)
+            return self._constants[name]
         tensor = inputs[name].to(self.device)
         if tuple(tensor.shape) == self._shapes[name]:
             return cut_local(tensor, self._specs[name], self.mesh, self.rank)

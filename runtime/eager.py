@@ -216,16 +216,16 @@ class Eager:
             x = self._text(node.args[0])
             x = x if node.args[0] in self._bucket_of else f"{self._name(dense)}({x})"
             rest = ", ".join(map(self._text, node.args[1:]))
-            lines = [f"{node.name} = {self._name(c10d.all_reduce_.default._op)}({x}, {rest})"]
+            lines = [f"{node.name} = {self._name(c10d.all_reduce_.default)}({x}, {rest})"]
         elif target is aten.mm.default and len(node.users) == 1 and self._single_write(node):
             ((number, i),) = self._writes[node]
             a, b = map(self._text, node.args)
-            out, pieces = self._name(aten.mm.out._op), self.buckets[number].pieces
+            out, pieces = self._name(aten.mm.out), self.buckets[number].pieces
             if pieces == 1:
                 return [f"{out}({a}, {b}, out=_views{number}[{i}])"]
             return [f"{self._name(mm_pieces)}({a}, {b}, _views{number}[{i}])"]
         else:
-            lines = [self._call(node, getattr(target, "_op", target))]
+            lines = [self._call(node, target)]
         for number, i in self._writes.get(node, ()):
             lines.append(f"{self._name(put)}(_views{number}[{i}], {node.name})")
         return lines
@@ -266,9 +266,11 @@ class Eager:
         return self._name(arg)
 
     def _name(self, thing: Any) -> str:
-        """A global name for an object: ops under their own, others under a number."""
-        name = getattr(thing, "__name__", "") if callable(thing) else ""
-        name = f"_{name}" if name.isidentifier() else "_c"
+        """A global name for an object. Ops are bound to what their Python wrapper calls."""
+        if isinstance(thing, torch._ops.OpOverload):
+            name, thing = f"_{thing._opname}_{thing._overloadname}".removesuffix("_default"), thing._op
+        else:
+            name = f"_{getattr(thing, '__name__', 'constant')}"
         while self._scope.setdefault(name, thing) is not thing:
             name += "_"
         return name

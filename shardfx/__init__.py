@@ -20,6 +20,7 @@ from .api import parallelize
 from .hints import Hints
 from .module import ParallelModule
 from .plan import Plan
+from .verdict import Verdict
 
 __all__ = [
     "Error",
@@ -33,6 +34,7 @@ __all__ = [
     "ShardingRule",
     "Spec",
     "Time",
+    "Verdict",
     "parallelize",
     "rule",
 ]

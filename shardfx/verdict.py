@@ -11,7 +11,7 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.runtime.verify import dynamic, static
-from shardfx.runtime.verify.static import Fault
+from shardfx.runtime.verify.interpret import Fault
 
 if TYPE_CHECKING:
     from shardfx.runtime.codegen import Program

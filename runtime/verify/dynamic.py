@@ -27,7 +27,7 @@ from shardfx.ir.spec import Spec
 from ..check import Draw, distance, first_difference, run_whole
 from ..storage import Shards, cut_local
 from ..virtual import as_generator, run
-from .static import Fault
+from .interpret import Fault
 from .terms import widened
 
 MOST = 1 << 26
@@ -56,6 +56,7 @@ def verify(
     outputs: Sequence[Output],
     known: Mapping[str, Tensor],
     tolerance: float = 1e-9,
+    locate: bool = True,
 ) -> tuple[Fault | None, dict[str, int]]:
     """The first output of a rank that differs from the captured program's, or None; and how much was checked.
 
@@ -84,7 +85,8 @@ def verify(
             if not apart <= tolerance:
                 name = f"{output.kind.value} {output.name}"
                 what = f"a relative error of {apart:.1e} on random float64 inputs"
-                return _located(Fault(what, name, rank), sample, book, modules, own, given), counts
+                fault = Fault(what, name, rank)
+                return _located(fault, sample, book, modules, own, given) if locate else fault, counts
     return None, counts
 
 
@@ -121,7 +123,18 @@ def _located(
     return fault
 
 
-def _every(module: fx.GraphModule, wide: bool) -> tuple[fx.GraphModule, list[str]]:
+@dataclass(frozen=True)
+class Bare:
+    """A graph to be run here: a GraphModule would also write and compile its code."""
+
+    graph: fx.Graph
+    root: fx.GraphModule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.root, name)
+
+
+def _every(module: fx.GraphModule, wide: bool) -> tuple[Any, list[str]]:
     """The module returning every value that it computes, and their names."""
     made = _widened(module) if wide else _copy(module)
     nodes = [n for n in made.graph.nodes if n.op == "call_function"]
@@ -130,13 +143,13 @@ def _every(module: fx.GraphModule, wide: bool) -> tuple[fx.GraphModule, list[str
     return made, [n.name for n in nodes]
 
 
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
+def _copy(module: fx.GraphModule) -> Any:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
+    return Bare(graph, module)
 
 
-def _widened(module: fx.GraphModule) -> fx.GraphModule:
+def _widened(module: fx.GraphModule) -> Any:
     made = _copy(module)
     for node in made.graph.nodes:
         node.args, node.kwargs = widened(tuple(node.args)), widened(dict(node.kwargs))

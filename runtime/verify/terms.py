@@ -134,6 +134,8 @@ class Universe:
     specs: dict[int, list[Spec]] = field(default_factory=dict)
     """Placements in which the plan holds a term: claims, for what alone does not say how it is cut."""
     decompositions: int = 0
+    trusted: int = 0
+    """Decompositions of ops too large to be compared with."""
 
     def results(self, node: Node) -> tuple[int | None, ...]:
         return tuple(None if v is None else self.of[v] for v in node.results)
@@ -181,6 +183,7 @@ def _captured(before: Graph, universe: Universe, book: RuleBook, planned: set[tu
             key = (node.op, frozen(substitute(node.args, lambda v: v.type)), frozen(dict(node.kwargs)))
             if key not in checked:
                 checked[key] = justified(node, entry.expand)
+                universe.trusted += not small(node)
             made = _apply_traced(checked[key], node, terms, of, before)
         of.update((v, t) for v, t in zip(node.results, made, strict=False) if v is not None and t is not None)
     universe.decompositions = len(checked)
@@ -228,7 +231,7 @@ def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
 
     fake = [torch.empty(v.shape, dtype=v.type.dtype, device="meta") for v in node.operands]
     traced = make_fx(function, tracing_mode="real")(*fake)
-    if sum(v.type.numel for v in [*node.operands, *node.outs]) <= CHECKED_NUMEL:
+    if small(node):
         random = torch.Generator().manual_seed(0)
         tensors = [_random(v.type, random) for v in node.operands]
         with torch.no_grad():
@@ -238,6 +241,11 @@ def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
             if value is not None and not _close(a, b):
                 raise Unjustified(f"the decomposition of {op_name(node.op)} gives other numbers than the op")
     return traced
+
+
+def small(node: Node) -> bool:
+    """Whether the node can be run here, for a comparison."""
+    return sum(v.type.numel for v in [*node.operands, *node.outs]) <= CHECKED_NUMEL
 
 
 def widened(arg: Any) -> Any:

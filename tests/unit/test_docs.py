@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,14 +34,19 @@ def test_sessions_print_what_the_page_says(page: str) -> None:
     assert renewed(page) == read(page)
 
 
-def test_the_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
     (code,) = CODE.findall(read("README.md"))
     assert len(code.splitlines()) == 5
     x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
-    scope = {"sx": sx, "F": F, "model": FeedForward(), "x": x, "y": y}
+    scope: dict[str, Any] = {"sx": sx, "loss": F.cross_entropy, "model": FeedForward(), "x": x, "y": y}
     exec(code, scope)
-    printed = capsys.readouterr().out
-    assert printed.startswith("proven") and "the hint 'up.weight'" in printed and "all-reduce" in printed
+    pm = scope["pm"]
+    assert pm.verify()
+    why = str(pm.explain("down.weight"))
+    assert why.startswith("parameter %down.weight : f32[4, 8{tp}]") and "the hint 'up.weight'" in why
+    assert "all-reduce" in str(pm.report())
+    assert [path.name for path in pm.draw(tmp_path)] == ["before.svg", "after.svg"]
+    assert "all_reduce" in pm.rank_module(1).code
 
 
 @pytest.mark.parametrize("page", DOCUMENTS)

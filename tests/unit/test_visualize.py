@@ -329,3 +329,11 @@ def test_a_value_without_dims_is_a_scalar() -> None:
     x = s.input(InputKind.ARGUMENT, "args.0", (ROWS,), "dp")
     s.output(OutputKind.LOSS, "loss", s.op(aten.sum.default, (x,), (), "+ dp", ""))
     assert "scalar +{dp}" in texts(drawn(s.graph))
+
+
+def test_without_a_header_only_the_graph_is_drawn() -> None:
+    picture = show(decoder(2), 300)
+    alone, titled = (ET.fromstring(picture_svg(picture, "a title", header=header)) for header in (False, True))
+    assert "a title" not in texts(alone) and "a title" in texts(titled)
+    assert set(texts(alone)) < set(texts(titled))
+    assert float(alone.get("height", 0)) < float(titled.get("height", 0))

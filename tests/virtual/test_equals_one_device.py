@@ -24,7 +24,7 @@ def test_training_equals_one_device(mesh: str, name: str) -> None:
     assert train_beside(name, MESHES[mesh]).worst < 1e-9
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "dp2tp2", pytest.param("2x2x2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["dp2tp2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("tp2", "2x2x2"))])
 @pytest.mark.parametrize("name", [n for n in EXACT if make(n).sequence_specs])
 def test_sequence_parallel_training_equals_one_device(mesh: str, name: str) -> None:
     assert train_beside(name, MESHES[mesh], sequence=True).worst < 1e-9

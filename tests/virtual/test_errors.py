@@ -100,24 +100,30 @@ def test_shapes_that_depend_on_the_data(model: nn.Module) -> None:
     assert error.remedy and "mask" in error.remedy
 
 
+@torch.library.custom_op("shardfx_tests::mystery", mutates_args=())
+def mystery(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0) * 2
+
+
+@mystery.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Mysterious(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mystery(x) + 1
+
+
 def test_an_op_without_a_rule_under_strict_names_the_users_line() -> None:
-    class Solves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.eye(6, dtype=torch.float64))
+    hints = {"model": Mysterious(), "loss": None, "targets": ()}
+    fails("no sharding rule", "shardfx_tests.mystery", "test_errors.py", strict=True, **hints)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.matrix_exp(self.w * x.sum()).sum()
 
-    fails(
-        "no sharding rule",
-        "linalg_matrix_exp",
-        "test_errors.py",
-        model=Solves(),
-        loss=lambda o: o,
-        targets=(),
-        strict=True,
-    )
+def test_an_op_without_a_rule_is_computed_whole_with_a_warning() -> None:
+    with pytest.warns(sx.ShardfxWarning, match="no sharding rule for shardfx_tests.mystery"):
+        pm = make(model=Mysterious(), loss=None, targets=())
+    assert torch.equal(pm(X), mystery(X) + 1)
 
 
 def test_a_wrong_input_shape() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fuzz import check, draw
 
-QUICK, ALL, CHUNK = 60, 2000, 20
+QUICK, ALL, CHUNK = 40, 2000, 20
 
 
 @pytest.mark.parametrize(

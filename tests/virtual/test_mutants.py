@@ -1,0 +1,42 @@
+"""Damaged programs are refused: by the proof, and by the comparison on random numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.mutants import PLANS, measure, planned
+from tests.mutants import MUTATIONS
+
+QUICK = ("mlp3@dp2tp2", "gpt_fused@tp2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PLANS])
+def test_every_damaged_program_is_refused(name: str) -> None:
+    rates = measure([name], count=1)
+    assert rates.total >= 15
+    assert not rates.survivors
+
+
+@pytest.mark.slow
+def test_every_kind_of_damage_is_done() -> None:
+    """The plans have, between them, a place for each."""
+    assert len(MUTATIONS) >= 25
+    assert {mutation.name for mutation in MUTATIONS} == set(measure(PLANS, count=1).made)
+
+
+def test_a_refusal_names_the_output_the_rank_the_node_and_the_line() -> None:
+    """A sum over tp that rank 1 forgets would hang real ranks; one that all forget gives wrong numbers."""
+    pm = planned("mlp3@tp2")
+    changed = {rank: pm.rank_module(rank) for rank in range(2)}
+    for module in changed.values():
+        wait = next(n for n in module.graph.nodes if "wait_tensor" in str(n.target))
+        wait.replace_all_uses_with(wait.args[0].args[0])
+        module.graph.eliminate_dead_code()
+        module.recompile()
+    for run in (False, True):
+        verdict = pm.verify(changed, run=run)
+        assert not verdict
+        assert verdict.fault is not None and verdict.fault.rank == 0
+        for part in ("loss", "rank 0", "fc2", "models.py:22"):
+            assert part in verdict.why
+        assert verdict.why in str(verdict)
