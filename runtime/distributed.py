@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardfx.ir.comm import CommOp, all_gather, fused
 from shardfx.ir.errors import Error
@@ -86,7 +87,10 @@ class DistributedEngine:
             name = given.name
             if name not in self._homes or name not in whole:
                 continue
-            tensor = whole[name].detach().to(self.device, copy=True).contiguous()
+            given_whole = whole[name].detach()
+            if isinstance(given_whole, DTensor):
+                given_whole = given_whole.full_tensor()
+            tensor = given_whole.to(self.device, copy=True).contiguous()
             dist.broadcast(tensor, 0)
             piece = cut_local(tensor, self._specs[name], self.mesh, self.rank)
             held = self.parameters if given.kind is InputKind.PARAMETER else self.buffers

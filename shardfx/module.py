@@ -253,8 +253,7 @@ class ParallelModule(nn.Module):
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``.
 
         Weights and (real) example inputs lie beside them. Under ``torchrun`` all ranks call it, and each writes its
-        own;
-        the weights of other ranks are not known there.
+        own; the weights of other ranks are not known there.
         """
         from shardfx.runtime.export import write_rank, write_shared
 

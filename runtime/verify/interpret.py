@@ -169,11 +169,9 @@ class Rank:
     def _codes(self, item: Item) -> torch.Tensor | None:
         if item.codes is None and item.facts and not item.waits:
             item.codes = self.proof.numbering.codes(item.facts[0], self.rank)
-            item.hints = self.proof.numbering.inside([item.codes]) or self._hints(item.facts[0])
+            fact = item.facts[0]
+            item.hints = [self.proof.numbering.number(Source(fact.term, fact.spec.partial, fact.origins))]
         return item.codes
-
-    def _hints(self, fact: Fact) -> list[int]:
-        return [self.proof.numbering.number(Source(fact.term, fact.spec.partial, fact.origins))]
 
     def _move(self, node: fx.Node, function: Any) -> Item:
         hints: list[int] = []

@@ -138,8 +138,9 @@ class Numbering:
 
     def inside(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The sources of some elements, padding left out."""
-        numbers = torch.cat([(t >> BITS).flatten() for t in tensors]).unique().tolist() if tensors else []
-        return [n for n in numbers if n != ZERO]
+        # Elements of one source stand together: what is left of runs is short.
+        runs = [torch.unique_consecutive((t >> BITS).flatten()) for t in dict.fromkeys(tensors) if t.numel()]
+        return [n for n in sorted({int(n) for run in runs for n in run.unique()}) if n != ZERO]
 
     def collective(
         self, op: Any, args: Sequence[Sequence[Any]], tensors: Sequence[torch.Tensor], axes: Sequence[str]
