@@ -1,0 +1,350 @@
+"""Op instances to check rules with: a table of hand-picked ones, and all that the models of the zoo are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfx.ir.capture import capture, leaf_names
+from shardfx.ir.graph import Graph, InputKind, Node, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.oracle.instance import Instance, instance, of_node
+from shardfx.ir.random import dropout
+from tests.zoo import Case, make
+
+aten = torch.ops.aten
+DROPOUT = dropout
+
+
+def f(*shape: int) -> Tensor:
+    """Random numbers."""
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def i(most: int, *shape: int) -> Tensor:
+    """Random indices below ``most``."""
+    return torch.randint(0, most, shape)
+
+
+def b(*shape: int) -> Tensor:
+    """A random mask."""
+    return torch.rand(*shape) < 0.5
+
+
+def conv(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    transposed: bool = False,
+    output_padding: int = 0,
+    groups: int = 1,
+) -> tuple[Any, ...]:
+    n = x.dim() - 2
+    return x, w, bias, [stride] * n, [padding] * n, [dilation] * n, transposed, [output_padding] * n, groups
+
+
+CONVOLUTIONS = {
+    "plain": conv(f(4, 6, 8, 8), f(4, 6, 3, 3), padding=1),
+    "bias": conv(f(4, 6, 8, 8), f(4, 6, 3, 3), f(4), padding=1),
+    "stride and dilation": conv(f(2, 3, 9, 9), f(4, 3, 3, 3), stride=2, padding=2, dilation=2),
+    "groups": conv(f(2, 8, 6, 6), f(12, 2, 3, 3), f(12), groups=4),
+    "depthwise": conv(f(2, 6, 6, 6), f(6, 1, 3, 3), padding=1, groups=6),
+    "one by one": conv(f(2, 3, 6, 4), f(5, 3, 1, 1), f(5)),
+    "one by one, stride": conv(f(2, 3, 8, 8), f(5, 3, 1, 1), stride=2),
+    "patches": conv(f(2, 3, 12, 8), f(5, 3, 4, 4), f(5), stride=4),
+    "patches with a rest": conv(f(2, 3, 13, 8), f(5, 3, 4, 4), stride=4),
+    "transposed": conv(f(2, 4, 5, 5), f(4, 6, 3, 3), f(6), stride=2, padding=1, transposed=True, output_padding=1),
+    "transposed, side by side": conv(f(2, 4, 6, 6), f(4, 6, 2, 2), stride=2, transposed=True),
+    "transposed, groups": conv(f(2, 4, 5, 5), f(4, 3, 2, 2), stride=2, transposed=True, groups=2),
+    "1d": conv(f(2, 4, 10), f(6, 4, 3), f(6), padding=1),
+    "3d": conv(f(2, 2, 4, 4, 4), f(4, 2, 2, 2, 2), stride=2),
+}
+
+
+def convolutions() -> Iterator[Instance]:
+    for args in CONVOLUTIONS.values():
+        made = instance(aten.convolution.default, args)
+        yield made
+        (y,) = made.results
+        assert y is not None
+        x, w, bias, *rest = args
+        sizes = [bias.shape[0]] if bias is not None else None
+        for mask in ([True, True, bias is not None], [False, True, False]):
+            yield instance(aten.convolution_backward.default, (torch.randn_like(y), x, w, sizes, *rest, mask))
+
+
+def norms() -> Iterator[Instance]:
+    x, grad = f(4, 6, 5), f(4, 6, 5)
+    for weight in (f(5), None):
+        made = instance(aten.native_layer_norm.default, (x, [5], weight, weight, 1e-5))
+        yield made
+        _, mean, rstd = made.results
+        for mask in ([True, weight is not None, weight is not None], [True, False, False]):
+            args = (grad, x, [5], mean, rstd, weight, weight, mask)
+            yield instance(aten.native_layer_norm_backward.default, args)
+    made = instance(aten.native_layer_norm.default, (x, [6, 5], f(6, 5), None, 1e-5))
+    yield made
+    x, grad, w = f(4, 6, 3, 2), f(4, 6, 3, 2), f(6)
+    for weight in (w, None):
+        made = instance(aten.native_group_norm.default, (x, weight, weight, 4, 6, 6, 3, 1e-5))
+        yield made
+        _, mean, rstd = made.results
+        mask = [True, weight is not None, weight is not None]
+        yield instance(aten.native_group_norm_backward.default, (grad, x, mean, rstd, weight, 4, 6, 6, 3, mask))
+    stats = (f(6), f(6).abs() + 1)
+    for training in (True, False):
+        args = (x, w, f(6), *stats, training, 0.1, 1e-5)
+        made = instance(aten._native_batch_norm_legit_functional.default, args)
+        yield made
+        _, mean, rstd = made.results[:3]
+        args = (grad, x, w, *stats, mean, rstd, training, 1e-5, [True, True, True])
+        yield instance(aten.native_batch_norm_backward.default, args)
+    yield instance(aten._native_batch_norm_legit_no_training.default, (x, w, f(6), *stats, 0.1, 1e-5))
+
+
+def attentions() -> Iterator[Instance]:
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    for heads, causal, mask in (
+        (4, True, None),
+        (4, False, None),
+        (2, True, None),
+        (4, False, f(2, 1, 6, 5)),
+        (4, False, f(6, 5)),
+    ):
+        keys = 6 if causal else 5
+        q, k, v = f(2, 4, 6, 4), f(2, heads, keys, 4), f(2, heads, keys, 4)
+        if heads != 4:  # the kernel wants equal heads, and the rule knows of groups all the same
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        made = instance(forward, (q, k, v, 0.0, causal), {"attn_mask": mask})
+        yield made
+        out, lse = made.results
+        yield instance(backward, (f(2, 4, 6, 4), q, k, v, out, lse, 0.0, causal), {"attn_mask": mask})
+
+
+def losses() -> Iterator[Instance]:
+    for shape, op, back in (
+        ((6, 5), aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+        ((4, 5, 3, 2), aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default),
+    ):
+        x = f(*shape)
+        target = i(5, shape[0], *shape[2:])
+        target.view(-1)[1] = -100
+        for weight in (None, f(5).abs()):
+            for reduction in (0, 1, 2):
+                made = instance(op, (x, target, weight, reduction, -100))
+                yield made
+                loss, total = made.results
+                assert loss is not None
+                yield instance(back, (torch.randn_like(loss), x, target, weight, reduction, -100, total))
+        yield instance(op, (x, i(5, shape[0], *shape[2:]), None, 2, 3))
+
+
+def others() -> list[tuple[Any, ...]]:
+    """(op, its arguments, a dict of keyword arguments if the last is one)."""
+    x3, index = f(4, 6, 5), i(4, 3, 6, 5)
+    zeros = torch.zeros(4, 6, dtype=torch.float64)
+    return [
+        # products
+        (aten.mm.default, f(4, 6), f(6, 5)),
+        (aten.bmm.default, f(4, 3, 6), f(4, 6, 5)),
+        (aten.mv.default, f(4, 6), f(6)),
+        (aten.dot.default, f(6), f(6)),
+        (aten.addmm.default, f(5), f(4, 6), f(6, 5), {"beta": 2, "alpha": 3}),
+        (aten.addmm.default, f(4, 1), f(4, 6), f(6, 5)),
+        (aten.baddbmm.default, f(1, 5), f(4, 3, 6), f(4, 6, 5)),
+        (aten.linalg_solve_triangular.default, f(3, 1, 4, 4), f(2, 4, 6), {"upper": True}),
+        # elementwise
+        (aten.add.Tensor, f(4, 6), f(6)),
+        (aten.add.Tensor, f(4, 1), f(1, 6), {"alpha": 2}),
+        (aten.sub.Tensor, f(4, 6), f(4, 6)),
+        (aten.mul.Tensor, f(4, 6), f(4, 1)),
+        (aten.div.Tensor, f(4, 6), f(4, 1)),
+        (aten.div.Tensor_mode, f(4, 6), f(4, 1), {"rounding_mode": "floor"}),
+        (aten.where.self, b(4, 6), f(4, 6), f(6)),
+        (aten.where.self, b(4, 1), f(4, 6), f(())),
+        (aten.masked_fill.Scalar, f(4, 6), b(4, 6), 0),
+        (aten.masked_fill.Scalar, f(4, 6), b(4, 6), -1.0),
+        (aten.clamp.Tensor, f(4, 6), f(6), None),
+        (aten._to_copy.default, f(4, 6), {"dtype": torch.float32}),
+        (aten.gelu_backward.default, f(4, 6), f(4, 6)),
+        (aten.threshold_backward.default, f(4, 6), f(4, 6), 0),
+        (aten.addcmul.default, f(4, 6), f(4, 6), f(6)),
+        (aten.lerp.Scalar, f(4, 6), f(6), 0.3),
+        # reductions
+        (aten.sum.dim_IntList, x3, [-1, 0], True),
+        (aten.sum.dim_IntList, b(4, 6), [0]),
+        (aten.sum.dim_IntList, x3, None),
+        (aten.mean.dim, x3, [1]),
+        (aten.mean.dim, x3, []),
+        (aten.amax.default, x3, [-2]),
+        (aten.max.dim, x3, 1),
+        (aten.any.dim, b(4, 6), 1),
+        (aten.all.default, b(4, 6)),
+        (aten.argmax.default, f(4, 6), 1, True),
+        (aten.argmax.default, f(4, 6)),
+        (aten.var.correction, x3, [1], {"correction": 1}),
+        (aten.var_mean.correction, x3, [0, 2], {"correction": 0, "keepdim": True}),
+        (aten.prod.dim_int, x3, 1),
+        (aten.cumsum.default, x3, -1),
+        (aten.sort.default, x3, 1, True),
+        (aten.topk.default, f(4, 6), 3),
+        (aten._softmax.default, x3, 1, False),
+        (aten._log_softmax.default, x3, -1, False),
+        (aten._log_softmax_backward_data.default, f(4, 6), f(4, 6), 1, torch.float64),
+        # views and moves
+        (aten.view.default, f(4, 6), [2, 12]),
+        (aten.view.default, f(4, 6), [-1]),
+        (aten.view.default, f(4, 6, 5), [24, 5]),
+        (aten.view.default, f(24, 5), [4, 1, 6, 5]),
+        (aten.view.default, f(4, 6), [3, 8]),
+        (aten.unsqueeze.default, f(4, 6), -1),
+        (aten.squeeze.dim, f(2, 1, 3), 1),
+        (aten.squeeze.dim, f(2, 3), 0),
+        (aten.squeeze.default, f(2, 1, 3)),
+        (aten.squeeze.dims, f(2, 1, 3, 1), [1, 3]),
+        (aten.expand.default, f(4, 1), [3, 4, 6]),
+        (aten.expand.default, f(4, 6), [2, -1, -1]),
+        (aten.permute.default, x3, [2, 0, -2]),
+        (aten.transpose.int, x3, 0, -1),
+        (aten.t.default, f(4, 6)),
+        (aten.slice.Tensor, f(4, 12), 1, 4, 8),
+        (aten.slice.Tensor, f(4, 12), 1, 2, 8),
+        (aten.slice.Tensor, f(4, 12), 1, -4, 9223372036854775807),
+        (aten.slice.Tensor, f(4, 12), 1, 1, 12, 3),
+        (aten.slice.Tensor, f(4, 12), -1, 0, 6),
+        (aten.slice.Tensor, f(4, 12), 0, 0, 9223372036854775807),
+        (aten.slice_backward.default, f(4, 4), [4, 12], 1, 4, 8, 1),
+        (aten.slice_backward.default, f(4, 3), [4, 12], 1, 1, 4, 1),
+        (aten.slice_backward.default, f(4, 6), [4, 12], 1, 0, 12, 2),
+        (aten.select.int, x3, -2, -1),
+        (aten.select_backward.default, f(4, 5), [4, 6, 5], 1, 2),
+        (aten.split.Tensor, f(4, 12), 4, 1),
+        (aten.split.Tensor, f(4, 10), 4, 1),
+        (aten.split_with_sizes.default, f(12, 4), [2, 10]),
+        (aten.unbind.int, x3, 1),
+        (aten.cat.default, [f(4, 6), f(4, 6)], 1),
+        (aten.cat.default, [f(4, 6), f(4, 2)], -1),
+        (aten.cat.default, [f(0), f(4, 6)]),
+        (aten.stack.default, [f(4, 6), f(4, 6)], -1),
+        (aten.flip.default, f(4, 6), [1]),
+        (aten.roll.default, f(4, 6), [1], [0]),
+        (aten.roll.default, f(4, 6), [1]),
+        (aten.tril.default, x3, -1),
+        (aten.constant_pad_nd.default, f(4, 6), [0, 0, 1, 2]),
+        (aten.constant_pad_nd.default, f(4, 6), [1, -1]),
+        (aten.constant_pad_nd.default, f(4, 6), [1, 2], 1.5),
+        (aten.repeat.default, f(4, 6), [3, 1, 2]),
+        (aten.diagonal.default, f(4, 6, 6), 1, 1, 2),
+        (aten.unfold.default, f(4, 12), 1, 3, 2),
+        (aten.pixel_shuffle.default, f(2, 8, 4, 3), 2),
+        (aten.glu.default, f(4, 8), 1),
+        (aten.glu_backward.default, f(4, 4), f(4, 8), 1),
+        (aten.rot90.default, f(4, 6, 5), 1, [0, 1]),
+        (aten.rot90.default, f(4, 6, 5), -1, [0, 2]),
+        # pictures
+        (aten.max_pool2d_with_indices.default, f(2, 3, 8, 8), [2, 2], [2, 2]),
+        (aten.avg_pool2d.default, f(2, 3, 8, 6), [2, 2]),
+        (aten.avg_pool2d.default, f(2, 3, 8, 6), [3, 3], [1, 1], [1, 1]),
+        (aten.avg_pool2d_backward.default, f(2, 3, 4, 3), f(2, 3, 8, 6), [2, 2], [], [0, 0], False, True, None),
+        (aten._adaptive_avg_pool2d.default, f(2, 3, 8, 6), [4, 4]),
+        (aten._adaptive_avg_pool2d_backward.default, f(2, 3, 4, 4), f(2, 3, 8, 6)),
+        (aten.upsample_nearest2d.default, f(2, 3, 4, 4), [8, 6]),
+        (aten.upsample_nearest2d.default, f(2, 3, 4, 4), [8, 8], 2.0, 2.0),
+        (aten.upsample_nearest2d_backward.default, f(2, 3, 8, 6), [8, 6], [2, 3, 4, 4]),
+        (aten.upsample_bilinear2d.default, f(2, 3, 4, 4), [8, 6], False),
+        (aten.grid_sampler_2d.default, f(2, 3, 5, 5), f(2, 4, 4, 2), 0, 0, False),
+        (aten.im2col.default, f(2, 3, 6, 6), [2, 2], [1, 1], [0, 0], [2, 2]),
+        (aten.reflection_pad2d.default, f(2, 3, 5, 5), [1, 2, 0, 0]),
+        # lookups
+        (aten.embedding.default, f(10, 4), i(10, 3, 5)),
+        (aten.embedding.default, f(10, 4), i(10, 3, 5), 3),
+        (aten.embedding_dense_backward.default, f(3, 5, 4), i(10, 3, 5), 10, -1, False),
+        (aten.embedding_dense_backward.default, f(3, 5, 4), i(10, 3, 5), 10, 7, False),
+        (aten.embedding_dense_backward.default, f(3, 5, 4), i(3, 3, 5), 10, -1, True),
+        (aten.gather.default, x3, 0, index),
+        (aten.gather.default, x3, -3, i(4, 4, 6, 5)),
+        (aten.gather.default, x3, 1, i(6, 2, 3, 5)),
+        (aten.index.Tensor, x3, [i(4, 3)]),
+        (aten.index.Tensor, x3, [None, i(6, 3, 1), i(5, 2)]),
+        (aten.index.Tensor, x3, [i(4, 3), None, i(5, 3)]),
+        (aten.index_select.default, x3, 1, i(6, 4)),
+        (aten.scatter.src, x3, 1, torch.rand(4, 6, 5).argsort(1)[:, :3], f(4, 3, 5)),
+        (aten.scatter.value, x3, 2, i(5, 4, 6, 1), 0),
+        (aten.scatter_add.default, x3, 1, i(6, 4, 7, 5), f(4, 7, 5)),
+        (aten.scatter_add.default, x3, 1, i(6, 3, 7, 5), f(4, 8, 5)),
+        (aten.index_put.default, x3, [i(4, 7)], f(7, 6, 5), True),
+        (aten.index_put.default, x3, [None, i(6, 3, 1), i(5, 2)], f(4, 3, 2), True),
+        (aten.index_put.default, x3, [torch.tensor([2, 0])], f(2, 6, 5), False),
+        (aten.index_add.default, zeros, 1, i(6, 8), f(4, 8), {"alpha": 2}),
+        (aten.index_copy.default, zeros, 1, torch.tensor([2, 0]), f(4, 2)),
+        # values made
+        (aten.arange.default, 10),
+        (aten.arange.start, 3, 11),
+        (aten.arange.start_step, 10, -3, -2),
+        (aten.arange.start_step, 0.5, 3.0, 0.5, {"dtype": torch.float64}),
+        (aten.full.default, [4, 6], 2.0),
+        (aten.new_zeros.default, f(4, 6), [4, 3]),
+        (aten.ones_like.default, f(4, 6)),
+        (aten.eye.default, 4),
+    ]
+
+
+def picked() -> list[Instance]:
+    """All hand-picked instances."""
+    torch.manual_seed(0)
+    found = [*convolutions(), *norms(), *attentions(), *losses()]
+    for op, *args in others():
+        kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
+        found.append(instance(op, args, kwargs))
+    return found
+
+
+def of_case(name: str) -> list[Instance]:
+    """The distinct nodes of a model of the zoo, each with the values that it has in a run."""
+    case = make(name)
+    captured = capture(case.model, Mesh(a=1), args=case.args, kwargs=case.kwargs, loss=case.loss, targets=case.targets)
+    found: dict[object, Instance] = {}
+    for node, tensors in run(captured.graph, case):
+        key = (node.op, repr(instance_key(node)), tuple(v is None for v in node.results))
+        if key not in found and node.op is not DROPOUT:
+            found[key] = of_node(node, tensors)
+    return list(found.values())
+
+
+def instance_key(node: Node) -> list[Any]:
+    def key(arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return arg.type
+        return [key(a) for a in arg] if isinstance(arg, (list, tuple)) else arg
+
+    return [key(a) for a in node.args] + [(k, key(a)) for k, a in node.kwargs.items()]
+
+
+def run(graph: Graph, case: Case) -> Iterator[tuple[Node, list[Tensor]]]:
+    """Run a captured graph on one device; gives every node with its operands."""
+    state = dict([*case.model.named_parameters(), *case.model.named_buffers()])
+    leaves = dict(leaf_names(case.args, case.kwargs, case.targets))
+    values: dict[Value, Tensor] = {}
+    for given in graph.inputs:
+        if given.kind is InputKind.SEED:
+            values[given.value] = torch.tensor(0)
+        elif given.kind is InputKind.CONSTANT:
+            assert given.constant is not None
+            values[given.value] = given.constant
+        else:
+            held = leaves.get(given.name)
+            values[given.value] = (held if held is not None else state[given.name]).detach()
+    for node in graph.nodes:
+        tensors = [values[v] for v in node.operands]
+        yield node, tensors
+        for value, result in zip(node.results, Instance(node, tuple(tensors)).results, strict=False):
+            if value is not None:
+                assert result is not None
+                values[value] = result
