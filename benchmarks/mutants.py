@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import shardfx as sx
 from shardfx.runtime.verify import dynamic, static
 from shardfx.runtime.verify.terms import build
-from tests.mutants import MUTATIONS, Programs
+from tests.mutants import MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -63,8 +63,10 @@ def planned(name: str) -> sx.ParallelModule:
     return plan(make(case), MESHES[mesh], "sequence" in more, **fuse)
 
 
-def measure(plans: Iterable[str], count: int) -> Rates:
-    """Damage the programs of some plans and verify them."""
+def measure(
+    plans: Iterable[str], count: int, progress: bool = False, mutations: Iterable[Mutation] = MUTATIONS
+) -> Rates:
+    """Damage the programs of some plans and verify them; with ``progress`` say after each plan how many so far."""
     rates = Rates()
     for name in plans:
         pm = planned(name)
@@ -75,7 +77,7 @@ def measure(plans: Iterable[str], count: int) -> Rates:
         universe = build(pm.before, pm.after, rules)
         known = pm.known_inputs()
         undamaged = Programs.of(pm)
-        for mutation in MUTATIONS:
+        for mutation in mutations:
             for place, damaged in undamaged.damaged(mutation, count):
                 modules = own | dict(damaged)
                 proof, _ = static.verify(pm.before, pm.after, rules, modules, inputs, outputs, universe)
@@ -88,6 +90,8 @@ def measure(plans: Iterable[str], count: int) -> Rates:
                 missed = [how for how, fault in (("static", proof), ("dynamic", shown)) if fault is None]
                 if missed:
                     rates.survivors.append(f"{name}: {mutation.name} at {place}: not seen by {' and '.join(missed)}")
+        if progress:
+            print(f"{name}: {rates.total} so far, {len(rates.survivors)} not refused by both", flush=True)
     return rates
 
 
@@ -98,7 +102,7 @@ def main() -> None:
     parser.add_argument("--survivors", action="store_true", help="name the damaged programs that were not refused")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    rates = measure(args.plans, args.count)
+    rates = measure(args.plans, args.count, progress=True)
     print(rates.table())
     if args.survivors:
         print("\n".join(rates.survivors))

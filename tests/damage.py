@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,8 @@ def of(*targets: Any, when: Callable[[fx.Node], bool] = lambda node: True) -> Pl
 
 def argument(at: int, change: Callable[[Any], Any]) -> Damage:
     def damage(site: Site, node: fx.Node) -> None:
-        node.update_arg(at, change(node.args[at]))
+        if at < len(node.args):
+            node.update_arg(at, change(node.args[at]))
 
     return damage
 
@@ -112,6 +114,11 @@ def drop_collective(site: Site, node: fx.Node) -> None:
     node.replace_all_uses_with(started.args[0])  # type: ignore[union-attr, arg-type]
     site.graph.erase_node(node)
     site.graph.erase_node(started)  # type: ignore[arg-type]
+
+
+def summed(site: Site) -> list[fx.Node]:
+    """The waits for sums: a maximum of maxima is nothing new."""
+    return [n for n in waits(ALL_REDUCE)(site) if n.args[0].args[1] == "sum"]  # type: ignore[union-attr]
 
 
 def double_collective(site: Site, node: fx.Node) -> None:
@@ -303,3 +310,31 @@ def number(at: int) -> Callable[[fx.Node], bool]:
 
 def both_known(node: fx.Node) -> bool:
     return all(isinstance(a, fx.Node) for a in node.args[:2])
+
+
+def any_call(site: Site) -> list[fx.Node]:
+    """Every call that has a number or a tensor among its arguments."""
+    return [n for n in site.graph.nodes if n.op == "call_function" and _spots(n)]
+
+
+def _spots(node: fx.Node) -> list[int]:
+    return [
+        i for i, a in enumerate(node.args) if isinstance(a, (int, float, fx.Node, list)) and not isinstance(a, bool)
+    ]
+
+
+def blind(site: Site, node: fx.Node) -> None:
+    """Some argument becomes another: a number is off by one, a list too, a tensor is one made a little earlier."""
+    rng = random.Random(node.name)
+    at = rng.choice(_spots(node))
+    old = node.args[at]
+    if isinstance(old, fx.Node):
+        earlier = [n for n in site.graph.nodes if n is not old]
+        earlier = [n for n in earlier[: earlier.index(node)] if n.op != "output"]
+        node.update_arg(at, rng.choice(earlier[-12:] or [old]))
+    elif isinstance(old, (list, tuple)) and old and all(isinstance(a, int) for a in old):
+        other = list(old)
+        other[rng.randrange(len(other))] += rng.choice((-1, 1))  # type: ignore[operator]
+        node.update_arg(at, other)
+    elif isinstance(old, (int, float)):
+        node.update_arg(at, old + rng.choice((-1, 1)))

@@ -52,6 +52,7 @@ from tests.damage import (
     roll,
     same_shape,
     square,
+    summed,
     swap_offsets,
     swap_outputs,
     swapped,
@@ -78,7 +79,7 @@ class Mutation:
 MUTATIONS = (
     Mutation("all-reduce dropped", waits(ALL_REDUCE), drop_collective),
     Mutation("all-reduce dropped on one rank", waits(ALL_REDUCE), drop_collective, True),
-    Mutation("all-reduce doubled", waits(ALL_REDUCE), double_collective),
+    Mutation("all-reduce doubled", summed, double_collective),
     Mutation("all-reduce over the other axis", one_axis, other_axis),
     Mutation("all-reduce over all axes", one_axis, all_axes),
     Mutation("max for sum", of(ALL_REDUCE, when=lambda n: n.args[1] == "sum"), argument(1, lambda _: "max")),

@@ -21,7 +21,7 @@ def piece(tensor: torch.Tensor, spec: Spec, mesh: Mesh, coords: Coords) -> torch
 
 
 def join(
-    parts: Mapping[int, torch.Tensor], like: torch.Tensor, spec: Spec, mesh: Mesh
+    parts: Mapping[int, torch.Tensor], like: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
 ) -> tuple[torch.Tensor | None, str]:
     """The whole of what the ranks hold, and "" or why there is none: a wrong shape, or replicas that differ."""
     partial = dict(spec.partial)
@@ -43,7 +43,7 @@ def join(
         value = reduce(members, next(iter(partial.values()), "sum"))
         at = boxes[key]
         box = spec.box(like.shape, mesh, at)
-        if box in seen and not same(value, seen[box]):
+        if box in seen and not same(value, seen[box], bound=bound):
             return None, "ranks that hold the same piece differ"
         seen[box] = value
         slices = tuple(slice(start, start + length) for start, length in box)
@@ -67,7 +67,13 @@ def reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
     return (value / len(parts) if kind == "avg" else value).to(parts[0].dtype)
 
 
-def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0) -> bool:
+def rounding(tensors: Iterable[torch.Tensor | None]) -> float:
+    """What the least precise of some tensors may be off by, relative to their size."""
+    digits = [torch.finfo(t.dtype).eps for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
+    return min(max([*digits, 1e-16]) * 1e3, 0.05) if max(digits, default=0.0) > 1e-10 else 1e-8
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0, bound: float | None = None) -> bool:
     """Whether two results are equal but for rounding; a NaN equals a NaN."""
     if a is None or b is None:
         return a is b
@@ -77,8 +83,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0) -> 
         return torch.equal(a, b)
     if a.numel() == 0:
         return True
-    precise = a.dtype in (torch.float64, torch.complex128)
-    bound = 1e-8 if precise else 1e-4 if a.dtype in (torch.float32, torch.complex64) else 3e-2
+    bound = max(bound or 0.0, rounding([a, b]))
     finite = b[b.isfinite()]
     size = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=bound, atol=bound * max(size, scale), equal_nan=True)

@@ -22,7 +22,7 @@ from ..mesh import Mesh
 from ..rules import Contiguous, RuleEntry, ShardingRule, strategy
 from ..spec import REDUCTIONS, Cut, Spec, smallest
 from .instance import Instance, Results, as_results, bind, call
-from .pieces import join, magnitude, piece, same, split_max, split_sum
+from .pieces import join, magnitude, piece, rounding, same, split_max, split_sum
 
 aten = torch.ops.aten
 UNDEFINED = {
@@ -116,6 +116,7 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, gen
     except Exception as error:  # whatever a kernel says of its arguments
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
     undefined = getattr(of.node.op, "overloadpacket", None) in UNDEFINED
+    bound = rounding((*of.tensors, *of.results))
     wholes = [(i, r) for i, (r, v) in enumerate(zip(of.results, of.node.results, strict=True)) if v is not None]
     for (i, whole), spec in zip(wholes, made.results, strict=True):
         assert whole is not None
@@ -125,10 +126,10 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, gen
             if given is None:
                 return f"rank {rank} has no result {i}"
             parts[rank] = given
-        value, why = join(parts, whole, spec, trial.mesh)
+        value, why = join(parts, whole, spec, trial.mesh, bound)
         if value is None and not (undefined and "differ" in why):
             return f"result {i} as {spec.text(whole.shape)}: {why}"
-        if value is not None and not undefined and not same(value, whole, scale=magnitude(parts.values())):
+        if value is not None and not undefined and not same(value, whole, magnitude(parts.values()), bound):
             return f"result {i} as {spec.text(whole.shape)} has other values"
     return ""
 

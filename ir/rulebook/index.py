@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..graph import Node, Value
-from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, replicated, rule
+from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, Template, replicated, rule
 from .common import argument
 
 aten = torch.ops.aten
@@ -36,6 +36,12 @@ def embedding_local(emit: Emit) -> Any:
     local, outside = _mine(emit, index, start, length)
     found = emit.call(aten.embedding.default, weight, local)
     return emit.call(aten.masked_fill.Scalar, found, emit.call(aten.unsqueeze.default, outside, -1), 0)
+
+
+def embedding_backward(node: Node) -> ShardingRule:
+    """``n.. d, n.. -> v d``; where gradients are divided by how often an index occurs, n is whole."""
+    n = "n..!" if argument(node, "scale_grad_by_freq") else "n.."
+    return Template(f"{n} d, {n} -> v d", linear="0")(node)
 
 
 def embedding_backward_local(emit: Emit) -> Any:
@@ -227,7 +233,7 @@ def margin_loss(backward: bool) -> Any:
 
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.embedding.default, "v d, n.. -> n.. d", linear="0", local=embedding_local),
-    rule(aten.embedding_dense_backward.default, "n.. d, n.. -> v d", linear="0", local=embedding_backward_local),
+    rule(aten.embedding_dense_backward.default, embedding_backward, local=embedding_backward_local),
     rule(aten.gather.default, gather, local=gather_local),
     rule(aten.index.Tensor, index_tensor),
     rule(aten.index_select.default, index_select),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..graph import Node
-from ..rules import Contiguous, Dim, Emit, RuleEntry, ShardingRule, rule
+from ..rules import SAME, Contiguous, Dim, Emit, RuleEntry, ShardingRule, rule
 from .common import argument
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ def group_norm_backward_local(emit: Emit) -> Any:
 
 
 def batch_norm(node: Node) -> ShardingRule:
-    """In training all of n and space is one statistic, and whole; by running statistics it is pointwise.
+    """In training all of n and space is one statistic, and whole; by running statistics, which stay, it is pointwise.
 
     ``x[n! c s!..], w[c], b[c], mean[c], var[c] -> y, save_mean[c], save_rstd[c], new_mean[c], new_var[c]``
     """
@@ -104,7 +104,7 @@ def batch_norm(node: Node) -> ShardingRule:
         results = [
             (("none",),) if v is not None and v.shape == (0,) else r for v, r in zip(node.results, results, strict=True)
         ]
-    return ShardingRule(tuple(operands), tuple(results), sizes, whole)
+    return ShardingRule(tuple(operands), tuple(results), sizes, whole, reduce=SAME)
 
 
 def _training(node: Node) -> bool:
@@ -184,7 +184,12 @@ def expand_batch_norm_backward(
 
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.native_layer_norm.default, layer_norm, expand=True),
-    rule(aten.native_layer_norm_backward.default, layer_norm_backward, expand=True),
+    rule(
+        aten.native_layer_norm_backward.default,
+        layer_norm_backward,
+        expand=True,
+        contiguous=Contiguous.ALL,
+    ),
     rule(aten.native_group_norm.default, group_norm, local=group_norm_local, expand=True, contiguous=Contiguous.ALL),
     rule(
         aten.native_group_norm_backward.default,

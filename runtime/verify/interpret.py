@@ -21,7 +21,7 @@ from shardfx.ir.spec import Spec
 
 from .. import layout
 from .moves import ALSO, COLLECTIVES, MOVERS, Numbering, Source
-from .rules import Deduction, Fact, same, written
+from .rules import Call, Deduction, Fact, same, written
 from .terms import Universe
 
 aten = torch.ops.aten
@@ -246,7 +246,7 @@ class Rank:
             why = f"{op_name(maker.op)} cannot be computed from {held}: its rule knows no such cut"
         for made in ways:
             expected = written(maker, made, operands, deduction.mesh, self.rank, deduction.book)
-            if same(expected, node, self.root) or (operands[::-1] == _tensors(node) and _is_swapped(expected, node)):
+            if same(expected, node, self.root) or same(_swapped(expected), node, self.root):
                 drawn = self.proof.drawn.setdefault(maker.args[3], made.results[0]) if maker.op is dropout else None
                 if drawn not in (None, made.results[0]):
                     return [], f"this mask was drawn elsewhere for {drawn}: other boxes are other random numbers"
@@ -361,7 +361,9 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _is_swapped(expected: Any, node: fx.Node) -> bool:
-    """An add with its two operands the other way round."""
-    op = getattr(expected, "op", None)
-    return op is aten.add.Tensor and node.target is op and len(expected.args) == len(node.args) == 2 and not node.kwargs
+def _swapped(expected: Any) -> Any:
+    """An add of two tensors with its operands the other way round; anything else as it is."""
+    if isinstance(expected, Call) and expected.op is aten.add.Tensor and len(expected.args) == 2:
+        if all(isinstance(a, fx.Node) for a in expected.args) and not expected.kwargs:
+            return Call(expected.op, expected.args[::-1], expected.kwargs)
+    return expected

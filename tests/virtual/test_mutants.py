@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.mutants import PLANS, measure, planned
-from tests.mutants import MUTATIONS
+from tests.damage import any_call, blind
+from tests.mutants import MUTATIONS, Mutation
 
 QUICK = ("mlp3@dp2tp2", "gpt_fused@tp2")
 
@@ -40,3 +41,11 @@ def test_a_refusal_names_the_output_the_rank_the_node_and_the_line() -> None:
         for part in ("loss", "rank 0", "fc2", "models.py:22"):
             assert part in verdict.why
         assert verdict.why in str(verdict)
+
+
+@pytest.mark.parametrize("name", ["mlp3@dp2tp2", pytest.param("gpt_fused@dp2tp2+sequence", marks=pytest.mark.slow)])
+def test_what_the_comparison_refuses_the_proof_refuses_too(name: str) -> None:
+    """Some argument of some call is changed blindly. That may do no harm; but if it does, nothing was proven."""
+    rates = measure([name], count=12, mutations=[Mutation("anything", any_call, blind)])
+    assert rates.dynamic.total() >= 6
+    assert not [text for text in rates.survivors if "not seen by static" in text and "dynamic" not in text]
