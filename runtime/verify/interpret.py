@@ -363,7 +363,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 def _swapped(expected: Any) -> Any:
     """An add of two tensors with its operands the other way round; anything else as it is."""
-    if isinstance(expected, Call) and expected.op is aten.add.Tensor and len(expected.args) == 2:
-        if all(isinstance(a, fx.Node) for a in expected.args) and not expected.kwargs:
-            return Call(expected.op, expected.args[::-1], expected.kwargs)
+    plain = isinstance(expected, Call) and expected.op is aten.add.Tensor and not expected.kwargs
+    if plain and len(expected.args) == 2 and all(isinstance(a, fx.Node) for a in expected.args):
+        return Call(expected.op, expected.args[::-1], expected.kwargs)
     return expected
