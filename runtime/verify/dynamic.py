@@ -25,8 +25,9 @@ from shardfx.ir.rules import RuleBook
 from shardfx.ir.spec import Spec
 
 from ..check import Draw, distance, first_difference, run_whole
+from ..steps import as_generator
 from ..storage import Shards, cut_local
-from ..virtual import as_generator, run
+from ..virtual import run
 from .interpret import Fault
 from .terms import widened
 

@@ -20,6 +20,7 @@ from shardfx.ir.random import dropout
 from shardfx.ir.spec import Spec
 
 from .. import layout
+from .elements import Elements
 from .moves import ALSO, COLLECTIVES, MOVERS, Numbering, Source
 from .rules import Call, Deduction, Fact, same, written
 from .terms import Universe
@@ -56,14 +57,14 @@ class Item:
     """What is known of one fx node on one rank: facts, numbered elements, several results, or why nothing is."""
 
     facts: list[Fact] | None = None
-    codes: torch.Tensor | None = None
+    codes: Elements | None = None
     hints: Sequence[int] = ()
     many: list[Item] | None = None
     waits: bool = False
     why: str = ""
 
 
-Ask = Generator[tuple[fx.Node, torch.Tensor | None, Sequence[int]], Item, None]
+Ask = Generator[tuple[fx.Node, Elements | None, Sequence[int]], Item, None]
 
 
 @dataclass
@@ -146,7 +147,7 @@ class Rank:
             raise Failed(self.fault(f"{target} is not known to be free of effects", node))
         item = self._deduce(node)
         if item.why and target in ALSO:
-            moved = self._move(node, target)
+            moved = self._move(node, ALSO[target])
             return item if moved.why else moved
         return item
 
@@ -166,7 +167,7 @@ class Rank:
             item.facts = self.proof.numbering.read(item.codes, item.hints, self.rank)
         return item.facts or []
 
-    def _codes(self, item: Item) -> torch.Tensor | None:
+    def _codes(self, item: Item) -> Elements | None:
         if item.codes is None and item.facts and not item.waits:
             item.codes = self.proof.numbering.codes(item.facts[0], self.rank)
             fact = item.facts[0]
@@ -340,7 +341,7 @@ class Rank:
         if held.partial or held == wanted:
             return held == wanted
         box = self.proof.numbering.box
-        return torch.equal(box(output.value.shape, held, self.rank), box(output.value.shape, wanted, self.rank))
+        return box(output.value.shape, held, self.rank).equals(box(output.value.shape, wanted, self.rank))
 
     def _first_unknown(self, node: fx.Node) -> fx.Node:
         """The first node, in program order, behind ``node`` of which nothing is known though all its operands are."""

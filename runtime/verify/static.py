@@ -32,6 +32,7 @@ from shardfx.ir.graph import Graph, Input, Output, op_name
 from shardfx.ir.rules import RuleBook
 
 from ..virtual import Groups
+from .elements import Elements
 from .interpret import Failed, Fault, Item, Proof, Rank
 from .moves import Numbering, Source, Wrong
 from .rules import Deduction
@@ -82,7 +83,7 @@ def lock_step(proof: Proof, ranks: Sequence[Rank]) -> None:
     """Interpret all ranks up to their next collective, do it where a group has come together, and go on."""
     groups = Groups(proof.after.mesh)
     asks = [rank.run() for rank in ranks]
-    waiting: dict[int, tuple[fx.Node, torch.Tensor | None, Sequence[int]]] = {}
+    waiting: dict[int, tuple[fx.Node, Elements | None, Sequence[int]]] = {}
 
     def advance(rank: int, reply: Item | None) -> None:
         try:
@@ -121,7 +122,7 @@ def _collective(
     proof: Proof,
     ranks: Sequence[Rank],
     members: Sequence[int],
-    waiting: Mapping[int, tuple[fx.Node, torch.Tensor | None, Sequence[int]]],
+    waiting: Mapping[int, tuple[fx.Node, Elements | None, Sequence[int]]],
 ) -> Iterator[Item]:
     """What each member gets."""
     nodes = [waiting[m][0] for m in members]

@@ -1,0 +1,96 @@
+"""Numbered elements in the size of their pattern do what tensors of numbers do."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from shardfx.runtime import layout
+from shardfx.runtime.verify.elements import BITS, Elements, cat, joined, make_run
+
+
+def same(a: Elements, b: torch.Tensor) -> bool:
+    return a.shape == tuple(b.shape) and torch.equal(a.written_out(), b)
+
+
+def whole(shape: tuple[int, ...], source: int) -> tuple[Elements, torch.Tensor]:
+    numbers = torch.arange(math.prod(shape)).reshape(shape) + (source << BITS)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return Elements.of(shape, source << BITS, zip(shape, strides, strict=True)), numbers
+
+
+def moved(rng: random.Random, x, y):
+    """One random move of both."""
+    dims = x.dim()
+    kind = rng.choice(["permute", "narrow", "split", "reshape", "cat", "pad"])
+    d = rng.randrange(dims)
+    if kind == "permute":
+        order = rng.sample(range(dims), dims)
+        return x.permute(order), y.permute(order)
+    if kind == "narrow" and x.shape[d] > 1:
+        start = rng.randrange(x.shape[d] - 1)
+        length = rng.randrange(1, x.shape[d] - start + 1)
+        return x.narrow(d, start, length), y.narrow(d, start, length)
+    if kind == "split":
+        size = rng.randrange(1, x.shape[d] + 1)
+        i = rng.randrange(-(-x.shape[d] // size))
+        return x.split(size, d)[i], y.split(size, d)[i]
+    if kind == "reshape":
+        n = math.prod(x.shape)
+        divisors = [k for k in range(1, n + 1) if n % k == 0]
+        a = rng.choice(divisors)
+        return x.reshape([a, -1]), y.reshape([a, -1])
+    if kind == "cat":
+        order = rng.sample(range(2), 2)
+        more = whole(tuple(x.shape), 7)
+        return cat([(x, more[0])[i] for i in order], d), torch.cat([(y, more[1])[i] for i in order], d)
+    zeros = list(x.shape)
+    return cat([x, x.new_zeros(zeros)], d), torch.cat([y, y.new_zeros(zeros)], d)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_moves_are_those_of_tensors(seed: int) -> None:
+    rng = random.Random(seed)
+    x, y = whole(tuple(rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.randrange(1, 5))), 3)
+    for _ in range(6):
+        x, y = moved(rng, x, y)
+        assert same(x, y)
+        assert x.equals(Elements(x.shape, joined(make_run(int(v), ()) for v in y.flatten())))
+        other = y.flatten().roll(1)
+        if not torch.equal(other, y.flatten()):
+            assert not x.equals(Elements(x.shape, joined(make_run(int(v), ()) for v in other)))
+        if y.numel() > 3000:
+            break
+
+
+def test_a_box_of_a_large_value_is_one_run_through_packing_and_gathering() -> None:
+    """Eight ranks hold columns of a value of a billion elements: packed, gathered, unpacked it is the whole."""
+    size, columns, ranks = 1 << 20, 1 << 10, 8
+    width = columns // ranks
+    pieces = [Elements.of((size, width), rank * width, ((size, columns), (width, 1))) for rank in range(ranks)]
+    sent = [layout.pack(p, [size, width], 1, width) for p in pieces]
+    got = layout.unpack_gathered(cat(sent), width, [width] * ranks, 1, [size, columns])
+    assert len(got.runs) == 1
+    assert got.equals(Elements.of((size, columns), 0, ((size * columns, 1),)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x.reshape([5]),
+        lambda x: x.reshape([-1, 5]),
+        lambda x: x.narrow(0, 1, 2),
+        lambda x: x.narrow(0, -1, 1),
+        lambda x: x.split([1, 2]),
+        lambda x: x.permute([0, 0]),
+        lambda x: x.select(0, 2),
+        lambda x: cat([x, x.reshape([3, 2])]),
+        lambda x: torch.stack([x, x]),
+    ],
+)
+def test_what_a_tensor_refuses_is_refused(wrong) -> None:
+    with pytest.raises((RuntimeError, IndexError, TypeError)):
+        wrong(whole((2, 3), 1)[0])
