@@ -16,12 +16,12 @@ CODE := $(wildcard $(FOLDERS) tests examples benchmarks docs/*.py)
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 # More threads than cores make a small tensor program many times slower.
-test test-all coverage: export OMP_NUM_THREADS := 1
+test test-all line-coverage coverage: export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-all lint format types bench coverage clean
+.PHONY: help demo test test-all lint format types bench coverage line-coverage clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## parallelize a model, prove it, draw it
 	$(BIN)/shardfx demo $(ARGS)
@@ -50,7 +50,10 @@ types: $(READY) ## mypy, strict
 bench: $(READY) ## the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
-coverage: $(READY) ## line and branch coverage of the quick tests, also in htmlcov/
+coverage: $(READY) ## soundness and completeness of the rules over PyTorch's operator database, DTensor beside them
+	$(BIN)/python -m benchmarks.op_coverage $(ARGS)
+
+line-coverage: $(READY) ## line and branch coverage of the quick tests, also in htmlcov/
 	$(PYTEST) -m "not slow" $(addprefix --cov=,$(FOLDERS)) --cov-report=term:skip-covered --cov-report=html $(ARGS)
 
 clean: ## remove what was built, but not .venv
