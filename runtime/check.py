@@ -20,8 +20,9 @@ from shardfx.ir.rules import RuleBook
 from shardfx.ir.spec import Spec
 
 from .codegen import generate
+from .steps import as_generator
 from .storage import cut_local
-from .virtual import as_generator, reduce, run
+from .virtual import reduce, run
 
 
 @dataclass(frozen=True)

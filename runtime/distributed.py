@@ -27,7 +27,9 @@ from .eager import Eager
 from .engine import Kinds, Results, seed_tensor
 from .groups import axes_of, device_mesh, make_groups
 from .homes import Home
+from .lost import ended, ending_together, finish_together
 from .storage import Shards, cut_local
+from .watch import NanHunt, Stepper
 
 Tensor = torch.Tensor
 c10d = torch.ops._c10d_functional
@@ -50,8 +52,9 @@ class DistributedEngine:
         mesh = self.mesh = self.graph.mesh
         self.rank = dist.get_rank()
         self.device_mesh = device_mesh(mesh, self.device.type)
-        self._agree()
-        make_groups(mesh, axes_of(self.graph))
+        with ending_together("comparing the ranks' plans"):
+            self._agree()
+            make_groups(mesh, axes_of(self.graph))
         self._specs = {given.name: _spec(given) for given in self.graph.inputs}
         self._shapes = {given.name: given.value.shape for given in self.graph.inputs}
         for given in self.graph.inputs:
@@ -91,7 +94,8 @@ class DistributedEngine:
             if isinstance(given_whole, DTensor):
                 given_whole = given_whole.full_tensor()
             tensor = given_whole.to(self.device, copy=True).contiguous()
-            dist.broadcast(tensor, 0)
+            with ending_together(f"the broadcast of {name!r}"):
+                dist.broadcast(tensor, 0)
             piece = cut_local(tensor, self._specs[name], self.mesh, self.rank)
             held = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
             if name in held:
@@ -138,7 +142,8 @@ class DistributedEngine:
         padded[: piece.numel()].copy_(piece.reshape(-1))
         make_groups(self.mesh, [axes])
         n, group = self.mesh.extent(axes), self.mesh.group_name(self.rank, axes)
-        everyone = c10d.wait_tensor.default(c10d.all_gather_into_tensor.default(padded, n, group))
+        with ending_together("gathering a whole tensor"):
+            everyone = c10d.wait_tensor.default(c10d.all_gather_into_tensor.default(padded, n, group))
         shards = Shards.of(spec, shape, self.mesh)
         pieces: dict[int, Tensor] = {}
         for rank, sent in zip(self.mesh.group(self.rank, axes), everyone.split(largest), strict=True):
@@ -160,13 +165,25 @@ class DistributedEngine:
             self._programs[kinds] = Eager(generate(self.graph, self.rank, self.rules, kinds), self.device)
         return self._programs[kinds]
 
-    def run(self, kinds: Kinds, inputs: Mapping[str, Tensor]) -> Results:
-        """Run this rank's program on global or local inputs; gives its piece of every output."""
+    def run(self, kinds: Kinds, inputs: Mapping[str, Tensor], hunt: NanHunt | None = None) -> Results:
+        """Run this rank's program on global or local inputs; gives its piece of every output. A ``hunt`` looks at
+        every node.
+
+        Raises:
+            Error: the program raised here, or on another rank while this one waited for it (see :mod:`.lost`).
+        """
         eager = self.program(kinds)
         program = eager.program
         with torch.no_grad():
             seed = self._seed() if any(g.kind is InputKind.SEED for g in program.inputs) else None
-            outs = eager(*[self._piece(g, inputs, seed) for g in program.inputs])
+            given = [self._piece(g, inputs, seed) for g in program.inputs]
+            runner = eager if hunt is None else Stepper(program, hunt.watch(self.rank))
+            try:
+                outs = runner(*given)
+            except Exception as error:
+                raise ended(runner.node_of(error), error) from error
+            if hunt is not None:
+                finish_together()
             return {
                 (o.kind, o.name): [self._homes[o.name].wrap(out) if o.kind is OutputKind.GRADIENT else out]
                 for o, out in zip(program.outputs, outs, strict=True)
@@ -175,7 +192,8 @@ class DistributedEngine:
     def _seed(self) -> Tensor:
         """Rank 0's draw. All ranks draw, so that generators that start alike stay alike."""
         seed = seed_tensor().to(self.device)
-        dist.broadcast(seed, 0)
+        with ending_together("the broadcast of the step's seed"):
+            dist.broadcast(seed, 0)
         return seed
 
     def _piece(self, given: Input, inputs: Mapping[str, Tensor], seed: Tensor | None) -> Tensor:

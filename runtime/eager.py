@@ -28,6 +28,7 @@ from shardfx.ir.graph import OutputKind
 
 from . import layout
 from .codegen import Program
+from .steps import raised_at
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Tensor = torch.Tensor
@@ -122,13 +123,18 @@ class Eager:
         self._share = _Sharing(self._nodes)
         self._plan_buckets()
         self.source = self._write()
-        name = f"<shardfx program {next(_number)}>"
+        name = self._file = f"<shardfx program {next(_number)}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
         exec(compile(self.source, name, "exec"), self._scope)
         self._run: Callable[..., Sequence[Tensor]] = self._scope["program"]
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         return self._run(*inputs)
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """The node that raised; None if it was none of the program's."""
+        line = raised_at(error, self._file)
+        return None if line is None else self._owners[line - 1]
 
     # ---- what is done another way ---------------------------------------------------------------------------
 
@@ -172,12 +178,16 @@ class Eager:
     def _write(self) -> str:
         dying = self._dying()
         inputs = [node.name for node in self._nodes if node.op == "placeholder"]
-        lines, taken = [], set()
+        lines: list[str] = []
+        taken: set[int] = set()
+        self._owners: list[fx.Node | None] = [None]  # of each line of the source
         for node in self._nodes:
+            self._owners += [self._nodes[self._at[node] - 1]] * (1 + len(lines) - len(self._owners))
             if node.op == "placeholder":
                 continue
             if node.op == "output":
                 lines.append(f"return ({', '.join(self._results(node))},)")
+                self._owners.append(node)
                 continue
             for number, _ in self._writes.get(node, ()):
                 if number not in taken:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +17,10 @@ from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.rules import RuleBook
 
 from .codegen import Program, generate
+from .steps import Steps, as_generator
 from .storage import Shards
-from .virtual import as_generator, run
+from .virtual import run
+from .watch import NanHunt
 
 Kinds = frozenset[OutputKind]
 Results = dict[tuple[OutputKind, str], list[torch.Tensor]]
@@ -51,7 +52,7 @@ class VirtualEngine:
     parameters: dict[str, list[nn.Parameter]] = field(default_factory=dict)
     buffers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _programs: dict[Kinds, list[Program]] = field(default_factory=dict)
-    _compiled: dict[Kinds, list[Any]] = field(default_factory=dict)
+    _compiled: dict[Kinds, list[Steps]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for given in self.graph.inputs:
@@ -86,8 +87,8 @@ class VirtualEngine:
             self._programs[kinds] = [generate(self.graph, r, self.rules, kinds) for r in range(mesh.size)]
         return self._programs[kinds]
 
-    def run(self, kinds: Kinds, inputs: Mapping[str, torch.Tensor]) -> Results:
-        """Run all ranks on whole inputs; gives the distinct pieces of every output."""
+    def run(self, kinds: Kinds, inputs: Mapping[str, torch.Tensor], hunt: NanHunt | None = None) -> Results:
+        """Run all ranks on whole inputs; gives the distinct pieces of every output. A ``hunt`` looks at every node."""
         programs = self.programs(kinds)
         if kinds not in self._compiled:
             self._compiled[kinds] = [as_generator(p.module) for p in programs]
@@ -98,11 +99,20 @@ class VirtualEngine:
                 [local[g.name][self.shards[g.name].by_rank[rank]] for g in program.inputs]
                 for rank, program in enumerate(programs)
             ]
-            outs = run(self._compiled[kinds], given, self.graph.mesh)
+            steps = self._compiled[kinds] if hunt is None else self._watched(hunt, programs, given)
+            outs = run(steps, given, self.graph.mesh)
         return {
             (output.kind, output.name): self._distinct(output, [o[i] for o in outs])
             for i, output in enumerate(programs[0].outputs)
         }
+
+    def _watched(
+        self, hunt: NanHunt, programs: Sequence[Program], given: Sequence[Sequence[torch.Tensor]]
+    ) -> list[Steps]:
+        watchers = [hunt.watch(rank) for rank in self.ranks]
+        for watcher, program, tensors in zip(watchers, programs, given, strict=True):
+            watcher.inputs(program.inputs, tensors)
+        return [as_generator(p.module, watcher) for p, watcher in zip(programs, watchers, strict=True)]
 
     def layout(self, output: Output) -> Shards:
         assert output.value.spec is not None

@@ -10,12 +10,18 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfx.ir.comm import CommOp
@@ -75,6 +81,20 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
             made = _new_group(ranks)
             if dist.get_rank() in ranks:
                 _register_process_group(name, made)  # type: ignore[arg-type]
+                _made[name] = made
+
+
+_made: dict[str, dist.ProcessGroup] = {}
+
+
+def leave_groups() -> None:
+    """Leave all groups that were made here: whoever waits in one is ended at once, before any time-out."""
+    for name, made in list(_made.items()):
+        del _made[name]
+        if find_group(name) is made:
+            _unregister_process_group(name)  # type: ignore[arg-type]
+        with suppress(RuntimeError, ValueError, AssertionError):  # the job is over, and the group with it
+            dist.destroy_process_group(made)
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -96,10 +116,25 @@ def find_group(name: str) -> dist.ProcessGroup | None:
         return None
 
 
+def _timeout() -> timedelta:
+    """How long the job's own group waits: other groups wait 30 minutes unless they are told."""
+    world: Any = dist.group.WORLD
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout  # type: ignore[no-any-return]
+    return default_pg_timeout
+
+
+def group_timeout() -> float:
+    """How many seconds a rank waits for another."""
+    return _timeout().total_seconds()
+
+
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A group whose members count as listed: torch sorts them unless told otherwise."""
     if list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks))  # type: ignore[no-any-return]
+        return dist.new_group(list(ranks), timeout=_timeout())  # type: ignore[no-any-return]
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise Error(
             "this torch cannot make a process group whose ranks are not in ascending order",
@@ -108,4 +143,4 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
             got=f"ranks {list(ranks)}",
             remedy="write the axes of a dim in the order of the Mesh, or take a later torch",
         )
-    return dist.new_group(list(ranks), sort_ranks=False)  # type: ignore[no-any-return]
+    return dist.new_group(list(ranks), timeout=_timeout(), sort_ranks=False)  # type: ignore[no-any-return]

@@ -2,119 +2,25 @@
 
 Each rank's program becomes a Python generator that yields at every collective; the scheduler runs the ranks up to
 their next one, checks that the members of a group ask for the same thing, does it, and goes on. A group whose
-members disagree, or that never comes together, is reported by rank, node and source line instead of hanging.
+members disagree, or that never comes together, is reported by rank, node and source line instead of hanging; and so
+is a rank whose program raises, with what the others wait in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 
 from .counting import record
+from .failure import failed
+from .steps import Request, Steps, op_name
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a rank asks of its group: the collective and its arguments behind the tensor."""
-
-    op: Any
-    args: tuple[Any, ...]
-    group: str
-    node: str
-    where: str
-
-    def same(self, other: Request) -> bool:
-        return self.op is other.op and (self.op is c10d.all_to_all_single.default or self.args == other.args)
-
-    def __str__(self) -> str:
-        return f"{op_name(self.op)}{self.args} on {self.group} at node {self.node!r} ({self.where})"
-
-
-def op_name(op: Any) -> str:
-    return str(op).removeprefix("_c10d_functional.").removesuffix(".default")
-
-
-Call = Generator[tuple[Request, Tensor], Tensor, Sequence[Tensor]]
-COLLECTIVES = {
-    c10d.all_reduce.default,
-    c10d.all_gather_into_tensor.default,
-    c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default,
-}
-
-
-def as_generator(module: fx.GraphModule) -> Callable[..., Call]:
-    """The module's graph as a generator function that yields at collectives."""
-    scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
-    lines, inputs, last = [], [], {}
-    for node in module.graph.nodes:
-        for used in node.all_input_nodes:
-            last[used] = node
-    dying: dict[fx.Node, list[str]] = {}
-    for used, user in last.items():
-        dying.setdefault(user, []).append(used.name)
-
-    def text(arg: Any) -> str:
-        if isinstance(arg, fx.Node):
-            return arg.name
-        if isinstance(arg, (list, tuple)):
-            body = ", ".join(text(a) for a in arg)
-            return f"[{body}]" if isinstance(arg, list) else f"({body},)"
-        if isinstance(arg, (int, float, bool, str, type(None))):
-            return repr(arg)
-        name = f"_c{len(scope)}"
-        scope[name] = arg
-        return name
-
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            inputs.append(node.name)
-        elif node.op == "output":
-            lines.append(f"    return {text(node.args[0])}")
-        elif node.op == "call_function" and node.target is c10d.wait_tensor.default:
-            lines.append(f"    {node.name} = {text(node.args[0])}")
-        elif node.op == "call_function" and node.target in COLLECTIVES:
-            made = node.meta.get("shardfx")
-            request = Request(
-                node.target,
-                tuple(map(_frozen, node.args[1:-1])),
-                str(node.args[-1]),
-                node.name,
-                str(made and made.where),
-            )
-            scope[f"_r_{node.name}"] = request
-            lines.append(f"    {node.name} = yield _r_{node.name}, {text(node.args[0])}")
-        elif node.op == "call_function":
-            scope[f"_f_{node.name}"] = getattr(node.target, "_op", node.target)
-            parts = [text(a) for a in node.args] + [f"{k}={text(a)}" for k, a in node.kwargs.items()]
-            lines.append(f"    {node.name} = _f_{node.name}({', '.join(parts)})")
-        elif node.op == "get_attr":
-            scope[f"_a_{node.name}"] = getattr(module, str(node.target))
-            lines.append(f"    {node.name} = _a_{node.name}")
-        else:
-            raise Error(
-                f"a rank's program has a {node.op} node, which virtual ranks do not run", got=node.format_node()
-            )
-        gone = [n for n in dying.get(node, ()) if n not in inputs]
-        if gone and node.op != "output":
-            lines.append(f"    {' = '.join(gone)} = None")
-    source = "\n".join([f"def program({', '.join(inputs)}):", *lines, "    yield"])
-    exec(compile(source, "<shardfx program>", "exec"), scope)
-    return scope["program"]  # type: ignore[no-any-return]
-
-
-def _frozen(arg: Any) -> Any:
-    return tuple(arg) if isinstance(arg, (list, tuple)) else arg
 
 
 class Groups:
@@ -148,24 +54,26 @@ class Groups:
         return self._known[name]
 
 
-def run(
-    programs: Sequence[Callable[..., Call]], inputs: Sequence[Sequence[Tensor]], mesh: Mesh
-) -> list[Sequence[Tensor]]:
+def run(programs: Sequence[Steps], inputs: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[Sequence[Tensor]]:
     """Run one program per rank to its end; gives what each returns.
 
     Raises:
-        Error: members of a group ask for different collectives, or wait for one that never comes.
+        Error: a rank's program raises (the first node of the plan that does so, if several do); members of a group
+            ask for different collectives, or wait for one that never comes.
     """
     groups = Groups(mesh)
     calls = [program(*given) for program, given in zip(programs, inputs, strict=True)]
     results: list[Sequence[Tensor]] = [()] * len(calls)
     waiting: dict[int, tuple[Request, Tensor]] = {}
+    failures: dict[int, Exception] = {}
 
     def advance(rank: int, reply: Tensor | None) -> None:
         try:
             waiting[rank] = calls[rank].send(reply)  # type: ignore[arg-type]
         except StopIteration as stop:
             results[rank] = stop.value
+        except Exception as error:  # whatever a kernel raises; the others go on to where they need this rank
+            failures[rank] = error
 
     for rank in range(len(calls)):
         advance(rank, None)
@@ -188,8 +96,23 @@ def run(
                 advance(member, reply)
             progressed = True
         if waiting and not progressed:
-            raise _deadlock(waiting, groups)
+            if not failures:
+                raise _deadlock(waiting, groups)
+            break
+    if failures:
+        raise _first(failures, programs, waiting)
     return results
+
+
+def _first(
+    failures: Mapping[int, Exception], programs: Sequence[Steps], waiting: Mapping[int, tuple[Request, Tensor]]
+) -> Error:
+    """The failure at the first node of the plan; of several ranks there, the first."""
+    at = {rank: programs[rank].node_of(error) for rank, error in failures.items()}
+    rank = min(failures, key=lambda rank: (programs[rank].position(at[rank]), rank))
+    others = [f"rank {other} waits in {waiting[other][0]}" for other in sorted(waiting)]
+    others += [f"rank {other} failed too" for other in sorted(failures) if other != rank]
+    return failed(rank, at[rank], failures[rank], others)
 
 
 def _check(members: Sequence[int], requests: Sequence[Request], tensors: Sequence[Tensor]) -> None:

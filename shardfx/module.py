@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.runtime.codegen import Program, generate
 from shardfx.runtime.engine import Kinds, Results
+from shardfx.runtime.watch import NanHunt
 
 from .compile import Compiled, after_each_pass
 from .explain import Explanation, explain
@@ -94,6 +96,7 @@ class ParallelModule(nn.Module):
         self._other: OtherMode | None = None
         self._twin: list[ParallelModule] = []  # in a list: not a submodule, its parameters are ours
         self._complete = False
+        self._hunt: NanHunt | None = None
         names = [g.name for g in compiled.after.inputs]
         self._extra = {
             name: tensor.detach().clone()
@@ -127,7 +130,9 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training != self.captured_training:
-            return self._in_other_mode()(*args, **kwargs)
+            other = self._in_other_mode()
+            other._hunt = self._hunt
+            return other(*args, **kwargs)
         inputs, has_targets = self._inputs(args, kwargs)
         graph = self.after
         has_loss = (OutputKind.LOSS, "loss") in self._outputs
@@ -179,7 +184,7 @@ class ParallelModule(nn.Module):
                 got=f"none for {lacking[0]} and {len(lacking) - 1} more",
                 remedy="pm.load_full_state_dict(state_dict), or parallelize a model with weights",
             )
-        results: Results = self._engine.run(kinds, inputs)
+        results: Results = self._engine.run(kinds, inputs, self._hunt)
         self._engine.store_buffers(results)
         return results
 
@@ -246,8 +251,11 @@ class ParallelModule(nn.Module):
         return self._program(rank, training).module
 
     def _program(self, rank: int, training: bool | None) -> Program:
+        return generate(self.after, rank, self._compiled.context.rules, self._kinds(training))
+
+    def _kinds(self, training: bool | None) -> Kinds:
         train = training if training is not None else (OutputKind.LOSS, "loss") in self._outputs
-        return generate(self.after, rank, self._compiled.context.rules, TRAIN if train else INFER)
+        return TRAIN if train else INFER
 
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``.
@@ -349,7 +357,33 @@ class ParallelModule(nn.Module):
             assert pm.verify()
             print(pm.verify(modules={1: changed}).why)
         """
-        return verify(self._compiled, lambda rank: self._program(rank, None), modules, run, self.known_inputs())
+        return verify(self._compiled, self._kinds(None), modules, run, self.known_inputs())
+
+    @contextmanager
+    def debug_nan(self, *, inf: bool = True) -> Iterator[None]:
+        """Stop at the first node that makes a NaN or an inf from finite numbers, in forward or backward, on any rank::
+
+            with pm.debug_nan():
+                loss = pm(x, y)
+
+        The error names the rank, the node, module path and source line, and what went into it (shapes, smallest and
+        largest number). "First" is by the order of the program, over all ranks. Parameters, buffers and inputs that
+        hold NaN already are named as such; infinities that the model writes down itself, as in a mask, are let
+        through. Every result is looked at, so a step takes some times longer; outside of the context it costs nothing.
+
+        Under ``torchrun`` all ranks open it; the rank that finds something raises that, and the others end with it.
+
+        Args:
+            inf: whether an infinity counts, too.
+
+        Raises:
+            Error: when something is found.
+        """
+        before, self._hunt = self._hunt, NanHunt(inf)
+        try:
+            yield
+        finally:
+            self._hunt = before
 
     def known_inputs(self) -> dict[str, torch.Tensor]:
         """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""

@@ -13,7 +13,8 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.graph import Graph
 from shardfx.passes import Context
-from shardfx.runtime.virtual import as_generator, run
+from shardfx.runtime.steps import as_generator
+from shardfx.runtime.virtual import run
 
 X = torch.randn(8, 6, dtype=torch.float64)
 Y = torch.randint(0, 4, (8,))
@@ -215,3 +216,15 @@ def run_modules(pm: sx.ParallelModule, modules: list[torch.fx.GraphModule]) -> N
         given = {g.name.replace(".", "_"): g for g in pm.after.inputs}
         inputs.append([cut_local(state[given[n].name], given[n].value.spec, pm.mesh, rank) for n in names])
     run([as_generator(m) for m in modules], inputs, pm.mesh)
+
+
+def test_a_rank_that_raises_is_named_with_those_that_wait_for_it() -> None:
+    pm = make(sx.Mesh(tp=2), specs={"fc1.weight": "tp, -"}, loss=None, targets=())
+    modules = [pm.rank_module(r) for r in range(2)]
+    product = next(n for n in modules[1].graph.nodes if "mm" in n.name and "fc2" in str(n.meta["shardfx"].where))
+    product.args = (product.args[0], product.args[0])
+    with pytest.raises(sx.Error, match="a rank's program failed") as caught:
+        run_modules(pm, modules)
+    text = str(caught.value)
+    assert f"rank 1; node {product.name!r}" in text and "fc2  test_errors.py:" in text, text
+    assert "RuntimeError: mat1 and mat2" in text and "rank 0 waits in all_reduce" in text, text

@@ -1,0 +1,50 @@
+"""What is said when a rank's program does not come to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node
+
+SHOWN = 4
+"""So many of the other ranks are listed."""
+
+
+def failed(rank: int, node: fx.Node | None, error: Exception, others: Sequence[str] = ()) -> Error:
+    """The error for a rank whose program raised; one that is an :class:`Error` already stays what it is."""
+    if isinstance(error, Error):
+        return error
+    more = [f"and {len(others) - SHOWN} ranks more"] if len(others) > SHOWN else []
+    lines = [f"{type(error).__name__}: {str(error).strip()[:800]}", *others[:SHOWN], *more]
+    made = Error(
+        "a rank's program failed",
+        where=place(rank, node),
+        expected="every rank's program to come to its end",
+        got=f"\n  {'':<10}".join(lines),
+        remedy="all ranks are ended; mend the line that is named, or what goes into it",
+    )
+    made.__cause__ = error
+    return made
+
+
+def place(rank: int, node: fx.Node | None) -> str:
+    """``rank 1; node 'mm_3'; layers.0.w1  model.py:42  `x @ self.w`; backward``."""
+    if node is None:
+        return f"rank {rank}"
+    parts = [f"rank {rank}", f"node {node.name!r} ({target_name(node)})"]
+    made = node.meta.get("shardfx")
+    if isinstance(made, Node):
+        code = f"  `{made.where.code.strip()}`" if made.where.code else ""
+        parts += [f"{made.where}{code}".strip() or "no line of the model", made.phase.value]
+    return "; ".join(parts)
+
+
+def target_name(node: fx.Node) -> str:
+    """``aten.mm.default``, ``all_reduce``, ``layout.pack``."""
+    target: Any = node.target
+    name = str(target) if not callable(target) or hasattr(target, "_schema") else target.__qualname__
+    return name.removeprefix("_c10d_functional.").removesuffix(".default")

@@ -1,0 +1,135 @@
+"""Ranks that fail on purpose: ``python -m tests.torchrun.lost exits raises ...`` prints how each rank ended, as JSON.
+
+Four ranks on a mesh of 2 x 2 take a step in which rank 1 does something else; a rank's end is
+``[seconds, what it raised]``, or None where the process is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.module import TRAIN
+
+TIMEOUT = 3
+"""Of the process group, in seconds."""
+
+End = list[Any] | None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2((self.fc1(x) ** 2).sqrt())
+
+
+def exits(program: dict[str, Any]) -> None:
+    program["_addmm"] = lambda *_: os._exit(3)
+
+
+def raises(program: dict[str, Any]) -> None:
+    def boom(*_: Any) -> Tensor:
+        raise RuntimeError("no memory left")
+
+    program["_addmm"] = boom
+
+
+def sticks(program: dict[str, Any]) -> None:
+    addmm = program["_addmm"]
+
+    def slow(*args: Any) -> Any:
+        time.sleep(2.5 * TIMEOUT)
+        return addmm(*args)
+
+    program["_addmm"] = slow
+
+
+def makes_nan(_: dict[str, Any]) -> None:
+    """Rank 1 holds the second half of ``fc1``: unit 6 is zero there, and the root has no derivative at zero."""
+
+
+MODES: dict[str, Callable[[dict[str, Any]], None]] = {f.__name__: f for f in (exits, raises, sticks, makes_nan)}
+
+
+def step(pm: sx.ParallelModule, mode: str) -> None:
+    x, y = torch.linspace(-1, 1, 48).view(8, 6), torch.arange(8) % 4
+    if mode == "makes_nan":
+        with pm.debug_nan():
+            pm(x, y)
+    else:
+        if dist.get_rank() == 1:
+            MODES[mode](pm._engine.program(TRAIN)._scope)
+        pm(x, y)
+
+
+def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    torch.manual_seed(0)
+    model = Net()
+    if mode == "makes_nan":
+        with torch.no_grad():
+            model.fc1.weight[6], model.fc1.bias[6] = 0, 0
+    hints = sx.Hints(
+        (torch.zeros(8, 6),),
+        loss=F.cross_entropy,
+        targets=(torch.zeros(8, dtype=torch.int64),),
+        specs={"args.0": "dp, -", "targets.0": "dp", "fc1.weight": "tp, -"},
+    )
+    pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints)
+    dist.barrier()
+    started = time.monotonic()
+    try:
+        step(pm, mode)
+        end.send([time.monotonic() - started, ""])
+    except sx.Error as error:
+        end.send([time.monotonic() - started, str(error)])
+    if rank == 0:
+        time.sleep(TIMEOUT)  # the store is here: the others ask it
+    os._exit(0)
+
+
+def ends(mode: str) -> list[End]:
+    """How the ranks end, in order; a process that is still there after a while is stopped."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(4)]
+    ranks = [context.Process(target=rank_main, args=(r, port, mode, pipe[1])) for r, pipe in enumerate(pipes)]
+    for each in ranks:
+        each.start()
+    for _, write in pipes:
+        write.close()
+    found: list[End] = []
+    for read, _ in pipes:
+        try:
+            found.append(read.recv() if read.poll(60) else [60.0, "still there"])
+        except EOFError:
+            found.append(None)
+    for each in ranks:
+        each.join(20)
+        each.kill()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print("ENDS", json.dumps({mode: ends(mode) for mode in sys.argv[1:]}))

@@ -1,0 +1,68 @@
+"""A rank that dies, raises, sticks or makes a NaN ends the others in time, with a message that names it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.torchrun.launch import ROOT, run
+from tests.torchrun.lost import MODES, TIMEOUT, End
+
+SOON = TIMEOUT + 8.0
+"""The time-out, two seconds to hear from one another, and a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[str, list[End]]:
+    printed = run(["-m", "tests.torchrun.lost", *MODES], 200, ROOT)
+    return json.loads(next(line for line in printed.splitlines() if line.startswith("ENDS"))[5:])
+
+
+def others(found: list[End]) -> list[str]:
+    """What the ranks beside rank 1 raised; all of them in time."""
+    texts = []
+    for rank, end in enumerate(found):
+        assert rank == 1 or (end is not None and end[0] < SOON), found
+        if rank != 1 and end is not None:
+            texts.append(end[1])
+    assert len(texts) == 3
+    return texts
+
+
+def test_a_rank_that_is_gone(ends: dict[str, list[End]]) -> None:
+    assert ends["exits"][1] is None
+    for text in others(ends["exits"]):
+        assert text.startswith("a rank is missing in all_"), text
+        assert "lost.py:4" in text or "node" in text, text
+        assert "no word within 2 s from rank 1" in text, text
+        assert all(word in text for word in ("where:", "expected:", "got:", "remedy:"))
+
+
+def test_a_rank_whose_program_raises(ends: dict[str, list[End]]) -> None:
+    own = ends["raises"][1]
+    assert own is not None
+    assert "a rank's program failed" in own[1] and "rank 1; node 'addmm'" in own[1], own
+    assert "fc1  lost.py:" in own[1] and "RuntimeError: no memory left" in own[1], own
+    for text in others(ends["raises"]):
+        assert "a rank failed while others waited for it in all_" in text, text
+        assert "rank 1: a rank's program failed" in text and "no memory left" in text, text
+
+
+def test_a_rank_that_sticks(ends: dict[str, list[End]]) -> None:
+    """The group's time-out ends those that wait; the stuck one hears of it when it comes."""
+    texts = others(ends["sticks"])
+    assert any("Timed out" in text for text in texts), texts
+    assert all("is missing in" in text and "from rank 1" in text for text in texts), texts
+    assert min(end[0] for end in ends["sticks"] if end) >= TIMEOUT - 0.5
+    own = ends["sticks"][1]
+    assert own is not None and "is missing in" in own[1] and "waits too: rank" in own[1], own
+
+
+def test_a_nan_is_named_on_all_ranks(ends: dict[str, list[End]]) -> None:
+    own = ends["makes_nan"][1]
+    assert own is not None and own[1].startswith("a"), own
+    found = [text for text in (end[1] for end in ends["makes_nan"] if end) if "was made from finite numbers" in text]
+    assert len(found) == 4, ends["makes_nan"]
+    assert all("lost.py:" in text and "backward" in text for text in found)
+    assert found[0].startswith("a rank failed while others waited") and "rank 1: an inf" in found[0], found[0]
