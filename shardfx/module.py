@@ -16,6 +16,7 @@ from shardfx.ir.capture import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import TensorType
 from shardfx.runtime.codegen import Program, generate
 from shardfx.runtime.engine import Kinds, Results
 from shardfx.runtime.watch import NanHunt
@@ -25,7 +26,7 @@ from .explain import Explanation, explain
 from .modes import OtherMode
 from .plan import Plan, make_plan
 from .report import BYTES_PER_SECOND, FLOPS_PER_SECOND, Report, make_report
-from .state import check_names, check_shapes
+from .state import check_names, check_types
 from .verdict import Verdict, verify
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
@@ -300,10 +301,10 @@ class ParallelModule(nn.Module):
         model gets its weights here. Under ``torchrun`` all ranks call it, and rank 0's tensors are loaded.
 
         Raises:
-            Error: missing or unexpected names (unless ``strict`` is False), or a wrong shape.
+            Error: missing or unexpected names (unless ``strict`` is False), a wrong shape or dtype.
         """
         aliases = self._compiled.captured.aliases
-        stored = {g.name: g.value.shape for g in self.after.inputs if g.kind in STORED}
+        stored = {g.name: g.value.type for g in self.after.inputs if g.kind in STORED}
         names: dict[str, list[str]] = {name: [name] for name in stored}
         for name, known in aliases.items():
             if known in stored and name != known:
@@ -313,8 +314,8 @@ class ParallelModule(nn.Module):
             needed = {name: given for name, given in names.items() if name in wanted}
             needed |= {name: [name] for name in self._extra if name in self._state_names}
             check_names(state_dict, self._state_names, needed, [*aliases, *self._extra])
-        extra = {name: tuple(tensor.shape) for name, tensor in self._extra.items()}
-        check_shapes(state_dict, extra | {n: stored[k] for n, k in aliases.items() if k in stored} | stored)
+        extra = {name: TensorType(tuple(tensor.shape), tensor.dtype) for name, tensor in self._extra.items()}
+        check_types(state_dict, extra | {n: stored[k] for n, k in aliases.items() if k in stored} | stored)
         whole = {
             k: next(state_dict[n] for n in given if n in state_dict)
             for k, given in names.items()

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from .compile import Compiled
 
 FORMAT = "shardfx plan"
+LARGEST = 1 << 28
+"""Bytes of a file that is read: 405 billion parameters in 126 layers take a hundredth of it."""
+
 VERSION = 1
 """Of the file's form: raised when an older reader could not make sense of it."""
 
@@ -142,10 +145,15 @@ class Plan:
         """
         where = str(path)
         try:
+            size = Path(path).stat().st_size
+            if size > LARGEST:
+                raise Error(
+                    "the plan is too large", where=where, expected=f"at most {LARGEST:,} bytes", got=f"{size:,}"
+                )
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise Error("the plan cannot be read", where=where, got=error.strerror or str(error)) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             remedy = "save it again: pm.plan.save(path)"
             raise Error(
                 "the plan is cut short, or no JSON", where=where, expected="a whole file", got=error, remedy=remedy
@@ -170,15 +178,13 @@ class Plan:
 
 def _read(content: dict[str, Any], where: str) -> Plan:
     try:
-        axes = {a["name"]: Time(a["size"]) if a["time"] else a["size"] for a in content["mesh"]}
+        axes = {_text_of("name", a["name"]): _size(a) for a in _list(content["mesh"])}
         links = {a["name"]: Link(a["bandwidth"], a["latency"]) for a in content["mesh"]}
         plan = Plan(
             Mesh(links=links, **axes),
-            _texts(content["inputs"]),
-            _texts(content["hinted"]),
-            _texts(content["strategies"]),
-            tuple(content["passes"]),
-            *(str(content[key]) for key in ("fingerprint", "shardfx", "torch")),
+            *(_texts(key, content[key]) for key in ("inputs", "hinted", "strategies")),
+            tuple(_text_of("passes", each) for each in _list(content["passes"])),
+            *(_text_of(key, content[key]) for key in ("fingerprint", "shardfx", "torch")),
         )
         for text in (*plan.inputs.values(), *plan.hinted.values()):
             parse_spec(text, plan.mesh)
@@ -192,8 +198,27 @@ def _read(content: dict[str, Any], where: str) -> Plan:
     return plan
 
 
-def _texts(content: dict[str, Any]) -> dict[str, str]:
-    return {str(key): str(text) for key, text in content.items()}
+def _texts(name: str, content: dict[str, Any]) -> dict[str, str]:
+    return {key: _text_of(f"{name}: {key}", text) for key, text in content.items()}
+
+
+def _text_of(name: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"{name!r} is no text: {str(given)[:60]}")
+    return given
+
+
+def _list(given: Any) -> list[Any]:
+    if not isinstance(given, list):
+        raise TypeError(f"no list: {str(given)[:60]}")
+    return given
+
+
+def _size(axis: dict[str, Any]) -> int | Time:
+    size, time = axis["size"], axis["time"]
+    if type(size) is not int or type(time) is not bool:
+        raise TypeError(f"the size of a mesh axis is no whole number, or its time neither true nor false: {axis}")
+    return Time(size) if time else size
 
 
 def make_plan(compiled: Compiled) -> Plan:

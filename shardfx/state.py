@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from shardfx.ir.errors import Error
+from shardfx.ir.spec import TensorType
 
 WHERE = "load_full_state_dict(...)"
 
@@ -35,16 +36,31 @@ def check_names(
         )
 
 
-def check_shapes(given: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Every tensor has the whole shape that the model has."""
+def check_types(given: Mapping[str, object], types: Mapping[str, TensorType]) -> None:
+    """Every tensor has the whole shape that the model has, and its dtype."""
     for name, tensor in given.items():
-        if name in shapes and tuple(tensor.shape) != tuple(shapes[name]):
+        if name not in types:
+            continue
+        shape, dtype = tuple(types[name].shape), types[name].dtype
+        if not isinstance(tensor, torch.Tensor):
+            raise Error(
+                f"{name!r} is not a tensor", where=WHERE, expected=f"{shape}, {dtype}", got=type(tensor).__name__
+            )
+        if tuple(tensor.shape) != shape:
             raise Error(
                 f"{name!r} has the wrong shape",
                 where=WHERE,
-                expected=tuple(shapes[name]),
+                expected=shape,
                 got=tuple(tensor.shape),
                 remedy="pass whole tensors, such as full_state_dict() gives",
+            )
+        if tensor.dtype != dtype:
+            raise Error(
+                f"{name!r} has the wrong dtype",
+                where=WHERE,
+                expected=dtype,
+                got=tensor.dtype,
+                remedy=f"convert it, if you mean to: state_dict[{name!r}].to({dtype})",
             )
 
 

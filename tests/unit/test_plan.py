@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +183,66 @@ def test_a_plan_with_something_wrong_inside(changes: dict[str, object], saved: P
     with pytest.raises(sx.Error) as caught:
         sx.Plan.load(broken(saved, tmp_path, **changes))
     assert str(tmp_path) in str(caught.value.where)
+
+
+WRONG: tuple[object, ...] = (None, 3, -1, 10**30, 1e400, True, "x", "*", [], [[]], {}, {"x": "[2]"})
+
+
+def places(content: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """The path of everything in a JSON value."""
+    for key, each in content.items() if isinstance(content, dict) else enumerate(content):  # type: ignore[call-overload]
+        yield (*path, key)
+        if isinstance(each, (dict, list)):
+            yield from places(each, (*path, key))
+
+
+def test_every_value_of_a_plan_with_every_wrong_type(saved: Path, tmp_path: Path) -> None:
+    """An error, or a plan that is one: never another exception, when it is read and when it is used."""
+    path, refused, loads = tmp_path / "wrong.json", 0, 0
+    whole = json.loads(saved.read_text())
+    cases = [(place, wrong) for place in places(whole) for wrong in WRONG]
+    for place, wrong in cases:
+        content: Any = json.loads(saved.read_text())
+        holder = content
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = wrong
+        path.write_text(json.dumps(content))
+        try:
+            loaded = sx.Plan.load(path)
+        except sx.Error as error:
+            assert str(path) in str(error.where)
+            refused += 1
+            continue
+        assert all(type(text) is str for text in (*loaded.inputs.values(), *loaded.strategies, *loaded.passes))
+        assert type(hash(loaded.mesh)) is int and len(loaded.specs) >= 1
+        loads += 1
+    assert refused + loads == len(cases)
+    assert refused > 0.8 * len(cases)
+
+
+def test_files_that_are_too_large_or_too_deep(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(sx.Error, match="no JSON"):
+        sx.Plan.load(path)
+    path.write_text(f'{{"format": "shardfx plan", "version": {"9" * 10_000}}}')
+    with pytest.raises(sx.Error, match="no JSON"):
+        sx.Plan.load(path)
+    with path.open("wb") as file:
+        file.truncate(1 << 29)  # takes no room on the disk
+    with pytest.raises(sx.Error, match="too large"):
+        sx.Plan.load(path)
+
+
+def test_no_code_in_files() -> None:
+    """Plans are JSON, and weights are read with ``weights_only``."""
+    root = Path(__file__).parents[2]
+    for folder in ("ir", "passes", "runtime", "visualize", "shardfx"):
+        for file in (root / folder).rglob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            assert not re.search(r"\bpickle\b|\bmarshal\b|\bshelve\b", text), file
+            assert all("weights_only=True" in line for line in text.splitlines() if "torch.load(" in line), file
 
 
 def test_placements_as_text() -> None:
