@@ -120,7 +120,8 @@ class RuleEntry:
     ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``local``
     writes anything else; ``free`` says that the op costs next to nothing, so that it may be done once per placement
     that is needed of its result; ``contiguous`` which memory layout its kernel takes; ``expand`` says that where a
-    whole factor is in the way the op may be taken apart into its decomposition (True: torch's own).
+    whole factor is in the way the op may be taken apart into its decomposition (True: torch's own); ``discovered``
+    that nobody wrote it: it is found by running the op.
     """
 
     ops: tuple[Any, ...]
@@ -131,6 +132,7 @@ class RuleEntry:
     expand: bool | Callable[..., Any] = False
     free: bool = False
     contiguous: Contiguous = Contiguous.ANY
+    discovered: bool = False
 
 
 def rule(
@@ -327,11 +329,18 @@ def tensor_slots(node: Node) -> list[Value | None]:
     return slots
 
 
+Fallback = Callable[[Any], "RuleEntry | None"]
+
+
 class RuleBook:
-    """The rules by op: for an overload, for all overloads of a name, or (pointwise ops) by torch's tag."""
+    """The rules by op: for an overload, for all overloads of a name, or (pointwise ops) by torch's tag.
+
+    What has none of these is asked of the fallback, if the book has one.
+    """
 
     def __init__(self, entries: Iterable[RuleEntry], pointwise: RuleEntry) -> None:
         self._pointwise = pointwise
+        self._fallback: Fallback | None = None
         self._by_op: dict[Any, RuleEntry] = {}
         for entry in entries:
             for op in entry.ops:
@@ -341,9 +350,16 @@ class RuleBook:
         """A new book in which ``entries`` stand beside these, and win."""
         book = RuleBook((), self._pointwise)
         book._by_op = dict(self._by_op)
+        book._fallback = self._fallback
         for entry in entries:
             for op in entry.ops:
                 book._by_op[op] = entry
+        return book
+
+    def with_fallback(self, fallback: Fallback) -> RuleBook:
+        """A new book that asks ``fallback`` for what it does not hold."""
+        book = self.extended(())
+        book._fallback = fallback
         return book
 
     def entry(self, op: Any) -> RuleEntry | None:
@@ -353,6 +369,8 @@ class RuleBook:
             found = self._by_op.get(op.overloadpacket)
             if found is None and torch.Tag.pointwise in op.tags:
                 found = self._pointwise
+        if found is None and self._fallback is not None:
+            found = self._fallback(op)
         return found
 
     def __iter__(self) -> Any:

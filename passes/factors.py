@@ -378,11 +378,15 @@ def without(cut: Cut, axis: str, mesh: Mesh) -> Cut:
 
 @dataclass
 class RuleCache:
-    """The rule of every node; nodes alike (of repeated blocks) share one. Nodes without are put in ``missing``."""
+    """The rule of every node; nodes alike (of repeated blocks) share one.
+
+    Nodes without are put in ``missing``, those whose rule was found by running the op in ``discovered``.
+    """
 
     book: RuleBook
     missing: list[Node] = field(default_factory=list)
-    _known: dict[object, tuple[ShardingRule, bool]] = field(default_factory=dict)
+    discovered: list[Node] = field(default_factory=list)
+    _known: dict[object, tuple[ShardingRule, list[Node] | None]] = field(default_factory=dict)
 
     def add(self, graph: Graph, rules: dict[Node, ShardingRule]) -> None:
         """Find the rules of the nodes that have none yet."""
@@ -394,10 +398,11 @@ class RuleCache:
             if found is None:
                 entry = self.book.entry(node.op)
                 made = entry.make(node) if entry is not None else None
-                found = self._known[key] = (made or replicated(node), made is None)
-            rules[node], lacks = found
-            if lacks:
-                self.missing.append(node)
+                told = self.missing if made is None else self.discovered if entry and entry.discovered else None
+                found = self._known[key] = (made or replicated(node), told)
+            rules[node], told = found
+            if told is not None:
+                told.append(node)
 
 
 def structure(node: Node) -> object:

@@ -10,12 +10,13 @@ apart (:mod:`.expand`), partial sums are reduced where that is cheapest (:mod:`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Value, op_name
+from shardfx.ir.oracle.findings import rule_text
 from shardfx.ir.rules import ShardingRule
 from shardfx.ir.spec import WHOLE, Cut, Spec, project
 
@@ -59,7 +60,7 @@ class Propagate(Pass):
             state.run(around)
         else:
             raise Error("ops are taken apart without end", got=", ".join(op_name(n.op) for n in blocked[:3]))
-        report_missing(cache.missing, context)
+        report_missing(cache, rules, graph, context)
         cuts = sweep(graph, state)
         partial: dict[Node, Partial] = {}
         if self.partial_sums:
@@ -86,25 +87,31 @@ def is_blocked(node: Node, rule: ShardingRule, state: Propagation) -> bool:
     return False
 
 
-def report_missing(missing: list[Node], context: Context) -> None:
-    """An op without a rule: an error if strict, else it is computed whole, and said once per op."""
-    seen: set[str] = set()
-    for node in missing:
+def report_missing(cache: RuleCache, rules: Mapping[Node, ShardingRule], graph: Graph, context: Context) -> None:
+    """Say once per op that its rule was discovered, or that it has none: an error if strict, else it is computed
+    whole."""
+    left = set(graph.nodes)  # the others were taken apart
+    for node in unique_ops(node for node in cache.discovered if node in left):
+        rule = rule_text(rules[node])
+        context.notes.append(f"the rule of {op_name(node.op)} ({node.where}) was found by running it: {rule}")
+    for node in unique_ops(node for node in cache.missing if node in left):
         name = op_name(node.op)
-        if name in seen:
-            continue
-        seen.add(name)
         if context.strict:
             raise Error(
                 f"no sharding rule for {name}",
                 where=f"{node.where}  {node.where.code}",
-                expected="a rule for every op (strict=True)",
+                expected="a rule for every op (strict=True), or one that is found by running it on small tensors",
                 got=name,
                 remedy="write one (docs/writing_rules.md), or pass strict=False to compute it whole on every rank",
             )
         text = f"no sharding rule for {name} ({node.where}): it is computed whole on every rank"
         context.notes.append(text)
         warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
+def unique_ops(nodes: Iterable[Node]) -> list[Node]:
+    """The first node of every op."""
+    return list({op_name(node.op): node for node in reversed(list(nodes))}.values())[::-1]
 
 
 def sweep(graph: Graph, state: Propagation) -> dict[Node, dict[str, Cut]]:

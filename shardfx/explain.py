@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from shardfx.ir.comm import CommOp
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, op_name
+from shardfx.ir.oracle.findings import rule_text
 from shardfx.ir.text import Printer
 from shardfx.passes import Context
 from shardfx.visualize.traffic import size_text, traffic
@@ -194,6 +195,8 @@ class _Explainer:
             return ""
         entry = self.context.rules.entry(node.op)
         rule = f", of the rule {entry.text}" if entry is not None and "->" in entry.text else ""
+        if entry is not None and entry.discovered and (made := entry.make(node)) is not None:
+            rule = f", of the rule {rule_text(made)}, which was found by running the op"
         cuts = ", ".join(f"{factor} over {' and '.join(axes)}" for factor, axes in node.strategy.cuts)
         return f"cuts {cuts}{rule}" if cuts else "cuts nothing: every rank that has the operands does the same"
 

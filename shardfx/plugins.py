@@ -19,8 +19,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from shardfx.ir.errors import Error
+from shardfx.ir.oracle.discover import Discovery
+from shardfx.ir.oracle.store import Store, default_folder
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules import RuleBook, RuleEntry
 from shardfx.passes import BUILT_IN, Pass
@@ -99,13 +102,18 @@ def as_passes(given: Iterable[Pass | str]) -> tuple[Pass, ...]:
 
 
 def all_rules() -> RuleBook:
-    """The built-in rules, and those of installed plugins beside them; a plugin's rule wins.
+    """The built-in rules, and those of installed plugins beside them; a plugin's rule wins. The rule of an op that has
+    none is discovered.
 
     Raises:
         Error: a plugin's rules cannot be had: to leave them out in silence would be another plan.
     """
-    found = _plugin_rules()
-    return default_rules().extended(found) if found else default_rules()
+    return default_rules().extended(_plugin_rules()).with_fallback(_discovery(default_folder()).entry)
+
+
+@cache
+def _discovery(folder: Path) -> Discovery:
+    return Discovery(Store(folder))
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +19,26 @@ from ..spec import TensorType
 Results = list[torch.Tensor | None]
 
 
+class TooSlow(BaseException):
+    """An instance's time is up: no fault of the arguments, so that who tries arguments does not take it for one."""
+
+
 @dataclass(frozen=True, eq=False)
 class Instance:
     """A node, and a tensor for each of its operands."""
 
     node: Node
     tensors: tuple[torch.Tensor, ...]
+    deadline: float = math.inf
+    """On the clock of ``time.monotonic``: later calls raise :class:`TooSlow`."""
+
+    def on(self, tensors: Sequence[torch.Tensor]) -> Instance:
+        """The same on other tensors."""
+        return Instance(self.node, tuple(tensors), self.deadline)
+
+    def until(self, deadline: float) -> Instance:
+        """The same with a deadline."""
+        return Instance(self.node, self.tensors, deadline)
 
     @cached_property
     def results(self) -> Results:
@@ -35,7 +51,13 @@ class Instance:
         change: Mapping[tuple[int, ...], Any] | None = None,
         op: Callable[..., Any] | None = None,
     ) -> Results:
-        """Run the op (or ``op`` instead) on other tensors; ``change`` replaces other arguments, by their place."""
+        """Run the op (or ``op`` instead) on other tensors; ``change`` replaces other arguments, by their place.
+
+        Raises:
+            TooSlow: the time is up.
+        """
+        if time.monotonic() > self.deadline:
+            raise TooSlow
         args, kwargs = bind(self.node, tensors)
         for place, value in (change or {}).items():
             args = replace_at(args, place, value)

@@ -57,17 +57,22 @@ class ValidCut:
 
 
 class Oracle:
-    """Finds the valid cuts and the linear operands of one op instance."""
+    """Finds the valid cuts and the linear operands of one op instance.
 
-    def __init__(self, of: Instance, seed: int = 0) -> None:
+    Args:
+        trusted: whether the op checks its arguments; if not said, torch's own do where they are known to. For one that
+            does not, only choices are tried under which shapes agree.
+    """
+
+    def __init__(self, of: Instance, seed: int = 0, trusted: bool | None = None) -> None:
         self.packet = getattr(of.node.op, "overloadpacket", None)
-        unchecked = self.packet in UNCHECKED or "backward" in str(of.node.op)
+        unchecked = self.packet in UNCHECKED or "backward" in str(of.node.op) if trusted is None else not trusted
         checked = len(of.tensors) < 2 or torch.Tag.pointwise in getattr(of.node.op, "tags", ())
         self.screen = None if checked else decomposition_table.get(of.node.op)
         self.least = 1
         self.careful = unchecked and self.screen is None
         if self.careful and any(map(_is_index, of.tensors)):
-            low = Instance(of.node, tuple(t.clamp(max=1) if _is_index(t) else t for t in of.tensors))
+            low = of.on([t.clamp(max=1) if _is_index(t) else t for t in of.tensors])
             if runs(low):
                 self.least, of = 2, low
         self.of = of
@@ -78,6 +83,7 @@ class Oracle:
         self._sizes: set[int] = {s for shape in self.shapes for s in shape} | {
             s for r in self.results if r is not None for s in r.shape
         }
+        self._sizes |= {n for at in places(of.node.args, _is_number) if (n := self._at(at)) > 1}
 
     def _variants(self) -> Iterator[Instance]:
         """The same op on other values, where it takes them: what is right by accident is not right every time.
@@ -102,7 +108,7 @@ class Oracle:
                     tensors.append(change(t))
                 else:
                     tensors.append(torch.rand(t.shape, generator=draw) < 0.5 if t.dtype is torch.bool else t)
-            made = Instance(self.of.node, tuple(tensors))
+            made = self.of.on(tensors)
             if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
                 yield made
 
@@ -263,7 +269,7 @@ class Oracle:
             kind, value = str(argument.type), self.of.node.args[i] if i < len(self.of.node.args) else None
             if "dim" in argument.name or not ("int" in kind or "SymInt" in kind):
                 continue
-            for place in places((value,), lambda v: isinstance(v, int) and not isinstance(v, bool)):
+            for place in places((value,), _is_number):
                 if self._at((i, *place[1:])) % size == 0 and self._at((i, *place[1:])) > 1:
                     (shapes if len(place) > 1 else numbers).append((i, *place[1:]))
         yield from ((place,) for place in (*shapes, *numbers))
@@ -350,6 +356,10 @@ def runs(of: Instance) -> bool:
 
 def _is_index(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.int32, torch.int64)
+
+
+def _is_number(arg: Any) -> bool:
+    return isinstance(arg, int) and not isinstance(arg, bool)
 
 
 def _plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:

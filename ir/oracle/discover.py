@@ -1,0 +1,220 @@
+"""The rule of an op that has none, found by running the op on small random tensors.
+
+    book = default_rules().with_fallback(Discovery(Store(default_folder())).entry)
+    book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
+
+All one-axis cuts and partial sums that give the whole result are searched (:mod:`.search`), on a small instance of the
+node (:mod:`.shrink`); those that go together are the rule (:mod:`.findings`), which is then checked as every other rule
+is (:mod:`.soundness`), on other values. Findings are kept on disk (:mod:`.store`), and checked again when they are
+read: an op may have been changed since.
+
+An op that cannot be told on small tensors has no rule: one that fails on them, draws random numbers, gives different
+results for the same arguments, changes its arguments, or takes too long.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..graph import Node
+from ..rules import Contiguous, Emit, RuleEntry, ShardingRule
+from .findings import Findings, as_rule, together
+from .instance import Instance, TooSlow, bind, describe, replace_at
+from .pieces import same
+from .search import Oracle
+from .shrink import shrunk
+from .soundness import refute, trials
+from .store import Store
+
+SECONDS = 10.0
+"""For the search, of one op on one class of shapes."""
+SECONDS_PER_CALL = 0.1
+REFUSED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+@dataclass
+class Discovery:
+    """Finds rules, each once: in memory by node, on disk by the class of its shapes."""
+
+    store: Store | None = None
+    _entries: dict[Any, RuleEntry | None] = field(default_factory=dict)
+    _found: dict[str, Findings] = field(default_factory=dict)
+
+    def entry(self, op: Any) -> RuleEntry | None:
+        """The entry of an op without a rule: its rule is discovered when it is asked for; None for what is no op of
+        torch, or none that can be told."""
+        if op not in self._entries:
+            self._entries[op] = self._entry(op) if _can_be_told(op) else None
+        return self._entries[op]
+
+    def _entry(self, op: Any) -> RuleEntry:
+        return RuleEntry(
+            (op,),
+            self.rule,
+            local=self.local if any("int" in str(a.type).lower() for a in op._schema.arguments) else None,
+            expand=op in decomposition_table,
+            contiguous=Contiguous.ALL,
+            discovered=True,
+        )
+
+    def rule(self, node: Node) -> ShardingRule | None:
+        """The rule of a node, or None if nothing may be cut, as far as can be told."""
+        found = self.findings(node)
+        return as_rule(found, node) if found else None
+
+    def findings(self, node: Node) -> Findings:
+        """What was found of a node: now, before in this process, or on disk."""
+        key = f"{describe(node)} -> {[v is not None for v in node.results]}"
+        if key not in self._found:
+            self._found[key] = self._discover(node)
+        return self._found[key]
+
+    def local(self, emit: Emit) -> Any:
+        """One rank's call: arguments that are sizes follow the cuts."""
+        args = emit.args
+        for cut in self.findings(emit.node).cuts:
+            ends = [(t, place[0]) for t, place in enumerate(cut.operands) if place is not None]
+            for at in cut.sized if ends else ():
+                t, d = ends[0]
+                args = replace_at(args, at, _at(args, at) * emit.operand_shape(t)[d] // emit.node.operands[t].shape[d])
+        return emit.call(emit.node.op, *args, **emit.kwargs)
+
+    def _discover(self, node: Node) -> Findings:
+        with ExitStack() as stack:
+            stack.enter_context(_disable_current_modes())
+            stack.enter_context(torch.device("cpu"))
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            of = shrunk(node)
+            if of is None or not _steady(of):
+                return Findings()
+            key = {
+                "op": str(node.op),
+                "schema": str(node.op._schema),
+                "shapes": repr(of),
+                "torch": torch.__version__,
+            }
+            known = self.store.get(key) if self.store is not None else None
+            if known is not None and _holds(known, of):
+                return known
+            try:
+                found = search(of)
+            except TooSlow:
+                return Findings()
+            if found and self.store is not None:
+                self.store.put(key, found)
+            return found
+
+
+def search(of: Instance) -> Findings:
+    """All that may be cut of a small instance, checked.
+
+    Raises:
+        TooSlow: it takes longer than SECONDS.
+    """
+    oracle = Oracle(of.until(time.monotonic() + SECONDS), trusted=_checks(of.node.op))
+    shapes = [tuple(v.shape) for v in of.node.operands]
+    cuts = together(oracle.cuts().values(), shapes, [v.shape for v in of.node.outs])
+    found = Findings(cuts, tuple(oracle.linear()))
+    while found and (smaller := _refuted(found, oracle.of)) is not None:
+        found = smaller
+    return found
+
+
+def _refuted(found: Findings, of: Instance) -> Findings | None:
+    """The findings without one that is refuted; None if all hold."""
+    rule = as_rule(found, of.node)
+    own = Discovery()
+    own._found[f"{describe(of.node)} -> {[v is not None for v in of.node.results]}"] = found
+    entry = RuleEntry((of.node.op,), own.rule, local=own.local, contiguous=Contiguous.ALL)
+    for seed, each in enumerate((of, *_others(of))):
+        for trial in trials(rule, each.results, each.tensors):
+            if not refute(entry, rule, each, trial, torch.Generator().manual_seed(seed)):
+                continue
+            if trial.cuts:
+                last = [f for f in rule.sizes if f in rule.factors and f in trial.cuts][-1]
+                return found.without(cut=_number(found, rule, last))
+            return found.without(group=next(iter(trial.partial.values()))[1])
+    return None
+
+
+def _number(found: Findings, rule: ShardingRule, factor: str) -> int:
+    """Which of the cuts a factor stands for."""
+    is_operand, tensor, dim, _ = rule.factors[factor][0]
+    for i, cut in enumerate(found.cuts):
+        places: Any = cut.operands if is_operand else cut.results
+        if isinstance(places[tensor], tuple) and places[tensor][0] == dim:
+            return i
+    raise AssertionError(factor)
+
+
+def _others(of: Instance) -> list[Instance]:
+    """The same on other values, if the op takes them."""
+    draw = torch.Generator().manual_seed(7)
+    tensors = []
+    for t in of.tensors:
+        if t.is_floating_point():
+            turned = t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
+            tensors.append(turned * (0.9 + 0.1 * torch.rand(t.shape, generator=draw, dtype=t.dtype)))
+        else:
+            tensors.append(t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape))
+    made = Instance(of.node, tuple(tensors))
+    try:
+        return [made] if all(r is None or bool(torch.isfinite(r).all()) for r in made.results) else []
+    except Exception:  # whatever the op says of its arguments
+        return []
+
+
+def _holds(found: Findings, of: Instance) -> bool:
+    """Whether findings that were kept are of this op as it is now."""
+    try:
+        return _refuted(found, of) is None
+    except Exception:  # places that the op does not have, and whatever else a changed file may hold
+        return False
+
+
+def _steady(of: Instance) -> bool:
+    """Whether the op gives the same for the same, at once, without changing its arguments or drawing numbers."""
+    args, kwargs = bind(of.node, kept := [t.clone() for t in of.tensors])
+    state = torch.get_rng_state()
+    began = time.monotonic()
+    try:
+        with torch.no_grad():
+            given = of.node.op(*args, **kwargs)
+    except Exception:  # whatever the op says
+        return False
+    took = time.monotonic() - began
+    results = [r for r in (given if isinstance(given, (tuple, list)) else [given]) if isinstance(r, torch.Tensor)]
+    expected = [r for r in of.results if r is not None]
+    return (
+        took < SECONDS_PER_CALL
+        and torch.equal(state, torch.get_rng_state())
+        and len(results) == len(expected)
+        and all(same(a, b) for a, b in zip(results, expected, strict=True))
+        and all(torch.equal(a, b) for a, b in zip(kept, of.tensors, strict=True))
+    )
+
+
+def _can_be_told(op: Any) -> bool:
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
+        return False
+    return not any(tag in op.tags for tag in REFUSED)
+
+
+def _checks(op: Any) -> bool:
+    """Whether an op surely checks its arguments: one that is written in Python, from ops that do."""
+    from torch._library.custom_ops import OPDEFS
+
+    return op._schema.name in OPDEFS
+
+
+def _at(args: Any, place: tuple[int, ...]) -> Any:
+    for i in place:
+        args = args[i]
+    return args

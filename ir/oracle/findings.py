@@ -1,0 +1,210 @@
+"""What was found of an op, free of sizes: the cuts that go together, and the rule that says so for a node.
+
+Found((0, 1), None) -> ((0, 1),)    of x[n, d] and w[d] dim 0 of x is cut, and dim 0 of the result with it
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..graph import Node, Value
+from ..rules import SAME, Dim, ShardingRule
+from .search import ValidCut
+
+Place = tuple[int, int]
+"""A dim, and of how many elements in a row each of the pieces that are dealt out consists."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One cut: the place of every operand that is cut, and of every result the place or the reduction."""
+
+    operands: tuple[Place | None, ...]
+    results: tuple[Place | str, ...]
+    sized: tuple[tuple[int, ...], ...] = ()
+    """The places of arguments that are sizes and follow the cut."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The cuts of an op that go together, and the sets of operands that may be partial sums."""
+
+    cuts: tuple[Found, ...] = ()
+    linear: tuple[frozenset[int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.cuts or self.linear)
+
+    def without(self, cut: int | None = None, group: frozenset[int] | None = None) -> Findings:
+        """The findings but for one."""
+        cuts = tuple(c for i, c in enumerate(self.cuts) if i != cut)
+        return replace(self, cuts=cuts, linear=tuple(g for g in self.linear if g != group))
+
+
+def together(
+    cuts: Iterable[ValidCut], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+) -> tuple[Found, ...]:
+    """Of all valid cuts those that may stand in one rule: each dim is cut one way, each result reduced one way.
+
+    Those that cut more, and leave less to be reduced, come first.
+    """
+
+    def joined(cut: ValidCut) -> int:
+        return sum(any(isinstance(o, int) for o in outcome) for outcome in cut.results)
+
+    taken: set[tuple[str, int, int]] = set()
+    words: dict[int, frozenset[str]] = {}
+    found = []
+    for cut in sorted(cuts, key=lambda c: (-sum(d is not None for d in c.operands), -joined(c), -c.size)):
+        inputs = {("operand", t, d) for t, d in enumerate(cut.operands) if d is not None}
+        ends: list[Place | str] = []
+        outputs: set[tuple[str, int, int]] = set()
+        fresh = dict(words)
+        for r, outcome in enumerate(cut.results):
+            dims = [o for o in outcome if isinstance(o, int) and ("result", r, o) not in taken]
+            said = frozenset(o for o in outcome if isinstance(o, str))
+            if dims:
+                ends.append((dims[0], results[r][dims[0]] // cut.size))
+                outputs.add(("result", r, dims[0]))
+                continue
+            fresh[r] = fresh.get(r, said) & said
+            ends.append("")
+        if taken & (inputs | outputs) or not all(fresh.values()):
+            continue
+        taken |= inputs | outputs
+        words = fresh
+        places = tuple(None if d is None else (d, operands[t][d] // cut.size) for t, d in enumerate(cut.operands))
+        found.append(Found(places, tuple(ends), cut.sized))
+    chosen = {r: _word(options) for r, options in words.items()}
+    return tuple(replace(f, results=tuple(chosen[r] if e == "" else e for r, e in enumerate(f.results))) for f in found)
+
+
+def _word(options: frozenset[str]) -> str:
+    return next(word for word in ("equal", "sum", "max", "min") if word in options)
+
+
+def as_rule(found: Findings, node: Node) -> ShardingRule:
+    """The rule of a node; a cut that its sizes do not allow is left out."""
+    letters = _letters()
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    dims: dict[tuple[str, int, int], Dim] = {}
+    reductions: dict[int, str] = {}
+    outs = node.outs
+    for cut in found.cuts:
+        ends = [(("operand", t, p[0]), node.operands[t].shape[p[0]], p[1]) for t, p in enumerate(cut.operands) if p]
+        ends += [
+            (("result", r, p[0]), outs[r].shape[p[0]], p[1]) for r, p in enumerate(cut.results) if isinstance(p, tuple)
+        ]
+        counts = {size // block for _, size, block in ends if size % block == 0}
+        if len(counts) != 1 or any(size % block for _, size, block in ends):
+            continue
+        factor = next(letters)
+        sizes[factor] = counts.pop()
+        for key, _, block in ends:
+            dims[key] = (factor,)
+            if block > 1:
+                rest = next(letters)
+                sizes[rest] = block
+                whole.add(rest)
+                dims[key] = (factor, rest)
+        reductions.update((r, word) for r, word in enumerate(cut.results) if isinstance(word, str))
+
+    def of(kind: str, t: int, value: Value) -> tuple[Dim, ...]:
+        made: list[Dim] = []
+        for d, size in enumerate(value.shape):
+            if (kind, t, d) in dims:
+                made.append(dims[kind, t, d])
+            elif size == 1:
+                made.append(())
+            else:
+                name = next(letters)
+                sizes[name] = size
+                whole.add(name)
+                made.append((name,))
+        return tuple(made)
+
+    operands = tuple(of("operand", t, value) for t, value in enumerate(node.operands))
+    number = {value: r for r, value in enumerate(outs)}
+    results = tuple(None if value is None else of("result", number[value], value) for value in node.results)
+    words = [
+        "sum" if value is None else {"equal": SAME}.get(w := reductions.get(number[value], "sum"), w)
+        for value in node.results
+    ]
+    return ShardingRule(operands, results, sizes, frozenset(whole), _precise(found.linear, node), ", ".join(words))
+
+
+def _precise(groups: Iterable[frozenset[int]], node: Node) -> tuple[frozenset[int], ...]:
+    """The groups whose partial sums are not rounded before they are added."""
+
+    def digits(value: Value) -> float:
+        import torch
+
+        return -torch.finfo(value.type.dtype).eps if value.type.dtype.is_floating_point else -1.0
+
+    least = min(map(digits, node.outs), default=-1.0)
+    return tuple(g for g in groups if all(digits(node.operands[i]) <= least for i in g))
+
+
+def _letters() -> Iterator[str]:
+    yield from string.ascii_lowercase
+    yield from (f"{letter}{i}" for i in range(1, 1000) for letter in string.ascii_lowercase)
+
+
+def rule_text(rule: ShardingRule) -> str:
+    """A rule as a template: ``a b!, a -> a b!``."""
+
+    def word(factor: str) -> str:
+        return factor + ("!" if factor in rule.whole else "")
+
+    def tensor(dims: Iterable[Dim]) -> str:
+        texts = []
+        for dim in dims:
+            inside = " ".join(map(word, dim)) or "1"
+            texts.append(f"({inside})" if len(dim) > 1 else inside)
+        return " ".join(texts)
+
+    made = ", ".join(tensor(dims) for dims in rule.results if dims is not None)
+    return f"{', '.join(map(tensor, rule.operands))} -> {made}"
+
+
+def to_json(found: Findings) -> dict[str, Any]:
+    """Findings as what JSON can hold."""
+    return {
+        "cuts": [{"operands": c.operands, "results": c.results, "sized": c.sized} for c in found.cuts],
+        "linear": [sorted(group) for group in found.linear],
+    }
+
+
+def from_json(given: Mapping[str, Any]) -> Findings:
+    """Findings as :func:`to_json` wrote them.
+
+    Raises:
+        ValueError, KeyError, TypeError: they are not.
+    """
+
+    def place(entry: Any) -> Place:
+        dim, block = entry
+        if not (isinstance(dim, int) and isinstance(block, int) and dim >= 0 and block > 0):
+            raise ValueError(entry)
+        return dim, block
+
+    def end(entry: Any) -> Place | str:
+        if isinstance(entry, str):
+            if entry not in ("equal", "sum", "max", "min"):
+                raise ValueError(entry)
+            return entry
+        return place(entry)
+
+    cuts = tuple(
+        Found(
+            tuple(None if p is None else place(p) for p in cut["operands"]),
+            tuple(map(end, cut["results"])),
+            tuple(tuple(int(i) for i in at) for at in cut["sized"]),
+        )
+        for cut in given["cuts"]
+    )
+    return Findings(cuts, tuple(frozenset(int(i) for i in group) for group in given["linear"]))

@@ -1,0 +1,210 @@
+"""An op without a rule: its rule is found by running it on small tensors, and is kept."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.oracle.discover import Discovery
+from shardfx.ir.oracle.findings import rule_text
+from shardfx.ir.oracle.instance import instance
+from shardfx.ir.oracle.shrink import small_sizes
+from shardfx.ir.oracle.store import Store
+from shardfx.ir.spec import TensorType
+
+
+@torch.library.custom_op("shardfx_tests::row_softmax", mutates_args=())
+def row_softmax(x: Tensor, scale: Tensor) -> Tensor:
+    """The softmax of each row of x[n, d], column j times scale[j]."""
+    return torch.softmax(x, -1) * scale
+
+
+@torch.library.custom_op("shardfx_tests::row_softmax_backward", mutates_args=())
+def row_softmax_backward(grad: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.softmax(x, -1)
+    inner = grad * scale
+    return y * (inner - (inner * y).sum(-1, keepdim=True)), (grad * y).sum(0)
+
+
+@torch.library.custom_op("shardfx_tests::repeat_rows", mutates_args=())
+def repeat_rows(x: Tensor, rows: int) -> Tensor:
+    """x[1, d] as often as ``rows`` says."""
+    return x.expand(rows, x.shape[1]).clone()
+
+
+@torch.library.custom_op("shardfx_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("shardfx_tests::counting", mutates_args=())
+def counting(x: Tensor) -> Tensor:
+    counting.calls += 1  # type: ignore[attr-defined]
+    return x + counting.calls  # type: ignore[attr-defined]
+
+
+@torch.library.custom_op("shardfx_tests::failing", mutates_args=())
+def failing(x: Tensor) -> Tensor:
+    raise RuntimeError("only on a machine of ours")
+
+
+@torch.library.custom_op("shardfx_tests::careless", mutates_args=())
+def careless(x: Tensor) -> Tensor:
+    y = x * 2
+    x.zero_()
+    return y
+
+
+@torch.library.custom_op("shardfx_tests::heads", mutates_args=())
+def heads(x: Tensor, count: int) -> Tensor:
+    """Each of ``count`` heads of x[n, count * d] divided by its norm."""
+    parts = x.view(x.shape[0], count, -1)
+    return (parts / parts.norm(dim=-1, keepdim=True)).reshape(x.shape)
+
+
+counting.calls = 0  # type: ignore[attr-defined]
+for op in (noisy, counting, failing, careless):
+    op.register_fake(lambda x: torch.empty_like(x))
+row_softmax.register_fake(lambda x, scale: torch.empty_like(x))
+row_softmax_backward.register_fake(lambda grad, x, scale: (torch.empty_like(x), torch.empty_like(scale)))
+heads.register_fake(lambda x, count: torch.empty_like(x))
+
+
+def keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+row_softmax.register_autograd(lambda ctx, grad: row_softmax_backward(grad, *ctx.saved_tensors), setup_context=keep)
+ops = torch.ops.shardfx_tests
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 8, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.rand(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_softmax(self.fc(x), self.scale)
+
+
+def node(op: object, *args: object) -> Node:
+    """A node on tensors of the given shapes (tuples), with the results that a run on zeros has."""
+    made = instance(op, [torch.rand(a, dtype=torch.float64) if isinstance(a, tuple) else a for a in args])
+    return made.node
+
+
+def big(op: object, results: tuple[tuple[int, ...], ...], *args: object) -> Node:
+    """The same of shapes that are too large to be run."""
+    values = [
+        Value(TensorType(a, torch.float32), name=f"x{i}") if isinstance(a, tuple) else a for i, a in enumerate(args)
+    ]
+    made = Node(op, tuple(values), {})
+    made.results = [Value(TensorType(r, torch.float32), made, i, f"y{i}") for i, r in enumerate(results)]
+    return made
+
+
+def test_a_users_op_trains_as_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch.manual_seed(0)
+    model, x, y = Net(), torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+
+    def loss(out: Tensor, wanted: Tensor) -> Tensor:
+        return ((out - wanted) ** 2).mean()
+
+    hints = sx.Hints(args=(x,), loss=loss, targets=(y,), specs={"args.0": "dp, -"}, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    forward = next(n for n in pm.after.nodes if n.op is ops.row_softmax.default)
+    assert str(forward.outs[0].spec) == "[.{dp}, .]"
+    backward = next(n for n in pm.after.nodes if n.op is ops.row_softmax_backward.default)
+    assert [str(v.spec) for v in backward.outs] == ["[.{dp}, .]", "[.] +{dp}"]
+    model = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pm)]
+    for _ in range(3):
+        expected, together = loss(model(x), y), pm(x, y)
+        torch.testing.assert_close(together, expected, rtol=1e-12, atol=1e-12)
+        for optimizer, each in zip(optimizers, (expected, together), strict=True):
+            optimizer.zero_grad()
+            each.backward()
+            optimizer.step()
+        for name, grad in pm.full_grads().items():
+            torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+    assert pm.verify()
+    said = "the rule of shardfx_tests.row_softmax"
+    assert any(said in note and "a b!, c! -> a d!" in note for note in pm.report().warnings)
+    assert "found by running the op" in str(pm.explain(f"%{forward.name}"))
+    assert list((tmp_path / "shardfx" / "rules").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("made", "text", "linear"),
+    [
+        (node(ops.row_softmax.default, (6, 4), (4,)), "a b!, c! -> a d!", [{1}]),
+        (node(ops.row_softmax_backward.default, (6, 4), (6, 4), (4,)), "a b!, a c!, d! -> a e!, f!", [{0}]),
+        (big(ops.row_softmax.default, ((4096, 50304),), (4096, 50304), (50304,)), "a b!, c! -> a d!", [{1}]),
+        (node(ops.heads.default, (6, 16), 4), "a (b c!) -> a (b d!)", []),
+        (big(ops.heads.default, ((64, 4096),), (64, 4096), 32), "a (b c!) -> a (b d!)", []),
+    ],
+)
+def test_what_is_found(made: Node, text: str, linear: list[set[int]]) -> None:
+    rule = Discovery().rule(made)
+    assert rule is not None
+    assert rule_text(rule) == text
+    assert list(map(set, rule.linear)) == linear
+
+
+@pytest.mark.parametrize("op", [ops.noisy, ops.counting, ops.failing, ops.careless])
+def test_what_cannot_be_told_has_no_rule(op: object) -> None:
+    assert Discovery().rule(big(op.default, ((6, 4),), (6, 4))) is None  # type: ignore[attr-defined]
+
+
+def test_discovery_leaves_the_users_random_numbers_alone() -> None:
+    made = node(ops.row_softmax.default, (6, 4), (4,))
+    state = torch.get_rng_state()
+    Discovery().rule(made)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_is_kept_is_read_and_what_is_broken_is_made_again(tmp_path: Path) -> None:
+    made = node(ops.row_softmax.default, (6, 4), (4,))
+    first = Discovery(Store(tmp_path)).rule(made)
+    (path,) = tmp_path.glob("*.json")
+    good = json.loads(path.read_text())
+    assert good["key"]["op"] == "shardfx_tests.row_softmax.default"
+    assert Discovery(Store(tmp_path)).rule(made) == first
+    wrong = json.loads(path.read_text())
+    wrong["found"]["cuts"][0].update(operands=[[1, 1], [0, 1]], results=[[1, 1]])  # as if the op had been another one
+    nonsense = json.loads(path.read_text())
+    nonsense["found"]["cuts"][0]["operands"] = [[7, 1], [9, 1]]
+    for text in ("", "{", "[]", "null", '{"key": 1}', path.read_text()[:80], json.dumps(wrong), json.dumps(nonsense)):
+        path.write_text(text)
+        assert Discovery(Store(tmp_path)).rule(made) == first
+        assert json.loads(path.read_text()) == good
+    path.write_bytes(b"\xff\xfe\x00")
+    assert Discovery(Store(tmp_path)).rule(made) == first
+
+
+def test_a_folder_that_cannot_be_written_is_no_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "a file"
+    file.write_text("")
+    assert Discovery(Store(file)).rule(node(ops.row_softmax.default, (6, 4), (4,))) is not None
+
+
+def test_small_sizes_divide_as_the_large_ones_do() -> None:
+    sizes = [3, 8, 64, 4096, 12288, 50257]
+    small = small_sizes(sizes)
+    assert small is not None and small[3] == 3 and small[12288] == 3 * small[4096]
+    for a in sizes:
+        for b in sizes:
+            assert (a % b == 0) == (small[a] % small[b] == 0), (a, b)
+    assert max(small.values()) <= 400
