@@ -3,7 +3,7 @@
     python -m benchmarks.op_coverage [--samples 6] [--most 6] [--ops conv pool] [--list] [--no-dtensor] [--jobs 2]
 
 The ops are those that the samples of ``op_db`` call, forward and backward, at the level of aten. By category (the file
-of the rule book that holds the op's rule) the table gives
+of the rule book that holds the op's rule; an op without one is discovered) the table gives
 
     sound     of the cuts and partial sums that the rules allow, those that the oracle does not refute by running them
     cuts      of the one-axis cuts of operands that the oracle finds right, those that the rules allow
@@ -33,12 +33,14 @@ from rich.table import Table
 from benchmarks.op_dtensor import Answers, ask
 from benchmarks.op_instances import record
 from shardfx.ir.oracle.completeness import missing_cuts, missing_sums
+from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import Instance
 from shardfx.ir.oracle.search import Choice, Oracle
 from shardfx.ir.oracle.soundness import refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
 
-BOOK = default_rules()
+BOOK = default_rules().with_fallback(Discovery().entry)
+DISCOVERED = "discovered"
 NO_RULE = "no rule"
 
 
@@ -59,12 +61,13 @@ class Score:
 
 
 def category(op: Any) -> str:
-    """The file of the rule book that holds an op's rule."""
+    """The file of the rule book that holds an op's rule; or that it was discovered, or has none."""
     packet = getattr(op, "overloadpacket", op)
     for name, entries in CATEGORIES.items():
         if any(op in entry.ops or packet in entry.ops for entry in entries):
             return name
-    return NO_RULE if BOOK.entry(op) is None else "pointwise"
+    entry = BOOK.entry(op)
+    return NO_RULE if entry is None else DISCOVERED if entry.discovered else "pointwise"
 
 
 def score(of: Instance, dtensor: bool = True) -> Score:
@@ -156,7 +159,7 @@ def table(scores: Iterable[Score], dtensor: bool = True) -> Table:
     names = ["ops", "instances", "sound", "cuts", "sums"]
     for name in names + (["DTensor cuts", "DTensor sums", "DTensor wrong"] if dtensor else []):
         made.add_column(name, justify="right")
-    order = [*CATEGORIES, NO_RULE]
+    order = [*CATEGORIES, DISCOVERED, NO_RULE]
     for name in sorted(totals, key=order.index):
         made.add_row(*totals[name].row(name))
     made.add_section()
@@ -239,7 +242,11 @@ def report(scores: Sequence[Score], console: Console, everything: bool) -> None:
     if answers:
         wrong, raised = sum(len(a.wrong) for a in answers), sum(len(a.raised) for a in answers)
         accepted = sum(a.accepted for a in answers)
-        say(f"DTensor accepts {accepted} placements: {wrong} give other values, {raised} fail when executed")
+        slow = {each.op for each in scores if each.dtensor is not None and each.dtensor.slow}
+        say(
+            f"DTensor accepts {accepted} placements: {wrong} give other values, {raised} fail when executed"
+            + (f"; it takes too long to say of {', '.join(sorted(slow))}" if slow else "")
+        )
     if not everything:
         return
     for each in scores:

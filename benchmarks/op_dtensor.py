@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -26,6 +28,9 @@ from shardfx.ir.oracle.search import Choice
 from shardfx.ir.oracle.soundness import UNDEFINED
 
 PRIMES = (2, 3, 5, 7, 11, 13)
+SECONDS = 3
+"""For one question to its sharding propagator, which tries products of all placements where it takes an op apart: an op
+for which it takes longer is not asked about again."""
 OTHERS = 8
 """How many placements that are not right are shown to DTensor as well, by instance and kind."""
 
@@ -44,6 +49,8 @@ class Answers:
     """What it accepts and gives other values for."""
     raised: tuple[str, ...] = ()
     """What it accepts, and then fails to execute."""
+    slow: bool = False
+    """Whether it took too long to say."""
 
 
 def ask(of: Instance, cuts: Iterable[Choice], sums: Iterable[frozenset[int]], *, seed: int = 0) -> Answers:
@@ -73,7 +80,7 @@ def ask(of: Instance, cuts: Iterable[Choice], sums: Iterable[frozenset[int]], *,
         elif answer:
             words = f"sum of {sorted(placed)}" if isinstance(placed, frozenset) else f"cut {placed}"
             (wrong if answer == "other values" else raised).append(f"{of!r}: {words}: {answer}")
-    made.wrong, made.raised = tuple(wrong), tuple(raised)
+    made.wrong, made.raised, made.slow = tuple(wrong), tuple(raised), of.node.op in _slow
     return made
 
 
@@ -91,7 +98,8 @@ def _try(of: Instance, placed: Choice | frozenset[int]) -> str | None:
         args, kwargs = bind(of.node, [_hold(*each, count) for each in zip(of.tensors, parts, strict=True)])
         try:
             info = dispatcher.unwrap_to_op_info(of.node.op, args, kwargs)
-            dispatcher.sharding_propagator.propagate(info)
+            with _limit(of.node.op):
+                dispatcher.sharding_propagator.propagate(info)
             answer = info.output_sharding
             if answer.needs_redistribute and _moves(info.schema, answer.redistribute_schema):
                 return None
@@ -112,6 +120,28 @@ def _try(of: Instance, placed: Choice | frozenset[int]) -> str | None:
         same(g, w, magnitude([w, *of.tensors]), bound) for g, w in zip(given, wholes, strict=True)
     )
     return "" if fine else "other values"
+
+
+@contextmanager
+def _limit(op: Any) -> Iterator[None]:
+    """Raise TimeoutError after SECONDS, and at once for an op for which that happened before."""
+    if op in _slow:
+        raise TimeoutError
+
+    def stop(*_: Any) -> None:
+        _slow.add(op)
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+_slow: set[Any] = set()
 
 
 def _ranks(of: Instance, placed: Choice | frozenset[int]) -> int:

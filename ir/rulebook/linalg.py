@@ -8,7 +8,7 @@ import torch
 
 from ..errors import Error
 from ..graph import Node
-from ..rules import SAME, Dim, RuleEntry, ShardingRule, Template, replicated, rule
+from ..rules import SAME, Contiguous, Dim, RuleEntry, ShardingRule, Template, replicated, rule
 from .common import argument, names
 
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten._trilinear, trilinear),
     rule(aten._cdist_forward, cdist),
     rule(aten._cdist_backward, "n.. i j, n.. i k, n.. j k, n.. i j -> n.. i k", linear="0"),
-    rule(aten._pdist_forward, pdist),
-    rule(aten._pdist_backward, "p!, i! k, p! -> i! k", linear="0"),
+    rule(aten._pdist_forward, pdist, contiguous=Contiguous.ALL),
+    rule(aten._pdist_backward, "p!, i! k, p! -> i! k", linear="0", contiguous=Contiguous.ALL),
     rule(aten.trace, "i! j! -> ", linear="0"),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from ..graph import Node
 from ..rules import Dim, Emit, RuleEntry, ShardingRule, replicated, rule
 from .common import FIRST, argument, names
+from .views import view
 
 aten = torch.ops.aten
 
@@ -106,17 +109,17 @@ def narrow_copy(node: Node) -> ShardingRule:
     return ShardingRule((tuple(dims),), (tuple(result),), sizes, frozenset({f"d{dim}", "o"}), FIRST, moves_only=True)
 
 
-def lookup(of: int) -> Any:
-    """``isin``, ``bucketize``: operand ``of`` is looked up element by element in the other, which is whole."""
+def lookup(node: Node) -> ShardingRule:
+    """``isin``, ``bucketize``: the first operand is looked up element by element in the other.
 
-    def make(node: Node) -> ShardingRule:
-        dims, sizes = names(node.operands[of].shape)
-        table, more = names(node.operands[1 - of].shape, "t")
-        pair = (tuple(dims), tuple(table)) if of == 0 else (tuple(table), tuple(dims))
-        return ShardingRule(pair, (tuple(dims),), {**sizes, **more}, frozenset(more))
-
-    make.__name__ = "lookup"
-    return make
+    What is in any part of a table is in it; a place among sorted numbers needs all of them.
+    """
+    dims, sizes = names(node.operands[0].shape)
+    table, more = names(node.operands[1].shape, "t")
+    found = node.op.overloadpacket is aten.isin
+    word = "min" if argument(node, "invert") else "max"
+    whole = frozenset() if found else frozenset(more)
+    return ShardingRule((tuple(dims), tuple(table)), (tuple(dims),), {**sizes, **more}, whole, reduce=word)
 
 
 def searchsorted(node: Node) -> ShardingRule:
@@ -172,7 +175,7 @@ def embedding_bag_backward(node: Node) -> ShardingRule:
     if len(operands) > 6:
         operands[6] = index
     sizes = {**base.sizes, "b": node.operands[0].shape[0], "d": d, "i": node.operands[1].type.numel}
-    summed = argument(node, "mode") == 0 and not argument(node, "scale_grad_by_freq")
+    summed = argument(node, "mode") in (0, 1) and not argument(node, "scale_grad_by_freq")
     whole = frozenset({*base.sizes, "b"} if summed else {*base.sizes, "b", "i"})
     linear = FIRST if len(operands) < 7 else (frozenset({0}), frozenset({6}))
     return ShardingRule(tuple(operands), ((base.results[0][0], ("d",)),), sizes, whole, linear)  # type: ignore[index]
@@ -196,8 +199,33 @@ def renorm(node: Node) -> ShardingRule:
     return ShardingRule((tuple(dims),), (tuple(dims),), sizes, frozenset(sizes) - {f"d{dim}"})
 
 
+def strided(node: Node) -> ShardingRule:
+    """``as_strided`` of all elements in their order is a view; else nothing is cut."""
+    size, stride, offset = (argument(node, name) for name in ("size", "stride", "storage_offset"))
+    in_order = list(itertools.accumulate([1, *size[:0:-1]], lambda a, b: a * b))[::-1]
+    plain = all(s == 1 or a == b for s, a, b in zip(size, stride, in_order, strict=True)) and not offset
+    if plain and math.prod(size) == node.operands[0].type.numel:
+        return view(node)
+    return as_given(node)
+
+
+def strided_local(emit: Emit) -> Any:
+    return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
+
+
+def chunk_cat(node: Node) -> ShardingRule:
+    """Tensors are padded and cut into chunks from one dim on; the dims before it pass."""
+    base = replicated(node)
+    lead = int(argument(node, "dim")) % node.operands[0].type.ndim
+    dims, sizes = names(node.operands[0].shape[:lead])
+    operands = tuple((*dims, *own[lead:]) for own in base.operands)
+    results = tuple((*dims, *own[lead:]) for own in base.results if own is not None)
+    together = (frozenset(range(len(operands))),)
+    return ShardingRule(operands, results, {**base.sizes, **sizes}, base.whole, together)
+
+
 def as_given(node: Node) -> ShardingRule:
-    """Nothing is cut; a partial sum of all operands together passes (``block_diag``, ``as_strided``)."""
+    """Nothing is cut; a partial sum of all operands together passes (``block_diag``)."""
     base = replicated(node)
     together = (frozenset(range(len(node.operands))),)
     return ShardingRule(base.operands, base.results, base.sizes, base.whole, together)
@@ -214,8 +242,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.narrow_copy, narrow_copy),
     rule(aten.view_as_real, "n.. -> n.. e!", linear="0", moves_only=True),
     rule(aten.view_as_complex, "n.. e! -> n..", linear="0"),
-    rule(aten.isin.Tensor_Tensor, lookup(0)),
-    rule(aten.bucketize.Tensor, lookup(0)),
+    rule((aten.isin.Tensor_Tensor, aten.bucketize.Tensor), lookup),
     rule(aten.searchsorted.Tensor, searchsorted),
     rule(aten.histc, histc),
     rule((aten._embedding_bag, aten._embedding_bag_forward_only), embedding_bag),
@@ -223,5 +250,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten._embedding_bag_backward, embedding_bag_backward),
     rule(aten.renorm, renorm),
     rule(torch.ops.prims.broadcast_in_dim, broadcast_in_dim, shape_arg=1),
-    rule((aten.as_strided, aten.as_strided_copy, aten.block_diag, aten._chunk_cat), as_given),
+    rule((aten.as_strided, aten.as_strided_copy), strided, local=strided_local),
+    rule(aten._chunk_cat, chunk_cat),
+    rule(aten.block_diag, as_given),
 )

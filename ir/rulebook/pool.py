@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..graph import Node
-from ..rules import Emit, RuleEntry, ShardingRule, rule
+from ..rules import Contiguous, Emit, RuleEntry, ShardingRule, rule
 from .common import FIRST, argument, names
 
 aten = torch.ops.aten
@@ -166,7 +166,7 @@ def _by_space(form: str, **options: Any) -> Callable[[int, Any], RuleEntry]:
 
 
 MAX = _by_space("x -> y, y")
-MAX_BACKWARD = _by_space("y, x, y -> x", linear="0")
+MAX_BACKWARD = _by_space("y, x, y -> x", linear="0", contiguous=Contiguous.ALL)
 RANDOM_MAX = _by_space("x, n.. e! -> y, y")
 UNPOOL = _by_space("x, x -> y", linear="0")
 RESIZE = _by_space("x -> y", linear="0")

@@ -94,6 +94,8 @@ def index_put(node: Node) -> ShardingRule:
     x, values = node.operands[0].shape, node.operands[-1].shape
     indices = node.args[1]
     at = [i for i, index in enumerate(indices) if index is not None]
+    if len(at) == 1 and indices[at[0]].type.dtype is torch.bool:
+        return masked_put(node, at[0], indices[at[0]].shape)
     if not at or any(indices[i].type.dtype in (torch.bool, torch.uint8) for i in at):
         return replicated(node)
     kept = [i for i in range(len(x)) if i not in at]
@@ -119,6 +121,23 @@ def index_put(node: Node) -> ShardingRule:
         whole |= set(index_sizes)
     last = len(node.operands) - 1
     return ShardingRule(tuple(operands), (tuple(dims),), sizes, frozenset(whole), (frozenset({0, last}),))
+
+
+def masked_put(node: Node, at: int, mask: tuple[int, ...]) -> ShardingRule:
+    """``x[.., mask, ..] = v``: v has one value for all that is masked, or the masked dims are whole."""
+    x, values = node.operands[0].shape, node.operands[-1].shape
+    dims, sizes = names(x)
+    full = [*dims[:at], None, *dims[at + len(mask) :]]
+    given: list[Dim] = []
+    whole = frozenset[str]()
+    for own, size in zip(full[len(full) - len(values) :], values, strict=True):
+        if own is None and size != 1:
+            sizes["masked"] = size
+            own = ("masked",)
+            whole = frozenset({"masked", *(f"d{at + i}" for i in range(len(mask)))})
+        given.append(() if size == 1 or own is None else own)
+    operands = (tuple(dims), tuple(dims[at : at + len(mask)]), tuple(given))
+    return ShardingRule(operands, (tuple(dims),), sizes, whole, (frozenset({0, 2}),))
 
 
 def index_write(node: Node) -> ShardingRule:
