@@ -15,7 +15,7 @@ from shardfx import plugins
 from shardfx.cli import main
 from tests.plugin import fake_distribution, install, write_package
 
-MODULES = ("late_passes", "row_ops", "broken_plugin", "test_late_passes", "test_row_ops")
+MODULES = ("late_passes", "row_ops", "broken_plugin", "test_late_passes", "test_row_ops", "test_row_rules")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_the_packages_of_the_docs_pass_their_own_tests(installed: Path) -> None:
     """In a process of its own, for ops can be defined only once."""
     code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     path = os.pathsep.join([str(installed / "site"), str(Path(sx.__file__).parents[1])])
-    tests = [str(installed / "passes" / "test_late_passes.py"), str(installed / "rules" / "test_row_ops.py")]
+    tests = [str(path) for path in sorted(installed.glob("*/test_*.py"))]
     options = ["-q", "-W", "error", "-p", "no:cacheprovider", "--rootdir", str(installed), "-c", os.devnull]
     run = subprocess.run(
         [sys.executable, "-c", code, *options, *tests],
@@ -54,7 +54,7 @@ def test_the_packages_of_the_docs_pass_their_own_tests(installed: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "7 passed" in run.stdout
+    assert "8 passed" in run.stdout
 
 
 def test_the_command_line_lists_installed_passes(

@@ -1,12 +1,19 @@
-"""Every rule is right: each cut and each partial sum that it allows is executed, and gives what the whole op gives."""
+"""Every rule is right: each cut and each partial sum that it allows is executed, and gives what the whole op gives.
+
+The quick tier runs hand-picked instances, one model, and a sample of PyTorch's operator database; the slow one the
+models of the zoo, and the whole database, of which ``make coverage`` prints the figures.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
 
+from benchmarks.op_coverage import Score, Total, measure
+from benchmarks.op_instances import Recorder, record
 from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rulebook import default_rules
@@ -14,13 +21,14 @@ from shardfx.ir.rules import ShardingRule, replicated, rule
 from tests.instances import f, of_case, picked
 from tests.zoo import CASES
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 BOOK = default_rules()
+QUICK = ("mlp3",)
+EVERY = 20
+"""Of the operator database every so many-th op is in the quick tier."""
 
 
-def check(instances: list[Instance]) -> None:
+def check(instances: Iterable[Instance]) -> None:
     wrong, missing = [], Counter()
     for each in instances:
         entry = BOOK.entry(each.node.op)
@@ -36,9 +44,35 @@ def test_picked_instances() -> None:
     check(picked())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_instances_of_the_zoo(name: str) -> None:
     check(of_case(name))
+
+
+def instances(recorder: Recorder) -> list[Instance]:
+    return [each for of_op in recorder.found.values() for each in of_op.values()]
+
+
+def total(scores: Iterable[Score]) -> Total:
+    made = Total()
+    for each in scores:
+        made.add(each)
+    refuted = [text for each in made.scores for text in each.refuted]
+    assert not refuted, "\n".join(refuted)
+    return made
+
+
+def test_a_sample_of_the_operator_database() -> None:
+    made = total(measure(instances(record(3, 2, every=EVERY)), jobs=1, dtensor=False))
+    assert made.cuts[1] > 60 and made.cuts[0] >= 0.97 * made.cuts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_operator_database() -> None:
+    made = total(measure(instances(record(10, 10)), jobs=2, dtensor=False))
+    assert made.cuts[0] >= 0.98 * made.cuts[1], made.cuts
+    assert made.sums[0] >= 0.95 * made.sums[1], made.sums
 
 
 @pytest.mark.parametrize(
