@@ -24,10 +24,12 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .blocks import find_runs
 from .convert import Names, convert, source_of
 from .errors import Error
 from .graph import Graph, Where
 from .mesh import Mesh
+from .unfold import unfold
 
 aten = torch.ops.aten
 
@@ -88,11 +90,12 @@ class _Program(nn.Module):
         leaves: Sequence[Any],
         loss: Callable[..., torch.Tensor] | None,
         targets: int,
+        results: _Results,
     ) -> None:
         super().__init__()
         self.model = model
         self._tree, self._leaves, self._loss, self._targets = tree, list(leaves), loss, targets
-        self.results = _Results()
+        self.results = results
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = iter(tensors)
@@ -135,8 +138,12 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
     targets: tuple[Any, ...] = (),
+    fold: bool = True,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
+
+    Args:
+        fold: trace the backward of repeated blocks (see :mod:`.blocks`) once; the graph is the same.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
@@ -155,13 +162,22 @@ def capture(
         )
     with ExitStack() as stack:
         traced, tensors = _fake_weights(model, tensors, stack)
-        program = _Program(traced, tree, leaves, loss, len(targets))
-        gm = _trace(program, tuple(tensors), stack)
         params = dict(traced.named_parameters(remove_duplicate=False))
         buffers = dict(traced.named_buffers(remove_duplicate=False))
         aliases = _aliases({**params, **buffers})
-        graph = convert(gm, mesh, Names(tuple(names), aliases, _loss_source(loss)))
-    return Captured(graph, tuple(names), program.results.tree, program.results.leaves, aliases)
+        results = _Results()
+
+        def program(model: nn.Module) -> _Program:
+            return _Program(model, tree, leaves, loss, len(targets), results)
+
+        short, runs = traced, []
+        if fold:
+            short, runs = find_runs(traced, tensors, lambda model, given: program(model)(*given), aliases)
+        wanted = Names(tuple(names), aliases, _loss_source(loss))
+        graph = _trace(program(short), tuple(tensors), mesh, wanted)
+        if runs and not unfold(graph, runs, list(aliases)):
+            graph = _trace(program(traced), tuple(tensors), mesh, wanted)
+    return Captured(graph, tuple(names), results.tree, results.leaves, aliases)
 
 
 def _loss_source(loss: Callable[..., Any] | None) -> Where | None:
@@ -207,23 +223,24 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], stack: ExitStack) -> torch.fx.GraphModule:
+def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names) -> Graph:
+    """The graph of a program's forward and backward."""
     from torch._decomp import get_decompositions
 
+    decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)
     try:
-        with warnings.catch_warnings():
+        with ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.export.export(program, tensors, strict=False).module()
             _reject_unknown_shapes(exported)
-            decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions, _record_nn_module_stack=True
             )
+            return convert(joint.graph_module, mesh, names)
     except Error:
         raise
     except Exception as error:
         raise _explain(error) from error
-    return joint.graph_module
 
 
 def _reject_unknown_shapes(exported: torch.fx.GraphModule) -> None:

@@ -126,7 +126,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
             builder.env[node] = _placeholder(builder, node, names)
         elif node.op == "get_attr":
             constant = getattr(gm, node.target)
-            name = f"constant.{len(builder.graph.inputs)}"
+            name = f"constant.{len(builder.graph.of_kind(InputKind.CONSTANT))}"
             type = TensorType(tuple(constant.shape), constant.dtype)
             builder.env[node] = builder.input(InputKind.CONSTANT, name, type, constant)
         elif node.op == "call_function":
@@ -207,6 +207,14 @@ def _outputs(builder: Builder, node: torch.fx.Node, names: Names) -> None:
             known.value = builder.add(aten.add.Tensor, (known.value, value), value.type)
         else:
             builder.graph.outputs.append(Output(kind, name, value))
+    sort_gradients(builder.graph)
+
+
+def sort_gradients(graph: Graph) -> None:
+    """The gradients in the order of the parameters."""
+    order = {given.name: i for i, given in enumerate(graph.inputs)}
+    gradients = iter(sorted((o for o in graph.outputs if o.kind is OutputKind.GRADIENT), key=lambda o: order[o.name]))
+    graph.outputs = [next(gradients) if o.kind is OutputKind.GRADIENT else o for o in graph.outputs]
 
 
 def _inherit_sources(graph: Graph, loss: Where | None) -> None:
