@@ -44,6 +44,15 @@ class Program:
     outputs: tuple[Output, ...]
 
 
+@dataclass(frozen=True)
+class Code:
+    """A rank's program as an fx graph, not compiled: half of a module's time goes into that."""
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+
+
 def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
     """The part of the graph that the outputs of some kinds need."""
     wanted = set(kinds)
@@ -59,6 +68,13 @@ def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list
 
 def generate(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) -> Program:
     """The program of one rank, for the outputs of some kinds. Needs no process group and no tensors."""
+    code = write(graph, rank, book, kinds)
+    module = fx.GraphModule(torch.nn.Module(), code.graph, class_name=f"Rank{rank}")
+    return Program(module, code.inputs, code.outputs)
+
+
+def write(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) -> Code:
+    """What :func:`generate` compiles."""
     inputs, nodes, outputs = select(graph, kinds)
     writer = Writer(graph, rank, book)
     for given in inputs:
@@ -68,8 +84,7 @@ def generate(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind
     results = tuple(writer.use(output.value) for output in outputs)
     writer.fx.output(results)
     writer.fx.on_generate_code(lambda _: writer.annotate)
-    module = fx.GraphModule(torch.nn.Module(), writer.fx, class_name=f"Rank{rank}")
-    return Program(module, tuple(inputs), tuple(outputs))
+    return Code(writer.fx, tuple(inputs), tuple(outputs))
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +53,13 @@ class Site:
             self.view, self.source, self.target = self.value.shape, source, target
         self.n = mesh.extent(self.axes)
         self.group = mesh.group_name(self.writer.rank, self.axes)
-        self.members = [mesh.coords(r) for r in mesh.group(self.writer.rank, self.axes)]
         self.shape = self.writer.shape(self.node.outs[0])
+
+    @cached_property
+    def members(self) -> list[dict[str, int]]:
+        """Where the ranks of the group stand."""
+        mesh = self.writer.mesh
+        return [mesh.coords(r) for r in mesh.group(self.writer.rank, self.axes)]
 
     def _on(self, spec: Spec) -> Spec:
         """A spec of the value on its view."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.runtime.verify import dynamic, static
-from shardfx.runtime.verify.interpret import Fault
+from shardfx.ir.graph import Graph, OutputKind
+from shardfx.runtime.codegen import Code, select, write
+from shardfx.runtime.verify import dynamic, scale, static
+from shardfx.runtime.verify.interpret import Fault, Program
+from shardfx.runtime.verify.naming import named
 
 if TYPE_CHECKING:
-    from shardfx.runtime.codegen import Program
-
     from .compile import Compiled
 
 
@@ -54,28 +55,40 @@ def text(fault: Fault) -> str:
 
 def verify(
     compiled: Compiled,
-    program: Callable[[int], Program],
+    kinds: Iterable[OutputKind],
     modules: Mapping[int, fx.GraphModule] | None,
     run: bool,
     stored: Mapping[str, torch.Tensor],
 ) -> Verdict:
-    """Verify the plan's own programs, ``modules`` in the place of some of them.
+    """Verify the plan's own programs for outputs of some kinds, ``modules`` in the place of some of them.
 
     Raises:
         Error: ``modules`` names a rank that the mesh does not have.
     """
-    mesh = compiled.after.mesh
+    before, after, rules = compiled.before, compiled.after, compiled.context.rules
+    mesh = after.mesh
     unknown = [r for r in modules or () if not (isinstance(r, int) and 0 <= r < mesh.size)]
     if unknown:
         raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
-    programs = [program(rank) for rank in range(mesh.size)]
-    own = {rank: each.module for rank, each in enumerate(programs)}
-    given = own if modules is None else own | dict(modules)
-    inputs, outputs = programs[0].inputs, programs[0].outputs
-    before, after, rules = compiled.before, compiled.after, compiled.context.rules
-    if run:
-        fault, checked = dynamic.verify(before, after, rules, given, own, inputs, outputs, stored)
+
+    def program(rank: int) -> Code:
+        return write(after, rank, rules, kinds)
+
+    def small(graph: Graph, rank: int) -> Code:
+        return write(graph, rank, rules, {OutputKind.RESULT})
+
+    inputs, _, outputs = select(after, kinds)
+    changed: dict[int, Program] = dict(modules or {})
+    if not run and mesh.size > scale.EVERY and scale.is_even(after):
+        fault, checked = scale.verify(before, after, rules, small, program, changed, inputs, outputs)
     else:
-        fault, checked = static.verify(before, after, rules, given, inputs, outputs)
+        own: dict[int, Program] = {rank: program(rank) for rank in range(mesh.size)}
+        given = own | changed if changed else own
+        if run:
+            fault, checked = dynamic.verify(before, after, rules, given, own, inputs, outputs, stored)
+        else:
+            fault, checked = static.verify(before, after, rules, given, inputs, outputs)
+    if fault is not None and changed and not run:
+        fault = named(fault, {rank: program(rank) for rank in changed}, changed)
     how = "shown on random float64 numbers" if run else "proven"
     return Verdict(fault is None, "" if fault is None else text(fault), how, checked, fault)

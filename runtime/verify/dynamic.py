@@ -19,7 +19,7 @@ from torch import fx
 from shardfx.ir.comm import CommOp
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
-from shardfx.ir.local import Share
+from shardfx.ir.local import Share, is_cut
 from shardfx.ir.random import dropout
 from shardfx.ir.rules import RuleBook
 from shardfx.ir.spec import Spec
@@ -28,7 +28,8 @@ from ..check import Draw, distance, first_difference, run_whole
 from ..steps import as_generator
 from ..storage import Shards, cut_local
 from ..virtual import run
-from .interpret import Fault
+from .interpret import Fault, Program
+from .naming import where
 from .terms import widened
 
 MOST = 1 << 26
@@ -51,8 +52,8 @@ def verify(
     before: Graph,
     after: Graph,
     book: RuleBook,
-    modules: Mapping[int, fx.GraphModule],
-    own: Mapping[int, fx.GraphModule],
+    modules: Mapping[int, Program],
+    own: Mapping[int, Program],
     inputs: Sequence[Input],
     outputs: Sequence[Output],
     known: Mapping[str, Tensor],
@@ -70,7 +71,7 @@ def verify(
     whole = run_whole(sample.before, sample.inputs, by_boxes(sample.after))
     expected = {(o.kind, o.name): whole[o.value] for o in sample.before.outputs}
     given = [[cut_local(sample.inputs[g.name], _spec(g.value), mesh, r) for g in inputs] for r in range(mesh.size)]
-    programs = [_widened(modules[r]) if sample.wide else modules[r] for r in range(mesh.size)]
+    programs: list[Any] = [_widened(modules[r]) if sample.wide else modules[r] for r in range(mesh.size)]
     try:
         with torch.no_grad():
             got = run([as_generator(p) for p in programs], [[t.clone() for t in g] for g in given], mesh)
@@ -95,8 +96,8 @@ def _located(
     fault: Fault,
     sample: Sample,
     book: RuleBook,
-    modules: Mapping[int, fx.GraphModule],
-    own: Mapping[int, fx.GraphModule],
+    modules: Mapping[int, Program],
+    own: Mapping[int, Program],
     given: Sequence[Sequence[Tensor]],
 ) -> Fault:
     """The same fault, at the first node that differs."""
@@ -113,15 +114,18 @@ def _located(
             run([as_generator(m) for m, _ in ms], [[t.clone() for t in g] for g in given], sample.after.mesh)
             for ms in (mine, theirs)
         ]
+    apart: list[tuple[int, bool, int, str]] = []
     for rank, (_, names) in enumerate(theirs):
         right = dict(zip(mine[rank][1], values[0][rank], strict=True))
-        for name, value in zip(names, values[1][rank], strict=True):
-            if not isinstance(value, Tensor) or (name in right and distance(value, right[name]) <= 1e-12):
-                continue
-            node = next(n for n in modules[rank].graph.nodes if n.name == name)
-            made = node.meta.get("shardfx")
-            return Fault(fault.what, fault.output, rank, name, str(made.where) if isinstance(made, Node) else "")
-    return fault
+        for at, (name, value) in enumerate(zip(names, values[1][rank], strict=True)):
+            if isinstance(value, Tensor) and not (name in right and distance(value, right[name]) <= 1e-12):
+                apart.append((at, modules[rank] is own[rank], rank, name))
+                break
+    if not apart:
+        return fault
+    _, _, rank, name = min(apart)
+    node = next(n for n in modules[rank].graph.nodes if n.name == name)
+    return Fault(fault.what, fault.output, rank, name, where(node))
 
 
 @dataclass(frozen=True)
@@ -129,13 +133,13 @@ class Bare:
     """A graph to be run here: a GraphModule would also write and compile its code."""
 
     graph: fx.Graph
-    root: fx.GraphModule
+    root: Program
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.root, name)
 
 
-def _every(module: fx.GraphModule, wide: bool) -> tuple[Any, list[str]]:
+def _every(module: Program, wide: bool) -> tuple[Any, list[str]]:
     """The module returning every value that it computes, and their names."""
     made = _widened(module) if wide else _copy(module)
     nodes = [n for n in made.graph.nodes if n.op == "call_function"]
@@ -144,13 +148,13 @@ def _every(module: fx.GraphModule, wide: bool) -> tuple[Any, list[str]]:
     return made, [n.name for n in nodes]
 
 
-def _copy(module: fx.GraphModule) -> Any:
+def _copy(module: Program) -> Any:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     return Bare(graph, module)
 
 
-def _widened(module: fx.GraphModule) -> Any:
+def _widened(module: Program) -> Any:
     made = _copy(module)
     for node in made.graph.nodes:
         node.args, node.kwargs = widened(tuple(node.args)), widened(dict(node.kwargs))
@@ -238,14 +242,14 @@ def by_boxes(after: Graph) -> Draw:
     drawn = {n.args[3]: n for n in after.nodes if not isinstance(n.op, CommOp) and n.op is dropout}
 
     def draw(node: Node, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        x, p, seed, number, _ = args
+        x, p, seed, number, *_ = args
         planned = drawn[number]
         spec = _spec(planned.outs[0])
         shards = Shards.of(spec, tuple(x.shape), after.mesh)
         pieces = []
         for i in range(shards.count):
             share = Share(planned, after.mesh, after.mesh.coords(shards.first_rank(i)))
-            box = [share.result_bounds(0, d)[0] for d in range(x.dim())]
+            box = [share.result_bounds(0, d)[0] for d in range(x.dim())] if is_cut(planned) else args[4]
             pieces.append(dropout(shards.cut(x, i), p, seed, number, box))
         return shards.join([a for a, _ in pieces]), shards.join([b for _, b in pieces])
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -28,6 +29,7 @@ from .terms import Universe
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 IDENTITY = {aten.contiguous.default, layout.dense_last}
+MOVES: dict[Any, Callable[..., Any]] = {**ALSO, **MOVERS, operator.getitem: operator.getitem}
 MOST_FACTS = 8
 DEPTH = 8
 """How far a rule's own calls may reach from the result back to the operands."""
@@ -42,6 +44,11 @@ class Fault:
     rank: int | None = None
     node: str = ""
     where: str = ""
+
+
+def place(node: Node) -> str:
+    """Where in the user's model a node comes from; communication that comes from no line: what it moves."""
+    return str(node.where) or next((str(value.where) for value in node.operands), "")
 
 
 class Failed(Exception):
@@ -64,7 +71,16 @@ class Item:
     why: str = ""
 
 
-Ask = Generator[tuple[fx.Node, Elements | None, Sequence[int]], Item, None]
+Asked = tuple[fx.Node, Elements | None, Sequence[int]]
+"""A collective, the tensor that goes in, and the sources of an empty one."""
+Ask = Generator[Asked, Item, None]
+
+
+class Program(Protocol):
+    """What there is to interpret: a GraphModule, or its graph alone."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
 
 
 @dataclass
@@ -87,10 +103,16 @@ class Rank:
 
     proof: Proof
     rank: int
-    module: fx.GraphModule
+    module: Program
     inputs: Sequence[Input]
+    changed: bool = False
+    """The program is not the plan's own."""
+    asked: list[fx.Node] = field(default_factory=list)
+    """The collectives so far."""
     items: dict[fx.Node, Item] = field(default_factory=dict)
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    taken: Counter[Node] = field(default_factory=Counter)
+    """How many calls were taken for an op, of those that could be several."""
     result: fx.Node | None = None
 
     def run(self) -> Ask:
@@ -104,6 +126,7 @@ class Rank:
                 self.result = node
             elif node.op == "call_function" and node.target in COLLECTIVES:
                 self.proof.collectives += 1
+                self.asked.append(node)
                 item = self.items[node.args[0]]
                 reply = yield node, self._codes(item), item.hints
                 self.items[node] = Item(reply.facts, reply.codes, reply.hints, None, True, reply.why)
@@ -120,7 +143,26 @@ class Rank:
 
     def fault(self, what: str, node: fx.Node, output: str = "") -> Fault:
         made = node.meta.get("shardfx")
-        return Fault(what, output, self.rank, node.name, str(made.where) if isinstance(made, Node) else "")
+        return Fault(what, output, self.rank, node.name, place(made) if isinstance(made, Node) else "")
+
+    # ---- the same program at another rank ---------------------------------------------------------------------
+
+    def as_at(self, node: fx.Node, rank: int) -> Elements | None:
+        """What a node holds where this program runs at another rank's coordinates; None: that cannot be said."""
+        facts = self.facts(node)
+        if facts:
+            return self.proof.numbering.codes(facts[0], rank)
+        if node.op != "call_function" or node.target is c10d.wait_tensor.default or node.target in COLLECTIVES:
+            return None
+        given = {n: self.as_at(n, rank) for n in node.all_input_nodes}
+        if None in given.values():
+            return None
+        function = MOVES.get(node.target)
+        if function is None:
+            return None
+        args: Any = fx.map_arg(node.args, given.__getitem__)  # type: ignore[arg-type]
+        made: Elements = function(*args, **node.kwargs)
+        return made
 
     # ---- one call ---------------------------------------------------------------------------------------------
 
@@ -260,9 +302,14 @@ class Rank:
         return found, "" if found else why
 
     def _by_rule(self, node: fx.Node) -> tuple[list[list[Fact | None]], str]:
-        """The same, for ops whose rule writes several calls: ``node`` is the last of them."""
+        """The same, for ops whose rule writes several calls: ``node`` is the last of them.
+
+        A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come
+        first that no earlier call was taken for.
+        """
         cone = self._cone(node)
         best = ""
+        all_found: list[tuple[int, Node, list[list[Fact | None]]]] = []
         for terms, maker in self.proof.universe.written:
             if not terms <= cone.keys():
                 continue
@@ -270,10 +317,14 @@ class Rank:
             for chosen in itertools.islice(itertools.product(*wanted), 64):
                 found, why = self._try(node, maker, [n for n, _ in chosen], [f for _, f in chosen])
                 if found:
-                    return found, ""
+                    all_found.append((self.taken[maker], maker, found))
+                    break
                 if maker.op is node.target:
                     best = why
-        return [], best
+        all_found.sort(key=lambda each: each[0])
+        if all_found:
+            self.taken[all_found[0][1]] += 1
+        return [made for _, _, found in all_found for made in found], best
 
     def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
         """The known tensors behind a node, by their terms."""

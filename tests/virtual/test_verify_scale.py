@@ -1,0 +1,133 @@
+"""The proof for many ranks: equal ops once, equal ranks once; what is wrong on any rank is found all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import fx
+
+import shardfx as sx
+from benchmarks.mutants import planned
+from shardfx.runtime import layout, lowering
+from shardfx.runtime.verify import scale
+from tests.mutants import MUTATIONS, Programs
+from tests.plans import MESHES, plan
+from tests.zoo import make
+
+NAMES = ("gpt_fused@dp2tp2+sequence", "llama@2x2x2", "resnet@dp2tp2", "hf_gpt2@dp2tp2+alone", "hf_bert@dp2tp2")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small meshes are treated as large ones."""
+    monkeypatch.setattr(scale, "EVERY", 1)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    "name", ["mlp3@dp2tp2", "dropout_mlp@dp2tp2", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES)]
+)
+def test_an_even_plan_is_proven_from_few_programs(name: str) -> None:
+    pm = planned(name)
+    assert scale.is_even(pm.after)
+    verdict = pm.verify()
+    assert verdict, verdict.why
+    assert verdict.checked["whole programs"] == 2 and verdict.checked["ranks"] == pm.mesh.size
+
+
+def test_many_ranks() -> None:
+    """16 x 4 ranks, of which two whole programs are looked at, and every op at every rank."""
+    case = make("mlp3")
+    specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs}
+    x, y = case.args[0].repeat(2, 1), case.targets[0].repeat(2)
+    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs)
+    pm = sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints)
+    verdict = pm.verify()
+    assert verdict, verdict.why
+    assert verdict.checked["at ranks"] > 4 * 64
+    changed = pm.rank_module(37)
+    relu = next(node for node in changed.graph.nodes if "relu" in node.name)
+    relu.replace_all_uses_with(relu.args[0])
+    refused = pm.verify({37: changed})
+    assert not refused and refused.fault is not None and refused.fault.rank == 37
+    assert refused.fault.node == "mm" and "fc2" in refused.fault.where
+
+
+def test_a_plan_that_is_not_even_is_interpreted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "EVERY", 1)
+    pm = plan(make("hf_vit"), MESHES["tp2"], specs={"vit.layers.*.mlp.fc1": "-, tp, -"})
+    assert not scale.is_even(pm.after)
+    verdict = pm.verify()
+    assert verdict, verdict.why
+    assert "whole programs" not in verdict.checked
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+@pytest.mark.parametrize("function", [layout.take, layout.unpack_gathered])
+def test_code_generation_that_is_wrong_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, wrong: int, function: Callable[..., Any]
+) -> None:
+    """Whichever it is, looked at as a whole program or not."""
+    whole_bias = {"fc1.bias": "-"}  # of which each rank takes its slice
+    if function is layout.take:
+        pm = plan(make("mlp3"), MESHES["dp2tp2"], specs=whole_bias)
+    else:
+        pm = planned("gpt_fused@dp2tp2+sequence")
+    call = lowering.LOWER["slice" if function is layout.take else "all_gather"]
+
+    def damaged(writer: Any, node: Any) -> None:
+        before = writer.call
+
+        def other(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            if writer.rank == wrong and target is function:
+                args = (*args[:3], *_other(args[3:]))
+            return before(target, *args, **kwargs)
+
+        writer.call = other
+        call(writer, node)
+        pending = writer.env[node.outs[0]]
+        if isinstance(pending, lowering.Pending):
+            finish = pending.finish
+            writer.env[node.outs[0]] = lowering.Pending(lambda: _with(writer, other, finish))
+        writer.call = before
+
+    monkeypatch.setitem(lowering.LOWER, "slice" if function is layout.take else "all_gather", damaged)
+    verdict = pm.verify()
+    assert not verdict
+    assert verdict.fault is not None and verdict.fault.rank == wrong
+    assert verdict.fault.output and verdict.fault.where
+
+
+def _with(writer: Any, other: Any, finish: Callable[[], Any]) -> Any:
+    before, writer.call = writer.call, other
+    try:
+        return finish()
+    finally:
+        writer.call = before
+
+
+def _other(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A slice that begins at the other end; a gather joined along the dim before."""
+    if len(args) == 3:
+        start, length, shape = args
+        return (length if start == 0 else 0), length, shape
+    dim, shape = args
+    return dim - 1, shape
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("name", ["mlp3@dp2tp2", "gpt_fused@dp2tp2+sequence"])
+def test_damaged_programs_are_refused(name: str) -> None:
+    pm = planned(name)
+    programs = Programs.of(pm)
+    survivors = [
+        f"{mutation.name} at {place}"
+        for mutation in MUTATIONS
+        for place, damaged in programs.damaged(mutation, 1)
+        if pm.verify(damaged)  # type: ignore[arg-type]
+    ]
+    assert not survivors
