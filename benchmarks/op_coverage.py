@@ -36,7 +36,7 @@ from shardfx.ir.oracle.completeness import missing_cuts, missing_sums
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import Instance
 from shardfx.ir.oracle.search import Choice, Oracle
-from shardfx.ir.oracle.soundness import refutations, trials
+from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
 
 BOOK = default_rules().with_fallback(Discovery().entry)
@@ -79,7 +79,7 @@ def score(of: Instance, dtensor: bool = True) -> Score:
         tried = len(list(trials(rule, of.results, of.tensors)))
         refuted = refutations(entry, of)
     oracle = Oracle(of)
-    cuts, sums = oracle.cuts(), oracle.linear()
+    cuts, sums = oracle.cuts(), [] if of.node.op.overloadpacket in UNDEFINED else oracle.linear()
     return Score(
         category(of.node.op),
         str(of.node.op),

@@ -204,7 +204,9 @@ def _moves(given: Any, wanted: Any) -> bool:
 
 
 def _whole(result: Any) -> torch.Tensor | None:
+    """The whole of a result, which all ranks must agree on."""
     if result is None:
         return None
     full = result.full_tensor() if hasattr(result, "full_tensor") else result
-    return full.reconcile() if hasattr(full, "reconcile") else full
+    first, *rest = getattr(full, "_local_tensors", {0: full}).values()
+    return first if all(torch.allclose(first, other, equal_nan=True) for other in rest) else torch.full((), torch.nan)

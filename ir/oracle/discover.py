@@ -15,6 +15,7 @@ results for the same arguments, changes its arguments, or takes too long.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from ..rules import Contiguous, Emit, RuleEntry, ShardingRule
 from .findings import Findings, as_rule, together
 from .instance import Instance, TooSlow, bind, describe, replace_at
 from .pieces import same
-from .search import Oracle
+from .search import Oracle, runs
 from .shrink import shrunk
 from .soundness import refute, trials
 from .store import Store
@@ -154,21 +155,26 @@ def _number(found: Findings, rule: ShardingRule, factor: str) -> int:
     raise AssertionError(factor)
 
 
-def _others(of: Instance) -> list[Instance]:
-    """The same on other values, if the op takes them."""
+def _others(of: Instance) -> Iterator[Instance]:
+    """The same on other values, where the op takes them: in another order, and with many zeros and equal values."""
     draw = torch.Generator().manual_seed(7)
-    tensors = []
-    for t in of.tensors:
-        if t.is_floating_point():
-            turned = t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
-            tensors.append(turned * (0.9 + 0.1 * torch.rand(t.shape, generator=draw, dtype=t.dtype)))
-        else:
-            tensors.append(t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape))
-    made = Instance(of.node, tuple(tensors))
-    try:
-        return [made] if all(r is None or bool(torch.isfinite(r).all()) for r in made.results) else []
-    except Exception:  # whatever the op says of its arguments
-        return []
+
+    def shuffled(t: torch.Tensor) -> torch.Tensor:
+        return t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        return shuffled(t) * (0.9 + 0.1 * torch.rand(t.shape, generator=draw).to(t.dtype))
+
+    def coarse(t: torch.Tensor) -> torch.Tensor:
+        return torch.randint(-1, 2, t.shape, generator=draw).to(t.dtype)
+
+    def sparse(t: torch.Tensor) -> torch.Tensor:
+        return t * (torch.rand(t.shape, generator=draw) < 0.3)
+
+    for change in (turned, coarse, sparse):
+        made = of.on([change(t) if t.is_floating_point() else shuffled(t) for t in of.tensors])
+        if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
+            yield made
 
 
 def _holds(found: Findings, of: Instance) -> bool:

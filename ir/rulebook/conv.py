@@ -80,14 +80,20 @@ def _local_groups(groups: int, channels: int, local: int) -> int:
 
 
 def convolution_backward(node: Node) -> ShardingRule:
-    """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci."""
+    """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci.
+
+    The one is linear in w, the other in x; with that of the bias none is linear in them.
+    """
     y, x, w = (v.shape for v in node.operands[:3])
     sizes, whole, x_dims, w_dims, b_dims, y_dims = _conv_dims(x, w, y, node.args[4:10])
     if len(node.results) > 2 and node.results[2] is not None:
         whole.add("ci")
     results = [x_dims, w_dims, b_dims]
     kept = tuple(r if v is not None else None for r, v in zip(results, node.results, strict=False))
-    return ShardingRule((y_dims, x_dims, w_dims), kept, sizes, frozenset(whole), (frozenset({0}),))
+    linear = [frozenset({0})]
+    if not any(v is not None for v in node.results[2:]):
+        linear.append(frozenset(i for i, v in ((2, node.results[0]), (1, node.results[1])) if v is not None))
+    return ShardingRule((y_dims, x_dims, w_dims), kept, sizes, frozenset(whole), tuple(linear))
 
 
 def convolution_backward_local(emit: Emit) -> Any:

@@ -207,7 +207,11 @@ def margin_loss(backward: bool) -> Any:
     def make(node: Node) -> ShardingRule:
         base = replicated(node)
         x = node.operands[1 if backward else 0].shape
+        weight = 2 if node.op.overloadpacket is aten.multi_margin_loss else 3
+        weighted = node.op.overloadpacket in (aten.multi_margin_loss, aten.multi_margin_loss_backward)
         linear = (frozenset({0}),) if backward else ()
+        if weighted and len(node.operands) > weight:
+            linear += (frozenset({weight}),)
         if len(x) < 2 or argument(node, "reduction") == 1:
             return ShardingRule(base.operands, base.results, base.sizes, base.whole, linear)
         rows = {"n": x[0], **base.sizes}
@@ -215,8 +219,6 @@ def margin_loss(backward: bool) -> Any:
         def dims(value: Value, own: tuple[Dim, ...]) -> tuple[Dim, ...]:
             return (("n",), *own[1:]) if value.shape and value.shape[0] == x[0] and value.type.ndim <= 2 else own
 
-        weight = 2 if node.op.overloadpacket is aten.multi_margin_loss else 3
-        weighted = node.op.overloadpacket in (aten.multi_margin_loss, aten.multi_margin_loss_backward)
         operands = tuple(
             own if weighted and i == weight else dims(value, own)
             for i, (value, own) in enumerate(zip(node.operands, base.operands, strict=True))

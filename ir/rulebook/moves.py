@@ -11,6 +11,7 @@ import torch
 from ..graph import Node
 from ..rules import Dim, Emit, RuleEntry, ShardingRule, replicated, rule
 from .common import FIRST, argument, names
+from .pool import side_by_side
 from .views import view
 
 aten = torch.ops.aten
@@ -49,7 +50,8 @@ def diagonal_backward(node: Node) -> ShardingRule:
 
 
 def unfold(node: Node) -> ShardingRule:
-    """The dim that is cut into windows is whole, and so is the new last one; the others pass."""
+    """The dim that is cut into windows is whole, if they do not stand side by side, and so is the new last one; the
+    others pass."""
     backward = node.op.overloadpacket is aten.unfold_backward
     wide = node.operands[0].shape if backward else node.outs[0].shape
     plain = node.outs[0].shape if backward else node.operands[0].shape
@@ -60,7 +62,13 @@ def unfold(node: Node) -> ShardingRule:
     sizes.update(windows=wide[dim], size=wide[-1])
     windows: list[Dim] = [*dims, ("size",)]
     windows[dim] = ("windows",)
-    whole = frozenset({f"d{dim}", "windows", "size"})
+    step = int(argument(node, "step"))
+    if side_by_side(plain[dim], wide[dim], wide[-1], step, 0):
+        sizes["step"] = step
+        dims[dim] = ("windows", "step")
+        whole = frozenset({"step", "size"})
+    else:
+        whole = frozenset({f"d{dim}", "windows", "size"})
     tensors = (tuple(windows), tuple(dims)) if backward else (tuple(dims), tuple(windows))
     return ShardingRule(tensors[:1], tensors[1:], sizes, whole, FIRST)
 

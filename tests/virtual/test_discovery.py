@@ -51,6 +51,12 @@ def counting(x: Tensor) -> Tensor:
     return x + counting.calls  # type: ignore[attr-defined]
 
 
+@torch.library.custom_op("shardfx_tests::first_nonzero", mutates_args=())
+def first_nonzero(x: Tensor) -> Tensor:
+    """Where in x the first number stands that is not zero: no part of x knows."""
+    return (x.flatten() != 0).to(torch.int64).argmax()
+
+
 @torch.library.custom_op("shardfx_tests::failing", mutates_args=())
 def failing(x: Tensor) -> Tensor:
     raise RuntimeError("only on a machine of ours")
@@ -161,6 +167,10 @@ def test_what_is_found(made: Node, text: str, linear: list[set[int]]) -> None:
     assert rule is not None
     assert rule_text(rule) == text
     assert list(map(set, rule.linear)) == linear
+
+
+def test_values_that_are_rare_are_tried() -> None:
+    assert Discovery().rule(node(ops.first_nonzero.default, (6, 4))) is None
 
 
 @pytest.mark.parametrize("op", [ops.noisy, ops.counting, ops.failing, ops.careless])
