@@ -183,7 +183,7 @@ class Tape(TorchDispatchMode):
     """Writes down every op that is called, below autograd."""
 
     def __init__(self, stored: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.segments: dict[Place, list[Call]] = {None: []}
         self.order: list[Place] = []
         self._at: Place = None

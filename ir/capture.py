@@ -24,7 +24,7 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .blocks import find_runs
+from .blocks import Run, find_runs
 from .convert import Names, convert, source_of
 from .errors import Error
 from .graph import Graph, Where
@@ -170,7 +170,8 @@ def capture(
         def program(model: nn.Module) -> _Program:
             return _Program(model, tree, leaves, loss, len(targets), results)
 
-        short, runs = traced, []
+        short: nn.Module = traced
+        runs: list[Run] = []
         if fold:
             short, runs = find_runs(traced, tensors, lambda model, given: program(model)(*given), aliases)
         wanted = Names(tuple(names), aliases, _loss_source(loss))

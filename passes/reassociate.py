@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from shardfx.ir.graph import Graph, Node, Phase, Rewriter, Value
+from shardfx.ir.graph import Graph, Node, Phase, Rewriter, Value, dead_code
 from shardfx.ir.spec import Cut
 
 from .factors import Propagation, RuleCache
@@ -40,8 +40,7 @@ def reassociate(graph: Graph, state: Propagation, cache: RuleCache, cuts: dict[N
         _rebuild(node, list(groups.values()), rewriter, cuts)
     if changed:
         rewriter.apply()
-        live = {v for n in graph.nodes for v in n.operands} | kept
-        graph.nodes = [n for n in graph.nodes if not (n in inner and n.outs[0] not in live)]
+        dead_code(graph)
         cache.add(graph, state.rules)
         state.forget_tensors()
     return changed
