@@ -16,9 +16,9 @@ CODE := $(wildcard $(FOLDERS) tests examples benchmarks docs/*.py)
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 # More threads than cores make a small tensor program many times slower.
-test test-all line-coverage coverage: export OMP_NUM_THREADS := 1
+test test-all fuzz line-coverage coverage: export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-all lint format types bench coverage line-coverage clean
+.PHONY: help demo test test-all fuzz lint format types bench coverage line-coverage clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test: $(READY) ## the tests of all tiers (unit, virtual, torchrun) without the s
 
 test-all: $(READY) ## every test, the slow ones too
 	$(PYTEST) $(ARGS)
+
+fuzz: $(READY) ## random models, meshes, hints and passes beside one device (2,000 cases)
+	$(BIN)/python -m tests.fuzz --cases 2000 $(ARGS)
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check $(CODE)

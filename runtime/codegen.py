@@ -14,15 +14,15 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardfx.ir.comm import CommOp
+from shardfx.ir.comm import CommOp, fused
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.local import Share, gives_list, perform
 from shardfx.ir.rules import Contiguous, RuleBook
@@ -61,9 +61,19 @@ def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list
     nodes = []
     for node in reversed(graph.nodes):
         if any(value in needed for value in node.outs):
+            node = _without(node, needed)
             needed.update(node.operands)
             nodes.append(node)
     return [given for given in graph.inputs if given.value in needed], nodes[::-1], outputs
+
+
+def _without(node: Node, needed: Container[Value]) -> Node:
+    """A fused collective without the values that nobody needs: a target must not travel where there is no loss."""
+    kept = [i for i, value in enumerate(node.outs) if value in needed]
+    if node.op not in fused.values() or len(kept) == len(node.outs):
+        return node
+    args, results = tuple(node.operands[i] for i in kept), [node.results[i] for i in kept]
+    return replace(node, args=args, results=results, strategy=None)
 
 
 def generate(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) -> Program:

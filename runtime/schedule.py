@@ -39,6 +39,7 @@ def start_early(nodes: Sequence[Node], inputs: Iterable[Value]) -> list[Node]:
     """The same nodes, each communication as early as it may start."""
     stored = set(inputs)
     place = {node: float(i) for i, node in enumerate(nodes)}
+    makers = {value: node for node in nodes for value in node.outs}
     at = {}
     moved: set[Node] = set()
     fetched: float | None = None
@@ -52,21 +53,21 @@ def start_early(nodes: Sequence[Node], inputs: Iterable[Value]) -> list[Node]:
             fetched = place[node]
             continue
         chain: list[Node] = []
-        ready = max((_ready(value, place, chain) for value in node.operands), default=-1.0)
+        ready = max((_ready(value, place, makers, chain) for value in node.operands), default=-1.0)
         for each in (*chain, node):
             at[each] = min(at[each], ready + 0.5)
             moved.add(each)
     return sorted(nodes, key=lambda node: (at[node], place[node]))
 
 
-def _ready(value: Value, place: dict[Node, float], chain: list[Node]) -> float:
+def _ready(value: Value, place: dict[Node, float], makers: dict[Value, Node], chain: list[Node]) -> float:
     """Where the last op stands that computes a value, behind the light ops between, which go into ``chain``."""
-    node = value.node
+    node = makers.get(value)
     if node is None:
         return -1.0
     if node.op not in LIGHT:
         return place[node]
-    latest = max((_ready(operand, place, chain) for operand in node.operands), default=-1.0)
+    latest = max((_ready(operand, place, makers, chain) for operand in node.operands), default=-1.0)
     if node not in chain:
         chain.append(node)
     return latest

@@ -92,3 +92,13 @@ def test_a_step_in_training_is_seen_in_evaluation() -> None:
     optimizer.step()
     pm.eval()
     assert not torch.equal(first, pm(*case.args))
+
+
+def test_results_need_no_target_that_would_travel_with_an_argument() -> None:
+    """Both ids are gathered, and travel together where there is a loss."""
+    model = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 5))
+    x, y = torch.arange(20).view(4, 5) % 12, torch.ones(4, 5, dtype=torch.int64)
+    hints = sx.Hints((x,), loss=lambda out, t: (out.sum(-1) * t).sum(), targets=(y,), specs={"args.0": "-, a"})
+    pm = sx.parallelize(model, sx.Mesh(a=2), hints)
+    with torch.no_grad():
+        assert torch.allclose(pm(x), model(x))

@@ -1,0 +1,188 @@
+"""A random case as data, and as a script that runs alone.
+
+Everything is drawn into frozen data (:class:`Case`), from which :meth:`Case.script` writes a program that imports torch
+and shardfx only. The fuzzer runs that same text, so that what it says of a case, the script says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from .grammar import KINDS, NUMBERS, Pick, Piece
+from .template import FOOTER, HEADER, LOSSES, MODEL, PLUGINS, RESULTS, SECOND
+
+SHARE = 8
+"""So many consecutive seeds share a model, which is captured once."""
+
+Layer = tuple[str, tuple[int, ...]]
+AXES = "abc"
+MESHES = [sizes for count in (1, 2, 3) for sizes in product((2, 3, 4), repeat=count) if prod(sizes) <= 8]
+
+
+@dataclass(frozen=True)
+class Net:
+    """A model, its inputs and its loss."""
+
+    seed: int
+    batch: int
+    time: int
+    start: int
+    vocabulary: int
+    layers: tuple[Layer, ...]
+    second: str
+    results: str
+    loss: str
+    tied: bool
+    mode: str
+
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        time, dim = self.time, self.start
+        for i, (kind, numbers) in enumerate(self.layers):
+            if time < 2 and kind not in ("linear", "mlp"):
+                continue
+            piece = KINDS[kind](Pick(numbers), time, dim)
+            time, dim = piece.time, piece.dim
+            yield f"l{i}", piece
+
+    def source(self) -> str:
+        """The model's class, ``make()``, the inputs and the loss, as text."""
+        members, lines, time, dim = self._chain()
+        tied = self.tied and bool(self.vocabulary) and dim == self.start
+        classes = self.vocabulary if tied else 5
+        members.append(f"self.head = nn.Linear({dim}, {classes}, bias={not tied})")
+        members += ["self.head.weight = self.embed.weight"] if tied else []
+        returned, picked, also = RESULTS[self.results]
+        second, _, args, kwargs = SECOND[self.second]
+        sizes = {"b": self.batch, "t": self.time, "d": self.start}
+        ids = f"torch.randint({self.vocabulary}, ({self.batch}, {self.time}))"
+        x = ids if self.vocabulary else "torch.randn({b}, {t}, {d})".format(**sizes)
+        ignored = [f"t[0, : {max(time // 2, 1)}] = -100"] if self.loss == "cross_entropy" and time > 1 else []
+        make = [
+            "torch.set_default_dtype(torch.float64)",
+            f"torch.manual_seed({self.seed})",
+            "model = Model()",
+            f"args, kwargs = ({x},{args.format(**sizes)}), {{{kwargs.format(**sizes)}}}",
+            f"t = torch.randint({classes}, ({self.batch}, {time}))",
+            *ignored,
+            "return model, args, kwargs, (t,)",
+        ]
+        return MODEL.format(
+            members=indented(members, 8),
+            second=second,
+            lines=indented([*lines, "out = self.head(y)", f"return {returned}"], 8),
+            loss=LOSSES[self.loss].format(picked) + also,
+            make=indented(make, 4),
+        )
+
+    def _chain(self) -> tuple[list[str], list[str], int, int]:
+        """Members and statements of embedding and layers, and the time and dim that they leave."""
+        members = [f"self.embed = nn.Embedding({self.vocabulary}, {self.start})"] if self.vocabulary else []
+        lines = ["y = self.embed(x)" if self.vocabulary else "y = x", *SECOND[self.second][1]]
+        time, dim = self.time, self.start
+        for name, piece in self.pieces():
+            members += [f"self.{name}{suffix} = {value}" for suffix, value in piece.members]
+            lines += [line.replace("{n}", name) for line in piece.statements]
+            time, dim = piece.time, piece.dim
+        return members, lines, time, dim
+
+
+def indented(lines: Sequence[str], by: int) -> str:
+    return "\n".join(" " * by + line for line in lines)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a mesh, hints and passes."""
+
+    seed: int
+    net: Net
+    mesh: tuple[int, ...]
+    specs: tuple[tuple[str, str], ...]
+    fuse_mb: float
+    passes: tuple[str, ...]
+    strict: bool
+
+    def script(self) -> str:
+        """The case as a program: it prints how its result differs from one device's."""
+        mesh = ", ".join(f"{name}={size}" for name, size in zip(AXES, self.mesh, strict=False))
+        specs = "".join(f"    {name!r}: {text!r},\n" for name, text in self.specs)
+        passes = ", ".join(PLUGINS[each][0] if each in PLUGINS else repr(each) for each in self.passes)
+        plugins = "".join(PLUGINS[each][1] for each in self.passes if each in PLUGINS)
+        return (
+            HEADER.format(seed=self.seed)
+            + plugins
+            + self.net.source()
+            + f"\n\nMESH = sx.Mesh({mesh})\nSPECS = {{\n{specs}}}\n"
+            + f"OPTIONS = dict(fuse_mb={self.fuse_mb}, passes=[{passes}], strict={self.strict})\n"
+            + f"MODE = {self.net.mode!r}\n"
+            + FOOTER
+        )
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed, always the same."""
+    net = draw_net(seed // SHARE)
+    rng = random.Random(f"case {seed}")
+    mesh = rng.choice(MESHES + [sizes for sizes in MESHES if prod(sizes) <= 4] * 3)
+    axes = AXES[: len(mesh)]
+    specs: dict[str, str] = {}
+    for name, ndim, often in named(net):
+        if rng.random() < often:
+            specs[name] = spec(rng, axes, ndim)
+    passes = rng.choice(((), (), (), ("identity",), ("fuse-comm{mb=0.0001}",), ("identity", "fuse-comm{mb=1}")))
+    fuse = rng.choice((0, 1e-5, 25))
+    return Case(seed, net, mesh, tuple(specs.items()), fuse, passes, rng.random() < 0.1)
+
+
+def draw_net(seed: int) -> Net:
+    rng = random.Random(f"model {seed}")
+    kinds = sorted(KINDS)
+    layers = tuple(
+        (rng.choice(kinds), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in range(rng.randint(1, 4))
+    )
+    return Net(
+        seed,
+        rng.choice((2, 3, 4, 8)),
+        rng.choice((4, 5, 6, 8)),
+        rng.choice((4, 6, 8, 12)),
+        rng.choice((0, 5, 8, 12)),
+        layers,
+        rng.choice(("", "", "", "mask", "vector", "bias")),
+        rng.choice(("one", "one", "one", "pair", "dict")),
+        rng.choice(("cross_entropy", "cross_entropy", "squares", "sum")),
+        rng.random() < 0.5,
+        rng.choice(("train", "train", "train", "train", "eval", "inference", "both")),
+    )
+
+
+def named(net: Net) -> Iterator[tuple[str, int, float]]:
+    """What a hint may name: with its number of dims, and how often it is hinted."""
+    yield "args.0", 2 if net.vocabulary else 3, 0.8
+    yield from {"mask": [("args.1", 2, 0.3)], "vector": [("args.1", 1, 0.3)], "bias": [("kwargs.z", 3, 0.3)]}.get(
+        net.second, []
+    )
+    yield "targets.0", 2, 0.2
+    scope: dict[str, object] = {}
+    exec(compile(HEADER.format(seed=0) + net.source(), "<names>", "exec"), scope)
+    model = scope["Model"]()  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        yield name, parameter.dim(), 0.35
+    for name, buffer in model.named_buffers():
+        if buffer.dim():
+            yield name, buffer.dim(), 0.1
+    for name, piece in net.pieces():
+        if piece.ndim:
+            yield name, piece.ndim, 0.25
+    yield "head", 3, 0.2
+
+
+def spec(rng: random.Random, axes: str, ndim: int) -> str:
+    """A placement: some axes, each on some dim, several on one too."""
+    dims: list[list[str]] = [[] for _ in range(ndim)]
+    for axis in rng.sample(axes, rng.randint(1, len(axes))):
+        rng.choice(dims).append(axis)
+    return ", ".join(" ".join(held) or "-" for held in dims)

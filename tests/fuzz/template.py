@@ -1,0 +1,138 @@
+"""The fixed text of a case's script."""
+
+from __future__ import annotations
+
+HEADER = '''"""One random case (seed {seed}): the parallel program beside one device."""
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfx as sx
+
+
+'''
+
+PLUGINS = {
+    "identity": (
+        "Identity()",
+        """@dataclass(frozen=True)
+class Identity(sx.Pass):
+    name: ClassVar[str] = "identity"
+
+    def run(self, graph, context):
+        return False
+
+
+""",
+    )
+}
+"""Passes of plugins: what is put among the hints, and the text of the class."""
+
+MODEL = """class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+{members}
+
+    def forward(self, x{second}):
+{lines}
+
+
+def loss(out, t):
+    return {loss}
+
+
+def make():
+{make}
+"""
+
+SECOND: dict[str, tuple[str, tuple[str, ...], str, str]] = {
+    "": ("", (), "", ""),
+    "mask": (", z", ("y = y * z[:, :, None]",), " torch.rand({b}, {t})", ""),
+    "vector": (", z", ("y = y + z",), " torch.randn({d})", ""),
+    "bias": (", *, z", ("y = y + z",), "", "'z': torch.randn({b}, 1, {d})"),
+}
+"""A second input: its parameter, what is done with it, and its example as an argument or a keyword."""
+
+RESULTS = {
+    "one": ("out", "out", ""),
+    "pair": ("out, y.mean(1)", "out[0]", " + out[1].pow(2).mean()"),
+    "dict": ("{'out': out, 'y': y}", "out['out']", " + out['y'].pow(2).sum(-1).mean()"),
+}
+"""What the model returns, where the scores are among that, and what the loss adds for the rest."""
+
+LOSSES = {
+    "cross_entropy": "F.cross_entropy({0}.flatten(0, 1), t.flatten())",
+    "squares": "F.mse_loss({0}.sum(-1), t.to({0}.dtype))",
+    "sum": "({0} * t[..., None]).sum() / 7",
+}
+
+FOOTER = '''
+
+def tensors(tree):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def apart(ours, theirs):
+    """The largest difference over the largest number."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    error = (ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-3)
+    return float(error.detach().nan_to_num(nan=float("inf")))
+
+
+def parallel(model, args, kwargs, targets):
+    given = dict(loss=None if MODE == "inference" else loss, targets=() if MODE == "inference" else targets)
+    specs = {k: v for k, v in SPECS.items() if MODE != "inference" or not k.startswith("targets")}
+    hints = sx.Hints(args=args, kwargs=kwargs, specs=specs, **given, **OPTIONS)
+    return sx.parallelize(model.train(MODE in ("train", "both")), MESH, hints)
+
+
+def differences(model, pm, args, kwargs, targets):
+    """What is compared -> how far apart it is."""
+    alone = copy.deepcopy(model).train(MODE in ("train", "both"))
+    found = {}
+    if MODE == "inference":
+        with torch.no_grad():
+            ours, theirs = pm(*args, **kwargs), alone(*args, **kwargs)
+        for i, (a, b) in enumerate(zip(tensors(ours), tensors(theirs), strict=True)):
+            found[f"result {i}"] = apart(a, b)
+        return found
+    ours, theirs = pm(*args, *targets, **kwargs), loss(alone(*args, **kwargs), *targets)
+    ours.backward(), theirs.backward()
+    found["loss"] = apart(ours, theirs)
+    grads = pm.full_grads()
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is not None:
+            found[f"gradient of {name}"] = apart(grads[name], parameter.grad)
+    state = pm.full_state_dict()
+    for name, buffer in alone.named_buffers():
+        found[f"buffer {name}"] = apart(state[name], buffer)
+    if MODE == "both":
+        pm.eval(), alone.eval()
+        with torch.no_grad():
+            ours, theirs = pm(*args, **kwargs), alone(*args, **kwargs)
+        for i, (a, b) in enumerate(zip(tensors(ours), tensors(theirs), strict=True)):
+            found[f"result {i} in evaluation"] = apart(a, b)
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    given = make()
+    pm = parallel(*given)
+    found = differences(given[0], pm, *given[1:])
+    for name, error in found.items():
+        print(f"{error:8.1e}  {name}")
+    equal = max(found.values()) < 1e-9
+    print("equal" if equal else "DIFFERENT")
+    raise SystemExit(not equal)
+'''
