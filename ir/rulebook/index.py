@@ -209,7 +209,7 @@ def margin_loss(backward: bool) -> Any:
         x = node.operands[1 if backward else 0].shape
         weight = 2 if node.op.overloadpacket is aten.multi_margin_loss else 3
         weighted = node.op.overloadpacket in (aten.multi_margin_loss, aten.multi_margin_loss_backward)
-        linear = (frozenset({0}),) if backward else ()
+        linear: tuple[frozenset[int], ...] = (frozenset({0}),) if backward else ()
         if weighted and len(node.operands) > weight:
             linear += (frozenset({weight}),)
         if len(x) < 2 or argument(node, "reduction") == 1:
