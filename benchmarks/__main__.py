@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("benchmarks.step_time", "benchmarks.plan_scale", "benchmarks.mutants")
+BENCHMARKS = ("benchmarks.step_time", "benchmarks.plan_scale", "benchmarks.verify_scale", "benchmarks.mutants")
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.runtime.codegen import Code, select, write
-from shardfx.runtime.verify import dynamic, scale, static
+from shardfx.runtime.verify import dynamic, scale, shrink, static
 from shardfx.runtime.verify.interpret import Fault, Program
 from shardfx.runtime.verify.naming import named
 
@@ -71,16 +71,20 @@ def verify(
     if unknown:
         raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
 
+    changed: dict[int, Program] = dict(modules or {})
+    small = shrink.shrink(before, after, rules) if run and not changed and shrink.needed(before) else None
+    if small is not None:
+        before, after, stored = small.before, small.after, small.known(stored)
+
     def program(rank: int) -> Code:
         return write(after, rank, rules, kinds)
 
-    def small(graph: Graph, rank: int) -> Code:
+    def alone(graph: Graph, rank: int) -> Code:
         return write(graph, rank, rules, {OutputKind.RESULT})
 
     inputs, _, outputs = select(after, kinds)
-    changed: dict[int, Program] = dict(modules or {})
     if not run and mesh.size > scale.EVERY and scale.is_even(after):
-        fault, checked = scale.verify(before, after, rules, small, program, changed, inputs, outputs)
+        fault, checked = scale.verify(before, after, rules, alone, program, changed, inputs, outputs)
     else:
         own: dict[int, Program] = {rank: program(rank) for rank in range(mesh.size)}
         given = own | changed if changed else own
@@ -91,4 +95,6 @@ def verify(
     if fault is not None and changed and not run:
         fault = named(fault, {rank: program(rank) for rank in changed}, changed)
     how = "shown on random float64 numbers" if run else "proven"
+    if small is not None:
+        how, checked = f"{how}, on shapes that were shrunk", {**checked, "sizes shrunk": small.sizes}
     return Verdict(fault is None, "" if fault is None else text(fault), how, checked, fault)

@@ -1,0 +1,67 @@
+"""Llama-3-70B's shapes on dp=64 x tp=8, without weights: how long does ``pm.verify()`` take?
+
+    python -m benchmarks.verify_scale [--layers 80] [--dp 64] [--tp 8] [--shrunk]
+
+Prints the verdict, its seconds by the clock and of the processor, and the most memory that the process ever held.
+With ``--shrunk`` also ``pm.verify(run=True)``. Aim: 80 layers on 512 ranks in under 60 s on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardfx as sx
+from benchmarks.plan_scale import SPECS, loss
+
+
+def planned(layers: int, mesh: sx.Mesh) -> sx.ParallelModule:
+    """The plan: one sample of 4,096 tokens for each data-parallel rank."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    x = torch.empty(mesh["dp"].size, 4096, dtype=torch.long, device="meta")
+    return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS))
+
+
+def timed(what: str, verify: Callable[[], object]) -> None:
+    started, used = time.perf_counter(), time.process_time()
+    verdict = verify()
+    print(verdict)
+    print(f"{what:<22} {time.perf_counter() - started:6.1f} s, {time.process_time() - used:6.1f} s of processor")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--dp", type=int, default=64)
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--shrunk", action="store_true")
+    args = parser.parse_args()
+    mesh = sx.Mesh(dp=args.dp, tp=args.tp)
+    started = time.perf_counter()
+    pm = planned(args.layers, mesh)
+    print(f"{args.layers} layers on {mesh.size} ranks, {len(pm.after.nodes)} IR nodes")
+    print(f"{'plan':<22} {time.perf_counter() - started:6.1f} s", flush=True)
+    timed("verify()", pm.verify)
+    if args.shrunk:
+        timed("verify(run=True)", lambda: pm.verify(run=True))
+    print(f"{'most memory':<22} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:6.2f} GB")
+
+
+if __name__ == "__main__":
+    main()

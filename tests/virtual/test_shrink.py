@@ -1,0 +1,73 @@
+"""A model that is too large to be run here is compared in small: the same ops, cuts and programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import shardfx as sx
+from shardfx.runtime.verify import shrink
+from tests.plans import MESHES, plan
+from tests.zoo import make
+
+
+class Tall(torch.nn.Module):
+    """Wide, with a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = torch.nn.Embedding(50_000, 4096)
+        self.up, self.down = torch.nn.Linear(4096, 16384), torch.nn.Linear(16384, 4096)
+        self.norm = torch.nn.LayerNorm(4096)
+        self.head = torch.nn.Linear(4096, 50_000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.emb(x)
+        return self.head(self.norm(h + self.down(F.gelu(self.up(h)))))
+
+
+def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+SPECS = {"emb.weight": "tp, -", "up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp", "head.weight": "tp, -"}
+
+
+def test_a_large_model_without_weights_is_shown_in_small() -> None:
+    with torch.device("meta"):
+        model = Tall()
+    x = torch.empty(8, 2048, dtype=torch.long, device="meta")
+    specs = {"args.0": "dp, -", "targets.0": "dp, -", **SPECS}
+    pm = sx.parallelize(model, MESHES["dp2tp2"], sx.Hints(args=(x,), loss=loss, targets=(x,), specs=specs))
+    verdict = pm.verify(run=True)
+    assert verdict, verdict.why
+    assert verdict.checked["sizes shrunk"] > 4 and "shrunk" in str(verdict)
+    small = shrink.shrink(pm.before, pm.after, pm._compiled.context.rules)
+    assert small is not None
+    assert max(value.type.numel for value in small.after.values()) < 10_000
+    for old, new in zip(pm.after.values(), small.after.values(), strict=True):
+        assert old.spec is not None and new.spec is not None
+        assert [cut.axes for cut in old.spec.dims] == [cut.axes for cut in new.spec.dims]
+
+
+def test_what_is_wrong_in_large_is_wrong_in_small() -> None:
+    """A plan that forgets a reduction."""
+    with torch.device("meta"):
+        model = Tall()
+    x = torch.empty(8, 2048, dtype=torch.long, device="meta")
+    specs = {"args.0": "dp, -", "targets.0": "dp, -", **SPECS}
+    pm = sx.parallelize(model, MESHES["dp2tp2"], sx.Hints(args=(x,), loss=loss, targets=(x,), specs=specs))
+    reduce = next(node for node in pm.after.nodes if str(node.op) == "comm.all_reduce")
+    reduce.kwargs = {**reduce.kwargs, "reduce": "max"}
+    verdict = pm.verify(run=True)
+    assert not verdict and "output" in verdict.why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2tp2", "2x2x2"])
+@pytest.mark.parametrize("name", ["gpt_fused", "llama", "hf_gpt2", "hf_bert", "hf_t5", "resnet", "unet", "hf_llama"])
+def test_models_of_the_zoo_in_small(monkeypatch: pytest.MonkeyPatch, name: str, mesh: str) -> None:
+    monkeypatch.setattr(shrink, "SMALL", 0)
+    pm = plan(make(name), MESHES[mesh], sequence=make(name).sequence_specs is not None)
+    assert pm.verify(run=True), pm.verify(run=True).why
