@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 import warnings
 from pathlib import Path
 
@@ -69,6 +70,12 @@ def careless(x: Tensor) -> Tensor:
     return y
 
 
+@torch.library.custom_op("shardfx_tests::waiting", mutates_args=())
+def waiting(x: Tensor) -> Tensor:
+    time.sleep(1.1)
+    return x * 2
+
+
 @torch.library.custom_op("shardfx_tests::heads", mutates_args=())
 def heads(x: Tensor, count: int) -> Tensor:
     """Each of ``count`` heads of x[n, count * d] divided by its norm."""
@@ -77,7 +84,7 @@ def heads(x: Tensor, count: int) -> Tensor:
 
 
 counting.calls = 0  # type: ignore[attr-defined]
-for op in (noisy, counting, failing, careless):
+for op in (noisy, counting, failing, careless, waiting):
     op.register_fake(lambda x: torch.empty_like(x))
 row_softmax.register_fake(lambda x, scale: torch.empty_like(x))
 row_softmax_backward.register_fake(lambda grad, x, scale: (torch.empty_like(x), torch.empty_like(scale)))
@@ -173,7 +180,7 @@ def test_values_that_are_rare_are_tried() -> None:
     assert Discovery().rule(node(ops.first_nonzero.default, (6, 4))) is None
 
 
-@pytest.mark.parametrize("op", [ops.noisy, ops.counting, ops.failing, ops.careless])
+@pytest.mark.parametrize("op", [ops.noisy, ops.counting, ops.failing, ops.careless, ops.waiting])
 def test_what_cannot_be_told_has_no_rule(op: object) -> None:
     assert Discovery().rule(big(op.default, ((6, 4),), (6, 4))) is None  # type: ignore[attr-defined]
 
