@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="write the smallest script of each kind of failure")
     parser.add_argument("--folder", type=Path, default=Path("out/fuzz"), help="for these scripts")
     parser.add_argument("--verify", type=int, default=8, metavar="N", help="verify every Nth case, too; 0 for none")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long, whatever --cases says")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
     first, count = (options.seed, options.cases) if options.only is None else (options.only, 1)
@@ -56,11 +57,14 @@ def main() -> int:
                     print(f"seed {seed}: {outcome.kind}\n    {outcome.text[:600]}", flush=True)
                 if outcome.alarm:
                     print(f"seed {seed}: equal, and NOT VERIFIED\n    {outcome.alarm[:600]}", flush=True)
+            if time.monotonic() - started > 60 * options.minutes:
+                break
     took = time.monotonic() - started
     if options.only is not None:
         print(outcomes[options.only], draw(options.only).script(), sep="\n")
     results = Counter(outcome.result for outcome in outcomes.values())
-    print(f"{count} cases in {took:.0f} s: {dict(results)}")
+    alarms = sum(bool(outcome.alarm) for outcome in outcomes.values())
+    print(f"{len(outcomes)} cases in {took:.0f} s: {dict(results)}; {alarms} equal and not verified")
     for kind, many in Counter(o.kind for o in outcomes.values() if o.result == "refused").most_common():
         print(f"  refused {many}: {kind}")
     failed: dict[str, list[int]] = {}
