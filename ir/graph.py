@@ -73,6 +73,11 @@ class Value:
     def where(self) -> Where:
         return self.node.where if self.node is not None else Where(module=self.name)
 
+    def local_bytes(self, mesh: Mesh) -> int:
+        """What the rank that holds most of the value holds of it (in one turn)."""
+        numel = self.spec.local_numel(self.shape, mesh) if self.spec is not None else self.type.numel
+        return numel * self.type.dtype.itemsize
+
     def __repr__(self) -> str:
         return f"%{self.name or '?'}"
 

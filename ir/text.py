@@ -23,7 +23,6 @@ strategy was chosen.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -125,7 +124,7 @@ class Printer:
         if where:
             line = f"{line.ljust(WIDTH)}  @ {where}"
         if words and node.operands:
-            line += f"  # {_size_text(sum(_local_bytes(v, self.graph.mesh) for v in node.operands))}"
+            line += f"  # {size_text(sum(_local_bytes(v, self.graph.mesh) for v in node.operands))}"
         return line
 
     def use(self, value: Value) -> str:
@@ -237,17 +236,16 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def _local_bytes(value: Value, mesh: Mesh) -> int:
-    """The bytes of a value on the rank that holds most."""
-    known = value.spec is not None and len(value.spec.dims) == len(value.shape)
-    known = known and all(axis in mesh.names for axis in value.spec.axes)  # type: ignore[union-attr]
-    count = value.spec.local_numel(value.shape, mesh) if known and value.spec else math.prod(value.shape)
-    return count * value.type.dtype.itemsize
+    """The bytes of a value on the rank that holds most; of all of it, if its spec does not fit it or the mesh."""
+    spec = value.spec
+    fits = spec is not None and len(spec.dims) == len(value.shape) and all(axis in mesh.names for axis in spec.axes)
+    return value.local_bytes(mesh) if fits else value.type.nbytes
 
 
-def _size_text(size: float) -> str:
-    """``1.0 MB``, in powers of 1000."""
+def size_text(nbytes: float) -> str:
+    """``2.1 MB``: three digits at most, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+        if nbytes < 999.5:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.0f} TB" if nbytes >= 99.95 else f"{nbytes:.1f} TB"

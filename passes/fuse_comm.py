@@ -165,9 +165,8 @@ class FuseComm(Pass):
 
 
 def _bytes(node: Node, graph: Graph) -> float:
-    spec = node.outs[0].spec if node.op is comm.all_gather else node.operands[0].spec
-    assert spec is not None
-    return spec.local_numel(node.outs[0].shape, graph.mesh) * node.outs[0].type.dtype.itemsize
+    whole = node.outs[0] if node.op is comm.all_gather else node.operands[0]
+    return whole.local_bytes(graph.mesh)
 
 
 def _simple(node: Node, graph: Graph) -> bool:

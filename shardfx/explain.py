@@ -23,9 +23,9 @@ from shardfx.ir.comm import CommOp
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, op_name
 from shardfx.ir.oracle.findings import rule_text
-from shardfx.ir.text import Printer
+from shardfx.ir.text import Printer, size_text
 from shardfx.passes import Context
-from shardfx.visualize.traffic import size_text, traffic
+from shardfx.visualize.traffic import traffic
 
 from .replay import source_of
 from .trails import Because, Trails

@@ -20,7 +20,7 @@ from shardfx.ir import comm
 from shardfx.ir.comm import CommOp, Planner
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
-from shardfx.visualize.traffic import local_bytes, traffic
+from shardfx.visualize.traffic import traffic
 
 from .compile import no_collection
 from .recorder import Peak
@@ -177,14 +177,14 @@ def memory_of(graph: Graph, peak: Peak) -> Memory:
     mesh = graph.mesh
     given: dict[InputKind, int] = {}
     for each in graph.inputs:
-        given[each.kind] = given.get(each.kind, 0) + local_bytes(each.value, mesh)
+        given[each.kind] = given.get(each.kind, 0) + each.value.local_bytes(mesh)
     gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     return Memory(
         given.get(InputKind.PARAMETER, 0),
         given.get(InputKind.BUFFER, 0),
         given.get(InputKind.ARGUMENT, 0) + given.get(InputKind.TARGET, 0) + given.get(InputKind.SEED, 0),
         given.get(InputKind.CONSTANT, 0),
-        sum(local_bytes(value, mesh) for value in gradients),
+        sum(value.local_bytes(mesh) for value in gradients),
         peak,
     )
 
@@ -213,14 +213,14 @@ def comm_seconds(node: Node, planner: Planner) -> float:
     """The time of a comm node by the mesh's links; those that travel together pay the latency once."""
     kind = comm.COMM_OPS.get(node.op.name.removesuffix("_fused"), comm.all_to_all)
     values = node.outs if kind is comm.all_gather else node.operands
-    return planner.cost(kind, node.kwargs["axes"], sum(local_bytes(value, planner.mesh) for value in values))
+    return planner.cost(kind, node.kwargs["axes"], sum(value.local_bytes(planner.mesh) for value in values))
 
 
 def causes_of(node: Node, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> list[Cause]:
     """What each value that a comm node moves is: a parameter, a gradient, the loss, or what an op made."""
     total = traffic(node, mesh).total
     values = list(zip(node.operands, node.outs, strict=True))
-    held = [local_bytes(operand, mesh) for operand, _ in values]
+    held = [operand.local_bytes(mesh) for operand, _ in values]
     whole = sum(held) or 1
     return [
         Cause(out.name, module_of(operand, node), what(operand, out, inputs, outputs), total * size / whole)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardfx.ir.graph import op_name
-from shardfx.visualize.traffic import size_text
+from shardfx.ir.text import size_text
 
 if TYPE_CHECKING:
     from .report import Cause, CommRow, Report

@@ -89,7 +89,17 @@ def verify(
         own: dict[int, Program] = {rank: program(rank) for rank in range(mesh.size)}
         given = own | changed if changed else own
         if run:
-            fault, checked = dynamic.verify(before, after, rules, given, own, inputs, outputs, stored)
+            try:
+                fault, checked = dynamic.verify(before, after, rules, given, own, inputs, outputs, stored)
+            except (IndexError, RuntimeError) as error:
+                if small is None:
+                    raise
+                raise Error(
+                    "the model does not run on the shapes to which its own were shrunk",
+                    where="verify(run=True)",
+                    got=str(error).splitlines()[0],
+                    remedy="verify() without run=True, or run a smaller configuration of the model",
+                ) from error
         else:
             fault, checked = static.verify(before, after, rules, given, inputs, outputs)
     if fault is not None and changed and not run:

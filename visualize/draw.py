@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardfx.ir.graph import Graph, Phase, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.text import size_text
 
 from .boxes import Box, Kind, Picture
 from .dot import Point
@@ -20,7 +21,6 @@ from .show import show
 from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, TIMES, Run, axis_colour, width
 from .svg import Canvas, document, number, spline
 from .tooltips import box_text, wire_text
-from .traffic import local_bytes, size_text
 
 MARGIN = 32.0
 LANES = {
@@ -204,7 +204,7 @@ def _kept(canvas: Canvas, made: Plan, picture: Picture) -> None:
             continue
         values = dict.fromkeys(value for edge in crossing.edges for value in edge.values)
         kept = [(value, picture.copies[value.node]) for value in values if value.node is not None]
-        total = sum(local_bytes(value, picture.graph.mesh) * copies for value, copies in kept)
+        total = sum(value.local_bytes(picture.graph.mesh) * copies for value, copies in kept)
         middle = (made.lanes[0].rect.right + made.lanes[1].rect.x) / 2
         y = (a.rect.middle + b.rect.middle) / 2
         number_kept = f"{sum(copies for _, copies in kept):,} kept"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Phase
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.text import size_text
 
 from .boxes import Box, Kind, Line
 from .geometry import Rect, Size, Spot
@@ -15,7 +16,7 @@ from .homes import base_name, is_heavy, is_own
 from .levels import STACK
 from .style import FAINT, HOST, INK, MUTED, PAPER, RULE, TIMES, Run, axis_colour, placement, plain, shorten, width
 from .svg import Canvas, number
-from .traffic import comm_name, size_text, traffic
+from .traffic import comm_name, traffic
 
 TITLE, SMALL = 12.5, 10.5
 ROW = {TITLE: 18.0, SMALL: 14.5}

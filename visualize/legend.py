@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import InputKind, Phase
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.text import size_text
 
 from .boxes import Kind, Picture
 from .geometry import Rect
@@ -15,7 +16,7 @@ from .homes import is_heavy
 from .leaf import comm_shape
 from .style import FAINT, INK, MUTED, PAPER, RULE, TIMES, Run, axis_colour, width
 from .svg import Canvas
-from .traffic import by_axes, comm_name, is_comm, local_bytes, size_text
+from .traffic import by_axes, comm_name, is_comm
 
 GAP = 14.0
 LINE = 20.0
@@ -137,7 +138,7 @@ def totals_card(picture: Picture) -> Card:
     parameters = [given.value for given in graph.of_kind(InputKind.PARAMETER)]
     if parameters:
         whole = size_text(sum(value.type.nbytes for value in parameters))
-        held = size_text(sum(local_bytes(value, mesh) for value in parameters))
+        held = size_text(sum(value.local_bytes(mesh) for value in parameters))
         entries.append(
             Entry([Run("parameters"), Run("  (of " + whole + ")" if held != whole else "", MUTED)], None, ("", held))
         )

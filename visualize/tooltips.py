@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.text import size_text
 
 from .boxes import Box, Kind
 from .style import TIMES, type_text
-from .traffic import is_comm, size_text, traffic
+from .traffic import is_comm, traffic
 
 MOST_OPS = 24
 

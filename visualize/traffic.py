@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardfx.ir.graph import Node, Value
+from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 
 from .homes import base_name
@@ -35,7 +35,7 @@ def traffic(node: Node, mesh: Mesh) -> Traffic:
     axes = tuple(node.kwargs.get("axes", ()))
     n = mesh.extent(axes)
     gathers = name.startswith("all_gather")
-    held = sum(local_bytes(value, mesh) for value in (node.outs if gathers else node.operands))
+    held = sum(value.local_bytes(mesh) for value in (node.outs if gathers else node.operands))
     share = (n - 1) / n
     if name == "slice":
         share = 0.0
@@ -47,12 +47,6 @@ def traffic(node: Node, mesh: Mesh) -> Traffic:
     return Traffic(name, axes, held * share, mesh.extent(time))
 
 
-def local_bytes(value: Value, mesh: Mesh) -> int:
-    """What the rank that holds most of a value holds of it (in one turn)."""
-    numel = value.spec.local_numel(value.shape, mesh) if value.spec else value.type.numel
-    return numel * value.type.dtype.itemsize
-
-
 def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:
     """The traffic of all comm nodes, by the axes that it goes over."""
     found: dict[tuple[str, ...], list[Traffic]] = {}
@@ -61,15 +55,6 @@ def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Tra
             one = traffic(node, mesh)
             found.setdefault(mesh.sort(one.axes), []).append(one)
     return dict(sorted(found.items(), key=lambda item: [mesh.order(axis) for axis in item[0]]))
-
-
-def size_text(nbytes: float) -> str:
-    """``2.1 MB``: three digits at most, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if nbytes < 999.5 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    raise AssertionError
 
 
 def comm_name(name: str) -> str:

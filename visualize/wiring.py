@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.text import size_text
 
 from .boxes import Box, Edge, Kind, Lane, Line, Picture
 from .flow import Flow
 from .fold import ENDS
 from .style import TIMES
-from .traffic import comm_name, is_comm, size_text, traffic
+from .traffic import comm_name, is_comm, traffic
 
 RESULTS = (OutputKind.RESULT, OutputKind.LOSS)
 

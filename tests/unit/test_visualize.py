@@ -15,6 +15,7 @@ from shardfx.ir.comm import CommOp, all_gather, all_reduce, all_to_all, reduce_s
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh, Time
+from shardfx.ir.text import size_text
 from shardfx.visualize import draw_folder, draw_graph
 from shardfx.visualize.boxes import Box, Kind
 from shardfx.visualize.draw import picture_svg
@@ -23,7 +24,7 @@ from shardfx.visualize.layout import plan
 from shardfx.visualize.leaf import measure
 from shardfx.visualize.show import show
 from shardfx.visualize.style import AXIS_COLOURS, width
-from shardfx.visualize.traffic import by_axes, is_comm, size_text, traffic
+from shardfx.visualize.traffic import by_axes, is_comm, traffic
 from tests.unit.sketch import DIM, ROWS, Sketch, aten, decoder, mlp
 
 SVG = "{http://www.w3.org/2000/svg}"
