@@ -51,6 +51,11 @@ def arange_local(emit: Emit) -> Any:
     return emit.call(aten.arange.start_step, low, low + length * step, step, **emit.kwargs)
 
 
+def new_empty_local(emit: Emit) -> Any:
+    """The strides are those of the whole, and what is written there does not ask for them."""
+    return emit.call(aten.new_empty.default, emit.args[0], list(emit.result_shape(0)), **emit.kwargs)
+
+
 def dropout_local(emit: Emit) -> Any:
     """The mask is drawn by the box of the whole that the rank holds: replicas agree, shards differ."""
     x, p, seed, number, _ = emit.args
@@ -66,6 +71,7 @@ def dropout_rule(node: Node) -> ShardingRule:
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format), created, shape_arg=0),
     rule((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), created, shape_arg=1),
+    rule(aten.new_empty_strided, created, local=new_empty_local),
     rule(aten.scalar_tensor, created),
     rule((aten.eye, aten.linspace, aten.logspace), whole_result),
     rule(aten.arange, created, local=arange_local),

@@ -21,7 +21,7 @@ from shardfx.ir.mesh import Mesh
 from .case import Case, Net
 
 TOLERANCE = 1e-9
-OURS = ("graph is wrong", "verif", "raised", "internal")
+OURS = ("graph is wrong", "verif", "failed:")
 """Words of errors that are no caller's: a pass that broke the graph, or raised."""
 
 

@@ -337,7 +337,8 @@ def longer(p: Pick, t: int, d: int) -> Piece:
 
 @kind
 def positions(p: Pick, t: int, d: int) -> Piece:
-    return module(f"nn.Embedding({t + p.of(0, 3)}, {d})", t, d, f"y + self.{{n}}(torch.arange({t}))")
+    members = (("", f"nn.Embedding({t + p.of(0, 3)}, {d})"),)
+    return Piece(t, d, (f"y = y + self.{{n}}(torch.arange({t}))",), members, ndim=2)
 
 
 # ---- elementwise, broadcasting, in place
