@@ -1,15 +1,14 @@
 """The eager form of a rank's program: the same ops in the same order, with nothing copied that need not be.
 
-    flatten = layout.flatten([mm_1, sum_1], 1)         b0 = bucket0.take()            # memory that is kept between
-    steps
+    flatten = layout.flatten([mm_1, sum_1], 1)         b0 = bucket0.take()            # memory that stays
     started = all_reduce(flatten, 'sum', 'dp2/dp@0')   mm_out(t_1, x, out=b0.views[0])
     waited = wait_tensor(started)                      copy_(b0.views[1], sum_1)
     parts = layout.unflatten(waited, [...], 1)         all_reduce_(b0.flat, 'sum', 'dp2/dp@0'); wait_tensor(b0.flat)
 
 A functional collective makes its result anew, and fresh memory costs page faults: reducing 64 MB between two processes
-takes 168 ms so, and 47 ms in place. So gradients that travel together are computed into a :class:`Bucket`, and a
-value that
-nothing else needs is reduced where it lies. ``rank_module`` keeps the functional form, which ``torch.compile`` wants.
+takes 168 ms so, and 47 ms in place. So gradients that travel together are computed into a :class:`Bucket`, a value that
+nothing else needs is reduced where it lies, and what is gathered comes into memory of a :class:`Pool`. ``rank_module``
+keeps the functional form, which ``torch.compile`` wants.
 """
 
 from __future__ import annotations
@@ -27,85 +26,13 @@ from torch import fx
 from shardfx.ir.graph import OutputKind
 
 from . import layout
+from .buckets import Bucket, Pool, dense, gathered, joined, mm_pieces, put, scatter, scattered, spread
 from .codegen import Program
 from .steps import raised_at
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Tensor = torch.Tensor
 _number = count()
-
-
-class Bucket:
-    """Flat memory for tensors that travel together, lent anew each step.
-
-    What a step hands out (gradients) are views of it. Where somebody still holds one, the next step gets other memory.
-    ``pieces`` ranks' parts stand one after the other, as a reduce-scatter wants them.
-    """
-
-    def __init__(self, shapes: Sequence[Sequence[int]], pieces: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes, self.pieces = [tuple(shape) for shape in shapes], pieces
-        self._numel = sum(torch.Size(shape).numel() for shape in shapes)
-        self._options = {"dtype": dtype, "device": device}
-        self._lent: list[tuple[Tensor, list[Tensor], Any, int]] = []
-
-    def take(self) -> tuple[Tensor, list[Tensor]]:
-        """Flat memory that nobody holds, and a view of it for each tensor."""
-        for flat, views, storage, alone in self._lent:
-            if _use_count(storage) == alone:
-                return flat, views
-        flat = torch.empty(self._numel, **self._options)  # type: ignore[call-overload]
-        views = self._views(flat)
-        storage = flat.untyped_storage()
-        self._lent = [*self._lent[-1:], (flat, views, storage, _use_count(storage))]
-        return flat, views
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        views, at = [], 0
-        table = flat.view(self.pieces, -1)
-        for shape in self._shapes:
-            size = torch.Size(shape).numel() // self.pieces
-            column = table.narrow(1, at, size)
-            if self.pieces == 1:
-                views.append(column.view(shape))
-            else:
-                views.append(column.unflatten(1, (shape[0] // self.pieces, *shape[1:])))
-            at += size
-        return views
-
-
-def _use_count(storage: Any) -> int:
-    """How many tensors share a storage; where torch does not say, always another number."""
-    known = getattr(torch._C, "_storage_Use_Count", None)
-    return int(known(storage._cdata)) if known is not None else next(_number)
-
-
-def joined(tensors: Sequence[Tensor], pieces: int) -> Tensor:
-    """As ``layout.flatten`` for one piece; without a copy where the tensors lie one behind the other already."""
-    first = tensors[0]
-    end = first.data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != end or not tensor.is_contiguous():
-            return layout.flatten(tensors, pieces)
-        end += tensor.numel() * tensor.element_size()
-    total = (end - first.data_ptr()) // first.element_size()
-    if first.untyped_storage().nbytes() - first.storage_offset() * first.element_size() < end - first.data_ptr():
-        return layout.flatten(tensors, pieces)
-    return first.as_strided((total,), (1,))
-
-
-def dense(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def put(view: Tensor, x: Tensor) -> None:
-    """Write ``x`` into a view of a bucket."""
-    view.copy_(x if x.shape == view.shape else x.reshape(view.shape))
-
-
-def mm_pieces(a: Tensor, b: Tensor, view: Tensor) -> None:
-    """A matrix product into a bucket of several ranks' parts, part by part."""
-    for rows, part in zip(a.chunk(view.shape[0]), view, strict=True):
-        torch.mm(rows, b, out=part)
 
 
 @dataclass
@@ -120,6 +47,8 @@ class Eager:
         self._nodes = list(self.program.module.graph.nodes)
         self._at = {node: i for i, node in enumerate(self._nodes)}
         self._scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+        self._pool = self._scope["_pool"] = Pool()
+        self._fresh_is_dear = self.device.type == "cpu"  # on others torch itself keeps memory
         self._share = _Sharing(self._nodes)
         self._plan_buckets()
         self.source = self._write()
@@ -129,6 +58,7 @@ class Eager:
         self._run: Callable[..., Sequence[Tensor]] = self._scope["program"]
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        self._pool.next_step()
         return self._run(*inputs)
 
     def node_of(self, error: BaseException) -> fx.Node | None:
@@ -227,6 +157,14 @@ class Eager:
             x = x if node.args[0] in self._bucket_of else f"{self._name(dense)}({x})"
             rest = ", ".join(map(self._text, node.args[1:]))
             lines = [f"{node.name} = {self._name(c10d.all_reduce_.default)}({x}, {rest})"]
+        elif target is c10d.all_gather_into_tensor.default and self._fresh_is_dear:
+            lines = [self._call(node, gathered, "_pool")]
+        elif target is layout.unflatten and node.args[2] != 1 and self._fresh_is_dear:
+            lines = [self._call(node, spread, "_pool")]
+        elif target is c10d.reduce_scatter_tensor.default and self._fresh_is_dear:
+            lines = [self._call(node, scatter)]
+        elif target is c10d.wait_tensor.default and self._fresh_is_dear and _is_scatter(node.args[0]):
+            lines = [self._call(node, scattered)]
         elif target is aten.mm.default and len(node.users) == 1 and self._single_write(node):
             ((number, i),) = self._writes[node]
             a, b = map(self._text, node.args)
@@ -244,8 +182,8 @@ class Eager:
         """Whether a node's only use is to go into a bucket, so that it may be computed there."""
         return len(self._writes.get(node, ())) == 1
 
-    def _call(self, node: fx.Node, function: Any) -> str:
-        parts = [self._text(a) for a in node.args] + [f"{k}={self._text(a)}" for k, a in node.kwargs.items()]
+    def _call(self, node: fx.Node, function: Any, *first: str) -> str:
+        parts = [*first] + [self._text(a) for a in node.args] + [f"{k}={self._text(a)}" for k, a in node.kwargs.items()]
         return f"{node.name} = {self._name(function)}({', '.join(parts)})"
 
     def _dying(self) -> dict[fx.Node, list[str]]:
@@ -284,6 +222,10 @@ class Eager:
         while self._scope.setdefault(name, thing) is not thing:
             name += "_"
         return name
+
+
+def _is_scatter(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.target is c10d.reduce_scatter_tensor.default
 
 
 class _Sharing:

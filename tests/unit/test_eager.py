@@ -13,8 +13,9 @@ import shardfx as sx
 from shardfx.ir.graph import Output, OutputKind, Value
 from shardfx.ir.spec import TensorType
 from shardfx.runtime import layout
+from shardfx.runtime.buckets import Bucket, Pool, joined, spread
 from shardfx.runtime.codegen import Program
-from shardfx.runtime.eager import Bucket, Eager, joined
+from shardfx.runtime.eager import Eager
 from tests.plans import plan
 from tests.zoo import make
 
@@ -111,3 +112,25 @@ def test_neighbours_are_joined_without_a_copy() -> None:
     assert torch.equal(joined([a, b], 1), flat)
     assert torch.equal(joined([b, a], 1), torch.cat([b, a.reshape(-1)]))
     assert torch.equal(joined([a.t(), b], 1), torch.cat([a.t().reshape(-1), b]))
+
+
+def test_a_pool_lends_what_nobody_holds_and_lets_go_of_what_is_not_asked_for() -> None:
+    pool, like = Pool(), torch.zeros(1)
+    first = pool.take(6, like).view(2, 3)
+    second = pool.take(6, like).view(6)
+    assert first.data_ptr() != second.data_ptr()
+    at = first.data_ptr()
+    del first
+    assert pool.take(6, like).data_ptr() == at
+    pool.next_step()
+    assert pool.take(6, like).data_ptr() == at  # the second is held
+    pool.next_step()
+    del second
+    assert [each.flat.data_ptr() for each in pool._kept] == [at]
+
+
+def test_what_comes_apart_in_the_pool_is_what_layout_makes_of_it() -> None:
+    shapes = [(4, 3), (2,), (6, 1, 2)]
+    buffer = layout.flatten([torch.rand(shape) for shape in shapes], 2)
+    for mine, other in zip(spread(Pool(), buffer, shapes, 2), layout.unflatten(buffer, shapes, 2), strict=True):
+        assert torch.equal(mine, other)
