@@ -345,13 +345,15 @@ class ParallelModule(nn.Module):
         """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
 
         By default a proof, without numbers (see :mod:`shardfx.runtime.verify.static` for what it proves and takes as
-        given). With ``run`` all ranks run beside the captured model in this process, in float64, on random numbers.
+        given). With ``run`` all ranks run beside the captured model in this process, in float64, on random numbers; a
+        large model on shapes that are shrunk, as the verdict then says.
 
         Args:
             modules: programs that somebody changed, by rank; those of the other ranks are the plan's own.
 
         Raises:
-            Error: an unknown rank; with ``run``, a model too large to run here on one device.
+            Error: an unknown rank; with ``run``, a model that is too large to run here and cannot be shrunk (programs
+                that somebody changed cannot).
 
         Example::
 

@@ -92,6 +92,18 @@ def verify(
     return None, counts
 
 
+def alike(before: Graph, after: Graph, known: Mapping[str, Tensor], tolerance: float = 1e-9) -> bool:
+    """Whether two graphs, each run whole, give the same outputs: what a plan in other sizes may not do."""
+    sample = draw_sample(before, after, known)
+    try:
+        draw = by_boxes(sample.after)
+        mine, theirs = (run_whole(graph, sample.inputs, draw) for graph in (sample.before, sample.after))
+    except (RuntimeError, IndexError, ValueError):
+        return False
+    given = {(o.kind, o.name): theirs[o.value] for o in sample.after.outputs}
+    return all(distance(given[o.kind, o.name], mine[o.value]) <= tolerance for o in sample.before.outputs)
+
+
 def _located(
     fault: Fault,
     sample: Sample,

@@ -4,7 +4,7 @@ Dims that some op's rule relates have one size (a factor of the rule), or one is
 size that is no product is made as small as its cuts allow, two elements for each rank that shares it, and the sizes of
 all values, of sub-dims of compounds, and of arguments that name a size follow. Kept as they are: dims that an op takes
 apart by its arguments (half of a head for rotary positions), dims of constants, cuts that are not even. What comes out
-is run on ``meta``: where an op does not fit, sizes that were equal stay equal, or stay what they were, and the rest is
+is run on zeros: where an op does not fit, sizes that were equal stay equal, or stay what they were, and the rest is
 solved again.
 """
 
@@ -26,6 +26,7 @@ from shardfx.ir.spec import Cut, Part, Spec, TensorType
 aten = torch.ops.aten
 SMALL = 1 << 18
 """A value of so many elements is small enough."""
+MANY = 1 << 20
 SIZES = (4, 6, 10)
 """Sizes of dims that nothing cuts: different, so that one is not taken for another."""
 TRIES = 40
@@ -103,6 +104,11 @@ class Sizes:
                     self.products[key] = tuple(factors)
                 if rule.moves_only and node.op not in BY_VALUE and any(f in rule.whole for f in dim):
                     stays.update([key, *factors])
+        if node.op in BY_VALUE:  # what is looked up must be there: a dim and the dims that count it stay equal
+            for key in self.dims(node.operands[0]):
+                for other in (other for v in tensors[1:] for other in self.dims(v)):
+                    if self.size[key] == self.size[other] > 1:
+                        self.unite(key, other)
         for key, parts in self._sums_of(node) if stays else ():
             rest = [part for part in parts if part[0] == "rest"]
             self.size.update((part, part[1]) for part in rest)
@@ -324,15 +330,16 @@ def _changed(arg: Any, sizes: Mapping[int, int]) -> Any:
 
 
 def _runs(node: Node) -> bool:
-    """Whether the op gives results of the shapes that it should."""
+    """Whether the op gives results of the shapes that it should: on zeros, and where these are many on ``meta``."""
+    device = "cpu" if sum(v.type.numel for v in [*node.operands, *node.outs]) <= MANY else "meta"
 
     def fake(value: Value) -> torch.Tensor:
-        return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
+        return torch.zeros(value.shape, dtype=value.type.dtype, device=device)
 
     op = aten.reshape.default if node.op is aten.view.default else node.op
     kwargs = {k: substitute(a, fake) for k, a in node.kwargs.items()}
     if "device" in kwargs:
-        kwargs["device"] = torch.device("meta")
+        kwargs["device"] = torch.device(device)
     try:
         out = op(*substitute(node.args, fake), **kwargs)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
