@@ -13,7 +13,7 @@ from tests.fuzz.check import Outcome, check, sharing
 from tests.fuzz.shrink import shrink
 from tests.fuzz.template import PLUGINS
 
-QUICK, ALL, CHUNK = 320, 2000, 40
+QUICK, ALL, CHUNK = 640, 2000, 40
 
 
 @pytest.mark.parametrize(
