@@ -342,11 +342,17 @@ def _dropout(builder: Builder, op: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _nll(builder: Builder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
-    """A mean loss is the summed loss over the total weight, both of the whole batch."""
+    """A mean loss is the summed loss over the total weight, both of the whole batch.
+
+    How many targets count follows from the targets alone: so it is known, and reduced, before the loss is.
+    """
     logp, target, weight, reduction, ignore = args
     if reduction != 1:
         return builder.add(op, args, types)
     total, count = builder.add(op, (logp, target, weight, 2, ignore), types)
+    if weight is None:
+        counted = builder.add(aten.sum.default, (builder.add(aten.ne.Scalar, (target, ignore)),))
+        count = builder.add(aten._to_copy.default, (counted,), types[1], dtype=types[1].dtype)
     return [builder.add(aten.div.Tensor, (total, count), types[0]), count]
 
 

@@ -3,10 +3,11 @@
     %5 = comm.all_reduce(%3, axes=[dp])
     %8 = comm.all_reduce(%7, axes=[dp])       ->    %5, %8 = comm.all_reduce_fused(%3, %7, axes=[dp])
 
-A reduction waits for later ones until something uses it, or the bucket is full; a gather of what is there from
-the start (a stored parameter) joins the first of its bucket. Bytes stay the same, calls get fewer. All ranks
-run one program order, so that the order of collectives is the same on all, and since a bucket stands where all its
-operands are made and none of its results is used, it can never make a cycle.
+A reduction waits for later ones until something uses it, or the bucket is full (what follows from the batch alone, such
+as how many targets count, does not wait for what takes parameters); a gather of what is there from the start (a stored
+parameter) joins the first of its bucket. Bytes stay the same, calls get fewer. All ranks run one program order, so
+that the order of collectives is the same on all, and since a bucket stands where all its operands are made and none of
+its results is used, it can never make a cycle.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import ClassVar
 import torch
 
 from shardfx.ir import comm
-from shardfx.ir.graph import Graph, Node, Rewriter, Strategy, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Rewriter, Strategy, Value
 
 from .manager import COMM_EXPLICIT, Context, Pass
 
@@ -68,10 +69,11 @@ class FuseComm(Pass):
         return changed
 
     def _named(self, graph: Graph) -> dict[Node, str]:
-        """The explicit group of each collective that brings a gradient or fetches a parameter."""
+        """The explicit group of each collective that brings a gradient or fetches a parameter; and of those that move
+        what follows from the batch alone: nothing that is computed from parameters keeps that waiting."""
         from .seeds import pattern
 
-        result: dict[Node, str] = {}
+        result = dict.fromkeys(_of_batch(graph), "batch") if self.mb > 0 else {}
         if not self.groups:
             return result
         matchers = [[pattern(text) for text in group] for group in self.groups]
@@ -167,6 +169,18 @@ class FuseComm(Pass):
 def _bytes(node: Node, graph: Graph) -> float:
     whole = node.outs[0] if node.op is comm.all_gather else node.operands[0]
     return whole.local_bytes(graph.mesh)
+
+
+def _of_batch(graph: Graph) -> list[Node]:
+    """The communication of values that no parameter or buffer goes into."""
+    stored = {given.value for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
+    found = []
+    for node in graph.nodes:
+        if any(value in stored for value in node.operands):
+            stored.update(node.outs)
+        elif isinstance(node.op, comm.CommOp):
+            found.append(node)
+    return found
 
 
 def _simple(node: Node, graph: Graph) -> bool:
