@@ -57,6 +57,8 @@ def main() -> int:
                     print(f"seed {seed}: {outcome.kind}\n    {outcome.text[:600]}", flush=True)
                 if outcome.alarm:
                     print(f"seed {seed}: equal, and NOT VERIFIED\n    {outcome.alarm[:600]}", flush=True)
+            if len(outcomes) % (50 * SHARE) == 0:
+                print(f"{len(outcomes)} of {count}, {time.monotonic() - started:.0f} s", flush=True)
             if time.monotonic() - started > 60 * options.minutes:
                 break
     took = time.monotonic() - started
@@ -77,7 +79,7 @@ def main() -> int:
             path = options.folder / f"seed{seeds[0]}.py"
             path.write_text(smallest(seeds[0]))
             print(f"    python {path}")
-    return 1 if failed else 0
+    return 1 if failed or alarms else 0
 
 
 if __name__ == "__main__":
