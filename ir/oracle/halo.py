@@ -105,6 +105,6 @@ def fit(needs: list[list[int]], size: int) -> tuple[Fraction, int, int] | None:
     assert best is not None
     stride, before, after = best
     wide = before + after + 1
-    if wide <= max(stride, 1) and before <= 0:  # windows side by side: a cut
+    if wide <= max(stride, Fraction(1)) and before <= 0:  # windows side by side: a cut
         return None
     return best if wide < size else None
