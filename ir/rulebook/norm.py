@@ -198,10 +198,24 @@ RULES: tuple[RuleEntry, ...] = (
         expand=True,
         contiguous=Contiguous.ALL,
     ),
-    rule(aten._native_batch_norm_legit_functional.default, batch_norm, expand=expand_batch_norm),
-    rule((aten._native_batch_norm_legit_no_training.default, aten.native_batch_norm.default), batch_norm),
-    rule(aten.native_batch_norm_backward.default, batch_norm_backward, expand=expand_batch_norm_backward),
-    rule(aten.batch_norm_backward.default, batch_norm_backward),
+    rule(
+        aten._native_batch_norm_legit_functional.default,
+        batch_norm,
+        expand=expand_batch_norm,
+        contiguous=Contiguous.ALL,
+    ),
+    rule(
+        (aten._native_batch_norm_legit_no_training.default, aten.native_batch_norm.default),
+        batch_norm,
+        contiguous=Contiguous.ALL,
+    ),
+    rule(
+        aten.native_batch_norm_backward.default,
+        batch_norm_backward,
+        expand=expand_batch_norm_backward,
+        contiguous=Contiguous.ALL,
+    ),
+    rule(aten.batch_norm_backward.default, batch_norm_backward, contiguous=Contiguous.ALL),
 )
 
 if hasattr(aten, "_fused_rms_norm"):
