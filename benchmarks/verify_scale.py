@@ -13,29 +13,9 @@ import resource
 import time
 from collections.abc import Callable
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 import shardfx as sx
-from benchmarks.plan_scale import SPECS, loss
 
-
-def planned(layers: int, mesh: sx.Mesh) -> sx.ParallelModule:
-    """The plan: one sample of 4,096 tokens for each data-parallel rank."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    x = torch.empty(mesh["dp"].size, 4096, dtype=torch.long, device="meta")
-    return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS))
+from .plan_scale import planned
 
 
 def timed(what: str, verify: Callable[[], object]) -> None:
@@ -54,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     mesh = sx.Mesh(dp=args.dp, tp=args.tp)
     started = time.perf_counter()
-    pm = planned(args.layers, mesh)
+    pm = planned(args.layers, mesh, batch=args.dp)  # one sample for each data-parallel rank
     print(f"{args.layers} layers on {mesh.size} ranks, {len(pm.after.nodes)} IR nodes")
     print(f"{'plan':<22} {time.perf_counter() - started:6.1f} s", flush=True)
     timed("verify()", pm.verify)

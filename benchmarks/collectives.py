@@ -1,0 +1,68 @@
+"""What gloo's collectives cost among two processes of this machine, and what the memory costs that they write to.
+
+    python -m benchmarks.collectives [--mb 14]
+
+Each in one thread, in turns; printed are medians. Into *fresh* memory every page is faulted in; *kept* memory was used
+before (:mod:`shardfx.runtime.buckets`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+c10d = torch.ops._c10d_functional
+ROUNDS = 15
+
+
+def rank_main(rank: int, port: int, mb: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    assert dist.group.WORLD is not None
+    group, half = dist.group.WORLD.group_name, int(mb * 1e6 / 8)
+    whole, part, kept = torch.randn(2 * half), torch.randn(half), torch.empty(2 * half)
+    wait = c10d.wait_tensor
+
+    def exchange() -> None:
+        wait(c10d.all_to_all_single(whole, [half, half], [half, half], group)).view(2, half).sum(0)
+
+    ways: dict[str, Callable[[], object]] = {
+        "all-reduce, fresh": lambda: wait(c10d.all_reduce(whole, "avg", group)),
+        "all-reduce, in place": lambda: wait(c10d.all_reduce_(whole, "avg", group)),
+        "all-gather, fresh": lambda: wait(c10d.all_gather_into_tensor(part, 2, group)),
+        "all-gather, kept": lambda: wait(c10d.all_gather_into_tensor_out(part, 2, group, out=kept)),
+        "reduce-scatter": lambda: wait(c10d.reduce_scatter_tensor(whole, "sum", 2, group)),
+        "exchange and sum": exchange,
+    }
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            dist.barrier()
+            started = time.perf_counter()
+            way()
+            spent[name].append((time.perf_counter() - started) * 1e3)
+    if rank == 0:
+        for name, times in spent.items():
+            print(f"{name:<22} {statistics.median(times):7.1f} ms for {mb:g} MB")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, default=14)
+    mb = parser.parse_args().mb
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(rank_main, (port, mb), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
