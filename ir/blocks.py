@@ -57,6 +57,9 @@ MOST_CONSTANT = 4096
 """Constants of the code with more elements are not compared; then nothing is left out."""
 
 
+TRACED_WHOLE = "repeated blocks were traced one by one, which takes longer"
+
+
 class Unknown(Exception):
     """A tensor whose origin was not seen."""
 
@@ -65,26 +68,39 @@ Forward = Callable[[nn.Module, Sequence[torch.Tensor]], Any]
 """Runs a model on the tensors of an example."""
 
 
+@dataclass(frozen=True)
+class Shortened:
+    """The model with as few blocks as are needed, and the runs that were shortened: none, if it is not sure. ``note``
+    says why a model that has long lists is traced whole."""
+
+    model: nn.Module
+    runs: tuple[Run, ...] = ()
+    note: str = ""
+
+
 def find_runs(
     model: nn.Module, tensors: Sequence[torch.Tensor], forward: Forward, aliases: Mapping[str, str]
-) -> tuple[nn.Module, list[Run]]:
-    """The model with as few blocks as are needed, and the runs that were shortened: none, if it is not sure.
+) -> Shortened:
+    """Find the runs of a model, and leave out what they repeat.
 
     Args:
         aliases: for every parameter the first name of the same tensor; blocks that share one by two names are no run.
     """
     lists = numbered(model)
     if not lists:
-        return model, []
+        return Shortened(model)
     try:
         tape = record(model, tensors, forward, lists)
         runs = [run for path in lists for run in tape.runs(path) if _untied(run, aliases)]
         short = shorten(model, runs)
-        if runs and record(short, tensors, forward, lists).calls == tape.without(runs):
-            return short, runs
-    except Exception:  # what stands in the way of capture is said by capture, of the whole model
-        pass
-    return model, []
+        if not runs:
+            return Shortened(model)
+        if record(short, tensors, forward, lists).calls == tape.without(runs):
+            return Shortened(short, tuple(runs))
+        why = "without some of its equal blocks the model calls other ops"
+    except Exception as error:  # the whole model is captured then, which says what stands in the way of that
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    return Shortened(model, note=f"{TRACED_WHOLE} ({why})")
 
 
 def numbered(model: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .blocks import Run, find_runs
+from .blocks import TRACED_WHOLE, Shortened, find_runs
 from .convert import Names, convert, source_of
 from .errors import Error
 from .graph import Graph, Where
@@ -63,7 +63,8 @@ ops."""
 class Captured:
     """A captured model: the graph, and how the leaves of inputs and results are arranged.
 
-    ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters.
+    ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters; ``notes``
+    are for the report.
     """
 
     graph: Graph
@@ -71,6 +72,7 @@ class Captured:
     result_tree: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
     aliases: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
 
 class _Results:
@@ -170,15 +172,16 @@ def capture(
         def program(model: nn.Module) -> _Program:
             return _Program(model, tree, leaves, loss, len(targets), results)
 
-        short: nn.Module = traced
-        runs: list[Run] = []
+        short = Shortened(traced)
         if fold:
-            short, runs = find_runs(traced, tensors, lambda model, given: program(model)(*given), aliases)
+            short = find_runs(traced, tensors, lambda model, given: program(model)(*given), aliases)
         wanted = Names(tuple(names), aliases, _loss_source(loss))
-        graph = _trace(program(short), tuple(tensors), mesh, wanted)
-        if runs and not unfold(graph, runs, list(aliases)):
+        graph, note = _trace(program(short.model), tuple(tensors), mesh, wanted), short.note
+        if short.runs and not unfold(graph, short.runs, list(aliases)):
             graph = _trace(program(traced), tuple(tensors), mesh, wanted)
-    return Captured(graph, tuple(names), results.tree, results.leaves, aliases)
+            note = f"{TRACED_WHOLE} (their backward is not the same in all)"
+    notes = (note,) if note else ()
+    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, notes)
 
 
 def _loss_source(loss: Callable[..., Any] | None) -> Where | None:

@@ -81,7 +81,8 @@ def compile_model(
 
 def new_context(hints: Hints, captured: Captured, mesh: Mesh, rules: RuleBook) -> Context:
     """What the passes begin with."""
-    return Context(rules, Planner(mesh), specs=hints.specs, aliases=captured.aliases, strict=hints.strict)
+    notes = list(captured.notes)
+    return Context(rules, Planner(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases, strict=hints.strict)
 
 
 def after_each_pass(compiled: Compiled) -> dict[str, Graph]:

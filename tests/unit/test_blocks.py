@@ -73,7 +73,7 @@ def runs_of(model: nn.Module) -> list[Run]:
 
     aliases: dict[int, str] = {}
     names = {n: aliases.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
-    return find_runs(model, [torch.rand(4, 5, 6), torch.rand(4, 5, 3)], forward, names)[1]
+    return list(find_runs(model, [torch.rand(4, 5, 6), torch.rand(4, 5, 3)], forward, names).runs)
 
 
 @pytest.mark.parametrize(("variant", "training"), [("", True), ("", False), ("dropout", True), ("between", True)])
@@ -93,3 +93,11 @@ def test_of_lists_within_lists_the_outer_one_is_shortened() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(DEPTH)))
     given = {"args": (torch.rand(2, 4),), "loss": F.mse_loss, "targets": (torch.rand(2, 4),)}
     assert str(capture(model, Mesh(dp=2), **given).graph) == str(capture(model, Mesh(dp=2), **given, fold=False).graph)
+
+
+def test_why_blocks_were_not_left_out_is_said() -> None:
+    def forward(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
+        raise ValueError("no such thing")
+
+    found = find_runs(Stack(), [torch.rand(4, 5, 6)], forward, {})
+    assert not found.runs and "ValueError: no such thing" in found.note
