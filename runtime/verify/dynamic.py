@@ -2,9 +2,8 @@
 
 Every floating-point number is a float64 (dtypes that the programs name among their arguments too), so that another
 order of summation costs 1e-12 and a wrong program is told from a rounded one. A program of float64 alone runs as it
-is, so
-that a stray cast shows as well. Weights are random, too: a fresh model's zero biases and unit norms hide mistakes.
-Random masks are drawn box by box, as the ranks draw them. What is shown is shown for these numbers only.
+is, so that a stray cast shows as well. Weights are random, too: a fresh model's zero biases and unit norms hide
+mistakes. Random masks are drawn box by box, as the ranks draw them. What is shown is shown for these numbers only.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ from .interpret import Failed, Fault, Program, Proof, Rank, place
 from .lockstep import LockStep
 from .moves import Numbering
 from .rules import Deduction
-from .terms import Ref, Unjustified, build, differing, frozen
+from .static import begin
+from .terms import Ref, build, frozen
 
 EVERY = 16
 """On a mesh of up to so many ranks every program is interpreted."""
@@ -87,18 +88,9 @@ def verify(
     fragment = Fragments(after, book, write, counts).fault()
     if fragment is not None:
         return fragment, counts
-    try:
-        universe = build(before, after, book)
-    except Unjustified as error:
-        return Fault(str(error)), counts
-    counts |= {"terms": len(universe.terms.types), "decompositions": universe.decompositions}
-    if universe.trusted:
-        counts["decompositions too large to compare"] = universe.trusted
-    other = differing(universe, outputs)
-    if other is not None:
-        what = "the planned graph computes another function of the inputs than the captured one"
-        return Fault(what, f"{other.kind.value} {other.name}", None, other.value.name, str(other.value.where)), counts
-    proof = Proof(after, universe, Deduction(universe, book, mesh), Numbering(universe, mesh))
+    proof = begin(before, after, book, outputs, counts)
+    if isinstance(proof, Fault):
+        return proof, counts
     pattern: Rank | None = None
     chosen: list[dict[int, Rank]] = [{r: Rank(proof, r, program(r), inputs)} for r in representatives(mesh)]
     if changed:

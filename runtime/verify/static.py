@@ -9,15 +9,12 @@ sharding rule; communication and packing are executed on element numbers (:mod:`
 the box of the captured output that its place promises, and no share.
 
 Proven: every op, argument, operand, group, reduction, order, offset and padding of every rank; that all ranks of a
-group
-come together; that the planned graph is the captured one, sums reordered and decompositions aside. Taken as given: the
-sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic (a sum in another order
-is the same sum), and decompositions, which are compared with their op on random numbers only (and above
+group come together; that the planned graph is the captured one, sums reordered and decompositions aside. Taken as
+given: the sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic (a sum in
+another order is the same sum), and decompositions, which are compared with their op on random numbers only (and above
 ``CHECKED_NUMEL`` elements not at all). No fact is read off the programs' metadata, and none off the plan: its
-placements are
-tried as guesses where the operands leave a choice, and each guess is checked. A program may be right in a way that
-no rule
-knows: then the answer is "not proven", at the node where the facts end.
+placements are tried as guesses where the operands leave a choice, and each guess is checked. A program may be right
+in a way that no rule knows: then the answer is "not proven", at the node where the facts end.
 """
 
 from __future__ import annotations
@@ -49,18 +46,9 @@ def verify(
     there already.
     """
     counts: dict[str, int] = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
-    try:
-        universe = universe or build(before, after, book)
-    except Unjustified as error:
-        return Fault(str(error)), counts
-    counts |= {"terms": len(universe.terms.types), "decompositions": universe.decompositions}
-    if universe.trusted:
-        counts["decompositions too large to compare"] = universe.trusted
-    other = differing(universe, outputs)
-    if other is not None:
-        what = "the planned graph computes another function of the inputs than the captured one"
-        return Fault(what, f"{other.kind.value} {other.name}", None, other.value.name, str(other.value.where)), counts
-    proof = Proof(after, universe, Deduction(universe, book, after.mesh), Numbering(universe, after.mesh))
+    proof = begin(before, after, book, outputs, counts, universe)
+    if isinstance(proof, Fault):
+        return proof, counts
     ranks = {r: Rank(proof, r, modules[r], inputs) for r in range(after.mesh.size)}
     fault: Fault | None = None
     try:
@@ -70,3 +58,27 @@ def verify(
     except Failed as failed:
         fault = failed.fault
     return fault, counts | {"nodes": proof.nodes, "collectives": proof.collectives}
+
+
+def begin(
+    before: Graph,
+    after: Graph,
+    book: RuleBook,
+    outputs: Sequence[Output],
+    counts: dict[str, int],
+    universe: Universe | None = None,
+) -> Proof | Fault:
+    """A proof, begun with that the planned graph is the same function of the inputs as the captured one; or the fault
+    that it is not."""
+    try:
+        universe = universe or build(before, after, book)
+    except Unjustified as error:
+        return Fault(str(error))
+    counts |= {"terms": len(universe.terms.types), "decompositions": universe.decompositions}
+    if universe.trusted:
+        counts["decompositions too large to compare"] = universe.trusted
+    other = differing(universe, outputs)
+    if other is not None:
+        what = "the planned graph computes another function of the inputs than the captured one"
+        return Fault(what, f"{other.kind.value} {other.name}", None, other.value.name, str(other.value.where))
+    return Proof(after, universe, Deduction(universe, book, after.mesh), Numbering(universe, after.mesh))
