@@ -218,7 +218,7 @@ def sort_gradients(graph: Graph) -> None:
 
 
 def _inherit_sources(graph: Graph, loss: Where | None) -> None:
-    """What stands in no module is the loss's; gradient sums get the source of the first operand that has one."""
+    """What stands in no module is the loss's; gradient sums are of the module of the operand made at their line."""
     for node in graph.nodes:
         if node.where.file == CAPTURE and loss is not None:
             node.where = loss

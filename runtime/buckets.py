@@ -1,7 +1,8 @@
 """Memory that a rank's program keeps between steps, and what fills it: buckets of gradients, gathered parameters.
 
-Fresh memory costs page faults. On two processes of one machine gathering 14 MB takes 40 ms into fresh memory and 15 ms
-into memory that was used before; a reduce-scatter of as much takes 40 ms by gloo, and 15 ms as an exchange and a sum.
+Fresh memory costs page faults: among processes of one machine a gather into it takes two to three times as long as into
+memory that was used before. And gloo's reduce-scatter takes as much longer than an exchange and a sum
+(``python -m benchmarks.collectives``). Counted at run time, a large reduce-scatter is therefore an all-to-all.
 """
 
 from __future__ import annotations

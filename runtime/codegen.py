@@ -4,9 +4,9 @@
     %4 = comm.all_reduce(%3, axes=[tp])          ->  all_reduce = c10d.all_reduce.default(mm, 'sum', 'dp2.tp2/tp@0')
                                                      wait = c10d.wait_tensor.default(all_reduce)
 
-A collective starts as soon as it can (see :mod:`.schedule`) and is waited for just before its first use. Shapes
-among the arguments
-become the local ones; what else differs between ranks is written by the ``local`` function of an op's rule.
+A collective starts as soon as it can (see :mod:`.schedule`) and is waited for just before its first use. Shapes among
+the arguments become the local ones; what else differs between ranks is written by the ``local`` function of an op's
+rule.
 """
 
 from __future__ import annotations

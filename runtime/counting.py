@@ -5,8 +5,7 @@
     counts["all_reduce", "dp2.tp2/dp@0"]        # Count(calls=1, nbytes=36864)
 
 Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank
-of the
-group sends, for the local tensors that the collective really has (padding included): (n-1)/n of the gathered or
+of the group sends, for the local tensors that the collective really has (padding included): (n-1)/n of the gathered or
 unreduced tensor, twice that for an all-reduce (see :mod:`shardfx.ir.comm`).
 """
 

@@ -1,8 +1,8 @@
 """The engine under ``torchrun``: this process is one rank of the mesh, and runs that rank's program.
 
 Parameters are DTensors (see :mod:`.homes`), so that optimizers, ``clip_grad_norm_`` and
-``torch.distributed.checkpoint``
-work as they do elsewhere. What is asked of all ranks (``load``, ``whole``, ``join``) must be called on all of them.
+``torch.distributed.checkpoint`` work as they do elsewhere. What is asked of all ranks (``load``, ``whole``, ``join``)
+must be called on all of them.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
     waited = wait_tensor(started)                      copy_(b0.views[1], sum_1)
     parts = layout.unflatten(waited, [...], 1)         all_reduce_(b0.flat, 'sum', 'dp2/dp@0'); wait_tensor(b0.flat)
 
-A functional collective makes its result anew, and fresh memory costs page faults: reducing 64 MB between two processes
-takes 168 ms so, and 47 ms in place. So gradients that travel together are computed into a :class:`Bucket`, a value that
-nothing else needs is reduced where it lies, and what is gathered comes into memory of a :class:`Pool`. ``rank_module``
-keeps the functional form, which ``torch.compile`` wants.
+A functional collective makes its result anew, and fresh memory costs page faults: reducing 64 MB between two
+processes takes three times as long so as in place (``python -m benchmarks.collectives``). So gradients that travel
+together are computed into a :class:`Bucket`, a value that nothing else needs is reduced where it lies, and what is
+gathered comes into memory of a :class:`Pool`. ``rank_module`` keeps the functional form, which ``torch.compile``
+wants.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardfx.ir.graph import OutputKind
 from . import layout
 from .buckets import Bucket, Pool, dense, gathered, joined, mm_pieces, put, scatter, scattered, spread
 from .codegen import Program
-from .steps import raised_at
+from .steps import argument_text, raised_at
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Tensor = torch.Tensor
@@ -204,14 +205,7 @@ class Eager:
         return dying
 
     def _text(self, arg: Any) -> str:
-        if isinstance(arg, fx.Node):
-            return arg.name
-        if isinstance(arg, (list, tuple)):
-            body = ", ".join(self._text(a) for a in arg)
-            return f"[{body}]" if isinstance(arg, list) else f"({body},)"
-        if isinstance(arg, (int, float, bool, str, type(None))):
-            return repr(arg)
-        return self._name(arg)
+        return argument_text(arg, self._name)
 
     def _name(self, thing: Any) -> str:
         """A global name for an object. Ops are bound to what their Python wrapper calls."""

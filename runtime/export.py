@@ -100,7 +100,7 @@ One file per rank, written by shardfx. They need torch and nothing else:
 - `rankN.py`: the program of rank N. `forward` takes the rank's own pieces of what `INPUTS` names, and gives its pieces
   of what `OUTPUTS` names. Behind each line stands the module and the source line that it comes from.
 - `rankN.pt`: those pieces, by name (`torch.load(..., weights_only=True)`). Put your own there, or call `forward`
-yourself.
+  yourself.
 - `groups.json`: the names of the process groups, and the ranks in each; `run.py` shows how they are made.
 - `layout.py`{random}: what the programs call besides torch's own operators.
 """

@@ -156,16 +156,22 @@ class _Writer:
         return f"{name} = _f_{name}({', '.join(parts)})"
 
     def _text(self, arg: Any) -> str:
-        if isinstance(arg, fx.Node):
-            return arg.name
-        if isinstance(arg, (list, tuple)):
-            body = ", ".join(self._text(a) for a in arg)
-            return f"[{body}]" if isinstance(arg, list) else f"({body},)"
-        if isinstance(arg, (int, float, bool, str, type(None))):
-            return repr(arg)
+        return argument_text(arg, self._name)
+
+    def _name(self, arg: Any) -> str:
         name = f"_c{len(self.scope)}"
         self.scope[name] = arg
         return name
+
+
+def argument_text(arg: Any, name: Callable[[Any], str]) -> str:
+    """An argument of a node as it stands in a program's source; ``name`` gives a name to what cannot be written."""
+    if isinstance(arg, fx.Node):
+        return arg.name
+    if isinstance(arg, (list, tuple)):
+        body = ", ".join(argument_text(a, name) for a in arg)
+        return f"[{body}]" if isinstance(arg, list) else f"({body},)"
+    return repr(arg) if isinstance(arg, (int, float, bool, str, type(None))) else name(arg)
 
 
 def _frozen(arg: Any) -> Any:

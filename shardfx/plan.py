@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FORMAT = "shardfx plan"
 LARGEST = 1 << 28
-"""Bytes of a file that is read: 405 billion parameters in 126 layers take a hundredth of it."""
+"""Bytes of a file that is read; more than that is no plan."""
 
 VERSION = 1
 """Of the file's form: raised when an older reader could not make sense of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported, and for the processes that tests start: more threads than cores are many times slower.
@@ -16,6 +17,15 @@ import pytest
 # The same examples on every run, and no time limit for one: on a busy machine it would fail for nothing.
 hypothesis.settings.register_profile("shardfx", deadline=None, derandomize=True, max_examples=100)
 hypothesis.settings.load_profile("shardfx")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Rules that were discovered before, in the user's own cache, are not found; and none are left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
 
 TESTS = Path(__file__).parent
 TIERS = ("unit", "virtual", "torchrun")
