@@ -3,7 +3,7 @@
     python -m benchmarks.collectives [--mb 14]
 
 Each in one thread, in turns; printed are medians. Into *fresh* memory every page is faulted in; *kept* memory was used
-before (:mod:`shardfx.runtime.buckets`).
+before (:mod:`shardfx.runtime.distributed.buckets`).
 """
 
 from __future__ import annotations

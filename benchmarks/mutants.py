@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import shardfx as sx
-from shardfx.runtime.verify import dynamic, static
-from shardfx.runtime.verify.terms import build
+from shardfx.runtime.verify.proof import every_rank
+from shardfx.runtime.verify.proof.terms import build
+from shardfx.runtime.verify.sample import compare
 from tests.mutants import MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
 from tests.zoo import make
@@ -80,8 +81,8 @@ def measure(
         for mutation in mutations:
             for place, damaged in undamaged.damaged(mutation, count):
                 modules = own | dict(damaged)
-                proof, _ = static.verify(pm.before, pm.after, rules, modules, inputs, outputs, universe)
-                shown, _ = dynamic.verify(
+                proof, _ = every_rank.verify(pm.before, pm.after, rules, modules, inputs, outputs, universe)
+                shown, _ = compare.verify(
                     pm.before, pm.after, rules, modules, own, inputs, outputs, known, locate=False
                 )
                 rates.made[mutation.name] += 1

@@ -33,9 +33,9 @@ from rich.table import Table
 from benchmarks.op_dtensor import Answers, ask
 from benchmarks.op_instances import record
 from shardfx.ir.oracle.completeness import missing_cuts, missing_sums
+from shardfx.ir.oracle.cut_search import Choice, Oracle
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import Instance
-from shardfx.ir.oracle.search import Choice, Oracle
 from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
 

@@ -1,8 +1,8 @@
 """Op instances from PyTorch's own operator database: what its samples call, forward and backward, at the level of aten.
 
 An op that changes its argument is recorded as the one that gives a new tensor, as in a captured graph; an op that
-capture takes apart (:data:`shardfx.ir.capture.DECOMPOSED`) as its parts. Left out, as capture refuses them: ops that
-draw random numbers, and ops whose result's shape depends on the values.
+capture takes apart (:data:`shardfx.ir.capture.trace.DECOMPOSED`) as its parts. Left out, as capture refuses them: ops
+that draw random numbers, and ops whose result's shape depends on the values.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from shardfx.ir.capture import DECOMPOSED
-from shardfx.ir.convert import draws_nothing
+from shardfx.ir.capture.canonical import draws_nothing
+from shardfx.ir.capture.trace import DECOMPOSED
 from shardfx.ir.oracle.instance import Instance, instance
 
 MOST_ELEMENTS = 3000

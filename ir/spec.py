@@ -15,17 +15,17 @@ cut dims, and how a fused ``qkv`` weight of ``3 * 64`` rows is cut by heads: ``(
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
+from .cut import WHOLE, Coords, Cut, Part, bounds, common_parts, compound, project
 from .errors import Error
 from .mesh import Mesh
 
 REDUCTIONS = ("sum", "max", "min", "avg", "product")
-Coords = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,141 +46,6 @@ class TensorType:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A sub-dim of ``size`` elements, cut over ``axes``, major first."""
-
-    size: int
-    axes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How one dim is cut. One part: plain (its size is the dim's own, and not kept). Several: a compound."""
-
-    axes: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.axes)
-
-    def sub(self, size: int) -> tuple[Part, ...]:
-        """The parts, for a dim of ``size``: a plain cut is one part."""
-        return self.parts or (Part(size, self.axes),)
-
-    def text(self, size: int | str) -> str:
-        if self.parts:
-            return "(" + " ".join(_sized(p.size, p.axes) for p in self.parts) + ")"
-        return _sized(size, self.axes)
-
-
-WHOLE = Cut()
-
-
-def _sized(size: int | str, axes: tuple[str, ...]) -> str:
-    return f"{size}{{{','.join(axes)}}}" if axes else str(size)
-
-
-def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of a chunk, as torch.chunk and DTensor split: ceil(size / parts) each, the last ones less."""
-    per = -(-size // parts)
-    start = min(index * per, size)
-    return start, min(start + per, size) - start
-
-
-def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[int, int]:
-    """Start and length of what a rank holds of a part that is cut over ``axes``, one after the other."""
-    start = 0
-    for axis in axes:
-        offset, size = chunk(size, mesh[axis].size, coords[axis])
-        start += offset
-    return start, size
-
-
-def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
-    """The size of the smallest piece of a part that is cut over ``axes``: the last one's."""
-    for axis in axes:
-        n = mesh[axis].size
-        size = max(size - -(-size // n) * (n - 1), 0)
-    return size
-
-
-def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
-    """The cut made of ``parts``, in normal form: parts that can be one are one, one part of size 1 stands in front."""
-    if any(part.size == 0 for part in parts):
-        return Cut(tuple(axis for part in parts for axis in part.axes))
-    ones = tuple(axis for part in parts if part.size == 1 for axis in part.axes)
-    merged = [Part(1, ones)] if ones else []
-    for part in parts:
-        if part.size == 1:
-            continue
-        if merged and merged[-1].size > 1:
-            last = merged[-1]
-            extent = mesh.extent(last.axes)
-            if extent == last.size or (not part.axes and last.size % extent == 0):
-                merged[-1] = Part(last.size * part.size, last.axes + part.axes)
-                continue
-        merged.append(part)
-    if not merged:
-        return WHOLE
-    if len(merged) == 1:
-        return Cut(merged[0].axes)
-    return Cut(tuple(a for p in merged for a in p.axes), tuple(merged))
-
-
-def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cut, ...] | None:
-    """The cuts of the sub-dims ``factors`` (their product is ``size``) that make up ``cut``; None if there are none.
-
-    ``8{dp}`` of sub-dims (2, 4) is (2{dp}, 4); ``6{tp}`` over 2 ranks of (3, 2) has none: a rank would hold
-    one and a half of three.
-    """
-    if not cut.axes:
-        return (WHOLE,) * len(factors)
-    if len(factors) == 1:
-        return (cut,)
-    if size == 0:
-        return None
-    pending = list(reversed(cut.sub(size)))
-    result = []
-    for factor in factors:
-        need, got = factor, []
-        if factor == 1 and pending and pending[-1].size == 1:
-            got.append(pending.pop())
-        while need > 1:
-            part = pending.pop()
-            if part.size == 1 and not part.axes:
-                continue
-            if need % part.size == 0:
-                got.append(part)
-                need //= part.size
-                continue
-            if part.size % need:
-                return None
-            head = _split_axes(part, need, mesh)
-            if head is None:
-                return None
-            got.append(head)
-            pending.append(Part(part.size // need, part.axes[len(head.axes) :]))
-            need = 1
-        result.append(compound(got, mesh))
-    if any(part.axes for part in pending):
-        return None
-    return tuple(result)
-
-
-def _split_axes(part: Part, size: int, mesh: Mesh) -> Part | None:
-    """The major ``size`` elements' share of a larger part's axes, if the cut falls between whole elements."""
-    extent, taken = 1, 0
-    for axis in part.axes:
-        if extent == size or size % (extent * mesh[axis].size):
-            break
-        extent *= mesh[axis].size
-        taken += 1
-    if taken < len(part.axes) and extent != size:
-        return None
-    return Part(size, part.axes[:taken])
 
 
 @dataclass(frozen=True)
@@ -306,3 +171,49 @@ class Spec:
 @lru_cache(maxsize=64)
 def _whole(ndim: int) -> Spec:
     return Spec((WHOLE,) * ndim)
+
+
+def refine(shape: Sequence[int], specs: Sequence[Spec], mesh: Mesh) -> tuple[tuple[int, ...], list[Spec]] | None:
+    """The value seen as sub-dims in which all the specs' cuts are plain; None where their parts do not nest."""
+    view: list[int] = []
+    columns: list[list[Cut]] = [[] for _ in specs]
+    for dim, size in enumerate(shape):
+        refined = common_parts(size, [spec.dims[dim] for spec in specs], mesh)
+        if refined is None:
+            return None
+        view.extend(refined[0])
+        for column, cuts in zip(columns, refined[1], strict=True):
+            column.extend(cuts)
+    return tuple(view), [Spec(tuple(c), spec.partial) for c, spec in zip(columns, specs, strict=True)]
+
+
+def coarsen(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -> Spec:
+    """The inverse of :func:`refine` for one spec."""
+    dims, at = [], 0
+    for size in shape:
+        parts: list[Part] = []
+        product = 1
+        while at < len(view) and (product < size or (product == size == 1 and not parts)):
+            parts.append(Part(view[at], spec.dims[at].axes))
+            product *= view[at]
+            at += 1
+        if size == 0:
+            parts, at = [Part(0, spec.dims[at].axes)], at + 1
+        dims.append(Cut(parts[0].axes) if len(parts) == 1 else compound(parts, mesh))
+    return Spec(tuple(dims), spec.partial)
+
+
+def on_view(shape: Sequence[int], view: Sequence[int], spec: Spec, mesh: Mesh) -> Spec | None:
+    """The spec of the value seen as ``view``: the inverse of :func:`coarsen`. None where a cut does not fall on it."""
+    dims: list[Cut] = []
+    at = 0
+    for size, cut in zip(shape, spec.dims, strict=True):
+        start, product = at, 1
+        while at < len(view) and (at == start or product < size):
+            product *= view[at]
+            at += 1
+        projected = project(cut, size, view[start:at], mesh) if product == size else None
+        if projected is None or any(c.parts for c in projected):
+            return None
+        dims.extend(projected)
+    return Spec(tuple(dims), spec.partial) if at == len(view) else None

@@ -1,9 +1,10 @@
 """What may be done to a graph: one file a pass, and the manager that runs them."""
 
-from .fuse_comm import FuseComm
-from .manager import COMM_EXPLICIT, SHARDED, Context, Decision, Pass, check_order, run_passes
-from .partition import Partition
-from .propagate import Propagate
+from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Decision, Pass
+from shardfx.passes.communication.fuse import FuseComm
+from shardfx.passes.communication.partition import Partition
+from shardfx.passes.pipeline import check_order, run_passes
+from shardfx.passes.sharding.propagate import Propagate
 
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in (Propagate, Partition, FuseComm)}
 

@@ -1,0 +1,1 @@
+"""How programs run, and the proof that they are the model."""

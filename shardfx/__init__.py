@@ -12,15 +12,16 @@ del _root
 # ---- public names -----------------------------------------------------------------------------------------
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Link, Mesh, Time
-from shardfx.ir.rules import ShardingRule, rule
+from shardfx.ir.rules.book import rule
+from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
+from shardfx.module.parallel_module import ParallelModule
 from shardfx.passes import Pass
+from shardfx.runtime.verify.verdict import Verdict
 
 from .api import parallelize
 from .hints import Hints
-from .module import ParallelModule
 from .plan import Plan
-from .verdict import Verdict
 
 __all__ = [
     "Error",

@@ -11,20 +11,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
+from shardfx.module.modes import OtherMode, without_weights
+from shardfx.module.parallel_module import ParallelModule
 from shardfx.passes import Pass
-from shardfx.runtime.engine import VirtualEngine
-from shardfx.runtime.groups import initialise, launched
+from shardfx.runtime.distributed.groups import initialise, launched
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
-from .compile import Compiled, compile_model
+from .compile import compile_model
+from .compiled import Compiled
 from .hints import Hints
-from .modes import OtherMode, without_weights
-from .module import ParallelModule
 from .plugins import all_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardfx.runtime.distributed import DistributedEngine
+    from shardfx.runtime.distributed.process_engine import DistributedEngine
 
 
 def parallelize(
@@ -86,7 +87,7 @@ def _engine(compiled: Compiled, model: nn.Module, virtual: bool | None) -> Virtu
     graph, rules = compiled.after, compiled.context.rules
     if virtual or not launched(graph.mesh):
         return VirtualEngine(graph, rules)
-    from shardfx.runtime.distributed import DistributedEngine
+    from shardfx.runtime.distributed.process_engine import DistributedEngine
 
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     kind = "cpu" if device.type == "meta" else device.type

@@ -28,14 +28,14 @@ from torch import nn
 
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Mesh, Time
-from shardfx.passes.text import options_text
+from shardfx.module.parallel_module import ParallelModule
+from shardfx.passes.pass_text import options_text
+from shardfx.report.tables import table
 
 from .api import parallelize
 from .hints import Hints
-from .module import ParallelModule
 from .plan import version
 from .plugins import all_passes
-from .tables import table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_demo(arguments: argparse.Namespace, out: Console) -> int:
-    from .demo import demo
+    from shardfx.demo.run_demo import demo
 
     return demo(out, arguments.out, arguments.steps)
 

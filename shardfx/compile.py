@@ -6,32 +6,20 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import nn
 
-from shardfx.ir.capture import Captured, capture
-from shardfx.ir.comm import Planner
+from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.rules import RuleBook
-from shardfx.passes import Context, FuseComm, Partition, Pass, Propagate, run_passes
+from shardfx.ir.ops.redistribute import Redistribution
+from shardfx.ir.rules.book import RuleBook
 
+from .compiled import Compiled
 from .hints import Hints
+from .passes import Context, FuseComm, Partition, Pass, Propagate, run_passes
 from .plan import PlannedSpecs
 from .plugins import as_passes
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A captured model before and after its passes."""
-
-    hints: Hints
-    captured: Captured
-    before: Graph
-    after: Graph
-    context: Context
-    passes: tuple[Pass, ...]
 
 
 def pipeline(hints: Hints) -> tuple[Pass, ...]:
@@ -82,7 +70,9 @@ def compile_model(
 def new_context(hints: Hints, captured: Captured, mesh: Mesh, rules: RuleBook) -> Context:
     """What the passes begin with."""
     notes = list(captured.notes)
-    return Context(rules, Planner(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases, strict=hints.strict)
+    return Context(
+        rules, Redistribution(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases, strict=hints.strict
+    )
 
 
 def after_each_pass(compiled: Compiled) -> dict[str, Graph]:

@@ -24,23 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardfx.ir.comm import CommOp
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Value, op_name
-from shardfx.ir.mesh import Link, Mesh, Time
-from shardfx.ir.parse import parse_spec
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.names import module_outputs, pattern
+from shardfx.ir.ops.alike import node_keys
 from shardfx.ir.spec import Spec
-from shardfx.passes.seeds import as_spec, module_outputs, pattern
+from shardfx.ir.text.parser import parse_spec
+from shardfx.passes.sharding.bind_hints import as_spec
+
+from .plan_file import FORMAT, VERSION, read_plan
 
 if TYPE_CHECKING:
-    from .compile import Compiled
-
-FORMAT = "shardfx plan"
-LARGEST = 1 << 28
-"""Bytes of a file that is read; more than that is no plan."""
-
-VERSION = 1
-"""Of the file's form: raised when an older reader could not make sense of it."""
+    from .compiled import Compiled
 
 
 class PlannedSpecs(dict[str, Spec]):
@@ -143,84 +139,7 @@ class Plan:
         Raises:
             Error: there is no such file; it is cut short, of another version, or no plan at all.
         """
-        where = str(path)
-        try:
-            size = Path(path).stat().st_size
-            if size > LARGEST:
-                raise Error(
-                    "the plan is too large", where=where, expected=f"at most {LARGEST:,} bytes", got=f"{size:,}"
-                )
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise Error("the plan cannot be read", where=where, got=error.strerror or str(error)) from None
-        except (ValueError, RecursionError) as error:
-            remedy = "save it again: pm.plan.save(path)"
-            raise Error(
-                "the plan is cut short, or no JSON", where=where, expected="a whole file", got=error, remedy=remedy
-            ) from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise Error(
-                "this file is not a plan",
-                where=where,
-                expected=f'JSON with "format": "{FORMAT}"',
-                got=str(content)[:60],
-            )
-        if content.get("version") != VERSION:
-            raise Error(
-                "the plan is of another version",
-                where=where,
-                expected=f"version {VERSION}",
-                got=f"version {content.get('version')}, written by shardfx {content.get('shardfx')}",
-                remedy="make the plan anew, or read it with that version of shardfx",
-            )
-        return _read(content, where)
-
-
-def _read(content: dict[str, Any], where: str) -> Plan:
-    try:
-        axes = {_text_of("name", a["name"]): _size(a) for a in _list(content["mesh"])}
-        links = {a["name"]: Link(a["bandwidth"], a["latency"]) for a in content["mesh"]}
-        plan = Plan(
-            Mesh(links=links, **axes),
-            _texts("inputs", content["inputs"]),
-            _texts("hinted", content["hinted"]),
-            _texts("strategies", content["strategies"]),
-            tuple(_text_of("passes", each) for each in _list(content["passes"])),
-            *(_text_of(key, content[key]) for key in ("fingerprint", "shardfx", "torch")),
-        )
-        for text in (*plan.inputs.values(), *plan.hinted.values()):
-            parse_spec(text, plan.mesh)
-    except Error as error:
-        raise Error(
-            error.what, where=f"{where}: {error.where or 'mesh'}", expected=error.expected, got=error.got
-        ) from None
-    except (KeyError, TypeError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise Error("the plan is not whole", where=where, expected="what Plan.save writes", got=what) from None
-    return plan
-
-
-def _texts(name: str, content: dict[str, Any]) -> dict[str, str]:
-    return {key: _text_of(f"{name}: {key}", text) for key, text in content.items()}
-
-
-def _text_of(name: str, given: Any) -> str:
-    if not isinstance(given, str):
-        raise TypeError(f"{name!r} is no text: {str(given)[:60]}")
-    return given
-
-
-def _list(given: Any) -> list[Any]:
-    if not isinstance(given, list):
-        raise TypeError(f"no list: {str(given)[:60]}")
-    return given
-
-
-def _size(axis: dict[str, Any]) -> int | Time:
-    size, time = axis["size"], axis["time"]
-    if type(size) is not int or type(time) is not bool:
-        raise TypeError(f"the size of a mesh axis is no whole number, or its time neither true nor false: {axis}")
-    return Time(size) if time else size
+        return Plan(**read_plan(path))
 
 
 def make_plan(compiled: Compiled) -> Plan:
@@ -263,18 +182,6 @@ def cuts_text(node: Node) -> str:
     """``m{dp} k{tp}``, or ``-`` where nothing is cut."""
     assert node.strategy is not None
     return " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in node.strategy.cuts) or "-"
-
-
-def node_keys(graph: Graph) -> dict[str, Node]:
-    """The ops by a key that stays the same however values are numbered: ``forward layers.0.wo aten.mm 0``."""
-    counts: dict[str, int] = {}
-    keys = {}
-    for node in graph.nodes:
-        if not isinstance(node.op, CommOp):
-            key = f"{node.phase.value} {node.where.module or '-'} {op_name(node.op)}"
-            number = counts[key] = counts.get(key, -1) + 1
-            keys[f"{key} {number}"] = node
-    return keys
 
 
 def fingerprint(graph: Graph) -> str:

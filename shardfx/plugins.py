@@ -23,11 +23,11 @@ from pathlib import Path
 
 from shardfx.ir.errors import Error
 from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.store import Store, default_folder
+from shardfx.ir.oracle.findings_store import Store, default_folder
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.rules import RuleBook, RuleEntry
+from shardfx.ir.rules.book import RuleBook, RuleEntry
 from shardfx.passes import BUILT_IN, Pass
-from shardfx.passes.text import parse_pass
+from shardfx.passes.pass_text import parse_pass
 
 PASSES = "shardfx.passes"
 RULES = "shardfx.rules"

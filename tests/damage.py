@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from shardfx.ir.mesh import Mesh
-from shardfx.runtime import layout
-from shardfx.runtime.codegen import identifier
+from shardfx.ir.ops import pack
+from shardfx.ir.program.lower import identifier
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -162,7 +162,7 @@ def bias_inside(site: Site, node: fx.Node) -> None:
 
 def pieces(site: Site) -> list[fx.Node]:
     """What comes out of buckets."""
-    return [n for n in site.calls(operator.getitem) if n.args[0].target is layout.unflatten]  # type: ignore[union-attr]
+    return [n for n in site.calls(operator.getitem) if n.args[0].target is pack.unflatten]  # type: ignore[union-attr]
 
 
 def not_reduced(site: Site, node: fx.Node) -> None:
@@ -220,7 +220,7 @@ def _equal_outputs(site: Site) -> Iterator[tuple[int, int]]:
 
 
 def _piece_shape(node: Any) -> Any:
-    bucket = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0].target is layout.unflatten  # type: ignore
+    bucket = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0].target is pack.unflatten  # type: ignore
     return node.args[0].args[1][node.args[1]] if bucket else None
 
 

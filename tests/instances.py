@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfx.ir.capture import capture, leaf_names
+from shardfx.ir.capture.trace import capture, leaf_names
 from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.oracle.instance import Instance, instance, of_node
-from shardfx.ir.random import dropout
 from tests.zoo import Case, make
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ from torch import fx
 import shardfx as sx
 from shardfx.ir.graph import OutputKind
 from shardfx.ir.mesh import Mesh
-from shardfx.runtime import layout
-from shardfx.runtime.codegen import identifier
+from shardfx.ir.ops import pack
+from shardfx.ir.program.lower import identifier
 from tests.damage import (
     ALL_REDUCE,
     GATHER,
@@ -87,8 +87,8 @@ MUTATIONS = (
     Mutation(
         "other kind on one rank", of(ALL_REDUCE), argument(1, lambda kind: "max" if kind == "sum" else "sum"), True
     ),
-    Mutation("gather joined along another dim", of(layout.unpack_gathered), argument(3, lambda dim: (dim + 1) % 2)),
-    Mutation("scatter cut along another dim", of(layout.pack_scattered), argument(2, lambda dim: (dim + 1) % 2)),
+    Mutation("gather joined along another dim", of(pack.unpack_gathered), argument(3, lambda dim: (dim + 1) % 2)),
+    Mutation("scatter cut along another dim", of(pack.pack_scattered), argument(2, lambda dim: (dim + 1) % 2)),
     Mutation("gathered pieces in another order", waits(GATHER), roll),
     Mutation("scattered rows in another order", waits(SCATTER), roll),
     Mutation("factor 1/N", waits(ALL_REDUCE), followed(aten.mul.Tensor, 0.5)),
@@ -98,7 +98,7 @@ MUTATIONS = (
     Mutation("bucket offsets swapped", twins, swap_offsets),
     Mutation(
         "slice at another offset",
-        of(layout.take, when=lambda n: n.args[1][n.args[2]] != n.args[4]),
+        of(pack.take, when=lambda n: n.args[1][n.args[2]] != n.args[4]),
         take_elsewhere,
         True,
     ),  # type: ignore

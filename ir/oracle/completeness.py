@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..rules import ShardingRule
-from .search import Choice
+from shardfx.ir.rules.sharding_rule import ShardingRule
+
+from .cut_search import Choice
 
 
 def choices(rule: ShardingRule, operands: int) -> set[Choice]:

@@ -24,15 +24,18 @@ import torch
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfx.ir.rules.book import Contiguous, RuleEntry
+from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.sharding_rule import ShardingRule
+
 from ..graph import Node
-from ..rules import Contiguous, Emit, RuleEntry, ShardingRule
+from .cut_search import Oracle, runs
 from .findings import Findings, as_rule, together
+from .findings_store import Store
 from .instance import Instance, TooSlow, bind, describe, replace_at
-from .pieces import same
-from .search import Oracle, runs
-from .shrink import shrunk
+from .recombine import same
+from .small_instance import shrunk
 from .soundness import refute, trials
-from .store import Store
 
 SECONDS = 10.0
 """Of computing, for the search of one op on one class of shapes: a busy machine finds what an idle one finds."""

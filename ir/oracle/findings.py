@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardfx.ir.rules.sharding_rule import SAME, Dim, ShardingRule
+
 from ..graph import Node, Value
-from ..rules import SAME, Dim, ShardingRule
-from .search import ValidCut
+from .cut_search import ValidCut
 
 Place = tuple[int, int]
 """A dim, and of how many elements in a row each of the pieces that are dealt out consists."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ..convert import types_of
+from shardfx.ir.builder import types_of
+from shardfx.ir.rules.local import TARGETS
+
 from ..graph import Node, Value, substitute
-from ..local import TARGETS
 from ..spec import TensorType
 
 Results = list[torch.Tensor | None]

@@ -1,6 +1,6 @@
 """Is a rule right? Every cut and every partial sum that it allows is executed, rank by rank, and put together again.
 
-Each rank's call is made by :func:`shardfx.ir.local.perform`, as code generation makes it: so what a rule's
+Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code generation makes it: so what a rule's
 ``local`` function writes is checked as well.
 
     >>> wrong = refutations(entry, instance(aten.mm.default, (x, w)))
@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.cut import Cut, smallest
+from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
+from shardfx.ir.rules.local import Share
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.strategy import strategy
+from shardfx.ir.spec import REDUCTIONS, Spec
+
 from ..graph import Strategy
-from ..local import Share, perform
 from ..mesh import Mesh
-from ..rules import Contiguous, RuleEntry, ShardingRule, strategy
-from ..spec import REDUCTIONS, Cut, Spec, smallest
 from .instance import Instance, Results, as_results, bind, call
-from .pieces import join, magnitude, piece, rounding, same, split_max, split_sum
+from .recombine import join, magnitude, piece, rounding, same, split_max, split_sum
 
 aten = torch.ops.aten
 UNDEFINED = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..rules import RuleBook
-from . import attention, conv, create, index, linalg, matmul, moves, norm, pointwise, pool, reduce, scatter, views
+from shardfx.ir.rulebook.arithmetic import attention, conv, create, linalg, matmul, norm, pointwise, pool, reduce
+from shardfx.ir.rulebook.movement import lookup, rearrange, scatter, views
+from shardfx.ir.rules.book import RuleBook
 
 CATEGORIES = {
     "pointwise": pointwise.RULES,
@@ -14,9 +15,9 @@ CATEGORIES = {
     "linalg": linalg.RULES,
     "conv": conv.RULES,
     "pool": pool.RULES,
-    "index": index.RULES,
+    "index": lookup.RULES,
     "scatter": scatter.RULES,
-    "moves": moves.RULES,
+    "moves": rearrange.RULES,
     "attention": attention.RULES,
     "create": create.RULES,
 }

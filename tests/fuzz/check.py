@@ -15,7 +15,7 @@ import torch
 
 import shardfx as sx
 import shardfx.compile
-from shardfx.ir.capture import Captured, capture
+from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.mesh import Mesh
 
 from .case import Case, Net

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.module import TRAIN
+from shardfx.module.parallel_module import TRAIN
 
 TIMEOUT = 3
 """Of the process group, in seconds."""

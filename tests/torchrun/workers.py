@@ -27,11 +27,13 @@ from torch.distributed.tensor import DTensor
 import shardfx as sx
 import shardfx.api
 import tests.plans
-from shardfx.compile import Compiled, compile_model
-from shardfx.ir.comm import CommOp
-from shardfx.ir.spec import Cut, Part, Spec
-from shardfx.runtime.counting import count_collectives
-from shardfx.runtime.storage import cut_local
+from shardfx.compile import compile_model
+from shardfx.compiled import Compiled
+from shardfx.ir.cut import Cut, Part
+from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.shards import cut_local
+from shardfx.ir.spec import Spec
+from shardfx.runtime.debug.collective_counts import count_collectives
 from tests.plans import MESHES, plan, train_beside
 from tests.reference import Reference, rel_err, single_device
 from tests.zoo import Case, make

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.comm import CommOp, all_gather, all_reduce, reduce_scatter
+from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.spec import Cut, Spec, TensorType
+from shardfx.ir.ops.comm import CommOp, all_gather, all_reduce, reduce_scatter
+from shardfx.ir.spec import Spec, TensorType
 
 aten = torch.ops.aten
 DIM, HIDDEN, ROWS = 64, 256, 32

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardfx.ir.blocks import Run, find_runs
-from shardfx.ir.capture import capture
+from shardfx.ir.capture.repeats import find_runs
+from shardfx.ir.capture.tape import Repeat
+from shardfx.ir.capture.trace import capture
 from shardfx.ir.mesh import Mesh
 
 DEPTH = 9
@@ -66,7 +67,7 @@ def given(training: bool) -> dict[str, object]:
     return {"args": (torch.rand(4, 5, 6),)} | asked
 
 
-def runs_of(model: nn.Module) -> list[Run]:
+def runs_of(model: nn.Module) -> list[Repeat]:
     def forward(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
         out = model(tensors[0])
         return loss(out, tensors[1]) + sum(each.detach().sum() for each in (out if isinstance(out, tuple) else [out]))
@@ -78,7 +79,7 @@ def runs_of(model: nn.Module) -> list[Run]:
 
 @pytest.mark.parametrize(("variant", "training"), [("", True), ("", False), ("dropout", True), ("between", True)])
 def test_the_graph_is_the_same(variant: str, training: bool) -> None:
-    assert runs_of(Stack(variant)) == [Run("blocks", 1, DEPTH - 2)]
+    assert runs_of(Stack(variant)) == [Repeat("blocks", 1, DEPTH - 2)]
     short = capture(Stack(variant), Mesh(dp=2), **given(training))  # type: ignore[arg-type]
     whole = capture(Stack(variant), Mesh(dp=2), **given(training), fold=False)  # type: ignore[arg-type]
     assert str(short.graph) == str(whole.graph)

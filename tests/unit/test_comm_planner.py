@@ -13,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfx.ir import comm
-from shardfx.ir.comm import CommOp, Planner, Step, coarsen, moved, on_view, refine
+from shardfx.ir.cut import WHOLE, Cut, Part, compound
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
-from shardfx.ir.spec import WHOLE, Cut, Part, Spec, TensorType, compound
+from shardfx.ir.ops import comm, redistribute
+from shardfx.ir.ops.comm import CommOp, moved
+from shardfx.ir.ops.redistribute import Redistribution, Step
+from shardfx.ir.spec import Spec, TensorType, coarsen, on_view, refine
 
 MESH = Mesh(a=2, b=3, c=2, one=1)
 Case = tuple[tuple[int, ...], Spec, Spec]
@@ -97,7 +99,7 @@ def can_be_made(step: Step, source: Spec, shape: Sequence[int]) -> bool:
 def test_the_steps_lead_to_the_target(case: Case) -> None:
     shape, source, target = case
     at, reduced = source, Counter[str]()
-    for step in Planner(MESH).steps(f32(*shape), source, target):
+    for step in Redistribution(MESH).steps(f32(*shape), source, target):
         assert apply(step, at, shape, MESH) == step.spec
         assert can_be_made(step, at, shape)
         assert step.seconds > 0
@@ -113,7 +115,7 @@ def test_the_steps_lead_to_the_target(case: Case) -> None:
 @given(cases())
 def test_no_detour_is_cheaper(case: Case) -> None:
     shape, source, target = case
-    planner, type = Planner(MESH), f32(*shape)
+    planner, type = Redistribution(MESH), f32(*shape)
     middle = Spec((WHOLE,) * len(shape), target.partial)
     detour = planner.seconds(type, source, middle) + planner.seconds(type, middle, target)
     assert planner.seconds(type, source, target) <= detour * (1 + 1e-9)
@@ -141,7 +143,7 @@ TP = Mesh(dp=2, tp=4)
 
 
 def plan(type: TensorType, source: Spec, target: Spec, mesh: Mesh = TP) -> list[tuple[CommOp, tuple[str, ...]]]:
-    return [(step.op, step.axes) for step in Planner(mesh).steps(type, source, target)]
+    return [(step.op, step.axes) for step in Redistribution(mesh).steps(type, source, target)]
 
 
 def test_nothing_to_do() -> None:
@@ -170,23 +172,23 @@ def test_the_cheapest_steps(source: Spec, target: Spec, expected: list[tuple[Com
 
 
 def test_what_is_cut_is_sliced_before_it_is_reduced() -> None:
-    steps = Planner(TP).steps(f32(64, 64), spec(TP, "-, -", tp="sum"), spec(TP, "dp, -"))
+    steps = Redistribution(TP).steps(f32(64, 64), spec(TP, "-, -", tp="sum"), spec(TP, "dp, -"))
     assert [step.op for step in steps] == [comm.shard, comm.all_reduce]
-    steps = Planner(TP).steps(f32(64, 64), spec(TP, "-, -", tp="sum"), spec(TP, "dp, tp"))
+    steps = Redistribution(TP).steps(f32(64, 64), spec(TP, "-, -", tp="sum"), spec(TP, "dp, tp"))
     assert [step.op for step in steps] == [comm.shard, comm.reduce_scatter]
 
 
 def test_a_fused_weight_becomes_plain() -> None:
     """Where the parts nest, sub-dims are exchanged; where they do not, the dim is gathered and cut anew."""
-    exchanged, by_three = Planner(Mesh(tp=3)), Mesh(tp=3)
+    exchanged, by_three = Redistribution(Mesh(tp=3)), Mesh(tp=3)
     (step,) = exchanged.steps(f32(192), Spec((compound([Part(3), Part(64, ("tp",))], by_three),)), spec(by_three, "tp"))
     assert (step.op, step.dim, step.to, step.view) == (comm.all_to_all, 1, 0, (3, 64))
     by_two = Mesh(tp=2)
     fused = Spec((compound([Part(3), Part(64, ("tp",))], by_two),))
-    gather, cut = Planner(by_two).steps(f32(192), fused, spec(by_two, "tp"))
+    gather, cut = Redistribution(by_two).steps(f32(192), fused, spec(by_two, "tp"))
     assert (gather.op, gather.dim, gather.view, gather.spec) == (comm.all_gather, 1, (3, 64), Spec((WHOLE,)))
     assert (cut.op, cut.dim, cut.view, cut.spec) == (comm.shard, 0, None, spec(by_two, "tp"))
-    back = Planner(by_two).steps(f32(192), spec(by_two, "tp"), fused)
+    back = Redistribution(by_two).steps(f32(192), spec(by_two, "tp"), fused)
     assert [step.op for step in back] == [comm.all_gather, comm.shard]
 
 
@@ -195,24 +197,24 @@ def test_the_slower_link_decides() -> None:
     type = f32(1 << 20)
     for slow, fast in (("dp", "tp"), ("tp", "dp")):
         mesh = Mesh(dp=4, tp=4, links={slow: Link(1e9), fast: Link(1e12)})
-        planner = Planner(mesh)
+        planner = Redistribution(mesh)
         over_slow, over_fast = (planner.seconds(type, Spec((Cut((x,)),)), Spec((WHOLE,))) for x in (slow, fast))
         assert over_slow > 100 * over_fast
 
 
 def test_costs() -> None:
     mesh = Mesh(tp=4, links={"tp": Link(bandwidth=1e9, latency=1e-6)})
-    planner = Planner(mesh)
+    planner = Redistribution(mesh)
     assert planner.cost(comm.all_gather, ["tp"], 4e9) == pytest.approx(2e-6 + 3.0)
     assert planner.cost(comm.all_reduce, ["tp"], 4e9) == pytest.approx(2 * (2e-6 + 3.0))
-    assert planner.cost(comm.shard, ["tp"], 4e9) == comm.SLICE_SECONDS
+    assert planner.cost(comm.shard, ["tp"], 4e9) == redistribute.SLICE_SECONDS
     type = TensorType((1000, 1000), torch.float32)
     assert planner.seconds(type, spec(mesh, "tp, -"), spec(mesh, "-, -")) == pytest.approx(2e-6 + 3e-3)
     assert planner.seconds(type, spec(mesh, "tp, -"), spec(mesh, "-, tp")) == pytest.approx(2e-6 + 0.75e-3)
 
 
 def test_plans_are_remembered() -> None:
-    planner = Planner(TP)
+    planner = Redistribution(TP)
     first = planner.steps(f32(8, 8), spec(TP, "tp, -"), spec(TP, "-, tp"))
     assert planner.steps(f32(8, 8), spec(TP, "tp, -"), spec(TP, "-, tp")) is first
 
@@ -222,7 +224,7 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     texts = ["-, -", "dp, tp", "tp, dp", "dp tp, -", "-, tp dp"]
     for a, b in itertools.permutations(texts, 2):
         at = spec(TP, a)
-        for step in Planner(TP).steps(f32(*shape), at, spec(TP, b)):
+        for step in Redistribution(TP).steps(f32(*shape), at, spec(TP, b)):
             assert apply(step, at, shape, TP) == step.spec
             at = step.spec
         assert at == spec(TP, b)

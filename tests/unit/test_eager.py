@@ -11,11 +11,11 @@ from torch import fx
 
 import shardfx as sx
 from shardfx.ir.graph import Output, OutputKind, Value
+from shardfx.ir.ops import pack
+from shardfx.ir.program.rank_program import Program
 from shardfx.ir.spec import TensorType
-from shardfx.runtime import layout
-from shardfx.runtime.buckets import Bucket, Pool, joined, spread
-from shardfx.runtime.codegen import Program
-from shardfx.runtime.eager import Eager
+from shardfx.runtime.distributed.buckets import Bucket, Pool, joined, spread
+from shardfx.runtime.distributed.eager import Eager
 from tests.plans import plan
 from tests.zoo import make
 
@@ -91,7 +91,7 @@ def test_a_bucket_is_lent_again_when_nobody_holds_a_part() -> None:
     bucket = Bucket([(2, 3), (4,)], 1, torch.float32, CPU)
     flat, views = bucket.take()
     assert [tuple(v.shape) for v in views] == [(2, 3), (4,)] and flat.numel() == 10
-    handed = layout.unflatten(flat, [(2, 3), (4,)], 1)
+    handed = pack.unflatten(flat, [(2, 3), (4,)], 1)
     assert bucket.take()[0] is not flat
     del handed
     assert bucket.take()[0] is flat
@@ -102,7 +102,7 @@ def test_a_bucket_in_pieces_is_laid_out_as_flatten_lays_out() -> None:
     flat, views = Bucket(shapes, 2, torch.float32, CPU).take()
     for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor.view(view.shape))
-    assert torch.equal(flat, layout.flatten(tensors, 2))
+    assert torch.equal(flat, pack.flatten(tensors, 2))
 
 
 def test_neighbours_are_joined_without_a_copy() -> None:
@@ -131,6 +131,6 @@ def test_a_pool_lends_what_nobody_holds_and_lets_go_of_what_is_not_asked_for() -
 
 def test_what_comes_apart_in_the_pool_is_what_layout_makes_of_it() -> None:
     shapes = [(4, 3), (2,), (6, 1, 2)]
-    buffer = layout.flatten([torch.rand(shape) for shape in shapes], 2)
-    for mine, other in zip(spread(Pool(), buffer, shapes, 2), layout.unflatten(buffer, shapes, 2), strict=True):
+    buffer = pack.flatten([torch.rand(shape) for shape in shapes], 2)
+    for mine, other in zip(spread(Pool(), buffer, shapes, 2), pack.unflatten(buffer, shapes, 2), strict=True):
         assert torch.equal(mine, other)

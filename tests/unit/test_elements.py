@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
-from shardfx.runtime import layout
-from shardfx.runtime.verify.elements import BITS, Elements, cat, joined, make_run
+from shardfx.ir.ops import pack
+from shardfx.runtime.verify.proof.elements import BITS, Elements, cat
+from shardfx.runtime.verify.proof.strided_runs import joined, make_run
 
 
 def same(a: Elements, b: torch.Tensor) -> bool:
@@ -71,8 +72,8 @@ def test_a_box_of_a_large_value_is_one_run_through_packing_and_gathering() -> No
     size, columns, ranks = 1 << 20, 1 << 10, 8
     width = columns // ranks
     pieces = [Elements.of((size, width), rank * width, ((size, columns), (width, 1))) for rank in range(ranks)]
-    sent = [layout.pack(p, [size, width], 1, width) for p in pieces]
-    got = layout.unpack_gathered(cat(sent), width, [width] * ranks, 1, [size, columns])
+    sent = [pack.pack(p, [size, width], 1, width) for p in pieces]
+    got = pack.unpack_gathered(cat(sent), width, [width] * ranks, 1, [size, columns])
     assert len(got.runs) == 1
     assert got.equals(Elements.of((size, columns), 0, ((size * columns, 1),)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardfx as sx
-from shardfx.explain import Entry, Trail
+from shardfx.explain.explanation import Entry, Trail
 from tests.plans import MESHES, plan
 from tests.zoo import make
 

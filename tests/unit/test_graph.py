@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardfx.ir.graph import Graph, Node, Phase, Rewriter, Value, dead_code, op_name, substitute
+from shardfx.ir.graph import Graph, Node, Phase, Value, op_name, substitute
+from shardfx.ir.rewriter import Rewriter, dead_code
 from shardfx.ir.spec import TensorType
-from shardfx.ir.text import parse_graph
-from shardfx.ir.verify import verify_graph
+from shardfx.ir.text.parser import parse_graph
+from shardfx.ir.validate import validate_graph
 
 aten = torch.ops.aten
 
@@ -34,7 +35,7 @@ def graph() -> Graph:
 def lines(graph: Graph) -> list[str]:
     """The nodes and outputs, without types and sources."""
     graph.rename()
-    verify_graph(graph)
+    validate_graph(graph)
     return [line.partition(" : ")[0].strip() for line in str(graph).splitlines() if "= " in line]
 
 
@@ -131,7 +132,7 @@ def test_dead_code_goes(graph: Graph) -> None:
 
 def test_a_copy_is_the_same_and_apart(graph: Graph) -> None:
     copy = graph.copy()
-    verify_graph(copy)
+    validate_graph(copy)
     assert str(copy) == str(graph)
     assert not set(copy.values()) & set(graph.values())
     Rewriter(copy).erase(copy.nodes[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardfx.ir.oracle.halo import Halo, halos
+from shardfx.ir.oracle.halos import Halo, halos
 from shardfx.ir.oracle.instance import instance
 from tests.instances import f
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardfx as sx
 from shardfx.passes import BUILT_IN
-from shardfx.passes.text import options_text, parse_pass
+from shardfx.passes.pass_text import options_text, parse_pass
 
 
 class Level(enum.Enum):

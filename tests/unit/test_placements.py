@@ -10,10 +10,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardfx import Mesh, Spec
-from shardfx.ir.spec import Cut, Part, compound
-from shardfx.runtime.boxes import Boxes
-from shardfx.runtime.placements import placements, runs
-from shardfx.runtime.storage import cut_local
+from shardfx.ir.cut import Cut, Part, compound
+from shardfx.ir.shards import cut_local
+from shardfx.runtime.distributed.dtensor_placements import placements, runs
+from shardfx.runtime.distributed.multi_box import MultiBoxTensor
 
 MESH = Mesh(dp=2, tp=2)
 CUTS = [
@@ -65,16 +65,16 @@ def test_runs_are_the_rows_that_a_rank_holds(size: int, cut: Cut) -> None:
         assert torch.equal(torch.cat(rows), held)
 
 
-def boxes(guarded: bool = False) -> Boxes:
-    return Boxes(torch.arange(8.0).view(4, 2), (((0, 0), (2, 2), (0, 0)), ((6, 0), (2, 2), (2, 0))), guarded)
+def boxes(guarded: bool = False) -> MultiBoxTensor:
+    return MultiBoxTensor(torch.arange(8.0).view(4, 2), (((0, 0), (2, 2), (0, 0)), ((6, 0), (2, 2), (2, 0))), guarded)
 
 
 def test_what_optimizers_make_of_boxes_stands_where_they_stand() -> None:
     local = boxes()
     for made in (torch.zeros_like(local), local * 2, local.clone(), local.detach(), local.add_(1)):
-        assert isinstance(made, Boxes)
+        assert isinstance(made, MultiBoxTensor)
         assert made.__create_chunk_list__() == local.__create_chunk_list__()
-    assert not isinstance(local.norm(), Boxes)
+    assert not isinstance(local.norm(), MultiBoxTensor)
     first, second = local.__create_chunk_list__()
     assert (tuple(first.offsets), tuple(second.offsets), tuple(second.sizes)) == ((0, 0), (6, 0), (2, 2))
     items = local.__create_write_items__("w", torch.empty(10, 2))
@@ -83,9 +83,9 @@ def test_what_optimizers_make_of_boxes_stands_where_they_stand() -> None:
 
 def test_guarded_boxes_do_only_what_does_not_ask_for_rows() -> None:
     local = boxes(guarded=True)
-    assert isinstance(local * 2, Boxes) and (local * 2).guarded
+    assert isinstance(local * 2, MultiBoxTensor) and (local * 2).guarded
     assert local.norm().item() == local.data_.norm().item()
     made = local.new_zeros((40, 2))
-    assert isinstance(made, Boxes) and made.shape == local.shape
+    assert isinstance(made, MultiBoxTensor) and made.shape == local.shape
     with pytest.raises(Exception, match="DTensor cannot describe"):
         local[:2]

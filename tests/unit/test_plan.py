@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
-from shardfx.ir.parse import parse_spec
+from shardfx.ir.text.parser import parse_spec
 from shardfx.plan import fingerprint
 from tests.plans import MESHES, plan
 from tests.zoo import Case, make

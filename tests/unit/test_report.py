@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from shardfx.ir.comm import Planner
+from shardfx.ir.cost.replay import replay_rank
 from shardfx.ir.graph import OutputKind
+from shardfx.ir.ops.redistribute import Redistribution
+from shardfx.ir.program.lower import select
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.text import parse_graph
-from shardfx.module import TRAIN
-from shardfx.replay import replay_rank
-from shardfx.report import comm_rows
-from shardfx.runtime.codegen import select
-from shardfx.tables import count_text, seconds_text
+from shardfx.ir.text.parser import parse_graph
+from shardfx.module.parallel_module import TRAIN
+from shardfx.report.make_report import comm_rows
+from shardfx.report.tables import count_text, seconds_text
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -139,7 +139,7 @@ outputs:
 
 def test_communication_is_counted_by_the_formulas() -> None:
     graph = parse_graph(GRAPH)
-    planner = Planner(graph.mesh)
+    planner = Redistribution(graph.mesh)
     rows = {(row.axes, row.kind): row for row in comm_rows(graph, planner)}
     gather, reduce = rows[("dp",), "all-gather"], rows[("tp",), "all-reduce"]
     assert gather.nbytes == 3 / 4 * 512 * 8 * 4  # (n-1)/n of the gathered piece
@@ -245,7 +245,7 @@ def test_a_deep_program_is_replayed_once_per_distinct_call() -> None:
         graph = parse_graph(deep(layers))
         started = time.process_time()
         replay = replay_rank(graph, default_rules(), {OutputKind.RESULT})
-        comm_rows(graph, Planner(graph.mesh))
+        comm_rows(graph, Redistribution(graph.mesh))
         seconds.append(time.process_time() - started)
         piece = 32 * 512 * 4
         assert replay.peak.nbytes == 3 * piece  # a sum, a partial sum, and a slice or its reduction: whatever the depth

@@ -17,7 +17,8 @@ from benchmarks.op_instances import Recorder, record
 from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.rules import ShardingRule, replicated, rule
+from shardfx.ir.rules.book import replicated, rule
+from shardfx.ir.rules.sharding_rule import ShardingRule
 from tests.instances import f, of_case, picked
 from tests.zoo import CASES
 

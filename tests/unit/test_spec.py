@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from shardfx.ir.cut import WHOLE, Cut, Part, bounds, chunk, compound, project
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh, Time
-from shardfx.ir.spec import WHOLE, Cut, Part, Spec, TensorType, bounds, chunk, compound, project
+from shardfx.ir.spec import Spec, TensorType
 
 MESH = Mesh(a=2, b=3, c=2, t=Time(2), one=1)
 

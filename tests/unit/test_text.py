@@ -11,25 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfx.ir import comm
+from shardfx.ir.cut import WHOLE, Cut, Part
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import (
-    Graph,
-    Input,
-    InputKind,
-    Node,
-    Output,
-    OutputKind,
-    Phase,
-    Rewriter,
-    Strategy,
-    Value,
-    Where,
-)
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Strategy, Value, Where
 from shardfx.ir.mesh import Link, Mesh, Time
-from shardfx.ir.random import dropout
-from shardfx.ir.spec import WHOLE, Cut, Part, Spec, TensorType
-from shardfx.ir.text import parse_graph, print_graph
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.text.parser import parse_graph
+from shardfx.ir.text.printer import print_graph
 
 aten = torch.ops.aten
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardfx.ir import comm
+from shardfx.ir.cut import WHOLE, Cut, Part
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Rewriter, Strategy, Value, Where
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Strategy, Value, Where
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.spec import WHOLE, Cut, Part, Spec, TensorType
-from shardfx.ir.text import parse_graph
-from shardfx.ir.verify import verify_graph
+from shardfx.ir.ops import comm
+from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.text.parser import parse_graph
+from shardfx.ir.validate import validate_graph
 
 aten = torch.ops.aten
 MESH = Mesh(dp=2, tp=2)
@@ -63,7 +65,7 @@ def chain(count: int) -> Graph:
 
 def refused(graph: Graph, after: str | None = "a-pass") -> Error:
     with pytest.raises(Error, match="the graph is wrong") as caught:
-        verify_graph(graph, after)
+        validate_graph(graph, after)
     return caught.value
 
 
@@ -74,8 +76,8 @@ def changed(old: str, new: str) -> Graph:
 
 
 def test_right_graphs_pass() -> None:
-    verify_graph(chain(3))
-    verify_graph(parse_graph(RIGHT))
+    validate_graph(chain(3))
+    validate_graph(parse_graph(RIGHT))
 
 
 def test_the_error_names_the_pass_the_node_and_the_source() -> None:
@@ -201,7 +203,7 @@ def test_a_strategy_fits_its_node() -> None:
     node.strategy = Strategy((), (whole,))
     assert refused(graph).got == "placements of 0 operands and 1 results"
     node.strategy = Strategy((whole,), (cut,))
-    verify_graph(graph)
+    validate_graph(graph)
     node.outs[0].spec = whole
     error = refused(graph)
     assert "%0 is placed otherwise than its node's strategy gives it" in error.what
@@ -213,7 +215,7 @@ def test_operands_are_as_needed_once_communication_is_explicit() -> None:
     (node,) = graph.nodes
     graph.inputs[0].value.spec, node.outs[0].spec = cut, whole
     node.strategy = Strategy((whole,), (whole,))
-    verify_graph(graph)
+    validate_graph(graph)
     graph.established = frozenset({"COMM_EXPLICIT"})
     error = refused(graph)
     assert "operand %x is placed otherwise than the node needs it" in error.what
@@ -261,7 +263,7 @@ def test_the_axes_of_a_comm_op_are_the_meshs() -> None:
 def test_a_comm_op_before_placement_has_axes_at_least() -> None:
     graph = chain(1)
     graph.nodes[0].op, graph.nodes[0].kwargs = comm.all_gather, {"axes": ["dp"], "dim": 0}
-    verify_graph(graph)
+    validate_graph(graph)
 
 
 # ---- and quickly -------------------------------------------------------------------------------------------
@@ -291,5 +293,5 @@ def large(count: int) -> Graph:
 def test_a_large_graph_is_verified_between_all_passes() -> None:
     graph = large(20_000)
     started = time.process_time()
-    verify_graph(graph)
+    validate_graph(graph)
     assert time.process_time() - started < 1.5, "0.4 s when measured on a busy machine: something became slow"

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from shardfx.ir.comm import CommOp, all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from shardfx.ir.cost.traffic import by_axes, is_comm, traffic
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh, Time
-from shardfx.ir.text import size_text
+from shardfx.ir.ops.comm import CommOp, all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from shardfx.ir.text.printer import size_text
 from shardfx.visualize import draw_folder, draw_graph
-from shardfx.visualize.boxes import Box, Kind
-from shardfx.visualize.draw import picture_svg
-from shardfx.visualize.geometry import Rect
-from shardfx.visualize.layout import plan
-from shardfx.visualize.leaf import measure
-from shardfx.visualize.show import show
-from shardfx.visualize.style import AXIS_COLOURS, width
-from shardfx.visualize.traffic import by_axes, is_comm, traffic
+from shardfx.visualize.layout.arrange import plan
+from shardfx.visualize.layout.geometry import Rect
+from shardfx.visualize.paint.leaf_box import measure
+from shardfx.visualize.paint.picture import picture_svg
+from shardfx.visualize.paint.style import AXIS_COLOURS, width
+from shardfx.visualize.scene.boxes import Box, Kind
+from shardfx.visualize.scene.detail import show
 from tests.unit.sketch import DIM, ROWS, Sketch, aten, decoder, mlp
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import shardfx as sx
-from shardfx.demo import demo
+from shardfx.demo.run_demo import demo
 
 
 def test_the_demo(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import shardfx as sx
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.findings import rule_text
+from shardfx.ir.oracle.findings_store import Store
 from shardfx.ir.oracle.instance import instance
-from shardfx.ir.oracle.shrink import small_sizes
-from shardfx.ir.oracle.store import Store
+from shardfx.ir.oracle.small_instance import small_sizes
 from shardfx.ir.spec import TensorType
 
 

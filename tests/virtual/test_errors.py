@@ -13,8 +13,8 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.graph import Graph
 from shardfx.passes import Context
-from shardfx.runtime.steps import as_generator
-from shardfx.runtime.virtual import run
+from shardfx.runtime.rendezvous import run
+from shardfx.runtime.virtual.coroutine import as_generator
 
 X = torch.randn(8, 6, dtype=torch.float64)
 Y = torch.randint(0, 4, (8,))
@@ -208,7 +208,7 @@ def test_a_collective_that_never_comes_is_no_hang() -> None:
 
 
 def run_modules(pm: sx.ParallelModule, modules: list[torch.fx.GraphModule]) -> None:
-    from shardfx.runtime.storage import cut_local
+    from shardfx.ir.shards import cut_local
 
     state = {**pm.full_state_dict(), "args.0": X}
     inputs = []

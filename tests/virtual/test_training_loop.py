@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import shardfx as sx
-from shardfx.ir.spec import Cut
+from shardfx.ir.cut import Cut
 from tests.plans import MESHES, plan
 from tests.reference import rel_err
 from tests.zoo import make

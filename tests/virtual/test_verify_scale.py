@@ -10,8 +10,8 @@ from torch import fx
 
 import shardfx as sx
 from benchmarks.mutants import planned
-from shardfx.runtime import layout, lowering
-from shardfx.runtime.verify import scale
+from shardfx.ir.ops import comm_local, pack
+from shardfx.runtime.verify.proof import representatives
 from tests.mutants import MUTATIONS, Programs
 from tests.plans import MESHES, plan
 from tests.zoo import make
@@ -22,7 +22,7 @@ NAMES = ("gpt_fused@dp2tp2+sequence", "llama@2x2x2", "resnet@dp2tp2", "hf_gpt2@d
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small meshes are treated as large ones."""
-    monkeypatch.setattr(scale, "EVERY", 1)
+    monkeypatch.setattr(representatives, "EVERY", 1)
 
 
 @pytest.mark.usefixtures("few")
@@ -31,7 +31,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_even_plan_is_proven_from_few_programs(name: str) -> None:
     pm = planned(name)
-    assert scale.is_even(pm.after)
+    assert representatives.is_even(pm.after)
     verdict = pm.verify()
     assert verdict, verdict.why
     assert verdict.checked["whole programs"] == 2 and verdict.checked["ranks"] == pm.mesh.size
@@ -56,9 +56,9 @@ def test_many_ranks() -> None:
 
 
 def test_a_plan_that_is_not_even_is_interpreted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "EVERY", 1)
+    monkeypatch.setattr(representatives, "EVERY", 1)
     pm = plan(make("hf_vit"), MESHES["tp2"], specs={"vit.layers.*.mlp.fc1": "-, tp, -"})
-    assert not scale.is_even(pm.after)
+    assert not representatives.is_even(pm.after)
     verdict = pm.verify()
     assert verdict, verdict.why
     assert "whole programs" not in verdict.checked
@@ -66,17 +66,17 @@ def test_a_plan_that_is_not_even_is_interpreted_on_every_rank(monkeypatch: pytes
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
-@pytest.mark.parametrize("function", [layout.take, layout.unpack_gathered])
+@pytest.mark.parametrize("function", [pack.take, pack.unpack_gathered])
 def test_code_generation_that_is_wrong_on_one_rank(
     monkeypatch: pytest.MonkeyPatch, wrong: int, function: Callable[..., Any]
 ) -> None:
     """Whichever it is, looked at as a whole program or not."""
     whole_bias = {"fc1.bias": "-"}  # of which each rank takes its slice
-    if function is layout.take:
+    if function is pack.take:
         pm = plan(make("mlp3"), MESHES["dp2tp2"], specs=whole_bias)
     else:
         pm = planned("gpt_fused@dp2tp2+sequence")
-    call = lowering.LOWER["slice" if function is layout.take else "all_gather"]
+    call = comm_local.LOWER["slice" if function is pack.take else "all_gather"]
 
     def damaged(writer: Any, node: Any) -> None:
         before = writer.call
@@ -89,12 +89,12 @@ def test_code_generation_that_is_wrong_on_one_rank(
         writer.call = other
         call(writer, node)
         pending = writer.env[node.outs[0]]
-        if isinstance(pending, lowering.Pending):
+        if isinstance(pending, comm_local.Pending):
             finish = pending.finish
-            writer.env[node.outs[0]] = lowering.Pending(lambda: _with(writer, other, finish))
+            writer.env[node.outs[0]] = comm_local.Pending(lambda: _with(writer, other, finish))
         writer.call = before
 
-    monkeypatch.setitem(lowering.LOWER, "slice" if function is layout.take else "all_gather", damaged)
+    monkeypatch.setitem(comm_local.LOWER, "slice" if function is pack.take else "all_gather", damaged)
     verdict = pm.verify()
     assert not verdict
     assert verdict.fault is not None and verdict.fault.rank == wrong

@@ -1,0 +1,82 @@
+"""Building a graph node by node, with types inferred by running each op on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .graph import Graph, Input, InputKind, Node, Phase, Value, Where
+from .mesh import Mesh
+from .spec import TensorType
+
+aten = torch.ops.aten
+MOVES = (
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+)
+
+
+class GraphBuilder:
+    """Writes the nodes of a graph one after the other, folding what is the same."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.graph = Graph(mesh)
+        self.env: dict[torch.fx.Node, Any] = {}
+        self.where = Where()
+        self.phase = Phase.FORWARD
+        self.seed: Value | None = None
+        self.random = 0
+        self._moves: dict[Any, Any] = {}
+
+    def add(self, op: Any, args: tuple[Any, ...], types: Any = None, **kwargs: Any) -> Any:
+        """Append a node; gives its one result, or the list of them. Types are inferred if not given.
+
+        A view or transpose that is there already is used again: what is made of it (a gathered copy, say) is
+        then made once.
+        """
+        if op in MOVES:
+            key = (op, *(id(a) if isinstance(a, Value) else repr(a) for a in args), repr(kwargs))
+            if key not in self._moves:
+                self._moves[key] = self._append(op, args, types, kwargs)
+            return self._moves[key]
+        return self._append(op, args, types, kwargs)
+
+    def _append(self, op: Any, args: tuple[Any, ...], types: Any, kwargs: dict[str, Any]) -> Any:
+        if types is None:
+            types = infer(op, args, kwargs)
+        node = Node(op, args, kwargs, phase=self.phase, where=self.where)
+        many = isinstance(types, list)
+        node.results = [None if t is None else Value(t, node, i) for i, t in enumerate(types if many else [types])]
+        self.graph.nodes.append(node)
+        return node.results if many else node.results[0]
+
+    def input(self, kind: InputKind, name: str, type: TensorType, constant: torch.Tensor | None = None) -> Value:
+        value = Value(type, None, 0, name)
+        self.graph.inputs.append(Input(kind, name, value, constant))
+        return value
+
+
+def infer(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TensorType | list[TensorType | None]:
+    """The type(s) of an op's result, by running it on ``meta``."""
+    from .graph import substitute
+
+    def meta(value: Value) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
+
+    out = op(*substitute(args, meta), **{k: substitute(a, meta) for k, a in kwargs.items()})
+    types: TensorType | list[TensorType | None] = types_of(out)
+    return types
+
+
+def types_of(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        return TensorType(tuple(int(s) for s in out.shape), out.dtype)
+    if isinstance(out, (tuple, list)):
+        return [types_of(o) for o in out]
+    return None

@@ -1,0 +1,1 @@
+"""From a user's module to a graph of forward, loss and backward."""

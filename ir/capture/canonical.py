@@ -1,0 +1,140 @@
+"""Forms of ops: what several of torch's ops say is said by one op of the graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardfx.ir.builder import GraphBuilder, types_of
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import InputKind
+from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.spec import TensorType
+
+aten = torch.ops.aten
+
+
+# ---- canonical forms ---------------------------------------------------------------------------------------
+
+
+def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
+    if node.target is operator.getitem:
+        source, index = node.args
+        return builder.env[source][index]  # type: ignore[index]
+    args = torch.fx.map_arg(node.args, builder.env.__getitem__)
+    args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
+    kwargs = dict(torch.fx.map_arg(node.kwargs, builder.env.__getitem__))
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise Error(f"{target} is not an op of torch", where=str(builder.where))
+    types = types_of(node.meta.get("val"))
+    canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket)
+    if canonical is not None:
+        return canonical(builder, target, args, kwargs, types)
+    if torch.Tag.nondeterministic_seeded in target.tags and not draws_nothing(target, args, kwargs):
+        raise Error(
+            f"{target} draws random numbers in a way that ranks cannot agree on",
+            where=str(builder.where),
+            expected="dropout (torch.nn.Dropout, F.dropout)",
+            got=str(target),
+            remedy="draw the numbers outside of the model and pass them as an input",
+        )
+    return builder.add(target, args, types, **kwargs)
+
+
+def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Attention carries a dropout probability that is mostly zero."""
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[i] if i < len(args) else kwargs.get(argument.name, 0.0)
+            return bool(given == 0.0)
+    return False
+
+
+Canonical = Callable[[GraphBuilder, Any, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+def _same(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    return args[0]
+
+
+def _nothing(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    return None
+
+
+def _to_copy(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    if types.dtype == args[0].type.dtype:
+        return args[0]
+    return builder.add(op, args, types, dtype=types.dtype)
+
+
+def _transpose(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """A transpose of a transpose is nothing."""
+    source = args[0].node
+    if source is not None and source.op is op and list(source.args[1:]) == list(args[1:]):
+        return source.args[0]
+    return builder.add(op, args, types, **kwargs)
+
+
+def _view(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """A view of a view of one module is one view; a view to the same shape is nothing."""
+    source = args[0]
+    if (
+        source.node is not None
+        and source.node.op is aten.view.default
+        and source.node.where.module == builder.where.module
+    ):
+        source = source.node.args[0]
+    if source.shape == types.shape:
+        return source
+    return builder.add(aten.view.default, (source, list(types.shape)), types)
+
+
+def _dropout(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    x, p, train = args
+    if train is False or p == 0:
+        mask = builder.add(aten.ones_like.default, (x,), types[1], dtype=torch.bool)
+        return [x, mask]
+    if builder.seed is None:
+        builder.seed = builder.input(InputKind.SEED, "seed", TensorType((), torch.int64))
+    builder.random += 1
+    return builder.add(dropout, (x, float(p), builder.seed, builder.random, []), types)
+
+
+def _nll(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """A mean loss is the summed loss over the total weight, both of the whole batch.
+
+    How many targets count follows from the targets alone: so it is known, and reduced, before the loss is.
+    """
+    logp, target, weight, reduction, ignore = args
+    if reduction != 1:
+        return builder.add(op, args, types)
+    total, count = builder.add(op, (logp, target, weight, 2, ignore), types)
+    if weight is None:
+        counted = builder.add(aten.sum.default, (builder.add(aten.ne.Scalar, (target, ignore)),))
+        count = builder.add(aten._to_copy.default, (counted,), types[1], dtype=types[1].dtype)
+    return [builder.add(aten.div.Tensor, (total, count), types[0]), count]
+
+
+CANONICAL: dict[Any, Canonical] = {
+    aten.detach: _same,
+    aten.alias: _same,
+    aten.clone: _same,
+    aten.lift_fresh_copy: _same,
+    aten.lift_fresh: _same,
+    aten.contiguous: _same,
+    aten._assert_tensor_metadata: _nothing,
+    aten._assert_async: _nothing,
+    aten._to_copy: _to_copy,
+    aten.t: _transpose,
+    aten.transpose.int: _transpose,
+    aten.view: _view,
+    aten._unsafe_view: _view,
+    aten.reshape: _view,
+    aten.native_dropout: _dropout,
+    aten.nll_loss_forward: _nll,
+    aten.nll_loss2d_forward: _nll,
+}

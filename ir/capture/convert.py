@@ -1,0 +1,140 @@
+"""From the fx graph of AOTAutograd to a :class:`shardfx.ir.graph.Graph`: names, phases, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.rewriter import dead_code
+from shardfx.ir.spec import TensorType
+
+from .canonical import convert_call
+from .sources import PREFIX, inherit_sources, source_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the placeholders of the traced program are called: leaf names, tied names, and whether there is a loss."""
+
+    leaves: tuple[str, ...]
+    aliases: Mapping[str, str]
+    loss: Where | None = None
+
+
+def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
+    """The IR of a traced joint graph."""
+    builder = GraphBuilder(mesh)
+    output: torch.fx.Node | None = None
+    for node in gm.graph.nodes:
+        builder.where = source_of(node)
+        builder.phase = Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
+        if node.op == "placeholder":
+            builder.env[node] = _placeholder(builder, node, names)
+        elif node.op == "get_attr":
+            constant = getattr(gm, node.target)
+            name = f"constant.{len(builder.graph.of_kind(InputKind.CONSTANT))}"
+            type = TensorType(tuple(constant.shape), constant.dtype)
+            builder.env[node] = builder.input(InputKind.CONSTANT, name, type, constant)
+        elif node.op == "call_function":
+            builder.env[node] = convert_call(builder, node)
+        elif node.op == "output":
+            output = node
+        else:
+            raise Error(f"unexpected {node.op} in the captured graph", where=str(builder.where), got=node.format_node())
+    assert output is not None
+    _outputs(builder, output, names)
+    dead_code(builder.graph)
+    inherit_sources(builder.graph, names.loss)
+    builder.graph.rename()
+    return builder.graph
+
+
+def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> Value | None:
+    desc = node.meta["desc"]
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    if any(not isinstance(s, int) for s in value.shape):
+        raise Error("an input has a symbolic shape", got=str(tuple(value.shape)), expected="static shapes")
+    type = TensorType(tuple(value.shape), value.dtype)
+    if isinstance(desc, (ParamAOTInput, BufferAOTInput)):
+        name = names.aliases[desc.target.removeprefix(PREFIX)]
+        tied = next((given.value for given in builder.graph.inputs if given.name == name), None)
+        if tied is not None:
+            return tied
+        return builder.input(InputKind.PARAMETER if isinstance(desc, ParamAOTInput) else InputKind.BUFFER, name, type)
+    if isinstance(desc, PlainAOTInput):
+        name = names.leaves[desc.idx]
+        kind = InputKind.TARGET if name.startswith("targets.") else InputKind.ARGUMENT
+        return builder.input(kind, name, type)
+    if isinstance(desc, TangentAOTInput):
+        builder.phase = Phase.BACKWARD
+        one: Value = builder.add(aten.full.default, ([], 1.0), TensorType((), type.dtype), dtype=type.dtype)
+        return one
+    raise Error("an input of unknown kind in the captured graph", got=str(desc))
+
+
+def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:
+    flat = node.args[0]
+    assert isinstance(flat, (list, tuple))
+    result = 0
+    for arg, desc in zip(flat, node.meta["desc"], strict=True):
+        value = builder.env.get(arg) if isinstance(arg, torch.fx.Node) else None
+        if isinstance(desc, PlainAOTOutput):
+            if desc.idx == 0 and names.loss is not None:
+                kind, name = OutputKind.LOSS, "loss"
+            else:
+                kind, name = OutputKind.RESULT, f"results.{result}"
+                result += 1
+        elif isinstance(desc, GradAOTOutput):
+            kind, source = OutputKind.GRADIENT, desc.grad_of
+            if not isinstance(source, ParamAOTInput):
+                continue
+            name = names.aliases[source.target.removeprefix(PREFIX)]
+        elif isinstance(desc, InputMutationAOTOutput):
+            kind, mutated = OutputKind.BUFFER, desc.mutated_input
+            if not isinstance(mutated, BufferAOTInput):
+                raise Error(
+                    "the model changes one of its inputs in place",
+                    got=str(mutated),
+                    expected="inputs that the model leaves alone",
+                    remedy="clone the input inside the model first",
+                )
+            name = names.aliases[mutated.target.removeprefix(PREFIX)]
+        else:
+            continue
+        if value is None:
+            continue
+        known = next(
+            (o for o in builder.graph.outputs if kind is OutputKind.GRADIENT and (o.kind, o.name) == (kind, name)), None
+        )
+        if known is not None:
+            builder.phase = Phase.BACKWARD
+            known.value = builder.add(aten.add.Tensor, (known.value, value), value.type)
+        else:
+            builder.graph.outputs.append(Output(kind, name, value))
+    sort_gradients(builder.graph)
+
+
+def sort_gradients(graph: Graph) -> None:
+    """The gradients in the order of the parameters."""
+    order = {given.name: i for i, given in enumerate(graph.inputs)}
+    gradients = iter(sorted((o for o in graph.outputs if o.kind is OutputKind.GRADIENT), key=lambda o: order[o.name]))
+    graph.outputs = [next(gradients) if o.kind is OutputKind.GRADIENT else o for o in graph.outputs]

@@ -1,0 +1,51 @@
+"""Where a node comes from in the user's own code: module path, file and line."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from shardfx.ir.graph import Graph, Phase, Where
+
+PREFIX = "model."
+TORCH = str(Path(torch.__file__).parent)
+CAPTURE = str(Path(__file__).with_name("trace.py"))
+
+
+def inherit_sources(graph: Graph, loss: Where | None) -> None:
+    """What stands in no module is the loss's; gradient sums are of the module of the operand made at their line."""
+    for node in graph.nodes:
+        if node.where.file == CAPTURE and loss is not None:
+            node.where = loss
+        elif not node.where.module and (node.phase is Phase.BACKWARD or not node.where.file):
+            near = [v.node.where for v in node.operands if v.node is not None]
+            of_line = [w for w in near if w.module and (w.file, w.line) == (node.where.file, node.where.line)]
+            node.where = next(iter(of_line or (near if not node.where.file else [])), node.where)
+
+
+def source_of(node: torch.fx.Node) -> Where:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
+    module = path.removeprefix(PREFIX) if path.startswith(PREFIX) else "" if path == "model" else path
+    return _source(module, node.meta.get("stack_trace") or "", path.startswith("model"))
+
+
+@lru_cache(maxsize=65536)
+def _source(module: str, trace: str, of_model: bool) -> Where:
+    """The innermost frame of the user's own code; where a model is all torch's, the innermost one of torch."""
+    lines = trace.splitlines()
+    frames = []
+    for i, text in enumerate(lines):
+        if text.strip().startswith('File "'):
+            name, _, rest = text.strip()[6:].partition('", line ')
+            code = lines[i + 1].strip() if i + 1 < len(lines) else ""
+            frames.append(Where(module, name, int(rest.split(",")[0] or 0), code))
+    users = [f for f in frames if not f.file.startswith(TORCH) and f.file != CAPTURE]
+    torchs = [f for f in frames if f.file.startswith(TORCH)]
+    if users:
+        return users[-1]
+    if of_model and torchs:
+        return torchs[-1]
+    return Where(module, CAPTURE if frames else "")

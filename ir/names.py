@@ -1,0 +1,51 @@
+"""Name patterns of hints, and which values leave a module."""
+
+from __future__ import annotations
+
+import re
+
+from .graph import Graph, Node, Phase, Value
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """``*`` is one part of a dotted name, ``**`` any number of them."""
+    parts = re.split(r"(\*\*|\*)", text)
+    return re.compile("".join({"**": ".*", "*": "[^.]*"}.get(p, re.escape(p)) for p in parts))
+
+
+def module_outputs(graph: Graph) -> dict[str, list[Value]]:
+    """For every module path the forward values that leave the module: per call the last one."""
+    forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
+    users: dict[Value, list[Node]] = {}
+    for node in forward:
+        for value in node.operands:
+            users.setdefault(value, []).append(node)
+    results = {output.value for output in graph.outputs if output.kind.value in ("result", "loss")}
+    found: dict[str, list[Value]] = {}
+    last: dict[str, int] = {}
+    for i, node in enumerate(forward):
+        for path in prefixes(node.where.module):
+            for value in node.outs:
+                outside = value in results or any(not within(u.where.module, path) for u in users.get(value, ()))
+                if outside and value.type.dtype.is_floating_point:
+                    fresh = path not in last or _left(forward, last[path], i, path)
+                    if fresh:
+                        found.setdefault(path, []).append(value)
+                    else:
+                        found[path][-1] = value
+                    last[path] = i
+    return found
+
+
+def _left(forward: list[Node], start: int, end: int, path: str) -> bool:
+    """Whether the program left module ``path`` between two of its nodes: then it was called twice."""
+    return any(not within(node.where.module, path) and node.where.module for node in forward[start + 1 : end])
+
+
+def prefixes(path: str) -> list[str]:
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def within(module: str, path: str) -> bool:
+    return module == path or module.startswith(path + ".")

@@ -1,0 +1,1 @@
+"""Our own ops: what changes a placement, and what a rank does for it."""

@@ -1,0 +1,158 @@
+"""The cheapest steps from one placement to another: a shortest path over placements, costed by the mesh's links.
+
+f32[64, 512] +{tp}   ->   f32[64{tp}, 512]      comm.reduce_scatter(axes=[tp], dim=0)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardfx.ir.cut import WHOLE, Cut
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import Spec, TensorType, coarsen, refine
+
+from .comm import CommOp, all_gather, all_reduce, all_to_all, reduce_scatter, shard
+
+
+@dataclass(frozen=True)
+class Step:
+    """One comm op: over ``axes``, on sub-dim ``dim`` (to ``to``) of the value seen as ``view``; gives ``spec``."""
+
+    op: CommOp
+    axes: tuple[str, ...]
+    spec: Spec
+    dim: int | None = None
+    to: int | None = None
+    reduce: str | None = None
+    view: tuple[int, ...] | None = None
+    seconds: float = 0.0
+
+
+_State = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
+SLICE_SECONDS = 1e-8
+"""A local slice sends nothing; this only makes a shorter path win a tie."""
+
+
+@dataclass
+class Redistribution:
+    """Finds and remembers the cheapest sequences of steps on one mesh."""
+
+    mesh: Mesh
+    _known: dict[tuple[TensorType, Spec, Spec], tuple[Step, ...]] = field(default_factory=dict)
+
+    def steps(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
+        """The cheapest steps from ``source`` to ``target``, in which nothing may be partial that is not so already."""
+        if source == target:
+            return ()
+        key = (type, source, target)
+        if key not in self._known:
+            self._known[key] = self._search(type, source, target)
+        return self._known[key]
+
+    def seconds(self, type: TensorType, source: Spec, target: Spec) -> float:
+        """The time of :meth:`steps` by the mesh's links."""
+        return sum(step.seconds for step in self.steps(type, source, target))
+
+    def cost(self, op: CommOp, axes: Sequence[str], local_bytes: float) -> float:
+        """Seconds of one collective; ``local_bytes`` of the whole (gathered or unreduced) local value."""
+        n = self.mesh.extent(axes)
+        if op is shard or n == 1:
+            return SLICE_SECONDS
+        links = [self.mesh[axis].link for axis in axes]
+        factor = 2.0 if op is all_reduce else 1.0
+        return factor * (
+            max(link.latency for link in links) * math.log2(n)
+            + local_bytes * (n - 1) / n / min(link.bandwidth for link in links)
+        )
+
+    def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
+        refined = refine(type.shape, [source, target], self.mesh)
+        if refined is None:
+            return self._through_whole(type, source, target)
+        view, (start, goal) = refined
+        goal_state: _State = (tuple(c.axes for c in goal.dims), goal.partial)
+        start_state: _State = (tuple(c.axes for c in start.dims), start.partial)
+        itemsize = type.dtype.itemsize
+        queue: list[tuple[float, int, _State, tuple[Step, ...]]] = [(0.0, 0, start_state, ())]
+        counter = itertools.count(1)
+        done: set[_State] = set()
+        plain = len(view) == len(type.shape)
+        while queue:
+            seconds, _, state, path = heapq.heappop(queue)
+            if state == goal_state:
+                return path
+            if state in done:
+                continue
+            done.add(state)
+            for op, axes, dim, to, reduce, after, scale in self._moves(state, goal_state):
+                if after in done:
+                    continue
+                big = self._local_numel(view, state[0]) * scale * itemsize
+                cost = self.cost(op, axes, big)
+                spec = coarsen(type.shape, view, Spec(tuple(Cut(a) for a in after[0]), after[1]), self.mesh)
+                step = Step(op, axes, spec, dim, to, reduce, None if plain else view, cost)
+                heapq.heappush(queue, (seconds + cost, next(counter), after, (*path, step)))
+        return self._through_whole(type, source, target)
+
+    def _through_whole(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
+        """Gather the dims that differ, then cut them anew: always possible, where parts do not nest."""
+        middle = Spec(
+            tuple(a if a == b else WHOLE for a, b in zip(source.dims, target.dims, strict=True)), target.partial
+        )
+        if middle in (source, target):
+            raise AssertionError(f"no way from {source} to {target} of {type}")
+        return self.steps(type, source, middle) + self.steps(type, middle, target)
+
+    def _local_numel(self, view: Sequence[int], dims: Sequence[tuple[str, ...]]) -> float:
+        return math.prod(size / self.mesh.extent(axes) for size, axes in zip(view, dims, strict=True))
+
+    def _moves(
+        self, state: _State, goal: _State
+    ) -> Iterator[tuple[CommOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
+        """The steps that lead nearer: gather any minor axes; cut only what the goal cuts next."""
+        dims, partial = state
+
+        def put(changes: dict[int, tuple[str, ...]], left: tuple[tuple[str, str], ...] = partial) -> _State:
+            return tuple(changes.get(i, axes) for i, axes in enumerate(dims)), left
+
+        wanted = {}
+        for i, axes in enumerate(dims):
+            full = goal[0][i]
+            if len(axes) < len(full) and full[: len(axes)] == axes:
+                wanted[full[len(axes)]] = i
+        used = {axis for axes in dims for axis in axes} | {axis for axis, _ in partial}
+        for i, axes in enumerate(dims):
+            for count in range(1, len(axes) + 1):
+                tail = axes[-count:]
+                yield all_gather, tail, i, None, None, put({i: axes[:-count]}), float(self.mesh.extent(tail))
+            if axes and axes[-1] in wanted and wanted[axes[-1]] != i:
+                to = wanted[axes[-1]]
+                after = put({i: axes[:-1], to: (*dims[to], axes[-1])})
+                yield all_to_all, axes[-1:], i, to, None, after, 1.0
+        to_reduce: dict[str, list[str]] = {}
+        for axis, reduce in partial:
+            if (axis, reduce) not in goal[1]:
+                to_reduce.setdefault(reduce, []).append(axis)
+        for reduce, names in to_reduce.items():
+            for group in {tuple(names), *((name,) for name in names)}:
+                left = tuple(p for p in partial if p[0] not in group)
+                yield all_reduce, group, None, None, reduce, put({}, left), 1.0
+            for name in names:
+                if name in wanted:
+                    i = wanted[name]
+                    left = tuple(p for p in partial if p[0] != name)
+                    yield reduce_scatter, (name,), i, None, reduce, put({i: (*dims[i], name)}, left), 1.0
+            joint = tuple(names)
+            for i, axes in enumerate(dims):
+                full = goal[0][i]
+                tail = full[len(axes) :]
+                if len(tail) > 1 and full[: len(axes)] == axes and set(tail) <= set(joint):
+                    left = tuple(p for p in partial if p[0] not in tail)
+                    yield reduce_scatter, tail, i, None, reduce, put({i: full}, left), 1.0
+        for axis, i in wanted.items():
+            if axis not in used:
+                yield shard, (axis,), i, None, None, put({i: (*dims[i], axis)}), 1.0

@@ -1,0 +1,384 @@
+"""Which one-axis cuts of an op are valid? Each candidate is tried: the op is run on pieces, and the results compared.
+
+A candidate says for every operand which dim of it is cut, if any. It is valid if every result of the whole op is
+the pieces' results one behind the other, or their sum, maximum or minimum, or equal to each of them::
+
+    aten.mm(x[4, 6], w[6, 5])     0, -  ->  joined along 0
+                                  -, 1  ->  joined along 1
+                                  1, 0  ->  sum
+
+Arguments that are sizes (a shape, a number of groups) follow the cut where that is what makes it valid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from shardfx.ir.cut import chunk
+
+from .instance import Instance, Results, places
+from .recombine import magnitude, reduce, same, split_sum
+
+aten = torch.ops.aten
+
+Outcome = int | str
+"""What a result is of the pieces' results: joined along a dim (its number), or "sum", "max", "min", "equal"."""
+Choice = tuple[int | None, ...]
+"""For every operand the dim that is cut, or None."""
+MOST = 600
+TRUSTING = {
+    *(aten.lu_unpack, aten.linalg_lu_solve, aten.linalg_ldl_solve),
+    *(aten.segment_reduce, aten._segment_reduce_backward),
+}
+"""Their kernels do not check that shapes agree: of these the batch dims of all operands together are tried."""
+UNCHECKED = {aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._unsafe_index, *TRUSTING}
+"""Kernels that do not check their arguments, as most backward ones. Where an op has a decomposition, each candidate is
+tried on that first, as it does check; else indices are made 0 or 1 (they lie within every piece), and shapes must
+agree."""
+
+
+@dataclass(frozen=True)
+class ValidCut:
+    """A cut that gives the whole result: of every operand's dim, and what each result then is.
+
+    ``size`` is the number of elements that may be dealt out (a cut dim is a multiple of it); ``sized`` are the
+    places of the arguments that are sizes and follow the cut.
+    """
+
+    operands: Choice
+    results: tuple[frozenset[Outcome], ...]
+    size: int
+    sized: tuple[tuple[int, ...], ...] = ()
+
+
+class Oracle:
+    """Finds the valid cuts and the linear operands of one op instance.
+
+    Args:
+        trusted: whether the op checks its arguments; if not said, torch's own do where they are known to. For one that
+            does not, only choices are tried under which shapes agree.
+    """
+
+    def __init__(self, of: Instance, seed: int = 0, trusted: bool | None = None) -> None:
+        self.packet = getattr(of.node.op, "overloadpacket", None)
+        unchecked = self.packet in UNCHECKED or "backward" in str(of.node.op) if trusted is None else not trusted
+        checked = len(of.tensors) < 2 or torch.Tag.pointwise in getattr(of.node.op, "tags", ())
+        self.screen = None if checked else decomposition_table.get(of.node.op)
+        self.least = 1
+        self.careful = unchecked and self.screen is None
+        if self.careful and any(map(_is_index, of.tensors)):
+            low = of.on([t.clamp(max=1) if _is_index(t) else t for t in of.tensors])
+            if runs(low):
+                self.least, of = 2, low
+        self.of = of
+        self.generator = torch.Generator().manual_seed(seed)
+        self.shapes = [tuple(t.shape) for t in of.tensors]
+        self.results = [r for r, v in zip(of.results, of.node.results, strict=True) if v is not None]
+        self.variants = list(self._variants())
+        self._sizes: set[int] = {s for shape in self.shapes for s in shape} | {
+            s for r in self.results if r is not None for s in r.shape
+        }
+        self._sizes |= {n for at in places(of.node.args, _is_number) if (n := self._at(at)) > 1}
+
+    def _variants(self) -> Iterator[Instance]:
+        """The same op on other values, where it takes them: what is right by accident is not right every time.
+
+        Once smaller, once in another order (the values are still of the same range), once made afresh.
+        """
+        draw = self.generator
+
+        def smaller(t: torch.Tensor) -> torch.Tensor:
+            return t * (0.75 + 0.25 * torch.rand(t.shape, generator=draw)).to(t.dtype)
+
+        def shuffled(t: torch.Tensor) -> torch.Tensor:
+            return t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
+
+        def fresh(t: torch.Tensor) -> torch.Tensor:
+            return torch.randn(t.shape, generator=draw, dtype=t.dtype)
+
+        for change in (smaller, shuffled, fresh):
+            tensors = []
+            for t in self.of.tensors:
+                if t.is_floating_point() or t.is_complex():
+                    tensors.append(change(t))
+                else:
+                    tensors.append(torch.rand(t.shape, generator=draw) < 0.5 if t.dtype is torch.bool else t)
+            made = self.of.on(tensors)
+            if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
+                yield made
+
+    # ---- cuts -----------------------------------------------------------------------------------------------
+
+    def ignored(self) -> frozenset[int]:
+        """The operands whose values do not matter (their shape or dtype may)."""
+        found = []
+        for i, tensor in enumerate(self.of.tensors):
+            swapped = list(self.of.tensors)
+            if tensor.is_floating_point():
+                swapped[i] = torch.randn(tensor.shape, generator=self.generator).to(tensor.dtype)
+            elif tensor.dtype is torch.bool:
+                swapped[i] = ~tensor
+            elif len(self.of.tensors) == 1:
+                swapped[i] = torch.zeros_like(tensor)
+            if not torch.equal(swapped[i], tensor) and self._equal_results(swapped):
+                found.append(i)
+        return frozenset(found)
+
+    def _equal_results(self, tensors: Sequence[torch.Tensor]) -> bool:
+        try:
+            given = self.of.call(tensors)
+        except Exception:  # values that the op does not take
+            return False
+        return all(same(a, b) for a, b in zip(self._kept(given), self.results, strict=True))
+
+    def cuts(self) -> dict[Choice, ValidCut]:
+        """The valid cuts of operands. Operands that are ignored stand whole where they can."""
+        if any(r is not None and r.numel() == 0 for r in self.results) or not self.results:
+            return {}
+        ignored = self.ignored()
+        found: dict[Choice, ValidCut] = {}
+        known: set[Choice] = set()
+        for choice in sorted(self.candidates(), key=lambda c: sum(c[i] is not None for i in ignored)):
+            matters = tuple(None if i in ignored else d for i, d in enumerate(choice))
+            if matters in known or (not any(d is not None for d in matters) and len(ignored) < len(self.shapes)):
+                continue
+            valid = self.try_choice(choice)
+            if valid is not None:
+                found[choice] = valid
+                if any(d is not None for d in matters):
+                    known.add(matters)
+        return found
+
+    def candidates(self) -> Iterator[Choice]:
+        """The choices that are tried: all, or (of many operands) those that cut dims of one size, and equals alike."""
+        options: list[list[int | None]] = [[None, *(d for d, s in enumerate(shape) if s > 1)] for shape in self.shapes]
+        if self.packet in TRUSTING:
+            batch = min(map(len, self.shapes)) - 1
+            yield from ((d,) * len(self.shapes) for d in range(batch) if all(s[d] > 1 for s in self.shapes))
+            return
+        if self.careful:
+            yield from self._agreeing()
+            return
+        if math.prod(map(len, options)) <= MOST:
+            yield from (c for c in itertools.product(*options) if any(d is not None for d in c))
+            return
+        for size in sorted(self._sizes - {0, 1}):
+            narrow = [
+                [d for d in option if d is None or shape[d] == size]
+                for option, shape in zip(options, self.shapes, strict=True)
+            ]
+            if math.prod(map(len, narrow)) <= MOST:
+                yield from (c for c in itertools.product(*narrow) if any(d is not None for d in c))
+                continue
+            alike = list(dict.fromkeys(self.shapes))
+            by_shape = [narrow[self.shapes.index(shape)] for shape in alike]
+            for chosen in itertools.islice(itertools.product(*by_shape), 4 * MOST):
+                if any(d is not None for d in chosen):
+                    yield tuple(chosen[alike.index(shape)] for shape in self.shapes)
+
+    def _agreeing(self) -> Iterator[Choice]:
+        """The choices that cut, at one place, all operands of one size there; or those whose dims before are equal
+        too."""
+        found: dict[Choice, None] = {}
+        for shape in self.shapes:
+            for d, size in enumerate(shape):
+                if size > 1:
+                    found[tuple(d if len(s) > d and s[d] == size else None for s in self.shapes)] = None
+                    found[tuple(d if s[: d + 1] == shape[: d + 1] else None for s in self.shapes)] = None
+        yield from found
+
+    def try_choice(self, choice: Choice) -> ValidCut | None:
+        """The cut of a choice, if it is valid: for some number of elements that are dealt out together."""
+        cut = [shape[d] for shape, d in zip(self.shapes, choice, strict=True) if d is not None]
+        common = math.gcd(*cut)
+        for size in sorted((s for s in self._sizes if s > 1 and common % s == 0), reverse=True):
+            for sized in self._sized(size):
+                if chunk(size, 2, 1)[1] < self.least:
+                    continue
+                if self.screen is not None and self._outcomes(self.of, choice, size, 2, sized, self.screen) is None:
+                    continue
+                found = self._outcomes(self.of, choice, size, 2, sized)
+                if found is None:
+                    continue
+                if chunk(size, 3, 2)[1] >= self.least:
+                    found = _both(found, self._outcomes(self.of, choice, size, 3, sized))
+                for variant in self.variants:
+                    found = found and _both(found, self._outcomes(variant, choice, size, 2, sized))
+                if found is not None:
+                    return ValidCut(choice, found, size, sized)
+        return None
+
+    def _outcomes(
+        self,
+        of: Instance,
+        choice: Choice,
+        size: int,
+        count: int,
+        sized: tuple[tuple[int, ...], ...],
+        op: Callable[..., Any] | None = None,
+    ) -> tuple[frozenset[Outcome], ...] | None:
+        """What the results are of those of ``count`` pieces; None if some result is nothing of the kind."""
+        wholes = self._kept(of.results)
+        parts: list[list[torch.Tensor | None]] = []
+        for k in range(count):
+            start, length = chunk(size, count, k)
+            tensors = [
+                t if d is None else t.narrow(d, start * (t.shape[d] // size), length * (t.shape[d] // size)).clone()
+                for t, d in zip(of.tensors, choice, strict=True)
+            ]
+            change = {place: self._at(place) * length // size for place in sized}
+            try:
+                given = self._kept(of.call(tensors, change, op))
+            except Exception:  # whatever a kernel says of its arguments
+                return None
+            if len(given) != len(wholes) or not all(map(_plausible, given, wholes)):
+                return None
+            parts.append(given)
+        lengths = [chunk(size, count, k)[1] for k in range(count)]
+        found = []
+        for whole, pieces in zip(wholes, zip(*parts, strict=True), strict=True):
+            assert whole is not None
+            outcome = outcomes([p for p in pieces if p is not None], whole, lengths, size)
+            if not outcome:
+                return None
+            found.append(outcome)
+        return tuple(found)
+
+    def _kept(self, results: Results) -> list[torch.Tensor | None]:
+        return [r for r, v in zip(results, self.of.node.results, strict=False) if v is not None]
+
+    # ---- arguments that are sizes ---------------------------------------------------------------------------
+
+    def _at(self, place: tuple[int, ...]) -> Any:
+        value: Any = self.of.node.args
+        for i in place:
+            value = value[i]
+        return value
+
+    def _sized(self, size: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Which arguments may follow a cut: none, one entry of a shape, one or two numbers that ``size`` divides."""
+        yield ()
+        shapes: list[Any] = []
+        numbers: list[Any] = []
+        for i, argument in enumerate(self.of.node.op._schema.arguments):
+            kind, value = str(argument.type), self.of.node.args[i] if i < len(self.of.node.args) else None
+            if "dim" in argument.name or not ("int" in kind or "SymInt" in kind):
+                continue
+            for place in places((value,), _is_number):
+                if self._at((i, *place[1:])) % size == 0 and self._at((i, *place[1:])) > 1:
+                    (shapes if len(place) > 1 else numbers).append((i, *place[1:]))
+        yield from ((place,) for place in (*shapes, *numbers))
+        yield from itertools.islice(itertools.combinations(numbers, 2), 6)
+
+    # ---- partial sums ---------------------------------------------------------------------------------------
+
+    def linear(self) -> list[frozenset[int]]:
+        """The smallest sets of operands that may be partial sums together."""
+        tensors = self.of.tensors
+        floats = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
+        if not self.results or not any(tensors[i].numel() > 1 for i in floats):
+            return []  # over a single number many an op is linear
+        shown = [of for of in (self.of, *self.variants) if all(map(_shows, self._kept(of.results)))]
+        found: list[frozenset[int]] = []
+        counts = sorted({1, 2, 3, len(floats)} & set(range(1, len(floats) + 1)))
+        for count in counts if shown else ():
+            for group in map(frozenset, itertools.islice(itertools.combinations(floats, count), 60)):
+                precise = all(r is not None and _digits(r) >= _digits(tensors[i]) for r in self.results for i in group)
+                if (
+                    precise
+                    and not any(known <= group for known in found)
+                    and all(self._is_linear(of, group) for of in shown)
+                ):
+                    found.append(group)
+        return found
+
+    def _is_linear(self, of: Instance, group: frozenset[int]) -> bool:
+        terms = {i: split_sum(of.tensors[i], 2, self.generator) for i in group}
+        total: list[torch.Tensor] = []
+        scale = 1.0
+        for k in range(2):
+            try:
+                given = self._kept(of.call([terms[i][k] if i in group else t for i, t in enumerate(of.tensors)]))
+            except Exception:  # values that the op does not take
+                return False
+            tensors = [g for g in given if g is not None]
+            scale = max(scale, magnitude(tensors))
+            total = [a + b for a, b in zip(total, tensors, strict=True)] if total else tensors
+        return all(same(a, b, scale) for a, b in zip(total, self._kept(of.results), strict=True))
+
+
+def outcomes(
+    parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequence[int], size: int
+) -> frozenset[Outcome]:
+    """All that ``whole`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the cut dims."""
+    found: set[Outcome] = set()
+    if all(part.shape == whole.shape for part in parts):
+        if all(same(part, whole) for part in parts):
+            found.add("equal")
+        if whole.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not add these
+            return frozenset(found)
+        if whole.dtype is not torch.bool:
+            scale = magnitude(parts)
+            if same(reduce(parts, "sum"), whole, scale):
+                found.add("sum")
+        found |= {kind for kind in ("max", "min") if not whole.is_complex() and same(reduce(parts, kind), whole)}
+        return frozenset(found)
+    for d, length in enumerate(whole.shape):
+        fits = all(part.shape[d] * size == length * given for part, given in zip(parts, lengths, strict=True))
+        if fits and same(torch.cat(list(parts), d), whole):
+            found.add(d)
+    return frozenset(found)
+
+
+def _shows(tensor: torch.Tensor | None) -> bool:
+    """Whether a result can show that an op is linear: a NaN, a zero, or nothing at all would show anything."""
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return bool(torch.isfinite(tensor).all()) and bool((tensor != 0).any())
+
+
+def _digits(tensor: torch.Tensor) -> float:
+    return -math.log2(torch.finfo(tensor.dtype).eps)
+
+
+def runs(of: Instance) -> bool:
+    """Whether the op takes these tensors at all."""
+    try:
+        return of.results is not None
+    except Exception:  # whatever a kernel says of its arguments
+        return False
+
+
+def _is_index(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.int32, torch.int64)
+
+
+def _is_number(arg: Any) -> bool:
+    return isinstance(arg, int) and not isinstance(arg, bool)
+
+
+def _plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:
+    """Whether a piece's result can be part of the whole: of its shape, but for one dim that is shorter."""
+    if part is None or whole is None:
+        return part is whole
+    if part.dtype != whole.dtype or part.dim() != whole.dim():
+        return False
+    other = [(a, b) for a, b in zip(part.shape, whole.shape, strict=True) if a != b]
+    return not other or (len(other) == 1 and other[0][0] < other[0][1])
+
+
+def _both(
+    a: tuple[frozenset[Outcome], ...], b: tuple[frozenset[Outcome], ...] | None
+) -> tuple[frozenset[Outcome], ...] | None:
+    """What two trials agree on, for every result."""
+    if b is None:
+        return None
+    common = tuple(x & y for x, y in zip(a, b, strict=True))
+    return common if all(common) else None

@@ -1,0 +1,114 @@
+"""Cutting tensors into the ranks' pieces and putting them together again, and when two results are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from shardfx.ir.cut import Coords
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import Spec
+
+
+def piece(tensor: torch.Tensor, spec: Spec, mesh: Mesh, coords: Coords) -> torch.Tensor:
+    """What the rank at ``coords`` holds of a tensor (partial sums aside): as a view, which is seldom contiguous."""
+    if not spec.axes:
+        return tensor
+    held = tensor.reshape(spec.sub_shape(tensor.shape))
+    for dim, (start, length) in enumerate(spec.box(tensor.shape, mesh, coords)):
+        held = held.narrow(dim, start, length)
+    return held.reshape(spec.local_shape(tensor.shape, mesh, coords))
+
+
+def join(
+    parts: Mapping[int, torch.Tensor], like: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
+) -> tuple[torch.Tensor | None, str]:
+    """The whole of what the ranks hold, and "" or why there is none: a wrong shape, or replicas that differ."""
+    partial = dict(spec.partial)
+    groups: dict[tuple[tuple[str, int], ...], list[torch.Tensor]] = {}
+    boxes: dict[tuple[tuple[str, int], ...], Coords] = {}
+    for rank in range(mesh.size):
+        coords = mesh.coords(rank)
+        part, shape = parts[rank], spec.local_shape(like.shape, mesh, coords)
+        if tuple(part.shape) != shape:
+            return None, f"rank {rank} has shape {tuple(part.shape)}, expected {shape}"
+        if part.dtype != like.dtype:
+            return None, f"rank {rank} has {part.dtype}, expected {like.dtype}"
+        key = tuple((axis, coords[axis]) for axis in mesh.names if axis not in partial)
+        groups.setdefault(key, []).append(part)
+        boxes[key] = coords
+    whole = torch.zeros_like(like).reshape(spec.sub_shape(like.shape))
+    seen: dict[object, torch.Tensor] = {}
+    for key, members in groups.items():
+        value = reduce(members, next(iter(partial.values()), "sum"))
+        at = boxes[key]
+        box = spec.box(like.shape, mesh, at)
+        if box in seen and not same(value, seen[box], bound=bound):
+            return None, "ranks that hold the same piece differ"
+        seen[box] = value
+        slices = tuple(slice(start, start + length) for start, length in box)
+        whole[slices] = value.reshape([length for _, length in box])
+    return whole.reshape(like.shape), ""
+
+
+def reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
+    """Several partial values as one."""
+    if len(parts) == 1:
+        return parts[0]
+    if kind in ("max", "min"):
+        value = parts[0]
+        for part in parts[1:]:
+            value = torch.maximum(value, part) if kind == "max" else torch.minimum(value, part)
+        return value
+    stacked = torch.stack(list(parts))
+    if kind == "product":
+        return stacked.prod(0).to(parts[0].dtype)
+    value = stacked.sum(0)
+    return (value / len(parts) if kind == "avg" else value).to(parts[0].dtype)
+
+
+def rounding(tensors: Iterable[torch.Tensor | None]) -> float:
+    """What the least precise of some tensors may be off by, relative to their size."""
+    digits = [torch.finfo(t.dtype).eps for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
+    return min(max([*digits, 1e-16]) * 1e3, 0.05) if max(digits, default=0.0) > 1e-10 else 1e-8
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0, bound: float | None = None) -> bool:
+    """Whether two results are equal but for rounding; a NaN equals a NaN."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.dtype.is_floating_point and not a.dtype.is_complex:
+        return torch.equal(a, b)
+    if a.numel() == 0:
+        return True
+    bound = max(bound or 0.0, rounding([a, b]))
+    finite = b[b.isfinite()]
+    size = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=bound, atol=bound * max(size, scale), equal_nan=True)
+
+
+def magnitude(parts: Iterable[torch.Tensor]) -> float:
+    """The size of the largest element, at least 1: sums that cancel are rounded as their terms are."""
+    floats = [part[part.isfinite()] for part in parts if part.is_floating_point() or part.is_complex()]
+    return max([1.0, *(float(part.abs().max()) for part in floats if part.numel())])
+
+
+def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """``count`` random tensors whose sum is ``tensor``: of both signs, large and small."""
+    scale = magnitude([tensor])
+    noise = []
+    for _ in range(count - 1):
+        size = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, 3 * scale, 0.1)
+        noise.append(torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) * size.to(tensor.real.dtype))
+    return [*noise, tensor - sum(noise)] if noise else [tensor]
+
+
+def split_max(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
+    """``count`` tensors whose elementwise maximum (or minimum) is ``tensor``: each element is held by one of them."""
+    owner = torch.randint(0, count, tensor.shape, generator=generator)
+    off = torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 1
+    other = tensor - off if kind == "max" else tensor + off
+    return [torch.where(owner == i, tensor, other) for i in range(count)]

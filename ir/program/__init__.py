@@ -1,0 +1,1 @@
+"""One rank's program: lowered from the planned graph."""

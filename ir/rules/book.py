@@ -1,0 +1,165 @@
+"""Op rules, and the book that holds them.
+
+A rule is an einsum over *factors*, in the spirit of Shardy's::
+
+    rule(aten.mm.default, "m k, k n -> m n", linear="0|1")
+
+A factor that is missing from *one* result makes *that* result partial over the axes that cut the factor.
+``linear`` says which operands may be partial sums: ``"0|1"`` one of them at a time, ``"0&1"`` both together.
+An operand that is optional and not given is left out of the template. What no template can say is said by a
+function of the node that returns a :class:`ShardingRule`. From a rule follow all strategies of an op, for any
+number of mesh axes: see :func:`shardfx.ir.rules.strategy.strategy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from shardfx.ir.graph import Node, Value
+
+from .local import TARGETS, Emit, is_cut
+from .sharding_rule import Dim, ShardingRule
+from .template import Template
+
+
+def perform(entry: RuleEntry | None, emit: Emit) -> Any:
+    """One rank's version of a node: as its rule's ``local`` says, or the op itself with the local shape."""
+    if entry is not None and entry.local is not None and is_cut(emit.node):
+        return entry.local(emit)
+    args = emit.args
+    if entry is not None and entry.shape_arg is not None:
+        args = (*args[: entry.shape_arg], list(emit.result_shape(0)), *args[entry.shape_arg + 1 :])
+    return emit.call(TARGETS.get(emit.node.op, emit.node.op), *args, **emit.kwargs)
+
+
+class Contiguous(Enum):
+    """Which layout of its tensors a kernel takes: some give wrong numbers for another, without a word."""
+
+    ANY = "any"
+    LAST_DIM = "last dim"
+    ALL = "all dims"
+
+
+MakeRule = Callable[[Node], "ShardingRule | None"]
+MakeLocal = Callable[[Emit], Any]
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """A rule in a rule book: for which ops, and how one rank's version of a node is written.
+
+    ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``local``
+    writes anything else; ``free`` says that the op costs next to nothing, so that it may be done once per placement
+    that is needed of its result; ``contiguous`` which memory layout its kernel takes; ``expand`` says that where a
+    whole factor is in the way the op may be taken apart into its decomposition (True: torch's own); ``discovered``
+    that nobody wrote it: it is found by running the op.
+    """
+
+    ops: tuple[Any, ...]
+    make: MakeRule
+    text: str = ""
+    shape_arg: int | None = None
+    local: MakeLocal | None = None
+    expand: bool | Callable[..., Any] = False
+    free: bool = False
+    contiguous: Contiguous = Contiguous.ANY
+    discovered: bool = False
+
+
+def rule(
+    ops: Any,
+    template: str | MakeRule,
+    *,
+    linear: str = "",
+    reduce: str = "sum",
+    moves_only: bool = False,
+    shape_arg: int | None = None,
+    local: MakeLocal | None = None,
+    expand: bool | Callable[..., Any] = False,
+    free: bool = False,
+    contiguous: Contiguous = Contiguous.ANY,
+) -> RuleEntry:
+    """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"`` or from a function of the node.
+
+    Args:
+        ops: an ``OpOverload``, an ``OpOverloadPacket`` (all its overloads), or a tuple of them.
+
+    Raises:
+        Error: the template cannot be read.
+
+    Example::
+
+        rule(torch.ops.mylib.scale_rows.default, "n d, n -> n d", linear="0|1")
+    """
+    given = ops if isinstance(ops, tuple) else (ops,)
+    if isinstance(template, str):
+        parsed = Template(template, linear, reduce, moves_only)
+        return RuleEntry(given, parsed, template, shape_arg, local, expand, free, contiguous)
+    return RuleEntry(given, template, template.__name__, shape_arg, local, expand, free, contiguous)
+
+
+Fallback = Callable[[Any], "RuleEntry | None"]
+
+
+class RuleBook:
+    """The rules by op: for an overload, for all overloads of a name, or (pointwise ops) by torch's tag.
+
+    What has none of these is asked of the fallback, if the book has one.
+    """
+
+    def __init__(self, entries: Iterable[RuleEntry], pointwise: RuleEntry) -> None:
+        self._pointwise = pointwise
+        self._fallback: Fallback | None = None
+        self._by_op: dict[Any, RuleEntry] = {}
+        for entry in entries:
+            for op in entry.ops:
+                self._by_op[op] = entry
+
+    def extended(self, entries: Iterable[RuleEntry]) -> RuleBook:
+        """A new book in which ``entries`` stand beside these, and win."""
+        book = RuleBook((), self._pointwise)
+        book._by_op = dict(self._by_op)
+        book._fallback = self._fallback
+        for entry in entries:
+            for op in entry.ops:
+                book._by_op[op] = entry
+        return book
+
+    def with_fallback(self, fallback: Fallback) -> RuleBook:
+        """A new book that asks ``fallback`` for what it does not hold."""
+        book = self.extended(())
+        book._fallback = fallback
+        return book
+
+    def entry(self, op: Any) -> RuleEntry | None:
+        """The entry of an op, or None where there is no rule."""
+        found = self._by_op.get(op)
+        if found is None and isinstance(op, torch._ops.OpOverload):
+            found = self._by_op.get(op.overloadpacket)
+            if found is None and torch.Tag.pointwise in op.tags:
+                found = self._pointwise
+        if found is None and self._fallback is not None:
+            found = self._fallback(op)
+        return found
+
+    def __iter__(self) -> Any:
+        return iter(self._by_op.items())
+
+
+def replicated(node: Node) -> ShardingRule:
+    """The rule of an op that has none: nothing may be cut."""
+    sizes: dict[str, int] = {}
+
+    def dims(prefix: str, value: Value) -> tuple[Dim, ...]:
+        names = [f"{prefix}{d}" for d in range(value.type.ndim)]
+        sizes.update(zip(names, value.shape, strict=True))
+        return tuple((name,) for name in names)
+
+    operands = tuple(dims(f"a{i}_", v) for i, v in enumerate(node.operands))
+    results = tuple(None if v is None else dims(f"r{i}_", v) for i, v in enumerate(node.results))
+    return ShardingRule(operands, results, sizes, frozenset(sizes))

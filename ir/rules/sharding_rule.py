@@ -1,0 +1,53 @@
+"""What may be cut of one node, as data: factors of every dim of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+SAME = "same"
+Dim = tuple[str, ...]
+"""The factors whose product a tensor dim is, major first; () is a dim of size one."""
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """What may be cut of one node: per operand and per result the factors of each dim."""
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...] | None, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    reduce: str = "sum"
+    """What a result is of the pieces' results where it lacks a factor that is cut; ``same``: every rank has all of it.
+    One word for all results, or one for each: ``"min, max"``."""
+    moves_only: bool = False
+    """The op only moves elements about: any kind of partial value (a max too) may pass."""
+    transparent: bool = False
+    """Every cut passes as it is: the op moves elements, or works on each alone."""
+
+    @cached_property
+    def factors(self) -> dict[str, list[tuple[bool, int, int, int]]]:
+        """Where each factor stands: (is an operand, tensor, dim, place in the dim)."""
+        found: dict[str, list[tuple[bool, int, int, int]]] = {}
+        for is_operand, tensors in ((True, self.operands), (False, self.results)):
+            for t, dims in enumerate(tensors):
+                for d, dim in enumerate(dims or ()):
+                    for place, factor in enumerate(dim):
+                        found.setdefault(factor, []).append((is_operand, t, d, place))
+        return found
+
+    @cached_property
+    def result_factors(self) -> tuple[frozenset[str], ...]:
+        return tuple(frozenset(f for dim in dims or () for f in dim) for dims in self.results)
+
+    @cached_property
+    def reductions(self) -> tuple[str, ...]:
+        """The reduction of each result."""
+        words = [word.strip() for word in self.reduce.split(",")]
+        return tuple(words if len(words) == len(self.results) else words * len(self.results))
+
+    def dim_sizes(self, dim: Dim) -> list[int]:
+        return [self.sizes[f] for f in dim]

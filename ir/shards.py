@@ -1,0 +1,79 @@
+"""Shards: cutting a whole tensor by a spec, and joining the pieces again.
+
+>>> shards = Shards.of(spec, (8, 4), mesh)          # which ranks hold which distinct piece
+>>> pieces = [shards.cut(whole, i) for i in range(shards.count)]
+>>> shards.join(pieces)                             # the whole again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .mesh import Mesh
+from .spec import Spec
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The distinct pieces of a value: their boxes in the sub-dims of its shape, and which rank holds which."""
+
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    by_rank: tuple[int, ...]
+    local_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.boxes)
+
+    @staticmethod
+    def of(spec: Spec, shape: Sequence[int], mesh: Mesh) -> Shards:
+        boxes: dict[Box, int] = {}
+        by_rank, shapes = [], []
+        for rank in range(mesh.size):
+            coords = mesh.coords(rank)
+            box = spec.box(shape, mesh, coords)
+            if box not in boxes:
+                boxes[box] = len(boxes)
+                shapes.append(spec.local_shape(shape, mesh, coords))
+            by_rank.append(boxes[box])
+        return Shards(tuple(shape), spec.sub_shape(shape), tuple(boxes), tuple(by_rank), tuple(shapes))
+
+    def first_rank(self, piece: int) -> int:
+        """The lowest rank that holds a piece."""
+        return self.by_rank.index(piece)
+
+    def cut(self, whole: torch.Tensor, piece: int) -> torch.Tensor:
+        """A piece of a whole tensor: a view where that is possible."""
+        return cut_box(whole, self.view, self.boxes[piece], self.local_shapes[piece])
+
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole from all distinct pieces, in order."""
+        if self.count == 1:
+            return pieces[0].reshape(self.shape)
+        whole = pieces[0].new_empty(self.view)
+        for box, piece in zip(self.boxes, pieces, strict=True):
+            region = tuple(slice(start, start + length) for start, length in box)
+            whole[region] = piece.reshape([length for _, length in box])
+        return whole.reshape(self.shape)
+
+
+def cut_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
+    x = whole.reshape(view)
+    for dim, (start, length) in enumerate(box):
+        if length != x.shape[dim]:
+            x = x.narrow(dim, start, length)
+    return x.reshape(shape)
+
+
+def cut_local(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
+    """What one rank holds of a whole tensor."""
+    coords = mesh.coords(rank)
+    shape = tuple(whole.shape)
+    return cut_box(whole, spec.sub_shape(shape), spec.box(shape, mesh, coords), spec.local_shape(shape, mesh, coords))

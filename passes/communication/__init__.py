@@ -1,0 +1,1 @@
+"""What differs becomes communication, and travels together."""

@@ -1,0 +1,89 @@
+"""Views are made once for each placement that is needed of them, which costs nothing."""
+
+from __future__ import annotations
+
+from shardfx.ir.cut import Cut, project
+from shardfx.ir.graph import Graph, Node, Output, Strategy, Value
+from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.strategy import strategy
+from shardfx.ir.spec import Spec
+from shardfx.passes.base import Context
+from shardfx.passes.sharding.sum_placement import output_specs
+
+
+def twins(graph: Graph, context: Context) -> None:
+    """Make ops that only move elements once per placement that is needed of them.
+
+    What lies otherwise is then asked of *their* operand, and so on up: a value that is needed whole as it is and
+    whole transposed is gathered once, and the gathered copy transposed.
+    """
+    wanted = output_specs(graph)
+    users = graph.users()
+    rewriter = Rewriter(graph)
+    asked: dict[Value, dict[Spec, list[Node | Output]]] = {}
+    for output, spec in wanted.items():
+        asked.setdefault(output.value, {}).setdefault(spec, []).append(output)
+    for node in reversed(graph.nodes):
+        made = [node]
+        shared = len(asked.get(node.outs[0], ())) > 1 or any(len(users[v]) > 1 for v in node.operands)
+        if shared and _moves(node, context):
+            made = _copies(node, asked.get(node.outs[0], {}), context, rewriter)
+        for each in made:
+            assert each.strategy is not None
+            for value, spec in zip(each.operands, each.strategy.operands, strict=True):
+                asked.setdefault(value, {}).setdefault(spec, []).append(each)
+    rewriter.apply()
+
+
+def _moves(node: Node, context: Context) -> bool:
+    entry = context.rules.entry(node.op)
+    if entry is None or len(node.results) != 1 or len(node.operands) != 1 or node.outs[0] in context.hints:
+        return False
+    return entry.free and node.operands[0].type.numel == node.outs[0].type.numel
+
+
+def _copies(node: Node, asked: dict[Spec, list[Node | Output]], context: Context, rewriter: Rewriter) -> list[Node]:
+    """One node per placement that users ask for; the node itself serves those that no copy can."""
+    entry = context.rules.entry(node.op)
+    rule = entry.make(node) if entry is not None else None
+    value, made = node.outs[0], [node]
+    if rule is None:
+        return made
+    for spec, users in asked.items():
+        if spec == value.spec:
+            continue
+        found = produce(rule, spec, node, context)
+        if found is None:
+            continue
+        copy = Rewriter.make(node.op, node.args, value.type, like=node, kwargs=node.kwargs)
+        copy.strategy, copy.why = found, node.why
+        copy.outs[0].spec = spec
+        rewriter.after(node, copy)
+        rewriter.replace(value, copy.outs[0], users)
+        made.append(copy)
+    served = [spec for spec in asked if any(n.outs[0].spec == spec for n in made)]
+    if value.spec not in asked and len(served) == len(asked) and len(made) > 1:
+        rewriter.erase(node)
+        made.remove(node)
+    return made
+
+
+def produce(rule: ShardingRule, spec: Spec, node: Node, context: Context) -> Strategy | None:
+    """The strategy by which a one-operand move gives its result as ``spec``, if there is one."""
+    mesh = context.planner.mesh
+    dims = rule.results[0]
+    assert dims is not None
+    cuts: dict[str, Cut] = {}
+    for d, dim in enumerate(dims):
+        projected = project(spec.dims[d], node.outs[0].shape[d], rule.dim_sizes(dim), mesh)
+        if projected is None:
+            return None
+        for factor, cut in zip(dim, projected, strict=True):
+            if cut.axes:
+                if factor in rule.whole or factor not in {f for dims in rule.operands for dim in dims for f in dim}:
+                    return None
+                cuts[factor] = cut
+    partial = {axis: (op, frozenset({0})) for axis, op in spec.partial}
+    made = strategy(rule, cuts, mesh, partial)
+    return made if made.results[0] == spec else None

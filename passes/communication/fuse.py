@@ -1,0 +1,217 @@
+"""fuse-comm: collectives of one kind, group and dtype travel together.
+
+    %5 = comm.all_reduce(%3, axes=[dp])
+    %8 = comm.all_reduce(%7, axes=[dp])       ->    %5, %8 = comm.all_reduce_fused(%3, %7, axes=[dp])
+
+A reduction waits for later ones until something uses it, or the bucket is full (what follows from the batch alone, such
+as how many targets count, does not wait for what takes parameters); a gather of what is there from the start (a stored
+parameter) joins the first of its bucket. Bytes stay the same, calls get fewer. All ranks run one program order, so
+that the order of collectives is the same on all, and since a bucket stands where all its operands are made and none of
+its results is used, it can never make a cycle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from shardfx.ir.graph import Graph, InputKind, Node, Strategy, Value
+from shardfx.ir.ops import comm
+from shardfx.ir.rewriter import Rewriter
+from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+
+Key = tuple[comm.CommOp, tuple[str, ...], torch.dtype, str, str]
+
+
+PARTS, LEAST = 4, 1e6
+"""Into so many buckets at least, if they have so many bytes."""
+
+
+@dataclass
+class CommGroup:
+    """Collectives that will travel together, and their bytes."""
+
+    members: list[Node] = field(default_factory=list)
+    nbytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class FuseComm(Pass):
+    """Fuse collectives of one kind, group and dtype up to ``mb`` megabytes.
+
+    Where that would leave fewer than four buckets they are smaller (but not below 1 MB), so that the first ones travel
+    while the rest is computed.
+
+    ``groups`` may name sets of parameters (patterns as in hints) whose gradients and gathers travel together,
+    whatever their size; what is in no set is fused by size.
+    """
+
+    name: ClassVar[str] = "fuse-comm"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+
+    mb: float = 25.0
+    groups: Sequence[Sequence[str]] = ()
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        if self.mb <= 0 and not self.groups:
+            return False
+        named = self._named(graph)
+        rewriter = Rewriter(graph)
+        for bucket in self._late(graph, named) + self._early(graph, named):
+            if len(bucket.members) > 1:
+                _fuse(bucket.members, rewriter, early=bucket.members[0].op is comm.all_gather)
+        changed = rewriter.apply()
+        graph.rename()
+        return changed
+
+    def _named(self, graph: Graph) -> dict[Node, str]:
+        """The explicit group of each collective that brings a gradient or fetches a parameter; and of those that move
+        what follows from the batch alone: nothing that is computed from parameters keeps that waiting."""
+        from shardfx.ir.names import pattern
+
+        result = dict.fromkeys(_of_batch(graph), "batch") if self.mb > 0 else {}
+        if not self.groups:
+            return result
+        matchers = [[pattern(text) for text in group] for group in self.groups]
+
+        def group_of(name: str) -> str:
+            for i, group in enumerate(matchers):
+                if any(m.fullmatch(name) for m in group):
+                    return f"group {i}"
+            return ""
+
+        names = {given.value: given.name for given in graph.inputs}
+        for node in graph.nodes:
+            if isinstance(node.op, comm.CommOp) and node.operands[0] in names:
+                result[node] = group_of(names[node.operands[0]])
+        for output in graph.outputs:
+            maker = output.value.node
+            if output.kind.value == "gradient" and maker is not None and isinstance(maker.op, comm.CommOp):
+                result[maker] = group_of(output.name)
+        return {node: name for node, name in result.items() if name}
+
+    def _key(self, node: Node, graph: Graph, named: dict[Node, str]) -> Key | None:
+        """What must be equal within a bucket; None if the node cannot be fused."""
+        if node.op not in comm.fused or not _simple(node, graph):
+            return None
+        group = named.get(node, "")
+        if not group and self.mb <= 0:
+            return None
+        value = node.operands[0]
+        kind = node.kwargs.get("reduce", "")
+        return node.op, tuple(node.kwargs["axes"]), value.type.dtype, kind, group or node.phase.value
+
+    def _limits(self, graph: Graph, named: dict[Node, str]) -> dict[Key, float]:
+        """The most bytes of a bucket."""
+        total: dict[Key, float] = {}
+        for node in graph.nodes:
+            key = self._key(node, graph, named)
+            if key is not None:
+                total[key] = total.get(key, 0.0) + _bytes(node, graph)
+        return {key: min(self.mb * 1e6, max(nbytes / PARTS, LEAST)) for key, nbytes in total.items()}
+
+    def _late(self, graph: Graph, named: dict[Node, str]) -> list[CommGroup]:
+        """Reductions wait for later ones, until one of them is used or the bucket is full."""
+        open_: dict[Key, CommGroup] = {}
+        waiting: dict[Value, Key] = {}
+        done: list[CommGroup] = []
+        limit = self._limits(graph, named)
+
+        def close(key: Key) -> None:
+            bucket = open_.pop(key)
+            for member in bucket.members:
+                waiting.pop(member.outs[0], None)
+            done.append(bucket)
+
+        for node in graph.nodes:
+            for value in node.operands:
+                if value in waiting:
+                    close(waiting[value])
+            key = self._key(node, graph, named)
+            if key is None or node.op is comm.all_gather:
+                continue
+            size = _bytes(node, graph)
+            bucket = open_.get(key)
+            if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > limit[key]:
+                close(key)
+            bucket = open_.setdefault(key, CommGroup())
+            bucket.members.append(node)
+            bucket.nbytes += size
+            waiting[node.outs[0]] = key
+        for key in list(open_):
+            close(key)
+        return done
+
+    def _early(self, graph: Graph, named: dict[Node, str]) -> list[CommGroup]:
+        """Gathers of what is there from the start join the first of their bucket."""
+        inputs = {given.value for given in graph.inputs}
+        open_: dict[Key, CommGroup] = {}
+        done: list[CommGroup] = []
+        limit = self._limits(graph, named)
+        for node in graph.nodes:
+            key = self._key(node, graph, named)
+            if key is None or node.op is not comm.all_gather or node.operands[0] not in inputs:
+                continue
+            size = _bytes(node, graph)
+            bucket = open_.get(key)
+            if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > limit[key]:
+                done.append(open_.pop(key))
+            bucket = open_.setdefault(key, CommGroup())
+            bucket.members.append(node)
+            bucket.nbytes += size
+        return done + list(open_.values())
+
+
+def _bytes(node: Node, graph: Graph) -> float:
+    whole = node.outs[0] if node.op is comm.all_gather else node.operands[0]
+    return whole.local_bytes(graph.mesh)
+
+
+def _of_batch(graph: Graph) -> list[Node]:
+    """The communication of values that no parameter or buffer goes into."""
+    stored = {given.value for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
+    found = []
+    for node in graph.nodes:
+        if any(value in stored for value in node.operands):
+            stored.update(node.outs)
+        elif isinstance(node.op, comm.CommOp):
+            found.append(node)
+    return found
+
+
+def _simple(node: Node, graph: Graph) -> bool:
+    """Whether the collective works on equal pieces of dim 0 (an all-reduce always does)."""
+    if node.op is comm.all_reduce:
+        return True
+    whole, cut = node.outs[0].spec, node.operands[0].spec
+    if node.op is comm.reduce_scatter:
+        whole, cut = cut, whole
+    assert whole is not None and cut is not None
+    if node.kwargs.get("dim") != 0 or "view" in node.kwargs:
+        return False
+    size = node.outs[0].shape[0]
+    return size % graph.mesh.extent(cut.dims[0].axes) == 0 and math.prod(node.outs[0].shape) > 0
+
+
+def _fuse(members: list[Node], rewriter: Rewriter, early: bool) -> None:
+    first = members[0]
+    values = tuple(member.operands[0] for member in members)
+    kwargs = {k: v for k, v in first.kwargs.items() if k in ("axes", "dim", "reduce")}
+    node = Rewriter.make(comm.fused[first.op], values, [v.type for v in values], like=first, kwargs=kwargs)
+    specs = []
+    for result, member in zip(node.outs, members, strict=True):
+        result.spec = member.outs[0].spec
+        assert result.spec is not None
+        specs.append(result.spec)
+        rewriter.replace(member.outs[0], result)
+        rewriter.erase(member)
+    node.strategy = Strategy(tuple(v.spec for v in values if v.spec is not None), tuple(specs))
+    node.why = f"{len(members)} collectives travel together"
+    if early:
+        rewriter.before(first, node)
+    else:
+        rewriter.after(members[-1], node)

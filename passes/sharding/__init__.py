@@ -1,0 +1,1 @@
+"""From hints to a strategy for every op."""

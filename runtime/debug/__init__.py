@@ -1,0 +1,1 @@
+"""Looking at programs while they run."""

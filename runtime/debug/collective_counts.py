@@ -1,0 +1,106 @@
+"""Counting collectives while programs run, on virtual ranks and under ``torchrun`` alike.
+
+    with count_collectives() as counts:
+        pm(x, y)
+    counts["all_reduce", "dp2.tp2/dp@0"]        # Count(calls=1, nbytes=36864)
+
+Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank
+of the group sends, for the local tensors that the collective really has (padding included): (n-1)/n of the gathered or
+unreduced tensor, twice that for an all-reduce (see :mod:`shardfx.ir.ops.comm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Key = tuple[str, str]
+
+
+@dataclass
+class Count:
+    """How often a collective ran on a group, and the bytes that one of its ranks sent."""
+
+    calls: int = 0
+    nbytes: float = 0.0
+
+
+class Counts(dict[Key, Count]):
+    """By (collective, group). Several groups along the same axes (``tp@0``, ``tp@1``) count each for themselves."""
+
+    def add(self, op: str, group: str, nbytes: float) -> None:
+        count = self.setdefault((op, group), Count())
+        count.calls += 1
+        count.nbytes += nbytes
+
+    @property
+    def calls(self) -> int:
+        return sum(count.calls for count in self.values())
+
+    @property
+    def nbytes(self) -> float:
+        return sum(count.nbytes for count in self.values())
+
+
+_listening: list[Counts] = []
+
+
+@contextmanager
+def count_collectives() -> Iterator[Counts]:
+    """Count what runs in this process while the context is open."""
+    counts = Counts()
+    _listening.append(counts)
+    try:
+        with _Watch(counts):
+            yield counts
+    finally:
+        _listening.remove(counts)
+
+
+def record(op: str, group: str, local: torch.Tensor, n: int) -> None:
+    """Tell those who count of a collective among virtual ranks."""
+    for counts in _listening:
+        counts.add(op, group, sent(op, local, n))
+
+
+def sent(op: str, local: torch.Tensor, n: int) -> float:
+    """The bytes that one of ``n`` ranks sends; ``local`` is what it puts in."""
+    nbytes = float(local.numel() * local.element_size())
+    if op == "all_gather_into_tensor":
+        return nbytes * (n - 1)
+    return (2.0 if op == "all_reduce" else 1.0) * nbytes * (n - 1) / n
+
+
+COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the functional collectives of real ranks. A coalesced one counts as one call."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts = counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        op = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+        if namespace == "_c10d_functional" and op in COUNTED:
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            group = str(args[-1])
+            n = dist.get_world_size(_resolve(group))
+            self._counts.add(op, group, sum(sent(op, tensor, n) for tensor in tensors))
+        return func(*args, **(kwargs or {}))
+
+
+def _resolve(group: str) -> dist.ProcessGroup:
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group)  # type: ignore[arg-type]

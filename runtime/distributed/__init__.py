@@ -1,0 +1,1 @@
+"""This process as one rank, on torch.distributed."""

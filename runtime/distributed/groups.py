@@ -1,0 +1,142 @@
+"""Process groups by the names that programs use.
+
+A program says ``all_reduce(x, 'sum', 'dp2.tp2/tp@0')``: :meth:`Mesh.group_name` made that name, and here it gets its
+process group. Every rank makes every group, in the same order, its own and the others', as ``new_group`` demands.
+What is made stays registered with torch until ``destroy_process_group``, so a second plan on the same mesh finds it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.comm import CommOp
+
+Axes = tuple[str, ...]
+
+
+def launched(mesh: Mesh) -> bool:
+    """Whether the ranks of ``mesh`` are the processes of this job: initialised, or started by ``torchrun``.
+
+    Raises:
+        Error: there is a job, and it has another number of processes than the mesh has ranks.
+    """
+    if not dist.is_available():
+        return False
+    if dist.is_initialized():
+        world, where = dist.get_world_size(), "torch.distributed"
+    else:
+        world, where = int(os.environ.get("WORLD_SIZE", "1")), "the environment (WORLD_SIZE)"
+        if world == 1 or "RANK" not in os.environ:
+            return False
+    if world != mesh.size:
+        raise Error(
+            "the mesh has another number of ranks than this job has processes",
+            where=where,
+            expected=f"a mesh of {world} ranks",
+            got=f"{mesh}, {mesh.size} ranks",
+            remedy=f"start {mesh.size} processes, or parallelize(..., virtual=True) for ranks within each process",
+        )
+    return True
+
+
+def initialise(device_type: str) -> None:
+    """Join the job that ``torchrun`` started, unless that is done already."""
+    if dist.is_initialized():
+        return
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+
+
+def axes_of(graph: Graph) -> list[Axes]:
+    """The sets of axes over which a graph talks, each once, in an order that is the same on all ranks."""
+    return sorted({tuple(n.kwargs["axes"]) for n in graph.nodes if isinstance(n.op, CommOp) and n.kwargs.get("axes")})
+
+
+def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
+    """Make the groups of ``mesh`` over each of these sets of axes, unless they are there. All ranks call it alike."""
+    for each in axes:
+        names = {mesh.group_name(rank, each): mesh.group(rank, each) for rank in range(mesh.size)}
+        if find_group(mesh.group_name(dist.get_rank(), each)) is not None:
+            continue
+        for name, ranks in names.items():
+            made = _new_group(ranks)
+            if dist.get_rank() in ranks:
+                _register_process_group(name, made)  # type: ignore[arg-type]
+                _made[name] = made
+
+
+_made: dict[str, dist.ProcessGroup] = {}
+
+
+def leave_groups() -> None:
+    """Leave all groups that were made here: whoever waits in one is ended at once, before any time-out."""
+    for name, made in list(_made.items()):
+        del _made[name]
+        if find_group(name) is made:
+            _unregister_process_group(name)  # type: ignore[arg-type]
+        with suppress(RuntimeError, ValueError, AssertionError):  # the job is over, and the group with it
+            dist.destroy_process_group(made)
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The torch ``DeviceMesh`` of a mesh: one for all plans of a job, for it makes process groups of its own."""
+    key = (mesh, device_type)
+    if key not in _device_meshes or _device_meshes[key][0] is not dist.group.WORLD:
+        _device_meshes[key] = (dist.group.WORLD, mesh.to_device_mesh(device_type))
+    return _device_meshes[key][1]
+
+
+_device_meshes: dict[tuple[Mesh, str], tuple[Any, DeviceMesh]] = {}
+
+
+def find_group(name: str) -> dist.ProcessGroup | None:
+    """The process group of that name on this rank; None if it was not made."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _timeout() -> timedelta:
+    """How long the job's own group waits: other groups wait 30 minutes unless they are told."""
+    world: Any = dist.group.WORLD
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout  # type: ignore[no-any-return]
+    return default_pg_timeout
+
+
+def group_timeout() -> float:
+    """How many seconds a rank waits for another."""
+    return _timeout().total_seconds()
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group whose members count as listed: torch sorts them unless told otherwise."""
+    if list(ranks) == sorted(ranks):
+        return dist.new_group(list(ranks), timeout=_timeout())  # type: ignore[no-any-return]
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise Error(
+            "this torch cannot make a process group whose ranks are not in ascending order",
+            where=f"torch {torch.__version__}",
+            expected="torch 2.13, or axes that are written in the order of the mesh",
+            got=f"ranks {list(ranks)}",
+            remedy="write the axes of a dim in the order of the Mesh, or take a later torch",
+        )
+    return dist.new_group(list(ranks), timeout=_timeout(), sort_ranks=False)  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""Programs as files: one readable Python file per rank, which runs under ``torchrun`` with nothing but torch.
+
+folder/rank0.py     forward(...), as generated, with module paths and source lines
+folder/rank0.pt     its pieces of parameters and buffers, constants, and the example inputs (weights only)
+folder/pack.py    what stands before and after a collective: our own file, which needs torch only
+folder/groups.json  the process groups, in the order in which all ranks make them
+folder/run.py       torchrun --nproc-per-node N run.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from shardfx.ir.graph import Graph
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import dropout, pack
+from shardfx.ir.program.rank_program import Program
+from shardfx.runtime.distributed.groups import axes_of
+
+from .run_template import HEADER, README, RUN
+
+
+def write_rank(folder: Path, rank: int, program: Program, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:
+    """Write one rank's program, and what it starts from."""
+    code = program.module.graph.python_code("self").src.strip("\n")
+    code = re.sub(r"\bshardfx_ir_ops_pack_(\w+)", r"pack.\1", code)
+    code = code.replace("def forward(self, ", "def forward(").replace("def forward(self)", "def forward()")
+    imports = ["import pack"] if "pack." in code else []
+    imports += ["import random_ops  # defines torch.ops.shardfx"] if uses_random(program) else []
+    places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
+    header = HEADER.format(
+        rank=rank,
+        mesh=mesh,
+        inputs="\n".join(places),
+        imports="\n".join(["", *imports, ""]) if imports else "",
+        names=json.dumps([g.name for g in program.inputs], indent=4),
+        outputs=json.dumps([f"{o.kind}:{o.name}" for o in program.outputs], indent=4),
+    )
+    (folder / f"rank{rank}.py").write_text(header + code + "\n", encoding="utf-8")
+    torch.save(dict(state), folder / f"rank{rank}.pt")
+
+
+def write_shared(folder: Path, graph: Graph, program: Program) -> None:
+    """Write what all ranks share."""
+    mesh = graph.mesh
+    groups: dict[str, tuple[int, ...]] = {}
+    for axes in axes_of(graph):
+        for rank in range(mesh.size):
+            groups.setdefault(mesh.group_name(rank, axes), mesh.group(rank, axes))
+    (folder / "groups.json").write_text(json.dumps([[n, list(r)] for n, r in groups.items()], indent=1) + "\n")
+    (folder / "run.py").write_text(RUN.format(size=mesh.size), encoding="utf-8")
+    used = uses_random(program)
+    text = README.format(mesh=mesh, size=mesh.size, random=" and `random_ops.py`" if used else "")
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    copy(pack.__file__, folder / "pack.py")
+    if used:
+        copy(dropout.__file__, folder / "random_ops.py")
+
+
+def uses_random(program: Program) -> bool:
+    """Whether the program calls our own random ops."""
+    return any(getattr(node.target, "namespace", "") == "shardfx" for node in program.module.graph.nodes)
+
+
+def copy(source: str | None, target: Path) -> None:
+    assert source is not None
+    target.write_text(Path(source).read_text(encoding="utf-8"), encoding="utf-8")

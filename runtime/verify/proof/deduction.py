@@ -1,0 +1,213 @@
+"""From what a rank holds of an op's operands to what it holds of its results, and how its own call then reads.
+
+A :class:`Fact` is "this tensor is box ``spec`` of ``term``". From the facts of the operands the op's sharding rule says
+which factors are cut, and from those what the result is; what the operands do not say (an ``expand``, an
+``arange``) may
+be any placement that the plan claims, and the shapes in the rank's own call decide. :func:`written` gives that call, by
+the same functions of the rule book that the oracle executes against the whole op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.cut import Cut, project
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node, Strategy, Value, substitute
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.rules.book import RuleBook, perform, replicated
+from shardfx.ir.rules.local import Share
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.strategy import strategy
+from shardfx.ir.spec import Spec
+
+from .terms import Universe
+
+Origins = tuple[tuple[str, frozenset[tuple[int, str]]], ...]
+"""For each axis over which a fact is partial: the (term, factor) sums of which this is one rank's share.
+
+Shares add up to the whole only if they are shares of one sum.
+"""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A tensor of one rank is the box ``spec`` (at the rank's coordinates) of ``term``."""
+
+    term: int
+    spec: Spec
+    origins: Origins = ()
+
+
+@dataclass
+class Deduction:
+    """Strategies by node and operand placements, each made once for all ranks."""
+
+    universe: Universe
+    book: RuleBook
+    mesh: Mesh
+    _rules: dict[Node, ShardingRule] = field(default_factory=dict)
+    _known: dict[tuple[Node, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
+
+    def rule(self, node: Node) -> ShardingRule:
+        if node not in self._rules:
+            entry = self.book.entry(node.op)
+            self._rules[node] = (entry.make(node) if entry is not None else None) or replicated(node)
+        return self._rules[node]
+
+    def strategies(self, node: Node, specs: tuple[Spec, ...]) -> list[Strategy]:
+        """The ways in which the node may be computed from operands that are placed so."""
+        key = (node, specs)
+        if key not in self._known:
+            self._known[key] = list(self._strategies(node, specs))
+        return self._known[key]
+
+    def _strategies(self, node: Node, specs: tuple[Spec, ...]) -> Iterator[Strategy]:
+        rule = self.rule(node)
+        cuts: dict[str, Cut] = {}
+        for value, spec, dims in zip(node.operands, specs, rule.operands, strict=True):
+            for size, cut, dim in zip(value.shape, spec.dims, dims, strict=True):
+                projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim else () if not cut.axes else None
+                if projected is None or any(cuts.setdefault(f, c) != c for f, c in zip(dim, projected, strict=True)):
+                    return
+        partial = _partial(rule, specs)
+        if partial is None:
+            return
+        for free in self._free(node, rule, cuts):
+            every = {f: c for f, c in (cuts | free).items() if c.axes}
+            if any(f in rule.whole and self.mesh.extent(c.axes) > 1 for f, c in every.items()):
+                continue
+            used = [axis for cut in every.values() for axis in cut.axes]
+            if len(used) != len(set(used)) or set(used) & set(partial):
+                continue
+            try:
+                made = strategy(rule, every, self.mesh, partial)
+            except Error:  # an axis twice in one placement
+                continue
+            if made.operands == specs:
+                yield made
+
+    def _free(self, node: Node, rule: ShardingRule, cuts: dict[str, Cut]) -> Iterator[dict[str, Cut]]:
+        """Cuts of the factors that no operand has: none, or as the plan claims of the result."""
+        result = rule.results[0]
+        alone = {f for dim in result or () for f in dim} - set(cuts)
+        found: list[dict[str, Cut]] = [{}]
+        if alone and result is not None:
+            value = node.outs[0]
+            for spec in self.universe.specs.get(self.universe.of[value], ()):
+                one: dict[str, Cut] | None = {}
+                for size, cut, dim in zip(value.shape, spec.dims, result, strict=True):
+                    projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim else ()
+                    if projected is None or one is None:
+                        one = None
+                        break
+                    one.update((f, c) for f, c in zip(dim, projected, strict=True) if f in alone)
+                if one is not None and one not in found:
+                    found.append(one)
+        yield from found
+
+    def results(self, node: Node, made: Strategy, facts: Sequence[Fact]) -> list[Fact | None]:
+        """The facts of a node's results."""
+        rule = self.rule(node)
+        cut = {axis: factor for factor, axes in made.cuts for axis in axes}
+        specs = iter(made.results)
+        found: list[Fact | None] = []
+        for value in node.results:
+            if value is None:
+                found.append(None)
+                continue
+            spec, term = next(specs), self.universe.of[value]
+            origins = []
+            for axis, _ in spec.partial:
+                if axis in cut:
+                    origins.append((axis, frozenset({(term, cut[axis])})))
+                else:
+                    shares = [o for f in facts for a, o in f.origins if a == axis]
+                    origins.append((axis, frozenset().union(*shares)))
+            found.append(Fact(term, spec, tuple(origins)))
+        assert len(rule.results) >= 1
+        return found
+
+
+def _partial(rule: ShardingRule, specs: Sequence[Spec]) -> dict[str, tuple[str, frozenset[int]]] | None:
+    """Per axis the reduction and the operands that are partial over it; None where the op lets no such pass."""
+    found: dict[str, tuple[str, frozenset[int]]] = {}
+    for i, spec in enumerate(specs):
+        for axis, kind in spec.partial:
+            known = found.get(axis, (kind, frozenset()))
+            if known[0] != kind:
+                return None
+            found[axis] = (kind, known[1] | {i})
+    for kind, group in found.values():
+        if group not in rule.linear or (kind not in ("sum", "avg") and not rule.moves_only):
+            return None
+    return found
+
+
+@dataclass(frozen=True)
+class ExpectedCall:
+    """A call that a rank's program should have."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Expected(Share):
+    """Notes the calls that a rule's ``local`` function writes."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> ExpectedCall:
+        return ExpectedCall(op, args, kwargs)
+
+
+def written(node: Node, made: Strategy, operands: Sequence[fx.Node], mesh: Mesh, rank: int, book: RuleBook) -> Any:
+    """One rank's version of a node: a :class:`Call`, or one of the operands."""
+    copy = Node(node.op, node.args, node.kwargs, node.results, strategy=made)
+    given = iter(operands)
+
+    def next_operand(_: Value) -> fx.Node:
+        return next(given)
+
+    args = substitute(node.args, next_operand)
+    kwargs = {k: substitute(a, next_operand) for k, a in node.kwargs.items()}
+    return perform(book.entry(node.op), Expected(copy, mesh, mesh.coords(rank), args, kwargs))
+
+
+def same(expected: Any, actual: Any, root: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a program has a call as expected: the same op of the same operands with the same arguments."""
+    if isinstance(expected, fx.Node):
+        return isinstance(actual, fx.Node) and root.get(actual, actual) is root.get(expected, expected)
+    if isinstance(expected, ExpectedCall):
+        if not isinstance(actual, fx.Node):
+            return False
+        actual = root.get(actual, actual)
+        if actual.op != "call_function" or actual.target is not expected.op:
+            return False
+        a, b = normal(expected.op, expected.args, expected.kwargs), normal(expected.op, actual.args, actual.kwargs)
+        return a.keys() == b.keys() and all(same(a[k], b[k], root) for k in a)
+    if isinstance(expected, (list, tuple)):
+        if not isinstance(actual, (list, tuple)) or len(expected) != len(actual):
+            return False
+        return all(same(a, b, root) for a, b in zip(expected, actual, strict=True))
+    if isinstance(expected, float) and expected != expected:
+        return isinstance(actual, float) and actual != actual
+    return not isinstance(actual, fx.Node) and type(expected) is type(actual) and bool(expected == actual)
+
+
+def normal(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, defaults among them."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return {str(i): a for i, a in enumerate(args)} | dict(kwargs)
+    schema = op._schema.arguments
+    found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    found.update((argument.name, arg) for argument, arg in zip(schema, args, strict=False))
+    return found | dict(kwargs)

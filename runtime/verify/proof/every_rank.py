@@ -1,0 +1,85 @@
+"""Static verification: what does every node of every rank's program hold, and is that what the model says?
+
+All ranks are interpreted in lock-step, without numbers. A tensor of a rank is known by *facts*: it is box B of term
+t of
+the captured program, perhaps a share of a sum over some axes. A fact about an op's result follows from facts about its
+operands, if the op, its arguments on this rank (shapes, offsets, bounds of masks) and its operands are those of the
+op's
+sharding rule; communication and packing are executed on element numbers (:mod:`.moves`). At the end each output must be
+the box of the captured output that its place promises, and no share.
+
+Proven: every op, argument, operand, group, reduction, order, offset and padding of every rank; that all ranks of a
+group come together; that the planned graph is the captured one, sums reordered and decompositions aside. Taken as
+given: the sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic (a sum in
+another order is the same sum), and decompositions, which are compared with their op on random numbers only (and above
+``CHECKED_NUMEL`` elements not at all). No fact is read off the programs' metadata, and none off the plan: its
+placements are tried as guesses where the operands leave a choice, and each guess is checked. A program may be right
+in a way that no rule knows: then the answer is "not proven", at the node where the facts end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardfx.ir.graph import Graph, Input, Output
+from shardfx.ir.rules.book import RuleBook
+from shardfx.runtime.verify.fault import Failed, Fault
+
+from .deduction import Deduction
+from .interpreter import HasGraph, Proof, Rank
+from .meeting import LockStep
+from .numbering import Numbering
+from .terms import Universe, Unjustified, build, differing
+
+
+def verify(
+    before: Graph,
+    after: Graph,
+    book: RuleBook,
+    modules: Mapping[int, HasGraph],
+    inputs: Sequence[Input],
+    outputs: Sequence[Output],
+    universe: Universe | None = None,
+) -> tuple[Fault | None, dict[str, int]]:
+    """The first fault of the programs, or None; and how much was checked.
+
+    ``inputs`` and ``outputs`` are those of every program, in order; ``universe`` is :func:`.terms.build`'s, if it is
+    there already.
+    """
+    counts: dict[str, int] = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
+    proof = begin(before, after, book, outputs, counts, universe)
+    if isinstance(proof, Fault):
+        return proof, counts
+    ranks = {r: Rank(proof, r, modules[r], inputs) for r in range(after.mesh.size)}
+    fault: Fault | None = None
+    try:
+        LockStep(proof, ranks).run()
+        for rank in ranks.values():
+            rank.outputs(outputs)
+    except Failed as failed:
+        fault = failed.fault
+    return fault, counts | {"nodes": proof.nodes, "collectives": proof.collectives}
+
+
+def begin(
+    before: Graph,
+    after: Graph,
+    book: RuleBook,
+    outputs: Sequence[Output],
+    counts: dict[str, int],
+    universe: Universe | None = None,
+) -> Proof | Fault:
+    """A proof, begun with that the planned graph is the same function of the inputs as the captured one; or the fault
+    that it is not."""
+    try:
+        universe = universe or build(before, after, book)
+    except Unjustified as error:
+        return Fault(str(error))
+    counts |= {"terms": len(universe.terms.types), "decompositions": universe.decompositions}
+    if universe.trusted:
+        counts["decompositions too large to compare"] = universe.trusted
+    other = differing(universe, outputs)
+    if other is not None:
+        what = "the planned graph computes another function of the inputs than the captured one"
+        return Fault(what, f"{other.kind.value} {other.name}", None, other.value.name, str(other.value.where))
+    return Proof(after, universe, Deduction(universe, book, after.mesh), Numbering(universe, after.mesh))

@@ -1,0 +1,134 @@
+"""Ranks interpreted side by side, which come together at their collectives.
+
+Not every rank need be interpreted: at a collective of a rank whose group has others, these *shadows* are taken to run
+the same program at their own coordinates. What a shadow sends is then what the rank sends, with the facts behind it
+being those of the shadow's coordinates. Who may be a shadow, and why, is said in :mod:`.scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import op_name
+from shardfx.runtime.rendezvous import Groups
+from shardfx.runtime.verify.fault import Failed
+
+from .interpreter import Asked, Known, Proof, Rank
+from .numbering import Source, Wrong
+
+c10d = torch.ops._c10d_functional
+
+
+@dataclass
+class LockStep:
+    """All interpreted ranks up to their next collective; it is done where a group has come together; and so on."""
+
+    proof: Proof
+    ranks: Mapping[int, Rank]
+    pattern: Rank | None = None
+    """Whose program the shadows run; None: that of the rank whose group they are in."""
+
+    def run(self) -> None:
+        """Interpret the programs to their ends.
+
+        Raises:
+            Failed: a group does not come together, or its members ask for different things.
+        """
+        groups = Groups(self.proof.after.mesh)
+        asks = {r: rank.run() for r, rank in self.ranks.items()}
+        waiting: dict[int, Asked] = {}
+
+        def advance(rank: int, reply: Known | None) -> None:
+            try:
+                waiting[rank] = asks[rank].send(reply)  # type: ignore[arg-type]
+            except StopIteration:
+                waiting.pop(rank, None)
+
+        for rank in self.ranks:
+            advance(rank, None)
+        while waiting:
+            progressed = False
+            for rank in sorted(waiting):
+                if rank not in waiting:
+                    continue
+                node = waiting[rank][0]
+                members = _members(groups, self.ranks[rank], node)
+                here = [m for m in members if m in self.ranks]
+                if not all(m in waiting and waiting[m][0].args[-1] == node.args[-1] for m in here):
+                    continue
+                for member, reply in self._collective(members, here, waiting).items():
+                    del waiting[member]
+                    advance(member, reply)
+                progressed = True
+            if not progressed:
+                rank, (node, _, _) = min(waiting.items())
+                what = f"deadlock: the group {node.args[-1]} does not come together here"
+                raise Failed(self.ranks[rank].fault(what, node))
+
+    def _collective(
+        self, members: Sequence[int], here: Sequence[int], waiting: Mapping[int, Asked]
+    ) -> dict[int, Known]:
+        """What each interpreted member gets."""
+        first = waiting[here[0]][0]
+        for member in here[1:]:
+            node = waiting[member][0]
+            exchange = node.target is c10d.all_to_all_single.default
+            if node.target is not first.target or (not exchange and node.args[1:] != first.args[1:]):
+                what = (
+                    f"{op_name(node.target)}{node.args[1:]}, where rank {here[0]} does "
+                    f"{op_name(first.target)}{first.args[1:]}"
+                )
+                raise Failed(self.ranks[member].fault(what, node))
+        axes = str(first.args[-1]).partition("/")[2].partition("@")[0].split(".")
+        tensors, hints, args = [], [], []
+        for member in members:
+            if member in self.ranks:
+                node, sent, left = waiting[member]
+            else:
+                node, sent, left = self._shadow(member, self.ranks[here[0]], first)
+            tensors.append(sent)
+            args.append(node.args[1:-1])
+            hints += [h for h in left if h not in hints]
+        if any(t is None for t in tensors):
+            return dict.fromkeys(here, Known(why="nothing is known of what is sent"))
+        known = [t for t in tensors if t is not None]
+        try:
+            got = self.proof.numbering.collective(first.target, args, known, axes)
+        except (Wrong, RuntimeError) as error:
+            return {m: Known(why=str(error)) for m in here}
+        reduced = first.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
+        after = self._reduced(hints, axes) if reduced else hints
+        after = list(dict.fromkeys([*self.proof.numbering.inside(list(dict.fromkeys(got))), *after]))
+        return {m: Known(codes=t, hints=after) for m, t in zip(members, got, strict=True) if m in self.ranks}
+
+    def _shadow(self, member: int, rank: Rank, node: fx.Node) -> Asked:
+        """What a rank that is not interpreted sends."""
+        pattern = self.pattern or rank
+        twin = pattern.asked[len(rank.asked) - 1] if len(rank.asked) <= len(pattern.asked) else node
+        if rank.changed or (twin.target, twin.args[1:-1]) != (node.target, node.args[1:-1]):
+            what = f"the group {node.args[-1]} has ranks to which the plan's own programs do not speak here"
+            raise Failed(rank.fault(what, node))
+        sent = pattern.as_at(twin.args[0], member)  # type: ignore[arg-type]
+        return twin, sent, pattern.items[twin.args[0]].hints  # type: ignore[index]
+
+    def _reduced(self, hints: Sequence[int], axes: Sequence[str]) -> list[int]:
+        """The sources of empty tensors behind a reduction."""
+        found = []
+        for hint in hints:
+            source = self.proof.numbering.sources[hint - 1]
+            partial = tuple(p for p in source.partial if p[0] not in axes)
+            origins = tuple(o for o in source.origins if o[0] not in axes)
+            found.append(self.proof.numbering.number(Source(source.term, partial, origins)))
+        return found
+
+
+def _members(groups: Groups, rank: Rank, node: fx.Node) -> Sequence[int]:
+    try:
+        return groups.members(str(node.args[-1]), rank.rank)
+    except Error as error:
+        raise Failed(rank.fault(error.what, node)) from None

@@ -1,0 +1,1 @@
+"""The ranks beside the whole program, on random numbers."""

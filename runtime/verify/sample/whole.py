@@ -1,0 +1,130 @@
+"""Checking a plan by running it: every value of every rank against the whole program on one device.
+
+The IR keeps global shapes, so that a graph after all passes can also be run *whole*: a ``comm`` op then does nothing.
+Run the ranks' programs beside that, join what they hold, and the first value that differs names the node at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, substitute
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.program.lower import generate
+from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.shards import cut_local
+from shardfx.ir.spec import Spec
+from shardfx.runtime.rendezvous import run
+from shardfx.runtime.virtual.collectives import reduce
+from shardfx.runtime.virtual.coroutine import as_generator
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that some rank does not hold as the whole program says."""
+
+    value: Value
+    node: Node | None
+    rank: int
+    error: float
+
+
+Draw = Callable[[Node, tuple[Any, ...]], tuple[torch.Tensor, ...]]
+"""Draws the random mask of a node as the ranks do, box by box; gets the node and its arguments."""
+
+
+def run_whole(graph: Graph, inputs: Mapping[str, torch.Tensor], draw: Draw | None = None) -> dict[Value, torch.Tensor]:
+    """Every value of the graph, computed on one device from whole inputs."""
+    env: dict[Value, torch.Tensor] = {}
+    for given in graph.inputs:
+        env[given.value] = inputs[given.name]
+    with torch.no_grad():
+        for node in graph.nodes:
+            if isinstance(node.op, CommOp):
+                for value, source in zip(node.outs, node.operands, strict=True):
+                    env[value] = env[source]
+                continue
+            op = torch.ops.aten.reshape.default if node.op is torch.ops.aten.view.default else node.op
+            args = substitute(node.args, env.__getitem__)
+            if draw is not None and node.op is dropout:
+                out = draw(node, args)
+            else:
+                out = op(*args, **{k: substitute(a, env.__getitem__) for k, a in node.kwargs.items()})
+            results = out if isinstance(out, (tuple, list)) else [out]
+            for made, result in zip(node.results, results, strict=False):
+                if made is not None:
+                    env[made] = result
+    return env
+
+
+def run_ranks(graph: Graph, rules: RuleBook, inputs: Mapping[str, torch.Tensor]) -> dict[Value, list[torch.Tensor]]:
+    """Every value of the graph as each rank holds it."""
+    copy = graph.copy()
+    copy.outputs = [Output(OutputKind.RESULT, v.name, v) for node in copy.nodes for v in node.outs]
+    programs = [generate(copy, rank, rules, {OutputKind.RESULT}) for rank in range(graph.mesh.size)]
+    given = [
+        [cut_local(inputs[g.name], _spec(g.value), graph.mesh, rank) for g in program.inputs]
+        for rank, program in enumerate(programs)
+    ]
+    with torch.no_grad():
+        outs = run([as_generator(p.module) for p in programs], given, graph.mesh)
+    values = [v for node in graph.nodes for v in node.outs]
+    return {value: [out[i] for out in outs] for i, value in enumerate(values)}
+
+
+def first_difference(
+    graph: Graph, rules: RuleBook, inputs: Mapping[str, torch.Tensor], tolerance: float = 1e-9, draw: Draw | None = None
+) -> Difference | None:
+    """The first value, in program order, that a rank holds otherwise than the whole program says."""
+    whole, ranks = run_whole(graph, inputs, draw), run_ranks(graph, rules, inputs)
+    for node in graph.nodes:
+        for value in node.outs:
+            expected = whole[value]
+            held = joined(ranks[value], _spec(value), graph.mesh)
+            for rank in range(graph.mesh.size):
+                mine = cut_local(expected, _spec(value).reduced(), graph.mesh, rank)
+                error = distance(held[rank], mine)
+                if not error <= tolerance:
+                    return Difference(value, node, rank, error)
+    return None
+
+
+def joined(pieces: Sequence[torch.Tensor], spec: Spec, mesh: Mesh) -> list[torch.Tensor]:
+    """What each rank holds once partial sums are reduced."""
+    held = list(pieces)
+    for axis, kind in spec.partial:
+        held = [reduce([held[r] for r in mesh.group(rank, (axis,))], kind) for rank in range(mesh.size)]
+    return held
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if a.numel() == 0:
+        return 0.0
+    if not a.dtype.is_floating_point:
+        return 0.0 if torch.equal(a, b) else float("inf")
+    both = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)
+    scale = float(b[torch.isfinite(b)].abs().max()) if torch.isfinite(b).any() else 1.0
+    return float(torch.where(both, 0.0, (a - b).abs()).max()) / max(scale, 1e-3)
+
+
+def _spec(value: Value) -> Spec:
+    return value.spec if value.spec is not None else Spec.whole(value.type.ndim)
+
+
+def random_inputs(graph: Graph, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole inputs of a graph by name: those that are known, constants, and a fixed seed."""
+    inputs = dict(known)
+    for given in graph.inputs:
+        if given.kind is InputKind.SEED:
+            inputs[given.name] = torch.tensor(1234)
+        elif given.constant is not None:
+            inputs[given.name] = given.constant
+    return inputs

@@ -1,0 +1,1 @@
+"""Why something is cut as it is."""

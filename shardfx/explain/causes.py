@@ -1,0 +1,143 @@
+"""Trails: from a value that is cut over an axis back to the hint, one decision after the other.
+
+>>> [link.text for link in Trails(context, Printer(graph)).follow(value, "tp", 1)]
+['%10 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wq',
+ '%layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)',
+ "the hint 'layers.*.wq.weight' (step 5)"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardfx.ir.cost.replay import source_of
+from shardfx.ir.graph import Node, Value, op_name
+from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
+from shardfx.ir.text.printer import Printer
+from shardfx.passes import Context, Decision
+
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Because:
+    """One link of a trail: ``value`` is cut over an axis because of what ``text`` says, decided at ``step``."""
+
+    value: str
+    text: str
+    step: int = 0
+    turned_down: str = ""
+
+    def __str__(self) -> str:
+        return self.text + (f"; turned down: {self.turned_down}" if self.turned_down else "")
+
+
+@dataclass
+class Trails:
+    """Follows the decisions of a context back; values are called as ``printer`` calls them."""
+
+    context: Context
+    printer: Printer
+
+    def follow(self, value: Value, axis: str, dim: int | None) -> Iterator[Because]:
+        """Why ``value`` is cut over ``axis`` on ``dim`` (None: why it is a partial sum over it), link by link."""
+        before = NEVER
+        seen: set[tuple[Value, int | None]] = set()
+        while (value, dim) not in seen:
+            seen.add((value, dim))
+            name = self.name(value)
+            made = self._decision(value, axis, dim, before)
+            if made is not None and (made.node is None or made.near is None):
+                yield Because(name, f"{made.how} (step {made.step})", made.step, made.turned_down)
+                return
+            if made is not None and made.node is not None:
+                before = made.step
+                near, dim = self._carrier(made, axis)
+                text = f"{self._dim(near, dim)} is, through {self.op(made.node)} (step {made.step}, {made.how})"
+                yield Because(name, text, made.step, made.turned_down)
+            else:
+                node = value.node
+                found = self._operand(value, axis, dim)
+                if node is None or found is None:
+                    made_here = node is not None and isinstance(node.op, CommOp)
+                    text = f"{node.op} makes it so: {node.why}" if made_here and node else "its op makes it so"
+                    yield Because(name, text)
+                    return
+                near, dim = found
+                state = f"cut over {axis}" if dim is not None else f"partial over {axis}"
+                yield Because(name, f"{self._dim(near, dim)} is {state}, and goes into {self.op(node)}")
+            value = near
+
+    def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> Decision | None:
+        """The decision that brought an axis to a dim of a value."""
+        made = self.context.decisions.get(value, ())
+        return next((d for d in made if d.dim == dim and axis in d.cut.axes and d.step < before), None)
+
+    def _carrier(self, made: Decision, axis: str) -> tuple[Value, int | None]:
+        """The tensor and dim from which a decision took the axis: one that has the same factor."""
+        assert made.node is not None and made.near is not None
+        tensors = list(self._tensors(made.node))
+        wanted = {f for value, dims in tensors if value is made.value for f in dims[made.dim]}
+        for near in (made.near, None):
+            for value, dims in tensors:
+                for d, factors in enumerate(dims):
+                    fits = value is not made.value and (near is None or value is near) and wanted & set(factors)
+                    if fits and self._decision(value, axis, d, made.step) is not None:
+                        return value, d
+        return made.near, next((d.dim for d in self.context.decisions.get(made.near, ()) if axis in d.cut.axes), None)
+
+    def _operand(self, value: Value, axis: str, dim: int | None) -> tuple[Value, int | None] | None:
+        """The operand that is cut over the axis where the value's node computes with it, or is partial over it."""
+        node = value.node
+        if node is None:
+            return None
+        if isinstance(node.op, CommOp):
+            source = self.source(value)
+            spec = source.spec
+            if spec is None or axis not in (*spec.axes, *spec.partial_axes):
+                return None
+            return source, next((d for d, cut in enumerate(spec.dims) if axis in cut.axes), None)
+        cuts = {f for f, axes in (node.strategy.cuts if node.strategy is not None else ()) if axis in axes}
+        found: list[tuple[Value, int | None]] = []
+        for operand, (_, dims) in zip(node.operands, self._tensors(node), strict=False):
+            spec = operand.spec
+            if spec is not None and axis in spec.partial_axes and dim is None and not cuts:
+                return operand, None
+            at = [d for d, factors in enumerate(dims) if spec and axis in spec.dims[d].axes and cuts & set(factors)]
+            found += [(operand, d) for d in at]
+        decided = [(v, d) for v, d in found if self._decision(source_of(v), axis, d) is not None]
+        return next(iter([*decided, *found]), None)
+
+    def _tensors(self, node: Node) -> Iterator[tuple[Value, tuple[Dim, ...]]]:
+        """The operands of a node (those that they are copies of) and its results, with their factors."""
+        rule = self._rule(node)
+        if rule is None:
+            return
+        for value, dims in zip(node.operands, rule.operands, strict=False):
+            yield source_of(value), dims
+        for result, result_dims in zip(node.results, rule.results, strict=False):
+            if result is not None and result_dims is not None:
+                yield result, result_dims
+
+    def _rule(self, node: Node) -> ShardingRule | None:
+        entry = self.context.rules.entry(node.op)
+        return entry.make(node) if entry is not None else None
+
+    # ---- values ---------------------------------------------------------------------------------------------
+
+    def source(self, copy: Value) -> Value:
+        """The operand of a comm node that a result of it is made from."""
+        assert copy.node is not None
+        operands = copy.node.operands
+        return operands[copy.index if len(operands) > 1 else 0]
+
+    def name(self, value: Value) -> str:
+        return self.printer.use(value) if value in self.printer.tokens else "a value that was taken apart"
+
+    def _dim(self, value: Value, dim: int | None) -> str:
+        return self.name(value) + (f" dim {dim}" if dim is not None else "")
+
+    def op(self, node: Node) -> str:
+        return f"{op_name(node.op)}{f' @ {node.where.module}' if node.where.module else ''}"

@@ -1,0 +1,254 @@
+"""Why is this cut so? The decisions behind a parameter, an input, a module's ops or one value, back to the hints.
+
+>>> print(pm.explain("%59"))
+forward %59 = aten.mm(%58, %57) : f64[128, 48] +{tp}  @ layers.0.wo  model.py:108
+  cuts k over tp, of the rule m k, k n -> m n
+  tp: the result is a partial sum, for the op adds up over the factor k
+      %58 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wo
+      %56 dim 2 is, through aten.view @ layers.0.wo (step 178, elementwise)
+      ... 10 links: %55 %53 %27 %23 %21 %19 %18 %17 %16 %15
+      %layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)
+      the hint 'layers.*.wq.weight' (step 5)
+  then %62 comm.reduce_scatter over tp sends 12.3 kB per rank: needed as f64[8{dp}, 16{tp}, 48] by %63 aten.add.Tensor
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardfx.ir.cost.replay import source_of
+from shardfx.ir.cost.traffic import traffic
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, op_name
+from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.oracle.findings import rule_text
+from shardfx.ir.text.printer import Printer, size_text
+from shardfx.passes import Context
+
+from .causes import Because, Trails
+
+if TYPE_CHECKING:
+    from shardfx.compiled import Compiled
+
+MOST_ENTRIES = 24
+MOST_LINKS = 6
+MOST_USERS = 3
+
+
+@dataclass(frozen=True)
+class Trail:
+    """What an axis does to a value (its ``role``), and the chain of reasons; the last names the hint."""
+
+    axis: str
+    role: str
+    because: tuple[Because, ...]
+
+    def lines(self, brief: bool) -> list[str]:
+        links = [str(link) for link in self.because]
+        if brief and links:
+            down = dict.fromkeys(link.turned_down for link in self.because if link.turned_down)
+            away = f", {len(links) - 1} links away" if len(links) > 2 else ""
+            last = f"{self.because[-1].text}{away}" + "".join(f"; turned down on the way: {text}" for text in down)
+            return [f"{self.axis}: {self.role}, because of {last}"]
+        if len(links) > MOST_LINKS:
+            middle = self.because[2:-2]
+            down = dict.fromkeys(link.turned_down for link in middle if link.turned_down)
+            hidden = f"... {len(middle)} links: {' '.join(link.value for link in middle)}"
+            links[2:-2] = [hidden + "".join(f"; turned down: {text}" for text in down)]
+        return [f"{self.axis}: {self.role}", *(f"    {link}" for link in links)]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One input or op: its line in the graph, how it is computed, why, and the communication behind it."""
+
+    title: str
+    cuts: str = ""
+    trails: tuple[Trail, ...] = ()
+    communication: tuple[str, ...] = ()
+
+    def text(self, brief: bool = False) -> str:
+        lines = [self.cuts] if self.cuts else []
+        for trail in self.trails:
+            lines += trail.lines(brief)
+        return "\n".join([self.title, *(f"  {line}" for line in (*lines, *self.communication))])
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :meth:`ParallelModule.explain` found; ``str`` is meant to be read. The trails of a module are brief."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    submodules: tuple[str, ...] = ()
+    brief: bool = False
+
+    def __str__(self) -> str:
+        shown = [entry.text(self.brief) for entry in self.entries[:MOST_ENTRIES]]
+        if len(self.entries) > MOST_ENTRIES:
+            shown.append(f"... and {len(self.entries) - MOST_ENTRIES} more ops in {self.name}")
+        if self.submodules:
+            shown.append(f"modules inside: {', '.join(self.submodules)}")
+        if self.brief:
+            shown.append("ask for one value (such as %12) to see its whole trail")
+        return "\n\n".join(shown)
+
+
+def explain(compiled: Compiled, name: str) -> Explanation:
+    """Explain a parameter, ``args.N``, a module's path, or a value (``%12``) of the final graph.
+
+    Raises:
+        Error: nothing has this name; says what comes near.
+    """
+    return _Explainer(compiled.after, compiled.context, compiled.captured.aliases).explain(name)
+
+
+@dataclass
+class _Explainer:
+    graph: Graph
+    context: Context
+    aliases: Mapping[str, str]
+    outputs: dict[Value, list[Output]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.printer = Printer(self.graph)
+        self.trails = Trails(self.context, self.printer)
+        self.users = self.graph.users()
+        for output in self.graph.outputs:
+            self.outputs.setdefault(output.value, []).append(output)
+
+    def explain(self, name: str) -> Explanation:
+        inputs = {given.name: given for given in self.graph.inputs}
+        given = inputs.get(self.aliases.get(name, name)) or inputs.get(name.removeprefix("%"))
+        if given is not None:
+            return Explanation(name, tuple(self._with_outputs(given)))
+        values = {value.name: value for node in self.graph.nodes for value in node.outs}
+        results = {output.name: output.value for output in self.graph.outputs if output.name not in inputs}
+        value = values.get(name.removeprefix("%")) or results.get(name)
+        if value is not None and value.node is not None:
+            return Explanation(name, (self.op(value.node, value),))
+        within = [node for node in self.graph.nodes if f"{node.where.module}.".startswith(f"{name}.")]
+        stored = [g for n, g in inputs.items() if n.startswith(f"{name}.")]
+        if within or stored:
+            return self._module(name, within, stored)
+        known = [*inputs, *results, *dict.fromkeys(node.where.module for node in self.graph.nodes if node.where.module)]
+        near = difflib.get_close_matches(name, known, 3, 0.5)
+        raise Error(
+            f"nothing is called {name!r}",
+            where="explain",
+            expected="a parameter, args.N, targets.N, a module's path, or a value such as %12",
+            got=name,
+            remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "print(pm.after) shows all names",
+        )
+
+    def _module(self, name: str, within: list[Node], stored: list[Input]) -> Explanation:
+        """A module with few ops is explained whole; of a large one its own ops, and what modules are inside."""
+        own, inside = within, []
+        if len(within) + len(stored) > MOST_ENTRIES:
+            own = [node for node in within if node.where.module == name]
+            stored = [given for given in stored if "." not in given.name[len(name) + 1 :]]
+            paths = (node.where.module[len(name) + 1 :].partition(".")[0] for node in within)
+            inside = [f"{name}.{child}" for child in dict.fromkeys(paths) if child]
+        ordered = sorted(own, key=lambda node: node.phase is not Phase.FORWARD)
+        entries = [*(self.input(given) for given in stored), *(self.op(node) for node in ordered)]
+        return Explanation(name, tuple(entries), tuple(inside), brief=True)
+
+    def _with_outputs(self, given: Input) -> Iterator[Entry]:
+        """A parameter and its gradient, a buffer and its new content."""
+        yield self.input(given)
+        for output in self.graph.outputs:
+            made = source_of(output.value)
+            if output.name == given.name and made.node is not None:
+                entry = self.op(made.node, made)
+                kind = "gradient" if output.kind is OutputKind.GRADIENT else "new content"
+                yield Entry(f"its {kind}: {entry.title}", entry.cuts, entry.trails, entry.communication)
+
+    # ---- one input, one op ----------------------------------------------------------------------------------
+
+    def input(self, given: Input) -> Entry:
+        trails = self._trails(given.value)
+        cuts = "" if trails else "whole on every rank"
+        return Entry(self.printer.input(given), cuts, trails, tuple(self._after(given.value)))
+
+    def op(self, node: Node, value: Value | None = None) -> Entry:
+        """The entry of a node; its trails are those of ``value`` (the first result, if not said)."""
+        lines = [line for each in ([value] if value is not None else node.outs) for line in self._after(each)]
+        if isinstance(node.op, CommOp):
+            lines.insert(0, f"{self._sends(node)}{f': {node.why}' if node.why else ''}")
+        elif node.why:
+            lines.insert(0, node.why)
+        title = f"{node.phase.value} {self._line(node)}" + (f"  @ {node.where}" if str(node.where) else "")
+        return Entry(title, self._cuts(node), self._trails(value or node.outs[0]), (*self._wishes(node), *lines))
+
+    def _line(self, node: Node) -> str:
+        """The node as the graph's text has it, without strategy and source; of many collectives as one the number."""
+        if isinstance(node.op, CommOp) and len(node.operands) > MOST_USERS:
+            count, axes = len(node.operands), ", ".join(node.kwargs["axes"])
+            return f"%{node.name} and {count - 1} more = {node.op}({count} values, axes=[{axes}])"
+        return self.printer.node(node).partition("  cuts ")[0].partition("  @ ")[0].rstrip()
+
+    def _cuts(self, node: Node) -> str:
+        if node.strategy is None or isinstance(node.op, CommOp):
+            return ""
+        entry = self.context.rules.entry(node.op)
+        rule = f", of the rule {entry.text}" if entry is not None and "->" in entry.text else ""
+        if entry is not None and entry.discovered and (made := entry.make(node)) is not None:
+            rule = f", of the rule {rule_text(made)}, which was found by running the op"
+        cuts = ", ".join(f"{factor} over {' and '.join(axes)}" for factor, axes in node.strategy.cuts)
+        return f"cuts {cuts}{rule}" if cuts else "cuts nothing: every rank that has the operands does the same"
+
+    def _trails(self, value: Value) -> tuple[Trail, ...]:
+        """One trail for every axis that cuts the value, or over which it is partial."""
+        spec, node = value.spec, value.node
+        if spec is None:
+            return ()
+        factors = (
+            {} if node is None or node.strategy is None else {a: f for f, axes in node.strategy.cuts for a in axes}
+        )
+        found = []
+        for axis in self.graph.mesh.sort([*spec.axes, *spec.partial_axes]):
+            dim = next((d for d, cut in enumerate(spec.dims) if axis in cut.axes), None)
+            if dim is not None:
+                role = f"cuts dim {dim}"
+            else:
+                adds = (
+                    f"for the op adds up over the factor {factors[axis]}" if axis in factors else "as its operands are"
+                )
+                role = f"the result is a partial {dict(spec.partial)[axis]}, {adds}"
+            found.append(Trail(axis, role, tuple(self.trails.follow(value, axis, dim))))
+        return tuple(found)
+
+    def _wishes(self, node: Node) -> Iterator[str]:
+        """Decisions that did not come about: the op gives its result otherwise."""
+        for value in node.outs:
+            for made in self.context.decisions.get(value, ()):
+                kept = value.spec.dims[made.dim].axes if value.spec is not None else ()
+                if not set(made.cut.axes) <= set(kept):
+                    wish = f"dim {made.dim} as {made.cut.text(value.shape[made.dim])} (step {made.step})"
+                    yield f"wished for: {wish}; it is made as {self.printer.type(value)}"
+
+    # ---- communication --------------------------------------------------------------------------------------
+
+    def _after(self, value: Value) -> Iterator[str]:
+        """The communication that the value's users need, and who they are."""
+        for node in self.users.get(value, ()):
+            if isinstance(node.op, CommOp):
+                for copy in node.outs:
+                    if self.trails.source(copy) is value:
+                        yield f"then {self._sends(node)}: needed as {self.printer.type(copy)}{self._needed(copy)}"
+                        yield from self._after(copy)
+
+    def _needed(self, copy: Value) -> str:
+        nodes = [f"%{user.name} {self.trails.op(user)}" for user in self.users.get(copy, ())]
+        names = [*(f"{output.kind.value} {output.name}" for output in self.outputs.get(copy, ())), *nodes]
+        more = f" and {len(names) - MOST_USERS} more" if len(names) > MOST_USERS else ""
+        return f" by {', '.join(names[:MOST_USERS])}{more}" if names else ""
+
+    def _sends(self, node: Node) -> str:
+        one = traffic(node, self.graph.mesh)
+        sent = f"sends {size_text(one.total)} per rank" if one.nbytes else "sends nothing"
+        together = f" (with {len(node.outs) - 1} others)" if len(node.outs) > 1 else ""
+        return f"%{node.name} {op_name(node.op)} over {', '.join(one.axes)} {sent}{together}"

@@ -1,0 +1,1 @@
+"""The parallel module, an ``nn.Module``."""

@@ -1,0 +1,131 @@
+"""What a plan costs, as data: memory of a rank, communication by axis and kind with its causes, an estimate of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardfx.ir.cost.recorder import Peak
+from shardfx.ir.cost.replay import Work
+from shardfx.ir.mesh import Mesh
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FLOPS_PER_SECOND = 100e12
+BYTES_PER_SECOND = 1.5e12
+"""Round figures of an accelerator, to be replaced by those at hand: ``pm.report(flops_per_second=...)``."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank. The batch, parameters and buffers are there all the time; ``peak`` comes on top."""
+
+    parameters: int
+    buffers: int
+    inputs: int
+    constants: int
+    gradients: int
+    peak: Peak
+
+    @property
+    def activations(self) -> int:
+        """Made by the forward pass, and kept at the peak for the backward."""
+        return self.peak.of("activations")
+
+    @property
+    def peak_bytes(self) -> int:
+        """parameters + buffers + inputs + constants + everything that the program holds at the worst moment."""
+        return self.parameters + self.buffers + self.inputs + self.constants + self.peak.nbytes
+
+    @property
+    def end_bytes(self) -> int:
+        """What is held when the step is done: parameters + buffers + gradients."""
+        return self.parameters + self.buffers + self.gradients
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What implied a piece of communication: the node that made the value, its module, and in words what it is."""
+
+    node: str
+    module: str
+    what: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """All collectives of one kind over the same mesh axes."""
+
+    axes: tuple[str, ...]
+    kind: str
+    calls: int
+    nbytes: float
+    seconds: float
+    causes: tuple[Cause, ...]
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What one rank sends in one step."""
+
+    rows: tuple[CommRow, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        return sum(row.calls for row in self.rows)
+
+    @property
+    def nbytes(self) -> float:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        return sum(row.seconds for row in self.rows)
+
+    def over(self, axis: str) -> float:
+        """The bytes that are sent over groups in which ``axis`` takes part."""
+        return sum(row.nbytes for row in self.rows if axis in row.axes)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one step on one rank, at stated rates; nothing overlaps."""
+
+    work: Work
+    communication: float
+    flops_per_second: float = FLOPS_PER_SECOND
+    bytes_per_second: float = BYTES_PER_SECOND
+
+    @property
+    def compute(self) -> float:
+        return self.work.seconds(self.flops_per_second, self.bytes_per_second)
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan costs; ``str(report)`` is a few tables."""
+
+    mesh: Mesh
+    ops: tuple[int, int]
+    memory: Memory
+    communication: Communication
+    time: Estimate
+    warnings: tuple[str, ...] = ()
+    passes: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        from .tables import report_text
+
+        return report_text(self)
+
+    def __rich__(self) -> RenderableType:
+        from .tables import report_tables
+
+        return report_tables(self)

@@ -1,0 +1,135 @@
+"""The report of a plan, from its graph and the replay of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shardfx.compile import no_collection
+from shardfx.ir.cost.recorder import Peak
+from shardfx.ir.cost.replay import replay_rank, source_of
+from shardfx.ir.cost.traffic import traffic
+from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.redistribute import Redistribution
+
+from .figures import BYTES_PER_SECOND, FLOPS_PER_SECOND, Cause, CommRow, Communication, Estimate, Memory, Report
+
+if TYPE_CHECKING:
+    from shardfx.compiled import Compiled
+
+
+def make_report(
+    compiled: Compiled,
+    flops_per_second: float = FLOPS_PER_SECOND,
+    bytes_per_second: float = BYTES_PER_SECOND,
+) -> Report:
+    """The report of a compiled model (see ``ParallelModule.report``)."""
+    graph, context = compiled.after, compiled.context
+    train = any(output.kind is OutputKind.LOSS for output in graph.outputs)
+    kinds = {OutputKind.BUFFER, *((OutputKind.LOSS, OutputKind.GRADIENT) if train else (OutputKind.RESULT,))}
+    with no_collection():
+        replay = replay_rank(graph, context.rules, kinds)
+        communication = Communication(tuple(comm_rows(graph, context.planner)))
+    return Report(
+        graph.mesh,
+        (len(compiled.before.nodes), len(graph.nodes)),
+        memory_of(graph, replay.peak),
+        communication,
+        Estimate(replay.work, communication.seconds, flops_per_second, bytes_per_second),
+        tuple(context.notes),
+        dict(context.seconds),
+    )
+
+
+def memory_of(graph: Graph, peak: Peak) -> Memory:
+    """The bytes of what a rank is given, of its gradients, and of the peak of its program."""
+    mesh = graph.mesh
+    given: dict[InputKind, int] = {}
+    for each in graph.inputs:
+        given[each.kind] = given.get(each.kind, 0) + each.value.local_bytes(mesh)
+    gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
+    return Memory(
+        given.get(InputKind.PARAMETER, 0),
+        given.get(InputKind.BUFFER, 0),
+        given.get(InputKind.ARGUMENT, 0) + given.get(InputKind.TARGET, 0) + given.get(InputKind.SEED, 0),
+        given.get(InputKind.CONSTANT, 0),
+        sum(value.local_bytes(mesh) for value in gradients),
+        peak,
+    )
+
+
+def comm_rows(graph: Graph, planner: Redistribution) -> list[CommRow]:
+    """The collectives by axes and kind, in the order of the mesh, what sends most first."""
+    outputs = {output.value: output for output in graph.outputs}
+    inputs = {given.value: given.name for given in graph.inputs}
+    rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
+    for node in graph.nodes:
+        if isinstance(node.op, CommOp) and node.op is not comm.shard:
+            kind = node.op.name.removesuffix("_fused").replace("_", "-")
+            rows.setdefault((graph.mesh.sort(node.kwargs["axes"]), kind), []).append(node)
+    made = []
+    for (axes, kind), nodes in rows.items():
+        sent = [traffic(node, graph.mesh) for node in nodes]
+        causes = [cause for node in nodes for cause in causes_of(node, graph.mesh, inputs, outputs)]
+        causes.sort(key=lambda cause: -cause.nbytes)
+        calls = sum(one.turns for one in sent)
+        seconds = sum(comm_seconds(node, planner) * one.turns for node, one in zip(nodes, sent, strict=True))
+        made.append(CommRow(axes, kind, calls, sum(one.total for one in sent), seconds, tuple(causes)))
+    return sorted(made, key=lambda row: ([graph.mesh.order(axis) for axis in row.axes], -row.nbytes))
+
+
+def comm_seconds(node: Node, planner: Redistribution) -> float:
+    """The time of a comm node by the mesh's links; those that travel together pay the latency once."""
+    kind = comm.COMM_OPS.get(node.op.name.removesuffix("_fused"), comm.all_to_all)
+    values = node.outs if kind is comm.all_gather else node.operands
+    return planner.cost(kind, node.kwargs["axes"], sum(value.local_bytes(planner.mesh) for value in values))
+
+
+def causes_of(node: Node, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> list[Cause]:
+    """What each value that a comm node moves is: a parameter, a gradient, the loss, or what an op made."""
+    total = traffic(node, mesh).total
+    values = list(zip(node.operands, node.outs, strict=True))
+    held = [operand.local_bytes(mesh) for operand, _ in values]
+    whole = sum(held) or 1
+    return [
+        Cause(out.name, module_of(operand, node), what(operand, out, inputs, outputs), total * size / whole)
+        for (operand, out), size in zip(values, held, strict=True)
+    ]
+
+
+def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> str:
+    """In words, what a value is whose placement changes."""
+    source = first(operand)
+    if source in inputs:
+        return f"{inputs[source]} is stored cut"
+    output = outputs.get(result)
+    if output is not None and output.kind is OutputKind.GRADIENT:
+        return f"gradient of {output.name}"
+    if output is not None and output.kind is not OutputKind.RESULT:
+        return output.name if output.kind is OutputKind.LOSS else f"new content of {output.name}"
+    maker = op_name(source.node.op) if source.node is not None else "an input"
+    partial = operand.spec is not None and bool(operand.spec.partial)
+    return f"{'partial sums' if partial else 'result'} of {maker}"
+
+
+def first(value: Value) -> Value:
+    """The value before any communication, views and transposes: what an op made, or an input."""
+    value = source_of(value)
+    while value.node is not None and is_view(value.node) and len(value.node.operands) == 1:
+        value = source_of(value.node.operands[0])
+    return value
+
+
+def is_view(node: Node) -> bool:
+    """Whether the op's results are views of its operand, as its schema says."""
+    returns = node.op._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def module_of(operand: Value, node: Node) -> str:
+    """The module of the op that made the value; of the comm node (where it goes) for an input."""
+    source = first(operand).node
+    return (source.where.module if source is not None else "") or node.where.module

@@ -1,0 +1,151 @@
+"""Tables on a terminal: a report as text, with colours where the terminal has them."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardfx.ir.graph import op_name
+from shardfx.ir.text.printer import size_text
+
+if TYPE_CHECKING:
+    from .figures import Cause, CommRow, Report
+
+WIDTH = 110
+MOST_CAUSES = 4
+FORMULA = (
+    "peak = parameters + buffers + constants + inputs + the largest sum of live storages over the program\n"
+    "Not counted: the states of the optimizer, workspaces inside of ops, fragmentation."
+)
+
+
+def render(what: RenderableType, width: int = WIDTH) -> str:
+    """What rich would show, as plain text without colours."""
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, legacy_windows=False, emoji=False).print(what)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def table(title: str, *columns: str, right: Iterable[int] = ()) -> Table:
+    """A table without vertical rules; the columns of the numbers ``right`` are flush right."""
+    made = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    numbers = set(right)
+    for i, name in enumerate(columns):
+        flush = "right" if i in numbers else "left"
+        made.add_column(name, justify=flush, no_wrap=i in numbers, header_style="dim")  # type: ignore[arg-type]
+    return made
+
+
+def seconds_text(seconds: float) -> str:
+    """``12.3 ms``: three digits at most."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+
+
+def count_text(number: float, unit: str) -> str:
+    """``402 MFLOP``: three digits at most, in powers of 1000."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 999.5:
+            return f"{number:.3g} {prefix}{unit}"
+        number /= 1000
+    return f"{number:.3g} P{unit}"
+
+
+def report_text(report: Report) -> str:
+    """The tables of a report as plain text."""
+    return render(report_tables(report))
+
+
+def report_tables(report: Report) -> RenderableType:
+    """The tables of a report: memory, communication, time, warnings."""
+    mesh, (before, after) = report.mesh, report.ops
+    axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
+    head = Text.assemble(("Plan", "bold"), f"  {axes}: {mesh.size} ranks; {before} ops captured, {after} planned")
+    parts: list[RenderableType] = [head, "", *_memory(report), "", _communication(report), "", *_time(report)]
+    if report.warnings:
+        parts += ["", Text("Warnings", "bold")]
+        parts += [Padding(Text(f"- {warning}", "yellow"), (0, 0, 0, 2)) for warning in report.warnings]
+    return Group(*parts)
+
+
+def _memory(report: Report) -> list[RenderableType]:
+    memory, peak = report.memory, report.memory.peak
+    made = table("Memory of one rank", "", "bytes", "what is counted", right=[1])
+    for name, size, note in (
+        ("parameters", memory.parameters, "the stored shards"),
+        ("buffers", memory.buffers, "the stored shards"),
+        ("constants", memory.constants, "tensors that the model made when it was captured"),
+        ("inputs", memory.inputs, "this rank's part of the batch"),
+        ("activations", memory.activations, "at the peak: made by the forward pass, kept for the backward"),
+        ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),
+        ("results", peak.of("results") + peak.of("new buffers"), "at the peak: loss, results, new contents of buffers"),
+        ("temporaries", peak.of("temporaries"), "at the peak: everything else, buffers of communication too"),
+    ):
+        if size or name in ("parameters", "activations", "gradients", "temporaries"):
+            made.add_row(name, size_text(size), Text(note, "dim"))
+    node = peak.node
+    at = f"in %{node.name} = {op_name(node.op)} {node.where}" if node is not None else ""
+    made.add_section()
+    made.add_row(
+        Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(f"their sum, {at}".rstrip(", "))
+    )
+    return [made, Text(FORMULA, "dim")]
+
+
+def _communication(report: Report) -> RenderableType:
+    rows = report.communication.rows
+    if not rows:
+        return Text.assemble(("Communication", "bold"), "  none")
+    columns = ("axes", "kind", "calls", "sent", "time", "because of")
+    made = table("Communication of one rank in one step", *columns, right=[2, 3, 4])
+    for row in rows:
+        axes = ", ".join(row.axes)
+        made.add_row(
+            Text(axes, "cyan"), row.kind, str(row.calls), size_text(row.nbytes), seconds_text(row.seconds), _causes(row)
+        )
+    total = report.communication
+    made.add_section()
+    made.add_row("all", "", str(total.calls), size_text(total.nbytes), seconds_text(total.seconds), "")
+    return made
+
+
+def _causes(row: CommRow) -> Text:
+    """The causes of a row, those alike in repeated layers as one, what sends most first."""
+    alike: dict[str, list[Cause]] = {}
+    for cause in row.causes:
+        module = "" if " of " in cause.what and cause.what.startswith(("gradient", "new")) else cause.module
+        text = f"{cause.what} @ {module}" if module and "is stored" not in cause.what else cause.what
+        alike.setdefault(re.sub(r"(?<![^. ])\d+(?![^. ])", "*", text), []).append(cause)
+    ranked = sorted(alike.items(), key=lambda item: -sum(cause.nbytes for cause in item[1]))
+    lines = [f"{text}{f' ({len(causes)}x)' if len(causes) > 1 else ''}" for text, causes in ranked[:MOST_CAUSES]]
+    if len(ranked) > MOST_CAUSES:
+        lines.append(f"and {len(ranked) - MOST_CAUSES} more kinds")
+    return Text("\n".join(lines), "dim")
+
+
+def _time(report: Report) -> list[RenderableType]:
+    time = report.time
+    rates = f"{count_text(time.flops_per_second, 'FLOP/s')} and {count_text(time.bytes_per_second, 'B/s')}"
+    made = table("Time of one step (an estimate)", "", "time", "", right=[1])
+    made.add_row(
+        "compute", seconds_text(time.compute), Text(f"{count_text(time.work.flops, 'FLOP')}, at {rates}", "dim")
+    )
+    made.add_row("communication", seconds_text(time.communication), Text("by the links of the mesh", "dim"))
+    made.add_section()
+    made.add_row(
+        Text("step", "bold"), Text(seconds_text(time.total), "bold"), Text("their sum: nothing overlaps", "dim")
+    )
+    passes = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in report.passes.items())
+    return [made, "", Text.assemble(("Passes  ", "bold"), (passes or "none", "dim"))]

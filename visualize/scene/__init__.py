@@ -1,0 +1,1 @@
+"""What is drawn: boxes of modules, folded, and what flows between them."""
