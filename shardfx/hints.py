@@ -8,6 +8,7 @@ from typing import Any
 
 from shardfx.ir.errors import Error
 from shardfx.passes import Pass
+from shardfx.passes.rank import RankPass
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Hints:
         fuse_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
         passes: further passes, run after the built-in ones that they require: instances, or text such as
             ``"count-nodes{mb=2}"`` for those of installed plugins (see docs/writing_passes.md).
+        rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
+            :class:`shardfx.RankPass`, or text for those of installed plugins.
 
     Example::
 
@@ -40,6 +43,7 @@ class Hints:
     strict: bool = False
     fuse_mb: float = 25.0
     passes: Sequence[Pass | str] = ()
+    rank_passes: Sequence[RankPass | str] = ()
     zero: int = 0
     zero_axis: str = "dp"
     recompute: Any = None

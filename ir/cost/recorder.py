@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardfx.ir.graph import Input, Node, Phase
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Recorder:
                 found = self._known[key] = self._run(target, args, kwargs or {}, operands)
             made, flops = found
             call.result, fresh = self._bind(made, operands)
-            if not isinstance(self.node.op if self.node else None, CommOp) and fresh:
+            if not isinstance(self.node.op if self.node else None, OwnOp) and fresh:
                 self.work.append((flops, fresh + sum(t.nbytes for t in operands)))
         self._makers.append(self.node)
         self.count += 1

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardfx.ir.graph import Graph, OutputKind, Value
-from shardfx.ir.ops.comm import CommOp
-from shardfx.ir.program.lower import Writer, select
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.program.lower import Lowering, select
 from shardfx.ir.rules.book import RuleBook
 
 from .recorder import Peak, Recorder
@@ -60,25 +60,25 @@ def replay_rank(graph: Graph, book: RuleBook, kinds: Iterable[OutputKind], rank:
     """Replay the program of ``rank`` (0 holds most) for the outputs of some kinds."""
     inputs, nodes, outputs = select(graph, kinds)
     recorder = Recorder()
-    writer = Writer(graph, rank, book, fx=recorder)  # type: ignore[arg-type]
+    writer = Lowering(graph, rank, book, fx=recorder)  # type: ignore[arg-type]
     for given in inputs:
-        recorder.next_input = (given, writer.shape(given.value))
+        recorder.next_input = (given, writer.shape(given.value, given.value.spec))
         writer.placeholder(given)
     gradients = {source_of(output.value) for output in outputs if output.kind is OutputKind.GRADIENT}
     for node in nodes:
         recorder.node = node
         writer.node(node)
         for value in node.outs:
-            if value in gradients and not isinstance(node.op, CommOp):
-                recorder.mark(writer.use(value), "gradients")
+            if value in gradients and not isinstance(node.op, OwnOp):
+                recorder.mark(writer.env[value], "gradients")
     for output in outputs:
-        recorder.keep(writer.use(output.value), KEPT[output.kind])
+        recorder.keep(writer.env[output.value], KEPT[output.kind])
     return Replay(recorder.peak(), Work(tuple(recorder.work)), recorder.count)
 
 
 def source_of(value: Value) -> Value:
     """The value before any communication."""
-    while value.node is not None and isinstance(value.node.op, CommOp):
+    while value.node is not None and isinstance(value.node.op, OwnOp):
         operands = value.node.operands
         value = operands[value.index if len(operands) > 1 else 0]
     return value

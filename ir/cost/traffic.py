@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.traits import base_name
+from shardfx.ir.ops.table import OwnOp
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,15 @@ class Traffic:
 
 
 def is_comm(node: Node) -> bool:
-    return base_name(node).startswith("comm.")
+    """Whether a node is communication."""
+    return isinstance(node.op, OwnOp)
 
 
 def traffic(node: Node, mesh: Mesh) -> Traffic:
-    """The bytes that one rank sends for a comm node (formulas as in :mod:`shardfx.ir.ops.comm`)."""
-    name = base_name(node).removeprefix("comm.")
-    axes = tuple(node.kwargs.get("axes", ()))
-    n = mesh.extent(axes)
-    gathers = name.startswith("all_gather")
-    held = sum(value.local_bytes(mesh) for value in (node.outs if gathers else node.operands))
-    share = (n - 1) / n
-    if name == "slice":
-        share = 0.0
-    elif name.startswith("all_reduce"):
-        share *= 2
-    elif not gathers and not name.startswith(("reduce_scatter", "all_to_all")):
-        share = 1.0
+    """The bytes that one rank sends for a comm node, and how often."""
+    assert isinstance(node.op, OwnOp)
     time = [axis for value in node.operands[:1] if value.spec for axis in value.spec.axes if mesh[axis].time]
-    return Traffic(name, axes, held * share, mesh.extent(time))
+    return Traffic(node.op.kind, tuple(node.kwargs["axes"]), node.op.sends(node, mesh), mesh.extent(time))
 
 
 def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:
@@ -57,5 +47,5 @@ def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Tra
 
 
 def comm_name(name: str) -> str:
-    """``all_gather_fused`` as it is written in a picture: ``all-gather``."""
-    return name.removesuffix("_fused").replace("_", "-")
+    """``all_gather`` as it is written in a picture: ``all-gather``."""
+    return name.replace("_", "-")

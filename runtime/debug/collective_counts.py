@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfx.runtime.rendezvous import Request, listeners
+
 Key = tuple[str, str]
 
 
@@ -48,25 +50,20 @@ class Counts(dict[Key, Count]):
         return sum(count.nbytes for count in self.values())
 
 
-_listening: list[Counts] = []
-
-
 @contextmanager
 def count_collectives() -> Iterator[Counts]:
     """Count what runs in this process while the context is open."""
     counts = Counts()
-    _listening.append(counts)
+
+    def listen(request: Request, local: torch.Tensor, n: int) -> None:
+        counts.add(request.op, request.group, sent(request.op, local, n))
+
+    listeners.append(listen)
     try:
         with _Watch(counts):
             yield counts
     finally:
-        _listening.remove(counts)
-
-
-def record(op: str, group: str, local: torch.Tensor, n: int) -> None:
-    """Tell those who count of a collective among virtual ranks."""
-    for counts in _listening:
-        counts.add(op, group, sent(op, local, n))
+        listeners.remove(listen)
 
 
 def sent(op: str, local: torch.Tensor, n: int) -> float:

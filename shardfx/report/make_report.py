@@ -12,8 +12,8 @@ from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
-from shardfx.ir.ops.comm import CommOp
 from shardfx.ir.ops.redistribute import Redistribution
+from shardfx.ir.ops.table import OwnOp
 
 from .figures import BYTES_PER_SECOND, FLOPS_PER_SECOND, Cause, CommRow, Communication, Estimate, Memory, Report
 
@@ -67,8 +67,8 @@ def comm_rows(graph: Graph, planner: Redistribution) -> list[CommRow]:
     inputs = {given.value: given.name for given in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
     for node in graph.nodes:
-        if isinstance(node.op, CommOp) and node.op is not comm.shard:
-            kind = node.op.name.removesuffix("_fused").replace("_", "-")
+        if isinstance(node.op, OwnOp) and node.op is not comm.shard:
+            kind = node.op.kind.replace("_", "-")
             rows.setdefault((graph.mesh.sort(node.kwargs["axes"]), kind), []).append(node)
     made = []
     for (axes, kind), nodes in rows.items():
@@ -83,9 +83,9 @@ def comm_rows(graph: Graph, planner: Redistribution) -> list[CommRow]:
 
 def comm_seconds(node: Node, planner: Redistribution) -> float:
     """The time of a comm node by the mesh's links; those that travel together pay the latency once."""
-    kind = comm.COMM_OPS.get(node.op.name.removesuffix("_fused"), comm.all_to_all)
-    values = node.outs if kind is comm.all_gather else node.operands
-    return planner.cost(kind, node.kwargs["axes"], sum(value.local_bytes(planner.mesh) for value in values))
+    assert isinstance(node.op, OwnOp)
+    values = node.outs if node.op.whole == "results" else node.operands
+    return planner.cost(node.op, node.kwargs["axes"], sum(value.local_bytes(planner.mesh) for value in values))
 
 
 def causes_of(node: Node, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> list[Cause]:
