@@ -106,8 +106,19 @@ def first_broken(programs: Iterable[RankProgram]) -> Fault | None:
         try:
             validate_program(program)
         except ProgramError as error:
-            return Fault(error.what, "", program.rank, error.node, error.line)
+            return Fault(error.what, _leads_to(program, error.node), program.rank, error.node, error.line)
     return None
+
+
+def _leads_to(program: RankProgram, name: str) -> str:
+    """The first output of a program that is made of a call."""
+    made = {node for node in program.graph.nodes if node.name == name}
+    for node in program.graph.nodes:
+        if made & set(node.all_input_nodes):
+            made.add(node)
+    results = program.result().args[0]
+    pairs = zip(program.outputs, results, strict=False)  # type: ignore[arg-type]
+    return next((f"{output.kind.value} {output.name}" for output, node in pairs if node in made), "")
 
 
 class _Broken(Exception):

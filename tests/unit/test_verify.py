@@ -243,7 +243,7 @@ def test_operands_are_as_needed_once_communication_is_explicit() -> None:
         ("dim=1) : f32[8{dp}, 12{tp}]", "dim=1) : f32[8{dp}, 24{tp}]", "changes the type of %7", ""),
         ("f32[12] +{dp}\n", "f32[12]\n", "does not lead to %10", "[12] +{dp}"),
         ("%2, %4, axes", "%2, axes", "does not have a result for each operand", ""),
-        ("%7 = comm.all_gather(%1,", "%7 = comm.all_gather(%1, %1,", "does not have one operand", ""),
+        ("%7 = comm.all_gather(%1,", "%7 = comm.all_gather(%1, %1,", "does not have a result for each operand", ""),
     ],
 )
 def test_a_comm_op_leads_to_its_result(old: str, new: str, what: str, expected: str) -> None:
