@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from shardfx.ir.capture.trace import Captured, capture
+from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
@@ -57,7 +57,7 @@ def compile_model(
     if isinstance(hints.specs, PlannedSpecs):
         hints.specs.plan.check(captured.graph)
     before = captured.graph.copy()
-    context = new_context(hints, captured, mesh, rules)
+    context = new_context(hints, captured.graph, rules)
     with no_collection():
         run_passes(captured.graph, passes, context, on_pass)
     if isinstance(hints.specs, PlannedSpecs):
@@ -67,18 +67,16 @@ def compile_model(
     return Compiled(hints, captured, before, captured.graph, context, passes)
 
 
-def new_context(hints: Hints, captured: Captured, mesh: Mesh, rules: RuleBook) -> Context:
-    """What the passes begin with."""
-    notes = list(captured.notes)
-    return Context(
-        rules, Redistribution(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases, strict=hints.strict
-    )
+def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
+    """What the passes begin with; what they note is the graph's."""
+    planner = Redistribution(graph.mesh)
+    return Context(rules, planner, notes=graph.notes, specs=hints.specs, aliases=graph.aliases, strict=hints.strict)
 
 
 def after_each_pass(compiled: Compiled) -> dict[str, Graph]:
     """The graph after each pass, by the pass's name: the passes run again, on a copy of the captured graph."""
     graph = compiled.before.copy()
-    context = new_context(compiled.hints, compiled.captured, graph.mesh, compiled.context.rules)
+    context = new_context(compiled.hints, graph, compiled.context.rules)
     found: dict[str, Graph] = {}
 
     def keep(each: Pass, graph: Graph) -> None:

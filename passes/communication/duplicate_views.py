@@ -9,7 +9,6 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import Context
-from shardfx.passes.sharding.sum_placement import output_specs
 
 
 def twins(graph: Graph, context: Context) -> None:
@@ -18,7 +17,7 @@ def twins(graph: Graph, context: Context) -> None:
     What lies otherwise is then asked of *their* operand, and so on up: a value that is needed whole as it is and
     whole transposed is gathered once, and the gathered copy transposed.
     """
-    wanted = output_specs(graph)
+    wanted = graph.output_specs()
     users = graph.users()
     rewriter = Rewriter(graph)
     asked: dict[Value, dict[Spec, list[Node | Output]]] = {}

@@ -19,7 +19,6 @@ from shardfx.ir.ops.redistribute import Redistribution, Step
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
-from shardfx.passes.sharding.sum_placement import output_specs
 
 from .duplicate_views import twins
 
@@ -39,7 +38,7 @@ class Partition(Pass):
             assert node.strategy is not None
             for i, (value, spec) in enumerate(zip(node.operands, node.strategy.operands, strict=True)):
                 _ask(needs, value, spec, node, i)
-        for output, spec in output_specs(graph).items():
+        for output, spec in graph.output_specs().items():
             _ask(needs, output.value, spec, output, 0)
         rewriter = Rewriter(graph)
         for value in list(graph.values()):

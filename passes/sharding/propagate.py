@@ -159,6 +159,8 @@ def write(
     for given in graph.inputs:
         if given.value.spec is None or given.kind is not InputKind.PARAMETER:
             given.value.spec = input_spec(given, state)
+    for output, spec in graph.output_specs().items():
+        output.spec = spec
     context.decisions.update(state.decisions)
     context.hints.update({value: state.spec_of(value) for value in state.closed if value.node is not None})
 

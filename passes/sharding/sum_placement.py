@@ -18,7 +18,7 @@ from itertools import pairwise
 import networkx as nx
 
 from shardfx.ir.cut import Cut, without
-from shardfx.ir.graph import Graph, Node, Output, Value
+from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 
@@ -141,17 +141,3 @@ def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None
     if flow.has_edge(a, b):
         capacity += flow[a][b].get("capacity", 0)
     flow.add_edge(a, b, capacity=capacity)
-
-
-def output_specs(graph: Graph) -> dict[Output, Spec]:
-    """The placement that each output must have: gradients and buffers as their input, a loss whole, results as made."""
-    stored = {given.name: given.value.spec for given in graph.inputs}
-    result: dict[Output, Spec] = {}
-    for output in graph.outputs:
-        kind = output.kind.value
-        spec = stored.get(output.name) if kind in ("gradient", "buffer") else None
-        if spec is None:
-            made = output.value.spec
-            spec = Spec.whole(output.value.type.ndim) if kind == "loss" or made is None else made.reduced()
-        result[output] = spec
-    return result
