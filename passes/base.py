@@ -12,13 +12,11 @@ from shardfx.ir.graph import Graph, Node, Value, op_name
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec
+from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 
 from .options import value_text
 
-SHARDED = "SHARDED"
-"""Every node has a strategy."""
-COMM_EXPLICIT = "COMM_EXPLICIT"
-"""Every operand has the placement that its node needs: what differs is a ``comm`` node."""
+__all__ = ["COMM_EXPLICIT", "SHARDED", "Context", "Decision", "Pass", "PassError"]
 
 
 @dataclass(frozen=True)

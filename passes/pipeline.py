@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
-from shardfx.ir.validate import validate_graph
+from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError
 
@@ -50,7 +50,9 @@ def run_passes(
     passes = tuple(passes)
     check_order(passes)
     ran: list[str] = []
+    validator = Validator(context.rules)
     for each in passes:
+        known = set(graph.nodes)
         started = time.perf_counter()
         try:
             each.run(graph, context)
@@ -63,7 +65,10 @@ def run_passes(
                 remedy="if it is your own pass, see the traceback above; else please report it",
             ) from error
         graph.established |= each.establishes
-        validate_graph(graph, after=each.name)
+        for node in graph.nodes:
+            if node not in known and not node.made_by:
+                node.made_by = each.name
+        validator.check(graph, after=each.name)
         context.seconds[each.name] = context.seconds.get(each.name, 0.0) + time.perf_counter() - started
         ran.append(each.name)
         if on_pass is not None:

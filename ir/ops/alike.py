@@ -2,7 +2,7 @@
 
 >>> x = Value(TensorType((4, 4), torch.float32))
 >>> alike(Rewriter.make(aten.relu.default, (x,), x.type))
-(<OpOverload(op='aten.relu', overload='default')>, (TensorType(shape=(4, 4), dtype=torch.float32),), (), (TensorType(...),))
+(<OpOverload(op='aten.relu', overload='default')>, (TensorType(shape=(4, 4), dtype=torch.float32),), (), (...,))
 """
 
 from __future__ import annotations

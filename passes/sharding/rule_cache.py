@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph, Node
-from shardfx.ir.ops.alike import structure
+from shardfx.ir.ops.alike import alike
 from shardfx.ir.rules.book import RuleBook, replicated
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
@@ -27,7 +27,7 @@ class RuleCache:
         for node in graph.nodes:
             if node in rules:
                 continue
-            key = structure(node)
+            key = alike(node)
             found = self._known.get(key)
             if found is None:
                 entry = self.book.entry(node.op)
