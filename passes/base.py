@@ -14,6 +14,7 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec
 
 from .options import value_text
+from .rule_cache import RuleCache
 
 SHARDED = "SHARDED"
 """Every node has a strategy."""
@@ -49,19 +50,45 @@ class Decision:
         return f"step {self.step}: {self.value!r} dim {self.dim} cut {cut}, from {self.source}{rest}"
 
 
+@dataclass(frozen=True)
+class Hint:
+    """How somebody wants a value to lie; ``name`` is the pattern of a user's hint, or ``pass NAME``."""
+
+    spec: Spec
+    name: str
+
+    @property
+    def reason(self) -> str:
+        """Who says so."""
+        return f"by {self.name}" if self.name.startswith("pass ") else f"the hint {self.name!r}"
+
+
 @dataclass
 class Context:
-    """What passes share: the rules, the planner of communication, the user's specs, and what they noted."""
+    """What passes share besides the graph: nothing in it decides, but for the rules and the user's specs.
+
+    Attributes:
+        rules: the rules of ops; ``cache`` has those of nodes, each made once.
+        planner: finds the cheapest communication on the mesh.
+        specs: the user's hints, as given: ``bind-hints`` writes them onto values.
+        aliases: for every parameter its first name.
+        decisions: why values are cut as they are, for ``pm.explain``.
+        notes: what a pass has to say; it stands among the warnings of the report.
+        seconds: how long each pass took.
+    """
 
     rules: RuleBook
     planner: Redistribution
     specs: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    strict: bool = False
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
-    hints: dict[Value, Spec] = field(default_factory=dict)
+    hints: dict[Value, Hint] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    cache: RuleCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = RuleCache(self.rules, self.planner.mesh)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from shardfx.ir.rules.book import RuleBook
 
 from .compiled import Compiled
 from .hints import Hints
-from .passes import Context, FuseComm, Partition, Pass, Propagate, run_passes
+from .passes import BUILT_IN, Context, FuseComm, Pass, Propagate, run_passes
 from .plan import PlannedSpecs
 from .plugins import as_passes
 
@@ -25,9 +25,8 @@ from .plugins import as_passes
 def pipeline(hints: Hints) -> tuple[Pass, ...]:
     """The passes that hints ask for, in order: a pure function of the hints (and of the plugins that they name)."""
     given = as_passes(hints.passes)
-    built_in: list[Pass] = [Propagate(), Partition()]
-    if hints.fuse_mb > 0 and not any(isinstance(p, FuseComm) for p in given):
-        built_in.append(FuseComm(mb=hints.fuse_mb))
+    options: dict[str, Pass] = {"propagate": Propagate(strict=hints.strict), "fuse-comm": FuseComm(mb=hints.fuse_mb)}
+    built_in = [options[name] if name in options else kind() for name, kind in BUILT_IN.items()]
     return (*built_in, *given)
 
 
@@ -70,9 +69,7 @@ def compile_model(
 def new_context(hints: Hints, captured: Captured, mesh: Mesh, rules: RuleBook) -> Context:
     """What the passes begin with."""
     notes = list(captured.notes)
-    return Context(
-        rules, Redistribution(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases, strict=hints.strict
-    )
+    return Context(rules, Redistribution(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases)
 
 
 def after_each_pass(compiled: Compiled) -> dict[str, Graph]:

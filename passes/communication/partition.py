@@ -19,9 +19,8 @@ from shardfx.ir.ops.redistribute import Redistribution, Step
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
-from shardfx.passes.sharding.sum_placement import output_specs
 
-from .duplicate_views import twins
+from .outputs import output_specs
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Partition(Pass):
     establishes: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        twins(graph, context)
         needs: dict[Value, dict[Spec, list[tuple[Node | Output, list[int]]]]] = {}
         for node in graph.nodes:
             assert node.strategy is not None
@@ -44,7 +42,8 @@ class Partition(Pass):
         rewriter = Rewriter(graph)
         for value in list(graph.values()):
             if value in needs:
-                Copies(value, rewriter, context.planner, context.hints.get(value)).serve(needs[value])
+                hint = context.hints.get(value) if value.node is not None else None
+                Copies(value, rewriter, context.planner, hint.spec if hint else None).serve(needs[value])
         changed = rewriter.apply()
         graph.rename()
         return changed
