@@ -1,6 +1,6 @@
 """What may be done to a graph: one file a pass, and the pipeline that runs them."""
 
-from .base import COMM_EXPLICIT, SHARDED, Context, Decision, Hint, Pass, PassError
+from .base import COMM_EXPLICIT, SHARDED, Context, Decision, Pass, PassError
 from .communication import DuplicateViews, FuseComm, Partition
 from .pipeline import BUILT_IN, check_order, run_passes
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
@@ -14,7 +14,6 @@ __all__ = [
     "Decision",
     "DuplicateViews",
     "FuseComm",
-    "Hint",
     "Partition",
     "Pass",
     "PassError",

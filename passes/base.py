@@ -11,7 +11,6 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Value, op_name
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.spec import Spec
 
 from .options import value_text
 from .rule_cache import RuleCache
@@ -50,19 +49,6 @@ class Decision:
         return f"step {self.step}: {self.value!r} dim {self.dim} cut {cut}, from {self.source}{rest}"
 
 
-@dataclass(frozen=True)
-class Hint:
-    """How somebody wants a value to lie; ``name`` is the pattern of a user's hint, or ``pass NAME``."""
-
-    spec: Spec
-    name: str
-
-    @property
-    def reason(self) -> str:
-        """Who says so."""
-        return f"by {self.name}" if self.name.startswith("pass ") else f"the hint {self.name!r}"
-
-
 @dataclass
 class Context:
     """What passes share besides the graph: nothing in it decides, but for the rules and the user's specs.
@@ -71,19 +57,14 @@ class Context:
         rules: the rules of ops; ``cache`` has those of nodes, each made once.
         planner: finds the cheapest communication on the mesh.
         specs: the user's hints, as given: ``bind-hints`` writes them onto values.
-        aliases: for every parameter its first name.
         decisions: why values are cut as they are, for ``pm.explain``.
-        notes: what a pass has to say; it stands among the warnings of the report.
         seconds: how long each pass took.
     """
 
     rules: RuleBook
     planner: Redistribution
     specs: Mapping[str, Any] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
-    hints: dict[Value, Hint] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     cache: RuleCache = field(init=False)
 
@@ -102,7 +83,7 @@ class Pass:
             name: ClassVar[str] = "count-nodes"
 
             def run(self, graph, context):
-                context.notes.append(f"{len(graph.nodes)} nodes")
+                graph.notes.append(f"{len(graph.nodes)} nodes")
                 return False
     """
 

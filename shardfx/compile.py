@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from shardfx.ir.capture.trace import Captured, capture
+from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
@@ -56,26 +56,25 @@ def compile_model(
     if isinstance(hints.specs, PlannedSpecs):
         hints.specs.plan.check(captured.graph)
     before = captured.graph.copy()
-    context = new_context(hints, captured, mesh, rules)
+    context = new_context(hints, captured.graph, rules)
     with no_collection():
         run_passes(captured.graph, passes, context, on_pass)
     if isinstance(hints.specs, PlannedSpecs):
         others = hints.specs.plan.differences(captured.graph)
         if others:
-            context.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
+            captured.graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
     return Compiled(hints, captured, before, captured.graph, context, passes)
 
 
-def new_context(hints: Hints, captured: Captured, mesh: Mesh, rules: RuleBook) -> Context:
+def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     """What the passes begin with."""
-    notes = list(captured.notes)
-    return Context(rules, Redistribution(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases)
+    return Context(rules, Redistribution(graph.mesh), specs=hints.specs)
 
 
 def after_each_pass(compiled: Compiled) -> dict[str, Graph]:
     """The graph after each pass, by the pass's name: the passes run again, on a copy of the captured graph."""
     graph = compiled.before.copy()
-    context = new_context(compiled.hints, compiled.captured, graph.mesh, compiled.context.rules)
+    context = new_context(compiled.hints, graph, compiled.context.rules)
     found: dict[str, Graph] = {}
 
     def keep(each: Pass, graph: Graph) -> None:

@@ -3,7 +3,8 @@
 What lies otherwise is then asked of *their* operand, and so on up: a value that is needed whole as it is and whole
 transposed is gathered once, and the gathered copy transposed.
 
-    %3 = t(%w) : [6, 8{tp}]      needed [6, 8{tp}], [6, 8]  ->  %3 = t(%w) : [6, 8{tp}];  %4 = t(%w) : [6, 8]  needs [8, 6]
+    %3 = t(%w) : [6, 8{tp}]    needed as such, and whole    ->    %3 = t(%w) : [6, 8{tp}]
+                                                                 %4 = t(%w) : [6, 8]  needs [8, 6]
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
 
-from .outputs import output_specs
-
 
 @dataclass(frozen=True)
 class DuplicateViews(Pass):
@@ -32,7 +31,7 @@ class DuplicateViews(Pass):
         users = graph.users()
         rewriter = Rewriter(graph)
         asked: dict[Value, dict[Spec, list[Node | Output]]] = {}
-        for output, spec in output_specs(graph).items():
+        for output, spec in graph.output_specs().items():
             asked.setdefault(output.value, {}).setdefault(spec, []).append(output)
         for node in reversed(graph.nodes):
             made = [node]
@@ -50,7 +49,7 @@ class DuplicateViews(Pass):
 
 def _moves(node: Node, context: Context) -> bool:
     entry = context.rules.entry(node.op)
-    if entry is None or len(node.results) != 1 or len(node.operands) != 1 or node.outs[0] in context.hints:
+    if entry is None or len(node.results) != 1 or len(node.operands) != 1 or node.outs[0].hint is not None:
         return False
     return entry.free and node.operands[0].type.numel == node.outs[0].type.numel
 

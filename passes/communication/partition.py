@@ -20,8 +20,6 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
 
-from .outputs import output_specs
-
 
 @dataclass(frozen=True)
 class Partition(Pass):
@@ -37,13 +35,13 @@ class Partition(Pass):
             assert node.strategy is not None
             for i, (value, spec) in enumerate(zip(node.operands, node.strategy.operands, strict=True)):
                 _ask(needs, value, spec, node, i)
-        for output, spec in output_specs(graph).items():
+        for output, spec in graph.output_specs().items():
             _ask(needs, output.value, spec, output, 0)
         rewriter = Rewriter(graph)
         for value in list(graph.values()):
             if value in needs:
-                hint = context.hints.get(value) if value.node is not None else None
-                Copies(value, rewriter, context.planner, hint.spec if hint else None).serve(needs[value])
+                hint = value.hint if value.node is not None else None
+                Copies(value, rewriter, context.planner, hint).serve(needs[value])
         changed = rewriter.apply()
         graph.rename()
         return changed

@@ -4,14 +4,16 @@ Names are those of ``named_parameters()``, ``args.N``, ``kwargs.NAME``, ``target
 output; ``*`` stands for one part of a name, ``**`` for any. A spec is text (``"dp tp, -"``), a :class:`Spec`, or
 DTensor placements, one per mesh axis.
 
-    before   parameter %qkv.weight : f32[192, 64]                   hint "qkv.weight": "tp, -"
-    after    parameter %qkv.weight : f32[192, 64]  hint (3 64{tp}), 64
+    before   parameter %qkv.weight : f32[192, 64]                   hints: "qkv.weight": "tp, dp"
+    after    parameter %qkv.weight : f32[(3 64{tp}), 64{dp}] hint [(3 64{tp}), 64] "qkv.weight"
+
+An axis that cuts the leading dim of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,51 +21,56 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardfx.ir.cut import Cut
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import Context, Hint, Pass
+from shardfx.passes.base import Context, Pass
 
 from .fused_layout import fused_layout
-from .seeds import data_axes
+from .seeds import as_used, data_axes
 
 
 @dataclass(frozen=True)
 class BindHints(Pass):
-    """Write the user's hints onto the values that they name: a parameter's as it is best stored."""
+    """Write the user's hints onto the values that they name: on a parameter as it computes, and how it is stored."""
 
     name: ClassVar[str] = "bind-hints"
 
     def run(self, graph: Graph, context: Context) -> bool:
         bound = named_values(graph, context)
-        data = data_axes(graph, {value: hint.spec for value, hint in bound.items()})
+        for value, (spec, name) in bound.items():
+            value.hint, value.hinted_by = spec, name
+        data = data_axes(graph)
         users = graph.users()
-        stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
-        for value, hint in bound.items():
-            spec = hint.spec
-            if value in stored:
-                cuts = enumerate(spec.dims)
-                spec = Spec(
-                    tuple(
-                        fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, graph.mesh)
-                        for d, cut in cuts
-                    )
-                )
-            context.hints[value] = Hint(spec, hint.name)
+        for given in graph.of_kind(InputKind.PARAMETER):
+            hint = given.value.hint
+            if hint is not None:
+                given.value.spec = stored(given.value, hint, data, context, users, graph.mesh)
+                given.value.hint = as_used(given.value.spec, data, given.value, graph.mesh)
         return bool(bound)
 
 
-def named_values(graph: Graph, context: Context) -> dict[Value, Hint]:
+def stored(
+    value: Value, hint: Spec, data: set[str], context: Context, users: Mapping[Value, list[Node]], mesh: Mesh
+) -> Spec:
+    """How a parameter is best stored for which a hint says ``hint``: a fused one by its parts."""
+    layouts = (
+        fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, mesh) for d, cut in enumerate(hint.dims)
+    )
+    return Spec(tuple(layouts))
+
+
+def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]]:
     """What the user's hints say of each value.
 
     Raises:
         Error: a pattern matches nothing, two hints disagree, an axis is unknown or used twice, ...
     """
     inputs = {given.name: given for given in graph.inputs}
-    names = {**{n: n for n in inputs}, **{a: n for a, n in context.aliases.items() if n in inputs}}
+    names = graph.aliases
     modules = module_outputs(graph)
-    bound: dict[Value, Hint] = {}
+    bound: dict[Value, tuple[Spec, str]] = {}
     for text, given in context.specs.items():
         matcher = pattern(text)
         hits = {names[n]: inputs[names[n]].value for n in names if matcher.fullmatch(n)}
@@ -78,17 +85,16 @@ def named_values(graph: Graph, context: Context) -> dict[Value, Hint]:
                 remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_parameters()",
             )
         for value in values:
-            hint = Hint(as_spec(given, graph.mesh, value.type.ndim, text), text)
-            known = bound.setdefault(value, hint)
-            if known.spec != hint.spec:
+            spec = as_spec(given, graph.mesh, value.type.ndim, text)
+            if value in bound and bound[value][0] != spec:
                 raise Error(
                     f"two hints disagree on {value!r}",
-                    where=f"hints {known.name!r} and {text!r}",
+                    where=f"hints {bound[value][1]!r} and {text!r}",
                     expected="one spec per value",
-                    got=f"{known.spec} and {hint.spec}",
+                    got=f"{bound[value][0]} and {spec}",
                     remedy="make the patterns narrower",
                 )
-            bound[value] = hint
+            bound[value] = (spec, text)
     return bound
 
 

@@ -97,7 +97,8 @@ class Conflicts:
         self, node: Node, axis: str, factors: list[str], cuts: dict[str, Cut], found: dict[str, list[Candidate]]
     ) -> str:
         """Which of the factors gets the axis: one cut by a parameter's hint, else the cheapest by bytes moved."""
-        strong = [f for f in factors if any(axis in c.cut.axes and self.held.is_strong(c.value, axis) for c in found[f])]
+        having = {f: [c.value for c in found[f] if axis in c.cut.axes] for f in factors}
+        strong = [f for f, values in having.items() if any(self.held.is_strong(v, axis) for v in values)]
         if len(strong) == 1:
             return strong[0]
         mesh = self.held.mesh

@@ -46,9 +46,9 @@ class Propagation:
                 self.held.closed.add(seed.value)
             for dim, cut in enumerate(seed.spec.dims):
                 for axis in cut.axes:
-                    self.held.origin[seed.value, axis] = Origin(seed.hint.name, seed.operator)
+                    self.held.origin[seed.value, axis] = Origin(seed.name, seed.operator)
                 if cut.axes:
-                    self._note(seed.value, dim, cut, seed.hint.reason, "")
+                    self._note(seed.value, dim, cut, seed.reason, "")
 
     def take_over(self, old: Value, new: Value) -> None:
         """``new`` stands for ``old`` from now on: it holds the same, for the same reasons."""

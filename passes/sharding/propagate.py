@@ -47,7 +47,7 @@ class Propagate(Pass):
         expander = Expander(context.rules)
         held = Held(graph, context.cache)
         state = Propagation(held, Conflicts(held, context.planner))
-        state.seed(seeds_of(graph, context.hints))
+        state.seed(seeds_of(graph))
         state.run()
         for _ in range(MOST_ROUNDS):
             blocked = [node for node in graph.nodes if expander.can(node) and is_blocked(node, held)]
@@ -56,15 +56,14 @@ class Propagate(Pass):
             around = [value for node in blocked for value in node.operands]
             for old, new in expander.apply(graph, blocked):
                 state.take_over(old, new)
-                if old in context.hints:
-                    context.hints[new] = context.hints.pop(old)
+                new.hint, new.hinted_by = old.hint, old.hinted_by
                 around.append(new)
             held.changed_graph()
             state.run(around)
         else:
             raise Error("ops are taken apart without end", got=", ".join(op_name(n.op) for n in blocked[:3]))
         self._report_missing(graph, context)
-        write(held, sweep(held, state.conflicts), context)
+        write(held, sweep(held, state.conflicts))
         context.decisions.update(state.decisions)
         graph.rename()
         return True
@@ -74,7 +73,7 @@ class Propagate(Pass):
         known = {node: context.cache.known(node) for node in graph.nodes}
         for node in unique_ops(node for node, found in known.items() if found.source == "discovered"):
             rule = rule_text(known[node].rule)
-            context.notes.append(f"the rule of {op_name(node.op)} ({node.where}) was found by running it: {rule}")
+            graph.notes.append(f"the rule of {op_name(node.op)} ({node.where}) was found by running it: {rule}")
         for node in unique_ops(node for node, found in known.items() if found.source == "none"):
             name = op_name(node.op)
             if self.strict:
@@ -86,7 +85,7 @@ class Propagate(Pass):
                     remedy="write one (docs/writing_rules.md), or pass strict=False to compute it whole on every rank",
                 )
             text = f"no sharding rule for {name} ({node.where}): it is computed whole on every rank"
-            context.notes.append(text)
+            graph.notes.append(text)
             warnings.warn(text, ShardfxWarning, stacklevel=2)
 
 
@@ -137,13 +136,14 @@ def scattered(made: Spec, wish: Iterable[Cut]) -> tuple[Cut, ...]:
     return tuple(result)
 
 
-def write(held: Held, cuts: Mapping[Node, dict[str, Cut]], context: Context) -> None:
-    """Write strategies on nodes and specs on values; a parameter lies as it is stored."""
+def write(held: Held, cuts: Mapping[Node, dict[str, Cut]]) -> None:
+    """Write strategies on nodes and specs on values and outputs; a parameter lies as it is stored."""
     for node in held.graph.nodes:
         node.strategy = held.cache.strategy(held.rules[node], cuts[node])
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
     for given in held.graph.inputs:
-        hint = context.hints.get(given.value)
-        stored = hint is not None and given.kind is InputKind.PARAMETER
-        given.value.spec = hint.spec if hint is not None and stored else held.spec(given.value)
+        if given.value.spec is None or given.kind is not InputKind.PARAMETER:
+            given.value.spec = held.spec(given.value)
+    for output, spec in held.graph.output_specs().items():
+        output.spec = spec

@@ -31,7 +31,8 @@ class Reassociate(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         users = graph.users()
-        kept = {output.value for output in graph.outputs} | set(context.hints)
+        kept = {output.value for output in graph.outputs}
+        kept |= {value for value in graph.values() if value.hint is not None}
         rewriter = Rewriter(graph)
         inner: set[Node] = set()
         changed = False
@@ -47,8 +48,7 @@ class Reassociate(Pass):
                 continue
             changed = True
             new = _rebuild(node, list(groups.values()), rewriter)
-            if node.outs[0] in context.hints:
-                context.hints[new] = context.hints.pop(node.outs[0])
+            new.hint, new.hinted_by = node.outs[0].hint, node.outs[0].hinted_by
         if changed:
             rewriter.apply()
             dead_code(graph)

@@ -6,14 +6,12 @@ is stored, not how it computes (gathered at use, its gradient reduce-scattered),
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardfx.ir.cut import Cut, Part, compound
 from shardfx.ir.graph import Graph, InputKind, OutputKind, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import Hint
 
 
 @dataclass(frozen=True)
@@ -25,40 +23,45 @@ class Seed:
 
     value: Value
     spec: Spec
-    hint: Hint
+    name: str
     operator: bool = False
     closed: bool = True
 
+    @property
+    def reason(self) -> str:
+        """Who says so, in words."""
+        return f"by {self.name}" if self.name.startswith(BY_PASS) else f"the hint {self.name!r}"
 
-def seeds_of(graph: Graph, hints: Mapping[Value, Hint]) -> list[Seed]:
+
+BY_PASS = "pass "
+"""The name of what hints begins so where that is a pass."""
+
+
+def seeds_of(graph: Graph) -> list[Seed]:
     """The seeds of a graph: inputs first, then nodes, then gradients that have no hint of their own."""
-    data = data_axes(graph, {value: hint.spec for value, hint in hints.items()})
     seeds = []
     used: dict[str, Seed] = {}
     for given in graph.inputs:
-        hint = hints.get(given.value)
-        if hint is None:
-            continue
-        is_parameter = given.kind is InputKind.PARAMETER
-        spec = as_used(hint.spec, data, given.value, graph.mesh) if is_parameter else hint.spec
-        used[given.name] = Seed(given.value, spec, hint, operator=is_parameter)
-        seeds.append(used[given.name])
+        if given.value.hint is not None:
+            is_parameter = given.kind is InputKind.PARAMETER
+            seed = used[given.name] = Seed(given.value, given.value.hint, given.value.hinted_by, operator=is_parameter)
+            seeds.append(seed)
     for node in graph.nodes:
-        seeds += [Seed(value, hints[value].spec, hints[value]) for value in node.outs if value in hints]
+        seeds += [Seed(value, value.hint, value.hinted_by) for value in node.outs if value.hint is not None]
     for output in graph.outputs:
-        seed = used.get(output.name)
-        if output.kind is OutputKind.GRADIENT and seed is not None and output.value not in hints:
-            seeds.append(Seed(output.value, seed.spec, seed.hint, operator=True, closed=False))
+        known = used.get(output.name)
+        if output.kind is OutputKind.GRADIENT and known is not None and output.value.hint is None:
+            seeds.append(Seed(output.value, known.spec, known.name, operator=True, closed=False))
     return seeds
 
 
-def data_axes(graph: Graph, placed: Mapping[Value, Spec]) -> set[str]:
-    """The axes that cut the leading dim of an input of the model."""
+def data_axes(graph: Graph) -> set[str]:
+    """The axes that cut the leading dim of an input of the model, by the hints."""
     return {
         axis
-        for given in graph.inputs
-        if given.kind is InputKind.ARGUMENT and given.value in placed and given.value.type.ndim
-        for axis in placed[given.value].dims[0].axes
+        for given in graph.of_kind(InputKind.ARGUMENT)
+        if given.value.hint is not None and given.value.type.ndim
+        for axis in given.value.hint.dims[0].axes
     }
 
 

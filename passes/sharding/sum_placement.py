@@ -56,7 +56,8 @@ class _Sums:
         self.users = self.graph.users()
         self.rules = {node: self.context.cache.rule(node) for node in self.graph.nodes}
         self.reduced = {value: self._needed(value) for value in self.graph.values()}
-        self.ends = {output.value for output in self.graph.outputs} | set(self.context.hints)
+        self.ends = {output.value for output in self.graph.outputs}
+        self.ends |= {value for value in self.graph.values() if value.hint is not None}
         changed = [self._axis(axis.name) for axis in self.graph.mesh.space if axis.size > 1]
         return any(changed)
 
@@ -65,8 +66,8 @@ class _Sums:
         wants its partial sum scattered."""
         made = value.spec
         assert made is not None
-        if value in self.context.hints:
-            return self.context.hints[value].spec
+        if value.hint is not None:
+            return value.hint
         if made.partial:
             for user in self.users[value]:
                 assert user.strategy is not None

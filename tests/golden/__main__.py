@@ -6,7 +6,7 @@ import sys
 
 from shardfx.ir.capture.trace import capture
 from shardfx.passes import BUILT_IN
-from tests.golden import CAPTURE, FOLDER, Golden, goldens, printed
+from tests.golden import CAPTURE, FOLDER, goldens, printed
 from tests.plans import MESHES, specs_of
 from tests.zoo import make
 
