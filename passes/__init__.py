@@ -1,23 +1,25 @@
-"""What may be done to a graph: one file a pass, and the manager that runs them."""
+"""What may be done to a graph: one file a pass, and the pipeline that runs them."""
 
-from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Decision, Pass
-from shardfx.passes.communication.fuse import FuseComm
-from shardfx.passes.communication.partition import Partition
-from shardfx.passes.pipeline import check_order, run_passes
-from shardfx.passes.sharding.propagate import Propagate
-
-BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in (Propagate, Partition, FuseComm)}
+from .base import COMM_EXPLICIT, SHARDED, Context, Decision, Pass, PassError
+from .communication import DuplicateViews, FuseComm, Partition
+from .pipeline import BUILT_IN, check_order, run_passes
+from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 
 __all__ = [
     "BUILT_IN",
     "COMM_EXPLICIT",
     "SHARDED",
+    "BindHints",
     "Context",
     "Decision",
+    "DuplicateViews",
     "FuseComm",
     "Partition",
     "Pass",
+    "PassError",
     "Propagate",
+    "Reassociate",
+    "SumPlacement",
     "check_order",
     "run_passes",
 ]

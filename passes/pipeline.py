@@ -10,6 +10,20 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError
+from .communication import DuplicateViews, FuseComm, Partition
+from .sharding import BindHints, Propagate, Reassociate, SumPlacement
+
+ORDER: tuple[type[Pass], ...] = (
+    BindHints,
+    Propagate,
+    Reassociate,
+    SumPlacement,
+    DuplicateViews,
+    Partition,
+    FuseComm,
+)
+"""The built-in passes, in the order in which they run."""
+BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 
 
 def check_order(passes: Iterable[Pass]) -> None:

@@ -17,7 +17,7 @@ from shardfx.ir.rules.book import RuleBook
 
 from .compiled import Compiled
 from .hints import Hints
-from .passes import Context, FuseComm, Partition, Pass, Propagate, run_passes
+from .passes import BUILT_IN, Context, FuseComm, Pass, Propagate, run_passes
 from .plan import PlannedSpecs
 from .plugins import as_passes
 
@@ -25,9 +25,8 @@ from .plugins import as_passes
 def pipeline(hints: Hints) -> tuple[Pass, ...]:
     """The passes that hints ask for, in order: a pure function of the hints (and of the plugins that they name)."""
     given = as_passes(hints.passes)
-    built_in: list[Pass] = [Propagate(), Partition()]
-    if hints.fuse_mb > 0 and not any(isinstance(p, FuseComm) for p in given):
-        built_in.append(FuseComm(mb=hints.fuse_mb))
+    options: dict[str, Pass] = {"propagate": Propagate(strict=hints.strict), "fuse-comm": FuseComm(mb=hints.fuse_mb)}
+    built_in = [options[name] if name in options else kind() for name, kind in BUILT_IN.items()]
     return (*built_in, *given)
 
 
@@ -63,14 +62,13 @@ def compile_model(
     if isinstance(hints.specs, PlannedSpecs):
         others = hints.specs.plan.differences(captured.graph)
         if others:
-            context.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
+            captured.graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
     return Compiled(hints, captured, before, captured.graph, context, passes)
 
 
 def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
-    """What the passes begin with; what they note is the graph's."""
-    planner = Redistribution(graph.mesh)
-    return Context(rules, planner, notes=graph.notes, specs=hints.specs, aliases=graph.aliases, strict=hints.strict)
+    """What the passes begin with."""
+    return Context(rules, Redistribution(graph.mesh), specs=hints.specs)
 
 
 def after_each_pass(compiled: Compiled) -> dict[str, Graph]:

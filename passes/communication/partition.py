@@ -20,8 +20,6 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
 
-from .duplicate_views import twins
-
 
 @dataclass(frozen=True)
 class Partition(Pass):
@@ -32,7 +30,6 @@ class Partition(Pass):
     establishes: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        twins(graph, context)
         needs: dict[Value, dict[Spec, list[tuple[Node | Output, list[int]]]]] = {}
         for node in graph.nodes:
             assert node.strategy is not None
@@ -43,7 +40,8 @@ class Partition(Pass):
         rewriter = Rewriter(graph)
         for value in list(graph.values()):
             if value in needs:
-                Copies(value, rewriter, context.planner, context.hints.get(value)).serve(needs[value])
+                hint = value.hint if value.node is not None else None
+                Copies(value, rewriter, context.planner, hint).serve(needs[value])
         changed = rewriter.apply()
         graph.rename()
         return changed

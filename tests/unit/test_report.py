@@ -203,7 +203,7 @@ def test_warnings_are_in_the_report() -> None:
         name = "note"
 
         def run(self, graph: Any, context: Any) -> bool:
-            context.notes.append("something to know")
+            graph.notes.append("something to know")
             return False
 
     pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(torch.randn(4, 4),), passes=[Note()]))
