@@ -15,6 +15,8 @@ from shardfx.ir.rules.book import RuleBook
 from .options import value_text
 from .rule_cache import RuleCache
 
+HINTED = "HINTED"
+"""The user's hints are written on the values that they name."""
 SHARDED = "SHARDED"
 """Every node has a strategy."""
 COMM_EXPLICIT = "COMM_EXPLICIT"
@@ -76,6 +78,9 @@ class Context:
 class Pass:
     """One thing that may be done to a graph.
 
+    ``before`` and ``after`` are the slot in which it stands when a user adds it to the built-in passes: the name of one
+    of them. ``after`` goes first; without either it stands before ``order``.
+
     Subclass it as a frozen dataclass, give it a ``name``, and write :meth:`run`::
 
         @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class Pass:
     name: ClassVar[str] = ""
     requires: ClassVar[frozenset[str]] = frozenset()
     establishes: ClassVar[frozenset[str]] = frozenset()
+    before: ClassVar[str] = "order"
+    after: ClassVar[str] = ""
 
     def run(self, graph: Graph, context: Context) -> bool:
         """Change ``graph`` (through a Rewriter); says whether it did."""
