@@ -11,16 +11,15 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Value, op_name
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 
 from .options import value_text
 from .rule_cache import RuleCache
 
+__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Decision", "Pass", "PassError"]
+
 HINTED = "HINTED"
 """The user's hints are written on the values that they name."""
-SHARDED = "SHARDED"
-"""Every node has a strategy."""
-COMM_EXPLICIT = "COMM_EXPLICIT"
-"""Every operand has the placement that its node needs: what differs is a ``comm`` node."""
 
 
 @dataclass(frozen=True)

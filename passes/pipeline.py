@@ -1,7 +1,7 @@
 """The order of passes, and running them: the order is checked before anything runs, the graph after each pass.
 
-The order is data, :data:`ORDER`. A pass of somebody else stands in a slot (``before``, ``after``), or takes the place of
-a built-in one that has its name; who names ``propagate`` among his own says what the whole pipeline is.
+The order is data: :data:`ORDER`. A pass of somebody else stands in a slot (``before``, ``after``), or takes the place
+of a built-in one that has its name; who names ``propagate`` among his own says what the whole pipeline is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
-from shardfx.ir.validate import validate_graph
+from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError
 from .communication import DuplicateViews, FuseComm, Order, Partition
@@ -140,9 +140,10 @@ def steps(graph: Graph, passes: Iterable[Pass], context: Context) -> Iterator[Pa
     passes = tuple(passes)
     check_order(passes, graph.established)
     ran: list[str] = []
+    validator = Validator(context.rules)
     for each in passes:
-        started = time.perf_counter()
         known = set(graph.nodes)
+        started = time.perf_counter()
         try:
             each.run(graph, context)
         except Exception as error:
@@ -153,7 +154,7 @@ def steps(graph: Graph, passes: Iterable[Pass], context: Context) -> Iterator[Pa
             if node not in known and not node.made_by:
                 node.made_by = each.name
         graph.established |= each.establishes
-        validate_graph(graph, after=each.name)
+        validator.check(graph, after=each.name)
         context.seconds[each.name] = context.seconds.get(each.name, 0.0) + time.perf_counter() - started
         ran.append(each.name)
         yield each

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.alike import structure
+from shardfx.ir.ops.alike import alike
 from shardfx.ir.rules.book import RuleBook, replicated
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import strategy
@@ -44,7 +44,7 @@ class RuleCache:
 
     def known(self, node: Node) -> KnownRule:
         """The rule of a node, and where it comes from."""
-        key = structure(node)
+        key = alike(node)
         found = self._of_form.get(key)
         if found is None:
             found = self._of_form[key] = self._make(node)

@@ -41,6 +41,17 @@ fused = {op: CommOp(f"{op.name}_fused") for op in (all_gather, all_reduce, reduc
 """Several collectives of one kind that travel together: operand k gives result k."""
 
 COMM_OPS = {op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard, *fused.values())}
+KEYWORDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    name: (frozenset(needed.split()), frozenset(possible.split()))
+    for name, needed, possible in (
+        ("all_gather", "axes dim", "view"),
+        ("all_reduce", "axes", "reduce view"),
+        ("reduce_scatter", "axes dim", "reduce view"),
+        ("all_to_all", "axes dim to", "view"),
+        ("slice", "axes dim", "view"),
+    )
+}
+"""The keywords that an op needs, and those that it may have."""
 
 
 def moved(

@@ -20,7 +20,7 @@ from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.capture.canonical import convert_call
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
-from shardfx.ir.ops.alike import structure
+from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
 
@@ -76,7 +76,7 @@ class Expander:
         return swapped
 
     def _trace(self, node: Node) -> torch.fx.GraphModule:
-        key = structure(node)
+        key = alike(node)
         if key not in self._traced:
             fake = [torch.empty(v.shape, dtype=v.type.dtype, device="meta") for v in node.operands]
             traced = self._traced[key] = make_fx(self._function(node), tracing_mode="real")(*fake)
