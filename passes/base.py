@@ -16,7 +16,10 @@ from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 from .options import value_text
 from .rule_cache import RuleCache
 
-__all__ = ["COMM_EXPLICIT", "SHARDED", "Context", "Decision", "Pass", "PassError"]
+__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Decision", "Pass", "PassError"]
+
+HINTED = "HINTED"
+"""The user's hints are written on the values that they name."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ class Context:
 class Pass:
     """One thing that may be done to a graph.
 
+    ``before`` and ``after`` are the slot in which it stands when a user adds it to the built-in passes: the name of one
+    of them. ``after`` goes first; without either it stands before ``order``.
+
     Subclass it as a frozen dataclass, give it a ``name``, and write :meth:`run`::
 
         @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class Pass:
     name: ClassVar[str] = ""
     requires: ClassVar[frozenset[str]] = frozenset()
     establishes: ClassVar[frozenset[str]] = frozenset()
+    before: ClassVar[str] = "order"
+    after: ClassVar[str] = ""
 
     def run(self, graph: Graph, context: Context) -> bool:
         """Change ``graph`` (through a Rewriter); says whether it did."""

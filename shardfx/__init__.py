@@ -20,8 +20,10 @@ from shardfx.passes import Pass
 from shardfx.runtime.verify.verdict import Verdict
 
 from .api import parallelize
+from .compile import default_passes
 from .hints import Hints
 from .plan import Plan
+from .proving import prove
 
 __all__ = [
     "Error",
@@ -36,6 +38,8 @@ __all__ = [
     "Spec",
     "Time",
     "Verdict",
+    "default_passes",
     "parallelize",
+    "prove",
     "rule",
 ]

@@ -4,7 +4,7 @@
     %4 = comm.all_reduce(%3, axes=[tp])          ->  all_reduce = c10d.all_reduce.default(mm, 'sum', 'dp2.tp2/tp@0')
                                                      wait = c10d.wait_tensor.default(all_reduce)
 
-A collective starts as soon as it can (see :mod:`.early`) and is waited for just before its first use. Shapes among
+A collective starts where its node stands and is waited for just before its first use. Shapes among
 the arguments become the local ones; what else differs between ranks is written by the ``local`` function of an op's
 rule.
 """
@@ -30,7 +30,6 @@ from shardfx.ir.rules.book import Contiguous, RuleBook, perform
 from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
-from .early import start_early
 from .rank_program import Code, Program
 
 aten = torch.ops.aten
@@ -72,7 +71,7 @@ def write(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) 
     writer = Writer(graph, rank, book)
     for given in inputs:
         writer.placeholder(given)
-    for node in start_early(nodes, [given.value for given in inputs]):
+    for node in nodes:
         writer.node(node)
     results = tuple(writer.use(output.value) for output in outputs)
     writer.fx.output(results)

@@ -2,6 +2,7 @@
 
 from .duplicate_views import DuplicateViews
 from .fuse import FuseComm
+from .order import Order
 from .partition import Partition
 
-__all__ = ["DuplicateViews", "FuseComm", "Partition"]
+__all__ = ["DuplicateViews", "FuseComm", "Order", "Partition"]

@@ -13,7 +13,7 @@ An axis that cuts the leading dim of an input is a data axis (see :mod:`.seeds`)
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,14 +21,14 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardfx.ir.cut import Cut
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Node, Value
+from shardfx.ir.graph import Graph, InputKind, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import Context, Pass
+from shardfx.passes.base import HINTED, Context, Pass
 
 from .fused_layout import fused_layout
-from .seeds import as_used, data_axes
+from .seeds import BY_PASS, as_used, data_axes
 
 
 @dataclass(frozen=True)
@@ -36,29 +36,47 @@ class BindHints(Pass):
     """Write the user's hints onto the values that they name: on a parameter as it computes, and how it is stored."""
 
     name: ClassVar[str] = "bind-hints"
+    establishes: ClassVar[frozenset[str]] = frozenset({HINTED})
 
     def run(self, graph: Graph, context: Context) -> bool:
         bound = named_values(graph, context)
         for value, (spec, name) in bound.items():
             value.hint, value.hinted_by = spec, name
-        data = data_axes(graph)
-        users = graph.users()
-        for given in graph.of_kind(InputKind.PARAMETER):
-            hint = given.value.hint
-            if hint is not None:
-                given.value.spec = stored(given.value, hint, data, context, users, graph.mesh)
-                given.value.hint = as_used(given.value.spec, data, given.value, graph.mesh)
+        store(graph, [given.value for given in graph.of_kind(InputKind.PARAMETER) if given.value in bound], context)
         return bool(bound)
 
 
-def stored(
-    value: Value, hint: Spec, data: set[str], context: Context, users: Mapping[Value, list[Node]], mesh: Mesh
-) -> Spec:
-    """How a parameter is best stored for which a hint says ``hint``: a fused one by its parts."""
-    layouts = (
-        fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, mesh) for d, cut in enumerate(hint.dims)
-    )
-    return Spec(tuple(layouts))
+def store(graph: Graph, parameters: Iterable[Value], context: Context) -> None:
+    """Take the hints of parameters apart: how each is stored (a fused one by its parts), and how it computes."""
+    data, users, mesh = data_axes(graph), graph.users(), graph.mesh
+    for value in parameters:
+        assert value.hint is not None
+        cuts = enumerate(value.hint.dims)
+        layouts = (fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, mesh) for d, cut in cuts)
+        value.spec = Spec(tuple(layouts))
+        value.hint = as_used(value.spec, data, value, mesh)
+
+
+def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context) -> bool:
+    """Hint a value on behalf of a pass that stands before ``propagate``; False if it has a hint, which stays.
+
+    Args:
+        spec: as in ``Hints(specs=...)``: text such as ``"tp, -"``, a :class:`Spec`, or DTensor placements.
+
+    Raises:
+        Error: the spec does not fit the value or the mesh.
+
+    Example::
+
+        hint_value(graph, graph.input("head.weight").value, "tp, -", self, context)
+    """
+    if value.hint is not None:
+        return False
+    value.hinted_by = f"{BY_PASS}{by.name}"
+    value.hint = as_spec(spec, graph.mesh, value.type.ndim, value.name)
+    if any(given.value is value for given in graph.of_kind(InputKind.PARAMETER)):
+        store(graph, [value], context)
+    return True
 
 
 def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]]:

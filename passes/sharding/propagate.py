@@ -20,7 +20,7 @@ from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, op_name
 from shardfx.ir.oracle.findings import rule_text
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.base import HINTED, SHARDED, Context, Pass
 
 from .conflicts import Conflicts
 from .decompose import Expander
@@ -39,6 +39,7 @@ class Propagate(Pass):
     """
 
     name: ClassVar[str] = "propagate"
+    requires: ClassVar[frozenset[str]] = frozenset({HINTED})
     establishes: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
     strict: bool = field(default=False, metadata={"help": "an op without a rule is an error"})

@@ -189,7 +189,7 @@ def test_the_text(pm: sx.ParallelModule) -> None:
         "Time of one step (an estimate)",
         "at 100 TFLOP/s and 1.5 TB/s",
         "nothing overlaps",
-        "Passes  propagate",
+        "Passes  bind-hints",
     ):
         assert words in text
     assert "Warnings" not in text and max(map(len, text.splitlines())) <= 110
