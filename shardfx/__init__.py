@@ -22,8 +22,10 @@ from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
 
 from .api import parallelize
+from .compile import default_passes
 from .hints import Hints
 from .plan import Plan
+from .proving import prove
 
 __all__ = [
     "Error",
@@ -39,7 +41,9 @@ __all__ = [
     "Spec",
     "Time",
     "Verdict",
+    "default_passes",
     "observes",
     "parallelize",
+    "prove",
     "rule",
 ]

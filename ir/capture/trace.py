@@ -66,8 +66,7 @@ ops."""
 class Captured:
     """A captured model: the graph, and how the leaves of inputs and results are arranged.
 
-    ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters; ``notes``
-    are for the report.
+    ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters.
     """
 
     graph: Graph
@@ -75,7 +74,6 @@ class Captured:
     result_tree: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
     aliases: Mapping[str, str]
-    notes: tuple[str, ...] = ()
 
 
 class _Results:
@@ -183,8 +181,9 @@ def capture(
         if short.runs and not unfold(graph, short.runs, list(aliases)):
             graph = _trace(program(traced), tuple(tensors), mesh, wanted)
             note = f"{TRACED_WHOLE} (their backward is not the same in all)"
-    notes = (note,) if note else ()
-    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, notes)
+    _name_ties(graph, aliases)
+    graph.notes = [note] if note else []
+    return Captured(graph, tuple(names), results.tree, results.leaves, aliases)
 
 
 def _loss_source(loss: Callable[..., Any] | None) -> Where | None:
@@ -203,6 +202,16 @@ def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """For every name the first name of the same tensor (itself, mostly)."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
+    """Say on each input by which other names the model has it."""
+    others: dict[str, list[str]] = {}
+    for name, first in aliases.items():
+        if name != first:
+            others.setdefault(first, []).append(name)
+    for given in graph.inputs:
+        given.aliases = tuple(others.get(given.name, ()))
 
 
 def _fake_weights(

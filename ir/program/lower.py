@@ -29,7 +29,6 @@ from shardfx.ir.rules.book import Contiguous, RuleBook, perform
 from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
-from .early import start_early
 from .rank_program import RankProgram
 
 aten = torch.ops.aten
@@ -70,7 +69,7 @@ def lower(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) 
     lowering = Lowering(graph, rank, book)
     for given in inputs:
         lowering.placeholder(given)
-    for node in start_early(nodes, [given.value for given in inputs]):
+    for node in nodes:
         lowering.node(node)
     lowering.fx.output(tuple(lowering.env[output.value] for output in outputs))
     return RankProgram(rank, graph.mesh, lowering.fx, tuple(inputs), tuple(outputs))

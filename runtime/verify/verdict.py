@@ -34,13 +34,14 @@ class Verdict:
     how: str = "proven"
     checked: Mapping[str, int] = field(default_factory=dict)
     fault: Fault | None = None
+    claim: str = "the ranks compute what the model computes"
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
         looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
-        head = f"{self.how}: the ranks compute what the model computes" if self.ok else f"not {self.how}"
+        head = f"{self.how}: {self.claim}" if self.ok else f"not {self.how}"
         return f"{head} ({looked})" if self.ok else f"{head}\n{self.why}\n  {'checked:':<10}{looked}"
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfx.compile import after_each_pass
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.capture.trace import leaf_names
@@ -21,6 +20,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import BYTES_PER_SECOND, FLOPS_PER_SECOND, Report
 from shardfx.report.make_report import make_report
+from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.export.program_files import write_rank, write_shared
 from shardfx.runtime.step import Results
@@ -186,7 +186,9 @@ class ParallelModule(nn.Module):
 
     # ---- understanding it -----------------------------------------------------------------------------------
 
-    def verify(self, modules: Mapping[int, fx.GraphModule] | None = None, *, run: bool = False) -> Verdict:
+    def verify(
+        self, modules: Mapping[int, fx.GraphModule] | None = None, *, run: bool = False, every_pass: bool = False
+    ) -> Verdict:
         """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
 
         By default a proof, without numbers (what it proves and takes as given: see
@@ -195,6 +197,8 @@ class ParallelModule(nn.Module):
 
         Args:
             modules: programs that somebody changed, by rank; those of the other ranks are the plan's own.
+            every_pass: compare the graph with the captured one after each pass first: the first pass after which it is
+                another function is named.
 
         Raises:
             Error: an unknown rank; with ``run``, a model that is too large to run here and cannot be shrunk (programs
@@ -205,6 +209,8 @@ class ParallelModule(nn.Module):
             assert pm.verify()
             print(pm.verify(modules={1: changed}).why)
         """
+        if every_pass and not (verdict := verify_every_pass(self._compiled)):
+            return verdict
         return self._programs.verify(modules, run, self.known_inputs())
 
     @contextmanager
@@ -271,3 +277,13 @@ class ParallelModule(nn.Module):
 
         between = after_each_pass(self._compiled) if every_pass else {}
         return draw_folder({"before": self.before, **between, "after": self.after}, folder)
+
+    def diff(self, name: str) -> str:
+        """What a pass changed, as a unified diff of the graph's text (see :func:`shardfx.rerun.diff`)::
+
+            print(pm.diff("fuse-comm"))
+
+        Raises:
+            Error: no pass of the plan has this name.
+        """
+        return diff(self._compiled, name)

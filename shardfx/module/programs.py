@@ -36,6 +36,8 @@ class Programs:
     ) -> None:
         self.compiled, self.device, self.rank_passes = compiled, device, tuple(rank_passes)
         self.step = Step(compiled.after, self.program, store, engine)
+        self.notes: dict[str, None] = {}
+        """What rank passes noted, each once."""
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
 
@@ -55,10 +57,10 @@ class Programs:
     def made(self, graph: Graph, rank: int, kinds: Iterable[OutputKind]) -> RankProgram:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
         self._check(rank, graph)
-        context, notes = RankContext(graph, self.device), self.compiled.context.notes
+        context = RankContext(graph, self.device)
         program = lower(graph, rank, self.compiled.context.rules, kinds)
         made = run_rank_passes(program, self.rank_passes, context)
-        notes += [note for note in dict.fromkeys(context.notes) if note not in notes]
+        self.notes.update(dict.fromkeys(context.notes))
         return made
 
     def running(self, rank: int, kinds: Kinds) -> RankProgram:

@@ -39,7 +39,7 @@ def make_report(
         memory_of(graph, replay.peak),
         communication,
         Estimate(replay.work, communication.seconds, flops_per_second, bytes_per_second),
-        tuple(context.notes),
+        tuple(compiled.after.notes),
         dict(context.seconds),
     )
 

@@ -189,7 +189,7 @@ def test_the_text(pm: sx.ParallelModule) -> None:
         "Time of one step (an estimate)",
         "at 100 TFLOP/s and 1.5 TB/s",
         "nothing overlaps",
-        "Passes  propagate",
+        "Passes  bind-hints",
     ):
         assert words in text
     assert "Warnings" not in text and max(map(len, text.splitlines())) <= 110
@@ -203,7 +203,7 @@ def test_warnings_are_in_the_report() -> None:
         name = "note"
 
         def run(self, graph: Any, context: Any) -> bool:
-            context.notes.append("something to know")
+            graph.notes.append("something to know")
             return False
 
     pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(torch.randn(4, 4),), passes=[Note()]))
