@@ -98,7 +98,7 @@ def run_passes(arguments: argparse.Namespace, out: Console) -> int:
     broken = []
     for found in all_passes():
         if found.kind is None:
-            made.add_row(Text(found.name, "red"), Text("cannot be used, see below", "red"), "", "", "", found.origin)
+            made.add_row(Text(found.name, "red"), Text("see below", "red"), "", "", "", found.origin)
             broken.append(found)
             continue
         names = ("\n".join(sorted(each)) for each in (found.kind.requires, found.kind.establishes))
