@@ -6,9 +6,7 @@ the cheapest sequence of steps by a shortest-path search over placements, costed
     f32[64, 512] +{tp}   ->   f32[64{tp}, 512]      comm.reduce_scatter(axes=[tp], dim=0)
     f32[64{tp}, 512]     ->   f32[64, 512{tp}]      comm.all_to_all(axes=[tp], dim=0, to=1)
 
-Bytes are those that one rank sends: for n ranks and a whole (gathered, unreduced) local value of b bytes,
-an all-gather or reduce-scatter (n-1)/n b, an all-reduce twice that (Patarasu and Yuan, 2009), an all-to-all
-(n-1)/n of what the rank holds, a slice nothing.
+What they send says :mod:`.sends`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec, TensorType, coarsen, refine
 
 from .comm import CommOp, all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from .sends import sent
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,7 @@ class Redistribution:
 
     def cost(self, op: CommOp, axes: Sequence[str], local_bytes: float) -> float:
         """Seconds of one collective; ``local_bytes`` of the whole (gathered or unreduced) local value."""
-        n = self.mesh.extent(axes)
-        if op is shard or n == 1:
-            return SLICE_SECONDS
-        links = [self.mesh[axis].link for axis in axes]
-        factor = 2.0 if op is all_reduce else 1.0
-        return factor * (
-            max(link.latency for link in links) * math.log2(n)
-            + local_bytes * (n - 1) / n / min(link.bandwidth for link in links)
-        )
+        return self.mesh.link(axes).seconds(*sent(op.name, self.mesh.extent(axes), local_bytes)) or SLICE_SECONDS
 
     def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
         refined = refine(type.shape, [source, target], self.mesh)

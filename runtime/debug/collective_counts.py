@@ -5,8 +5,8 @@
     counts["all_reduce", "dp2.tp2/dp@0"]        # Count(calls=1, nbytes=36864)
 
 Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank
-of the group sends, for the local tensors that the collective really has (padding included): (n-1)/n of the gathered or
-unreduced tensor, twice that for an all-reduce (see :mod:`shardfx.ir.ops.comm`).
+of the group sends, for the local tensors that the collective really has (padding included), by the formulas of
+:mod:`shardfx.ir.ops.sends`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardfx.ir.ops import sends
+from shardfx.ir.ops.sends import kind_of, whole_of
 
 Key = tuple[str, str]
 
@@ -71,10 +74,8 @@ def record(op: str, group: str, local: torch.Tensor, n: int) -> None:
 
 def sent(op: str, local: torch.Tensor, n: int) -> float:
     """The bytes that one of ``n`` ranks sends; ``local`` is what it puts in."""
-    nbytes = float(local.numel() * local.element_size())
-    if op == "all_gather_into_tensor":
-        return nbytes * (n - 1)
-    return (2.0 if op == "all_reduce" else 1.0) * nbytes * (n - 1) / n
+    kind = kind_of(op)
+    return sends.sent(kind, n, whole_of(kind, local.nbytes, n)).nbytes
 
 
 COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
