@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.passes import Pass
 
@@ -26,6 +27,9 @@ class Hints:
         fuse_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
         passes: further passes, run after the built-in ones that they require: instances, or text such as
             ``"count-nodes{mb=2}"`` for those of installed plugins (see docs/writing_passes.md).
+        machine: what a rank runs on: a :class:`shardfx.Machine`, the name of a known one (``"h100-dgx"``), or the path
+            of a file that describes one. Axes whose link the mesh does not state have those of the machine, by which
+            communication is chosen; and reports are in its seconds.
 
     Example::
 
@@ -40,6 +44,7 @@ class Hints:
     strict: bool = False
     fuse_mb: float = 25.0
     passes: Sequence[Pass | str] = ()
+    machine: Machine | str | None = None
     zero: int = 0
     zero_axis: str = "dp"
     recompute: Any = None
@@ -58,6 +63,7 @@ class Hints:
                     got=type(getattr(self, name)).__name__,
                     remedy="put a comma behind a single tensor: (x,)",
                 )
+        Machine.of(self.machine)  # which says so if there is none of that name
         later = {
             "zero": self.zero != 0,
             "recompute": self.recompute is not None,
