@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import Error
 
@@ -117,6 +117,11 @@ class Mesh:
     def extent(self, axes: Iterable[str]) -> int:
         """The product of the sizes of some axes."""
         return math.prod(self[name].size for name in axes)
+
+    def with_links(self, links: Mapping[str, Link]) -> Mesh:
+        """The same axes with these links, and no others."""
+        axes: dict[str, Any] = {axis.name: Time(axis.size) if axis.time else axis.size for axis in self.axes}
+        return Mesh(links=links, **axes)
 
     def link(self, axes: Iterable[str]) -> Link:
         """What a group over some axes is limited by: the lowest bandwidth, the longest latency."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from shardfx.ir.errors import Error
-from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.mesh import Link, Mesh
 
 from . import calibrate
 
@@ -95,14 +95,14 @@ class Machine:
         Ranks are numbered along the mesh, the last axis fastest, and fill one block of ranks after the other: an axis
         has the nearest link that reaches over all of its groups.
         """
-        others = instead_of.connect(Mesh(**_axes(mesh))) if instead_of is not None else None
+        others = instead_of.connect(mesh.with_links({})) if instead_of is not None else None
         links, span = {}, 1
         for axis in reversed(mesh.axes):
             span *= 1 if axis.time else axis.size
             unsaid = axis.link == Link() or (others is not None and axis.link == others[axis.name].link)
             near = next(level.link for level in self.links if level.reaches(span))
             links[axis.name] = near if unsaid else axis.link
-        return Mesh(links=links, **_axes(mesh))
+        return mesh.with_links(links)
 
     # ---- from where -----------------------------------------------------------------------------------------
 
@@ -182,7 +182,3 @@ class Machine:
 
     def __str__(self) -> str:
         return self.json()
-
-
-def _axes(mesh: Mesh) -> dict[str, int | Time]:
-    return {axis.name: Time(axis.size) if axis.time else axis.size for axis in mesh.axes}

@@ -16,6 +16,7 @@ from shardfx.compile import after_each_pass
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.capture.trace import leaf_names
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh
@@ -23,7 +24,7 @@ from shardfx.ir.program.lower import generate
 from shardfx.ir.program.rank_program import Program
 from shardfx.ir.spec import TensorType
 from shardfx.plan import Plan, make_plan
-from shardfx.report.figures import BYTES_PER_SECOND, FLOPS_PER_SECOND, Report
+from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.verify.verdict import Verdict, verify
@@ -372,11 +373,12 @@ class ParallelModule(nn.Module):
         """The decisions: saved as JSON, compared, and given back as ``Hints(specs=plan.specs)``."""
         return make_plan(self._compiled)
 
-    def report(
-        self, *, flops_per_second: float = FLOPS_PER_SECOND, bytes_per_second: float = BYTES_PER_SECOND
-    ) -> Report:
-        """What the plan costs: ``.memory``, ``.communication``, ``.time`` (estimated at these rates), ``.warnings``."""
-        return make_report(self._compiled, flops_per_second, bytes_per_second)
+    def report(self, machine: Machine | str | None = None) -> Report:
+        """What the plan costs: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
+
+        Seconds are those of the machine that the hints name, or of another one (``"h100-dgx"``).
+        """
+        return make_report(self._compiled, machine)
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
