@@ -75,7 +75,8 @@ class Made:
 def aliases(target: Any) -> int | str | None:
     """The operand, by place or name, that a call gives back as its result (``mm.out``: ``"out"``), None: not certain.
 
-    Such a call allocates nothing. Of others, what they share is seen when they run: ``reshape`` may copy.
+    Such a call allocates nothing, though on tensors without content it may seem to. Of others, what they share is seen
+    when they run: ``reshape`` may copy.
     """
     if target is c10d.wait_tensor.default:
         return 0
@@ -115,17 +116,10 @@ class FakeCalls:
             fakes.append(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
             return fakes[-1]
 
-        same, count = aliases(target), flops.formula(target)
         with self._mode:
             given, named = change(args, fake, Layout), change(dict(kwargs), fake, Layout)
-            held = _Held(fakes)
-            with held:
-                out = target(*given, **named) if same is None or count is not None else None
-            done = float(count(*given, **named, out_val=out)) if count is not None else 0.0
-        if same is not None:
-            layout = kwargs[same] if isinstance(same, str) else args[same]
-            whose = next(i for i, f in enumerate(fakes) if f is (named[same] if isinstance(same, str) else given[same]))
-            return Made(Result(layout, whose), flops=done, writes=target is not c10d.wait_tensor.default)
+            with _Watch(fakes) as watch:
+                out = target(*given, **named)
         owners = {f.untyped_storage()._cdata: i for i, f in enumerate(fakes)}
         fresh: dict[int, int] = {}
 
@@ -137,22 +131,27 @@ class FakeCalls:
             fresh.setdefault(storage._cdata, storage.nbytes())
             return Result(layout, list(fresh).index(storage._cdata), fresh=True)
 
-        results = change(out, result, torch.Tensor)
-        sizes = tuple(fresh.values())
-        return Made(results, sizes, max(held.most, sum(sizes)), done, bool(sizes))
+        results, sizes = change(out, result, torch.Tensor), tuple(fresh.values())
+        return Made(results, sizes, max(watch.most, sum(sizes)), watch.flops, watch.writes or bool(sizes))
 
 
-class _Held(TorchDispatchMode):
-    """The most bytes of fresh storages that are there at once, while Python code runs on fake tensors."""
+class _Watch(TorchDispatchMode):
+    """Looks at the ops of a call: their operations, whether they write, and the fresh storages there are at once."""
 
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._operands = {tensor.untyped_storage()._cdata for tensor in operands}
         self._tensors: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
-        self.most = 0
+        self.most, self.flops, self.writes = 0, 0.0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        named, same, count = kwargs or {}, aliases(func), flops.formula(func)
+        out = func(*args, **named)
+        if same is not None:
+            out = named[same] if isinstance(same, str) else args[same]
+        if count is not None:
+            self.flops += float(count(*args, **named, out_val=out))
+        self.writes = self.writes or func._schema.is_mutable
         for tensor in leaves(out, torch.Tensor):
             storage = tensor.untyped_storage()
             self._tensors.append((weakref.ref(tensor), storage._cdata, storage.nbytes()))

@@ -3,7 +3,7 @@
 Nothing is computed: the calls of the program's fx graph are walked in order, and each distinct one is run once on fake
 tensors (:mod:`.fake_calls`); the same call in the next layer is looked up.
 
-    >>> footprint = replay(write(graph, 0, book, {OutputKind.LOSS, OutputKind.GRADIENT}), graph.mesh)
+    >>> footprint = replay(write(graph, 0, book, {OutputKind.LOSS, OutputKind.GRADIENT}))
     >>> footprint.peak.nbytes, footprint.cost.flops
     (1835008, 402653184)
 
@@ -41,15 +41,20 @@ KEPT = {
 }
 
 
-def replay(program: Code, mesh: Mesh, rank: int = 0) -> Footprint:
-    """Replay a rank's program (rank 0 holds most)."""
+def replay(program: Code) -> Footprint:
+    """Replay a rank's program (rank 0 holds most).
+
+    Raises:
+        Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh.
+    """
+    mesh, coords = program.mesh, program.mesh.coords(program.rank)
     walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER})
     inputs = iter(program.inputs)
     for node in program.graph.nodes:
         if node.op == "placeholder":
             value = next(inputs).value
             assert value.spec is not None
-            walk.give(node, value.spec.local_shape(value.shape, mesh, mesh.coords(rank)), value.type.dtype)
+            walk.give(node, value.spec.local_shape(value.shape, mesh, coords), value.type.dtype)
         elif node.op == "call_function":
             walk.call(node)
         elif node.op == "output":

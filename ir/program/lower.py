@@ -77,7 +77,7 @@ def write(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) 
     results = tuple(writer.use(output.value) for output in outputs)
     writer.fx.output(results)
     writer.fx.on_generate_code(lambda _: writer.annotate)
-    return Code(writer.fx, tuple(inputs), tuple(outputs))
+    return Code(rank, graph.mesh, writer.fx, tuple(inputs), tuple(outputs))
 
 
 @dataclass

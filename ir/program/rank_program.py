@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardfx.ir.graph import Input, Output
+from shardfx.ir.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Program:
 class Code:
     """A rank's program as an fx graph, not compiled: half of a module's time goes into that."""
 
+    rank: int
+    mesh: Mesh
     graph: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]

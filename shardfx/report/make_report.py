@@ -34,7 +34,7 @@ def make_report(compiled: Compiled, machine: Machine | str | None = None) -> Rep
     train = any(output.kind is OutputKind.LOSS for output in graph.outputs)
     kinds = {OutputKind.BUFFER, *((OutputKind.LOSS, OutputKind.GRADIENT) if train else (OutputKind.RESULT,))}
     with no_collection():
-        footprint = replay(write(graph, 0, context.rules, kinds), graph.mesh)
+        footprint = replay(write(graph, 0, context.rules, kinds))
         communication = Communication(tuple(comm_rows(graph, mesh)))
     return Report(
         mesh,

@@ -11,14 +11,18 @@ import torch
 from torch import fx
 
 import shardfx as sx
+from shardfx.ir.cost.amounts import total
 from shardfx.ir.cost.fake_calls import FakeCalls, Layout, Made, Result, aliases
+from shardfx.ir.cost.price import Prices, price
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.storages import Footprint
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.ops.sends import Sent
 from shardfx.ir.program.lower import write
 from shardfx.ir.program.rank_program import Code
+from shardfx.ir.rulebook import default_rules
 from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.text.parser import parse_graph
 from shardfx.module.parallel_module import TRAIN
 from shardfx.runtime.debug.collective_counts import count_collectives
 from tests.live_memory import live_bytes
@@ -29,7 +33,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def footprint_of(pm: sx.ParallelModule, rank: int = 0) -> Footprint:
-    return replay(write(pm.after, rank, pm._compiled.context.rules, TRAIN), pm.after.mesh, rank)
+    return replay(write(pm.after, rank, pm._compiled.context.rules, TRAIN))
 
 
 # ---- against a run
@@ -96,11 +100,52 @@ def test_what_is_sent_is_what_a_run_counts(case: str) -> None:
     assert sent == pytest.approx(counted) and sum(sent.values()) > 0
 
 
+# ---- prices
+
+
+@pytest.mark.parametrize("case", ["mlp3", "dropout", "sequence", "resnet", "stored"])
+def test_the_prices_of_the_nodes_are_the_cost_of_the_program(case: str) -> None:
+    pm = planned(case)
+    prices = Prices(pm.after.mesh, pm._compiled.context.rules)
+    added, cost = total(prices.of(node) for node in pm.after.nodes), footprint_of(pm).cost
+    assert added.flops == cost.flops > 0 and added.sent == cost.sent
+    assert added.touched == pytest.approx(cost.touched, rel=0.15), "operands are not always dense"
+    assert len(prices) < len(pm.after.nodes)
+
+
+def test_a_node_is_priced_by_its_strategy_before_communication_is_explicit() -> None:
+    """The operands are what the node needs them to be, however they are held."""
+    graph = parse_graph("""
+mesh dp=2, tp=4
+established SHARDED
+argument %x : f32[64{dp}, 32]
+parameter %w : f32[32, 16]
+forward:
+  %0 = aten.mm(%x, %w) : f32[64{dp}, 16] +{tp}  cuts m{dp} k{tp}  needs [64{dp}, 32{tp}], [32{tp}, 16]
+outputs:
+  result results.0 = %0
+""")
+    (node,) = graph.nodes
+    found = price(node, graph.mesh, default_rules())
+    assert found.flops == 2 * 32 * 8 * 16 and found.touched == 4 * (32 * 8 + 8 * 16 + 32 * 16) and not found.sent
+
+
 # ---- destinations: programs that say where results go
 
 
 def empty(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
+
+
+def gather_into(x: torch.Tensor, ranks: int, group: str, out: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = c10d.all_gather_into_tensor_out(x, ranks, group, out=out)
+    return result
+
+
+def product_into(a: torch.Tensor, b: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    for rows, each in zip(a.chunk(2), place.chunk(2), strict=True):
+        torch.mm(rows, b, out=each)
+    return place
 
 
 def part(flat: torch.Tensor, start: int, shape: list[int]) -> torch.Tensor:
@@ -122,7 +167,7 @@ def program_of(build: Any) -> Code:
     inputs = tuple(Input(InputKind.ARGUMENT, n, Value(kind, None, 0, n, Spec.parse("-, -", mesh))) for n in ("x", "y"))
     result = build(graph, *(graph.placeholder(given.name) for given in inputs))
     graph.output((result,))
-    return Code(graph, inputs, (Output(OutputKind.RESULT, "results.0", Value(kind)),))
+    return Code(0, mesh, graph, inputs, (Output(OutputKind.RESULT, "results.0", Value(kind)),))
 
 
 def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
@@ -137,7 +182,7 @@ def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
         reduced = g.call_function(c10d.all_reduce_.default, (whole, "sum", "dp2/dp@0"))
         return g.call_function(c10d.wait_tensor.default, (reduced,))
 
-    found = replay(program_of(build), sx.Mesh(dp=2))
+    found = replay(program_of(build))
     flat, total = 128 * 4, 64 * 4
     assert [s.nbytes for s in found.storages] == [flat, total]
     assert found.live == (flat, flat, flat, flat, flat + total, flat + total, flat, flat, flat)
@@ -152,7 +197,7 @@ def test_a_gather_into_given_memory_allocates_nothing() -> None:
         started = g.call_function(c10d.all_gather_into_tensor_out.default, (x, 2, "dp2/dp@0"), {"out": pool})
         return g.call_function(c10d.wait_tensor.default, (started,))
 
-    found = replay(program_of(build), sx.Mesh(dp=2))
+    found = replay(program_of(build))
     assert [s.nbytes for s in found.storages] == [16 * 8 * 4] and set(found.live) == {16 * 8 * 4}
     assert found.cost.sent == {("dp",): Sent(1.0, 8 * 8 * 4.0)}
 
@@ -165,7 +210,7 @@ def test_memory_goes_behind_the_last_use_of_any_view_of_it() -> None:
         c = g.call_function(aten.mul.Tensor, (b, view))
         return g.call_function(aten.neg.default, (c,))
 
-    found, one = replay(program_of(build), sx.Mesh(dp=2)), 8 * 8 * 4
+    found, one = replay(program_of(build)), 8 * 8 * 4
     assert found.live == (one, one, 2 * one, 3 * one, 2 * one)
     assert found.peak.nbytes == 3 * one and found.cost.touched == (3 + 0 + 2 + 3 + 2) * one
 
@@ -174,7 +219,7 @@ def test_what_helpers_hold_inside_counts_at_the_peak_alone() -> None:
     def helper(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x]).sum(0)
 
-    found = replay(program_of(lambda g, x, y: g.call_function(helper, (x,))), sx.Mesh(dp=2))
+    found = replay(program_of(lambda g, x, y: g.call_function(helper, (x,))))
     assert found.live == (8 * 4,) and found.inside == (2 * 64 * 4,)
     assert found.peak.nbytes == 2 * 64 * 4 + 8 * 4 == sum(held.nbytes for held in found.peak.held)
 
@@ -183,6 +228,19 @@ def test_a_call_says_which_operand_it_gives_back() -> None:
     assert aliases(c10d.wait_tensor.default) == 0 == aliases(c10d.all_reduce_.default) == aliases(aten.add_.Tensor)
     assert aliases(aten.mm.out) == "out" == aliases(c10d.all_gather_into_tensor_out.default)
     assert aliases(aten.mm.default) is None and aliases(aten.reshape.default) is None and aliases(join) is None
+
+
+def test_helpers_are_seen_through() -> None:
+    """What a function written in Python does inside counts as if its calls stood in the program."""
+    calls, square = FakeCalls(), Layout.dense((8, 8), torch.float32)
+    both = Layout.dense((16, 8), torch.float32)
+    assert calls.made(gather_into, (square, 2, "dp2/dp@0", both), {}) == Made(Result(both, 1), writes=True)
+    made = calls.made(product_into, (square, square, square), {})
+    assert (made.results, made.fresh, made.flops, made.writes) == (Result(square, 2), (), 2.0 * 8**3, True)
+    assert (
+        calls.made(put, (square, square), {}).writes
+        and not calls.made(part, (Layout.dense((128,), torch.float32), 64, [8, 8]), {}).writes
+    )
 
 
 def test_whether_a_reshape_copies_is_seen() -> None:
@@ -199,13 +257,13 @@ def test_whether_a_reshape_copies_is_seen() -> None:
 def test_a_program_with_anything_but_calls_is_an_error() -> None:
     code = program_of(lambda g, x, y: g.call_method("relu", (x,)))
     with pytest.raises(sx.Error, match="no call of a function"):
-        replay(code, sx.Mesh(dp=2))
+        replay(code)
 
 
 def test_a_group_of_another_mesh_is_an_error() -> None:
     code = program_of(lambda g, x, y: g.call_function(c10d.all_reduce.default, (x, "sum", "tp4/tp@0")))
     with pytest.raises(sx.Error, match="a group of another mesh"):
-        replay(code, sx.Mesh(dp=2))
+        replay(code)
 
 
 # ---- categories

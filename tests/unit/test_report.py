@@ -90,7 +90,7 @@ def test_the_peak_is_what_a_run_holds(name: str, mesh: sx.Mesh) -> None:
     pm = plan(make(name), mesh)
     for rank in (0, pm.mesh.size - 1):
         code = write(pm.after, rank, pm._compiled.context.rules, TRAIN)
-        assert replay(code, pm.mesh, rank).peak.nbytes == measured_peak(pm, rank)
+        assert replay(code).peak.nbytes == measured_peak(pm, rank)
 
 
 def test_memory_by_category(pm: sx.ParallelModule) -> None:
@@ -249,7 +249,7 @@ def test_a_deep_program_is_replayed_once_per_distinct_call() -> None:
     for layers in (100, 400):
         graph = parse_graph(deep(layers))
         started = time.process_time()
-        footprint = replay(write(graph, 0, default_rules(), {OutputKind.RESULT}), graph.mesh)
+        footprint = replay(write(graph, 0, default_rules(), {OutputKind.RESULT}))
         comm_rows(graph, graph.mesh)
         seconds.append(time.process_time() - started)
         piece = 32 * 512 * 4
