@@ -14,8 +14,8 @@ import shardfx as sx
 from shardfx.ir.cost.amounts import total
 from shardfx.ir.cost.price import Prices
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.program.lower import write
-from shardfx.module.parallel_module import TRAIN
+from shardfx.ir.program.lower import lower
+from shardfx.module.programs import TRAIN
 
 from .plan_scale import planned
 
@@ -32,7 +32,7 @@ def main() -> None:
         clock.append(time.process_time())
         return clock[-1] - clock[-2]
 
-    program = write(graph, 0, book, TRAIN)
+    program = lower(graph, 0, book, TRAIN)
     print(f"layers          {layers}, {len(graph.nodes)} IR nodes, {len(program.graph.nodes)} fx nodes")
     print(f"lowering        {lap():6.2f} s")
     footprint = replay(program)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from shardfx.ir.ops.comm import CommOp, moved
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.text.printer import Printer
 
 from .errors import Error
@@ -68,7 +68,7 @@ class _Walk:
                     self._result(node, index, result)
             if node.strategy is not None:
                 self._strategy(node, operands, explicit)
-            if isinstance(node.op, CommOp):
+            if isinstance(node.op, OwnOp):
                 self._comm(node, node.op, operands)
         for output in self.graph.outputs:
             if output.value not in self.defined:
@@ -182,7 +182,7 @@ class _Walk:
                         got=value.spec or "no placement",
                     )
 
-    def _comm(self, node: Node, op: CommOp, operands: Sequence[Value]) -> None:
+    def _comm(self, node: Node, op: OwnOp, operands: Sequence[Value]) -> None:
         """The op leads from the placement of operand k to that of result k."""
         mesh, axes = self.graph.mesh, tuple(node.kwargs.get("axes", ()))
         if not axes or len(set(axes)) != len(axes) or any(axis not in self.known for axis in axes):
@@ -190,17 +190,16 @@ class _Walk:
             got = ", ".join(map(str, axes)) or "none"
             self._fail(f"the axes of {op} are not this mesh's", node, expected=f"axes=[...] of {known}", got=got)
         results = node.outs
-        if len(results) != len(operands) or (len(results) != 1 and not op.name.endswith("_fused")):
-            count = "a result for each operand" if op.name.endswith("_fused") else "one operand, one result"
+        if len(results) != len(operands):
             got = f"{len(operands)} operands, {len(results)} results"
-            self._fail(f"{op} does not have {count}", node, expected=count, got=got)
+            self._fail(f"{op} does not have a result for each operand", node, expected="as many", got=got)
         for value, result in zip(operands, results, strict=True):
             if value.type != result.type:
                 self._fail(f"{op} changes the type of {self._name(value)}", node, expected=value.type, got=result.type)
             if value.spec is None or result.spec is None:
                 continue
             try:
-                made = moved(op, value.spec, value.shape, mesh, **node.kwargs)
+                made = op.place(value.spec, value.shape, mesh, **node.kwargs)
             except (Error, TypeError) as error:
                 needs, found = (error.expected, error.got) if isinstance(error, Error) else (None, error)
                 self._fail(f"{op} cannot start from {self._name(value)}", node, expected=needs, got=found)

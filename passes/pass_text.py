@@ -14,7 +14,7 @@ import enum
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from shardfx.ir.errors import Error
 
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\{(.*)\}\s*)?", re.DOTALL)
 
 
-def parse_pass(text: str, find: Callable[[str], type[Pass]]) -> Pass:
+Made = TypeVar("Made")
+
+
+def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
     """The pass that ``text`` says; ``find`` gives the class of a name (and raises for one that it does not know).
 
     Raises:

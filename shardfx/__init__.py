@@ -13,11 +13,13 @@ del _root
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.ops.local_ops import observes
 from shardfx.ir.rules.book import rule
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.passes import Pass
+from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
 
 from .api import parallelize
@@ -33,11 +35,13 @@ __all__ = [
     "ParallelModule",
     "Pass",
     "Plan",
+    "RankPass",
     "ShardfxWarning",
     "ShardingRule",
     "Spec",
     "Time",
     "Verdict",
+    "observes",
     "parallelize",
     "rule",
 ]

@@ -7,25 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.module.modes import OtherMode, without_weights
 from shardfx.module.parallel_module import ParallelModule
+from shardfx.module.place import Place
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
-from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
 from .compile import compile_model
-from .compiled import Compiled
 from .hints import Hints
 from .plugins import all_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from shardfx.runtime.distributed.process_engine import DistributedEngine
 
 
 def parallelize(
@@ -59,39 +55,16 @@ def parallelize(
         loss.backward()
     """
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
-    made = _build(model, described, hints, on_pass, virtual)
-    made.set_other_mode(OtherMode(without_weights(model), hints, lambda m, h: _build(m, described, h, None, virtual)))
-    return made
-
-
-def _build(
-    model: nn.Module,
-    described: Mesh,
-    hints: Hints,
-    on_pass: Callable[[Pass, Graph], None] | None,
-    virtual: bool | None,
-) -> ParallelModule:
     compiled = compile_model(model, described, hints, all_rules(), on_pass)
-    engine = _engine(compiled, model, virtual)
-    aliases = compiled.captured.aliases
-    state = {aliases.get(n, n): t for n, t in (*model.named_parameters(), *model.named_buffers())}
-    if not any(t.is_meta or isinstance(t, FakeTensor) for t in state.values()):
-        trainable = {aliases.get(n, n): p.requires_grad for n, p in model.named_parameters()}
-        with torch.no_grad():
-            engine.load(state, trainable)
-    return ParallelModule(compiled, described, engine, model)
+    other = OtherMode(without_weights(model), hints, lambda m, h: compile_model(m, described, h, all_rules()))
+    return ParallelModule(compiled, _place(model, described, virtual), model, other)
 
 
-def _engine(compiled: Compiled, model: nn.Module, virtual: bool | None) -> VirtualEngine | DistributedEngine:
+def _place(model: nn.Module, mesh: Mesh, virtual: bool | None) -> Place:
     """All ranks in this process, or this process as one of them."""
-    graph, rules = compiled.after, compiled.context.rules
-    if virtual or not launched(graph.mesh):
-        return VirtualEngine(graph, rules)
-    from shardfx.runtime.distributed.process_engine import DistributedEngine
-
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     kind = "cpu" if device.type == "meta" else device.type
+    if virtual or not launched(mesh):
+        return Place(True, torch.device(kind))
     initialise(kind)
-    return DistributedEngine(
-        graph, rules, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    )
+    return Place(False, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))

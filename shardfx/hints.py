@@ -9,6 +9,7 @@ from typing import Any
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.passes import Pass
+from shardfx.passes.rank import RankPass
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Hints:
         machine: what a rank runs on: a :class:`shardfx.Machine`, the name of a known one (``"h100-dgx"``), or the path
             of a file that describes one. Axes whose link the mesh does not state have those of the machine, by which
             communication is chosen; and reports are in its seconds.
+        rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
+            :class:`shardfx.RankPass`, or text for those of installed plugins.
 
     Example::
 
@@ -45,6 +48,7 @@ class Hints:
     fuse_mb: float = 25.0
     passes: Sequence[Pass | str] = ()
     machine: Machine | str | None = None
+    rank_passes: Sequence[RankPass | str] = ()
     zero: int = 0
     zero_axis: str = "dp"
     recompute: Any = None

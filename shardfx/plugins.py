@@ -28,8 +28,11 @@ from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook, RuleEntry
 from shardfx.passes import BUILT_IN, Pass
 from shardfx.passes.pass_text import parse_pass
+from shardfx.passes.rank import BUILT_IN as RANK_BUILT_IN
+from shardfx.passes.rank import RankPass
 
 PASSES = "shardfx.passes"
+RANK_PASSES = "shardfx.rank_passes"
 RULES = "shardfx.rules"
 
 
@@ -99,6 +102,48 @@ def find_pass(name: str) -> type[Pass]:
 def as_passes(given: Iterable[Pass | str]) -> tuple[Pass, ...]:
     """Passes that are given as instances, or as text."""
     return tuple(parse_pass(each, find_pass) if isinstance(each, str) else each for each in given)
+
+
+def find_rank_pass(name: str) -> type[RankPass]:
+    """The rank pass of a name.
+
+    Raises:
+        Error: there is none, or the plugin that has it cannot be used.
+    """
+    if name in RANK_BUILT_IN:
+        return RANK_BUILT_IN[name]
+    points = [point for point in _entry_points(RANK_PASSES) if point.name == name]
+    if len(points) != 1:
+        known = [*RANK_BUILT_IN, *(point.name for point in _entry_points(RANK_PASSES))]
+        raise Error(
+            f"{'two plugins have' if points else 'there is no'} rank pass {name!r}",
+            where="Hints(rank_passes=...)",
+            expected=f"one of {', '.join(known)}",
+            got=" and ".join(map(_origin, points)) or name,
+            remedy="pass an instance instead of text",
+        )
+    kind = _load(points[0])
+    if not isinstance(kind, type) or not issubclass(kind, RankPass):
+        raise _wrong(points[0], "is not a rank pass", "a subclass of shardfx.RankPass (the class)", repr(kind))
+    return kind
+
+
+def as_rank_passes(given: Iterable[RankPass | str]) -> tuple[RankPass, ...]:
+    """Rank passes that are given as instances, or as text.
+
+    Raises:
+        Error: one is neither.
+    """
+    found = tuple(parse_pass(each, find_rank_pass) if isinstance(each, str) else each for each in given)
+    for each in found:
+        if not isinstance(each, RankPass):
+            raise Error(
+                "this is not a rank pass",
+                where="Hints(rank_passes=...)",
+                expected="an instance of a subclass of shardfx.RankPass, such as MyPass()",
+                got=repr(each),
+            )
+    return found
 
 
 def all_rules() -> RuleBook:

@@ -7,7 +7,7 @@ has the right shape, and no content that matters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,20 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
 from shardfx.ir.graph import InputKind
-from shardfx.ir.program.lower import generate
-from shardfx.module.parallel_module import TRAIN
-from shardfx.runtime.virtual.coroutine import Request, as_generator
-
-c10d = torch.ops._c10d_functional
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.runtime.rendezvous import Request
+from shardfx.runtime.virtual.coroutine import as_coroutine
 
 
-def live_bytes(pm: sx.ParallelModule, rank: int = 0) -> dict[str, int]:
-    """Of a training step of one rank: the bytes that its program holds behind each call, by the call's name.
+def live_bytes(program: RankProgram) -> dict[str, int]:
+    """The bytes that a rank's program holds behind each call, by the call's name.
 
     Inputs are not counted. A storage counts once, however many of the program's variables are views of it.
     """
-    program = generate(pm.after, rank, pm._compiled.context.rules, TRAIN)
-    inputs = list(_inputs(pm, rank, program.inputs))
+    inputs = list(_inputs(program))
     theirs = {tensor.untyped_storage()._cdata for tensor in inputs}
     found: dict[str, int] = {}
 
@@ -39,22 +36,22 @@ def live_bytes(pm: sx.ParallelModule, rank: int = 0) -> dict[str, int]:
         found[node.name] = sum({s._cdata: s.nbytes() for s in storages if s._cdata not in theirs}.values())
 
     with torch.no_grad():
-        running = as_generator(program.module, watch)(*inputs)
-        request, given = next(running)
+        running = as_coroutine(program, watch)(*inputs)
+        request, given, into = next(running)
         try:
             while True:
-                request, given = running.send(_answer(pm.mesh, request, given))
+                answer = _answer(program.mesh, request, given)
+                request, given, into = running.send(answer if into is None else into.copy_(answer.view(into.shape)))
         except StopIteration:
             return found
 
 
-def _inputs(pm: sx.ParallelModule, rank: int, inputs: Sequence[Any]) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    for each in inputs:
+def _inputs(program: RankProgram) -> Iterator[Tensor]:
+    generator, coords = torch.Generator().manual_seed(0), program.mesh.coords(program.rank)
+    for each in program.inputs:
         assert each.value.spec is not None
-        shape = each.value.spec.local_shape(each.value.shape, pm.mesh, pm.mesh.coords(rank))
-        dtype = each.value.type.dtype
-        if each.kind is InputKind.CONSTANT and each.constant.shape == shape:
+        shape, dtype = each.value.spec.local_shape(each.value.shape, program.mesh, coords), each.value.type.dtype
+        if each.kind is InputKind.CONSTANT and each.constant is not None and each.constant.shape == shape:
             yield each.constant
         elif dtype.is_floating_point:
             yield torch.rand(shape, dtype=dtype, generator=generator)
@@ -64,10 +61,10 @@ def _inputs(pm: sx.ParallelModule, rank: int, inputs: Sequence[Any]) -> Iterator
 
 def _answer(mesh: sx.Mesh, request: Request, given: Tensor) -> Tensor:
     n = mesh.extent(mesh.group_axes(request.group))
-    if request.op is c10d.all_reduce.default:
+    if request.op == "all_reduce":
         return given.clone()
-    if request.op is c10d.all_gather_into_tensor.default:
+    if request.op == "all_gather_into_tensor":
         return torch.cat([given if given.dim() else given.reshape(1)] * n)
-    if request.op is c10d.reduce_scatter_tensor.default:
+    if request.op == "reduce_scatter_tensor":
         return given.chunk(n)[0].clone()
     return given.new_zeros((sum(request.args[0]), *given.shape[1:]))

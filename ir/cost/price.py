@@ -17,7 +17,7 @@ from typing import Any
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import structure
-from shardfx.ir.program.lower import write
+from shardfx.ir.program.lower import lower
 from shardfx.ir.rules.book import RuleBook
 
 from .amounts import Cost
@@ -45,7 +45,7 @@ def price(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
         [alone],
         [Output(OutputKind.RESULT, f"results.{i}", value) for i, value in enumerate(alone.outs)],
     )
-    return replay(write(graph, 0, book, {OutputKind.RESULT})).cost
+    return replay(lower(graph, 0, book, {OutputKind.RESULT})).cost
 
 
 class Prices:

@@ -3,7 +3,7 @@
 Nothing is computed: the calls of the program's fx graph are walked in order, and each distinct one is run once on fake
 tensors (:mod:`.fake_calls`); the same call in the next layer is looked up.
 
-    >>> footprint = replay(write(graph, 0, book, {OutputKind.LOSS, OutputKind.GRADIENT}))
+    >>> footprint = replay(lower(graph, 0, book, {OutputKind.LOSS, OutputKind.GRADIENT}))
     >>> footprint.peak.nbytes, footprint.cost.flops
     (1835008, 402653184)
 
@@ -26,8 +26,11 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import TURNS, comm_kind, is_comm, kind_of, sent, whole_of
-from shardfx.ir.program.rank_program import Code
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.comm import row_of_collective
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.sends import Sent, is_comm
+from shardfx.ir.program.rank_program import RankProgram
 
 from .amounts import Cost, Work
 from .fake_calls import FakeCalls, Layout, Made, Result, change, leaves
@@ -41,7 +44,7 @@ KEPT = {
 }
 
 
-def replay(program: Code) -> Footprint:
+def replay(program: RankProgram) -> Footprint:
     """Replay a rank's program (rank 0 holds most).
 
     Raises:
@@ -55,6 +58,9 @@ def replay(program: Code) -> Footprint:
             value = next(inputs).value
             assert value.spec is not None
             walk.give(node, value.spec.local_shape(value.shape, mesh, coords), value.type.dtype)
+        elif node.op == "get_attr":
+            constant = program.constants[str(node.target)]
+            walk.give(node, tuple(constant.shape), constant.dtype)
         elif node.op == "call_function":
             walk.call(node)
         elif node.op == "output":
@@ -64,7 +70,7 @@ def replay(program: Code) -> Footprint:
             raise Error(
                 "a program has a node that is no call of a function",
                 where=str(node.meta.get("shardfx", node.name)),
-                expected="placeholders, calls of functions and an output",
+                expected="placeholders, attributes, calls of functions and an output",
                 got=node.format_node(),
             )
     return walk.footprint()
@@ -130,11 +136,12 @@ class _Walk:
 
         self.held[node] = change(made.results, bind, Result)
         self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
-        self.costs.append(self._sent(node, args[0]) if is_collective(node.target) else self._work(made, operands))
+        group = group_of(node)
+        self.costs.append(self._work(node, made, operands) if group is None else self._sent(node, group, args[0]))
 
-    def _work(self, made: Made, operands: list[_Tensor]) -> Cost:
+    def _work(self, node: fx.Node, made: Made, operands: list[_Tensor]) -> Cost:
         """What a call computes, reads and writes; a view does nothing."""
-        if not made.writes:
+        if not made.writes or is_memory(node):
             return NOTHING
         layouts = [tensor.layout for tensor in operands] or [result.layout for result in leaves(made.results, Result)]
         real = [layout.dtype for layout in layouts if layout.dtype.is_floating_point or layout.dtype.is_complex]
@@ -142,13 +149,14 @@ class _Walk:
         work = Work(made.flops, touched, (real or [layouts[0].dtype])[0])
         return self._costs.setdefault(work, Cost({work: 1}))
 
-    def _sent(self, node: fx.Node, put_in: Any) -> Cost:
+    def _sent(self, node: fx.Node, group: str, put_in: Any) -> Cost:
         """What a collective sends."""
-        kind, axes = kind_of(node.target._opname), self.mesh.group_axes(str(node.args[-1]))  # type: ignore[union-attr]
+        axes, row = self.mesh.group_axes(group), row_of_collective(called(node))
         n, nbytes = self.mesh.extent(axes), sum(tensor.layout.nbytes for tensor in leaves(put_in, _Tensor))
-        key = (kind, axes, nbytes)
+        key = (row, axes, nbytes)
         if key not in self._costs:
-            self._costs[key] = Cost(sent={self.mesh.sort(axes): sent(kind, n, whole_of(kind, nbytes, n))})
+            sent = Sent(1.0, nbytes) if row is None else row.sent(row.whole_of(nbytes, n), n)
+            self._costs[key] = Cost(sent={self.mesh.sort(axes): sent})
         return self._costs[key]
 
     def keep(self, node: fx.Node, category: str) -> None:
@@ -172,24 +180,32 @@ class _Walk:
         node = block.node
         if node is None:
             return "temporaries"
-        comm = is_comm(node)
-        if comm and comm_kind(node) == "all_gather" and all(value in self.parameters for value in node.operands):
+        if node.op is comm.all_gather and all(value in self.parameters for value in node.operands):
             return "gathered"
         if node.phase is Phase.FORWARD and block.used_in is Phase.BACKWARD:
             return "activations"
-        return "communication" if comm else "temporaries"
+        return "communication" if is_comm(node) else "temporaries"
 
 
 NOTHING = Cost()
 
 
-def is_collective(target: Any) -> bool:
-    """Whether a call starts a collective of torch's."""
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "_c10d_functional"
-        and kind_of(target._opname) in TURNS
-    )
+def group_of(node: fx.Node) -> str | None:
+    """The group that a call starts a collective in; None for any other call."""
+    row = row_of(node.target)
+    return str(node.args[row.group]) if row is not None and row.group is not None else None
+
+
+def is_memory(node: fx.Node) -> bool:
+    """Whether a call gives memory, and no value: nothing is read or written."""
+    row = row_of(node.target)
+    return row is not None and row.memory
+
+
+def called(node: fx.Node) -> str:
+    """What programs call a collective."""
+    row = row_of(node.target)
+    return row.name if row is not None else str(node.target)
 
 
 def before_communication(node: fx.Node) -> list[fx.Node]:

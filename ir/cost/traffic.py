@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import comm_kind, is_comm, sends, turns_of
+from shardfx.ir.ops.sends import is_comm, turns_of
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Traffic:
 
 def traffic(node: Node, mesh: Mesh) -> Traffic:
     """What one rank sends for a comm node."""
-    axes = tuple(node.kwargs.get("axes", ()))
-    return Traffic(comm_name(node), axes, sends(node, mesh).nbytes, turns_of(node, mesh))
+    return Traffic(comm_name(node), tuple(node.kwargs["axes"]), node.op.sends(node, mesh).nbytes, turns_of(node, mesh))
 
 
 def comm_name(node: Node) -> str:
     """The kind of a comm node as it is written for people: ``all-gather``."""
-    return comm_kind(node).replace("_", "-")
+    kind: str = node.op.kind
+    return kind.replace("_", "-")
 
 
 def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from shardfx.ir.graph import Graph, Node, Value, op_name
 
-from .comm import CommOp
+from .table import OwnOp
 
 
 def structure(node: Node) -> object:
@@ -32,7 +32,7 @@ def node_keys(graph: Graph) -> dict[str, Node]:
     counts: dict[str, int] = {}
     keys = {}
     for node in graph.nodes:
-        if not isinstance(node.op, CommOp):
+        if not isinstance(node.op, OwnOp):
             key = f"{node.phase.value} {node.where.module or '-'} {op_name(node.op)}"
             number = counts[key] = counts.get(key, -1) + 1
             keys[f"{key} {number}"] = node

@@ -17,7 +17,7 @@ import torch
 
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import comm
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 
 aten = torch.ops.aten
 
@@ -33,7 +33,6 @@ LIGHT = {
     aten.expand.default,
 }
 """Ops that only look at memory in another way: they move along with the communication behind them."""
-GATHERS = (comm.all_gather, comm.fused[comm.all_gather])
 
 
 def start_early(nodes: Sequence[Node], inputs: Iterable[Value]) -> list[Node]:
@@ -46,9 +45,9 @@ def start_early(nodes: Sequence[Node], inputs: Iterable[Value]) -> list[Node]:
     fetched: float | None = None
     for node in nodes:
         at[node] = place[node]
-        if not isinstance(node.op, CommOp) or node.op is comm.shard:
+        if not isinstance(node.op, OwnOp) or node.op is comm.shard:
             continue
-        if node.op in GATHERS and all(value in stored for value in node.operands):
+        if node.op is comm.all_gather and all(value in stored for value in node.operands):
             # Twice: the gather before this one stands at the place where it is needed first.
             at[node] = fetched if fetched is not None else place[node]
             fetched = place[node]

@@ -28,14 +28,15 @@ from shardfx.ir.cut import Cut, Part
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Strategy, Value, Where, op_name
 from shardfx.ir.mesh import Link, Mesh, Time
-from shardfx.ir.ops.comm import COMM_OPS, CommOp
+from shardfx.ir.ops import comm
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec, TensorType
 
 from .arguments import CONSTANTS, DTYPES, TORCH_CONSTANTS
 from .lexer import Line, T
 
-OWN_OPS: dict[str, Any] = {op_name(op): op for op in (*COMM_OPS.values(), dropout)}
+OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, op_name(dropout): dropout}
 
 WHERE = re.compile(r'("(?:[^"\\]|\\.)*"|[^\s"#:]+)(?::(\d+))?(?:\s+|$)')
 
@@ -331,7 +332,7 @@ class _Reader:
         """``cuts m{dp} k{tp}  needs [...], [...]``: what is not said is as the values are."""
         if not line.accept("cuts"):
             needs, gives = (tuple(value.spec for value in values) for values in (node.operands, node.outs))
-            if isinstance(node.op, CommOp) and None not in (*needs, *gives):
+            if isinstance(node.op, OwnOp) and None not in (*needs, *gives):
                 node.strategy = Strategy(needs, gives)  # type: ignore[arg-type]
             return
         cuts = []

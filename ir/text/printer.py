@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Phase, Strategy, Value, op_name
 from shardfx.ir.mesh import Link, Mesh
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec
 
 from .arguments import CONSTANTS, DTYPES, TORCH_CONSTANTS
@@ -108,7 +108,7 @@ class Printer:
 
     def node(self, node: Node) -> str:
         args = [self.argument(arg) for arg in node.args]
-        words = isinstance(node.op, CommOp)
+        words = isinstance(node.op, OwnOp)
         args += [f"{key}={self.keyword(key, arg) if words else self.argument(arg)}" for key, arg in node.kwargs.items()]
         line = f"{op_name(node.op)}({', '.join(args)})"
         if node.results:

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfx.ir.ops import sends
-from shardfx.ir.ops.sends import kind_of, whole_of
+from shardfx.ir.ops.comm import row_of_collective
+from shardfx.ir.ops.sends import sent as sent_of
+from shardfx.runtime.rendezvous import Request, listeners
 
 Key = tuple[str, str]
 
@@ -51,31 +52,27 @@ class Counts(dict[Key, Count]):
         return sum(count.nbytes for count in self.values())
 
 
-_listening: list[Counts] = []
-
-
 @contextmanager
 def count_collectives() -> Iterator[Counts]:
     """Count what runs in this process while the context is open."""
     counts = Counts()
-    _listening.append(counts)
+
+    def listen(request: Request, local: torch.Tensor, n: int) -> None:
+        counts.add(request.op, request.group, sent(request.op, local, n))
+
+    listeners.append(listen)
     try:
         with _Watch(counts):
             yield counts
     finally:
-        _listening.remove(counts)
-
-
-def record(op: str, group: str, local: torch.Tensor, n: int) -> None:
-    """Tell those who count of a collective among virtual ranks."""
-    for counts in _listening:
-        counts.add(op, group, sent(op, local, n))
+        listeners.remove(listen)
 
 
 def sent(op: str, local: torch.Tensor, n: int) -> float:
     """The bytes that one of ``n`` ranks sends; ``local`` is what it puts in."""
-    kind = kind_of(op)
-    return sends.sent(kind, n, whole_of(kind, local.nbytes, n)).nbytes
+    row = row_of_collective(op)
+    found = sent_of(1.0, n, local.nbytes) if row is None else row.sent(row.whole_of(local.nbytes, n), n)
+    return found.nbytes
 
 
 COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")

@@ -12,8 +12,8 @@ from shardfx.ir.cost.storages import Peak
 from shardfx.ir.cost.traffic import comm_name, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import comm_kind, is_comm, sends
-from shardfx.ir.program.lower import write
+from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.program.rank_program import RankProgram
 
 from .figures import Cause, CommRow, Communication, Estimate, Memory, Report
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardfx.compiled import Compiled
 
 
-def make_report(compiled: Compiled, machine: Machine | str | None = None) -> Report:
-    """The report of a compiled model (see ``ParallelModule.report``).
+def make_report(compiled: Compiled, program: RankProgram, machine: Machine | str | None = None) -> Report:
+    """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
     state have that one's.
@@ -31,10 +31,8 @@ def make_report(compiled: Compiled, machine: Machine | str | None = None) -> Rep
     planned = Machine.of(compiled.hints.machine)
     device = planned if machine is None else Machine.of(machine)
     mesh = device.connect(graph.mesh, instead_of=planned)
-    train = any(output.kind is OutputKind.LOSS for output in graph.outputs)
-    kinds = {OutputKind.BUFFER, *((OutputKind.LOSS, OutputKind.GRADIENT) if train else (OutputKind.RESULT,))}
     with no_collection():
-        footprint = replay(write(graph, 0, context.rules, kinds))
+        footprint = replay(program)
         communication = Communication(tuple(comm_rows(graph, mesh)))
     return Report(
         mesh,
@@ -70,7 +68,7 @@ def comm_rows(graph: Graph, mesh: Mesh) -> list[CommRow]:
     inputs = {given.value: given.name for given in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
     for node in graph.nodes:
-        if is_comm(node) and comm_kind(node) != "slice":
+        if is_comm(node) and not node.op.stays:
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node)), []).append(node)
     made = []
     for (axes, kind), nodes in rows.items():
@@ -79,7 +77,9 @@ def comm_rows(graph: Graph, mesh: Mesh) -> list[CommRow]:
         causes.sort(key=lambda cause: -cause.nbytes)
         calls = sum(one.turns for one in sent)
         link = mesh.link(axes)
-        seconds = sum(link.seconds(*sends(node, mesh)) * one.turns for node, one in zip(nodes, sent, strict=True))
+        seconds = sum(
+            link.seconds(*node.op.sends(node, mesh)) * one.turns for node, one in zip(nodes, sent, strict=True)
+        )
         made.append(CommRow(axes, kind, calls, sum(one.total for one in sent), seconds, tuple(causes)))
     return sorted(made, key=lambda row: ([mesh.order(axis) for axis in row.axes], -row.nbytes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
@@ -17,13 +16,14 @@ from shardfx.ir.cost.price import Prices, price
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.storages import Footprint
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
+from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.sends import Sent
-from shardfx.ir.program.lower import write
-from shardfx.ir.program.rank_program import Code
+from shardfx.ir.program.lower import lower
+from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_graph
-from shardfx.module.parallel_module import TRAIN
+from shardfx.module.programs import TRAIN
 from shardfx.runtime.debug.collective_counts import count_collectives
 from tests.live_memory import live_bytes
 from tests.plans import MESHES, plan
@@ -32,8 +32,14 @@ from tests.zoo import make
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
-def footprint_of(pm: sx.ParallelModule, rank: int = 0) -> Footprint:
-    return replay(write(pm.after, rank, pm._compiled.context.rules, TRAIN))
+def running(pm: sx.ParallelModule, rank: int = 0) -> RankProgram:
+    """What the rank runs."""
+    return pm._programs.running(rank, TRAIN)
+
+
+def lowered(pm: sx.ParallelModule, rank: int = 0) -> RankProgram:
+    """The program before any rank pass."""
+    return lower(pm.after, rank, pm._compiled.context.rules, TRAIN)
 
 
 # ---- against a run
@@ -66,12 +72,11 @@ def planned(case: str) -> sx.ParallelModule:
 
 
 def holds_what_a_run_holds(pm: sx.ParallelModule) -> None:
-    """Call by call, within 1 %: a run never lets go of a value that nobody uses (8 bytes, the weight of a loss)."""
-    for rank in (0, pm.mesh.size - 1):
-        found, real = footprint_of(pm, rank), live_bytes(pm, rank)
-        assert [call.name for call in found.calls] == list(real)
-        assert found.live == pytest.approx(list(real.values()), rel=0.01)
-        assert max(found.live) == pytest.approx(max(real.values()), rel=0.001) and found.peak.nbytes >= max(found.live)
+    """Call by call, to the byte: of what runs, and of the program in which every value has memory of its own."""
+    for program in (running(pm), lowered(pm), running(pm, pm.mesh.size - 1)):
+        found, real = replay(program), live_bytes(program)
+        assert dict(zip([call.name for call in found.calls], found.live, strict=True)) == real
+        assert found.peak.nbytes >= max(real.values())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -96,7 +101,7 @@ def test_what_is_sent_is_what_a_run_counts(case: str) -> None:
         if group.endswith("@0"):
             axes = pm.mesh.group_axes(group)
             counted[axes] = counted.get(axes, 0.0) + count.nbytes
-    sent = {axes: one.nbytes for axes, one in footprint_of(pm).cost.sent.items()}
+    sent = {axes: one.nbytes for axes, one in replay(running(pm)).cost.sent.items()}
     assert sent == pytest.approx(counted) and sum(sent.values()) > 0
 
 
@@ -107,7 +112,7 @@ def test_what_is_sent_is_what_a_run_counts(case: str) -> None:
 def test_the_prices_of_the_nodes_are_the_cost_of_the_program(case: str) -> None:
     pm = planned(case)
     prices = Prices(pm.after.mesh, pm._compiled.context.rules)
-    added, cost = total(prices.of(node) for node in pm.after.nodes), footprint_of(pm).cost
+    added, cost = total(prices.of(node) for node in pm.after.nodes), replay(lowered(pm)).cost
     assert added.flops == cost.flops > 0 and added.sent == cost.sent
     assert added.touched == pytest.approx(cost.touched, rel=0.15), "operands are not always dense"
     assert len(prices) < len(pm.after.nodes)
@@ -133,68 +138,42 @@ outputs:
 # ---- destinations: programs that say where results go
 
 
-def empty(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def gather_into(x: torch.Tensor, ranks: int, group: str, out: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = c10d.all_gather_into_tensor_out(x, ranks, group, out=out)
-    return result
-
-
-def product_into(a: torch.Tensor, b: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    for rows, each in zip(a.chunk(2), place.chunk(2), strict=True):
-        torch.mm(rows, b, out=each)
-    return place
-
-
-def part(flat: torch.Tensor, start: int, shape: list[int]) -> torch.Tensor:
-    return flat[start : start + math.prod(shape)].view(shape)
-
-
-def put(place: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return place.copy_(x)
-
-
-def join(flat: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    return flat
-
-
-def program_of(build: Any) -> Code:
+def program_of(build: Any) -> RankProgram:
     """A program on two inputs of f32[8, 8], made by ``build(fx graph, x, y)``; it gives one result."""
     graph, mesh = fx.Graph(), sx.Mesh(dp=2)
     kind = TensorType((8, 8), torch.float32)
     inputs = tuple(Input(InputKind.ARGUMENT, n, Value(kind, None, 0, n, Spec.parse("-, -", mesh))) for n in ("x", "y"))
     result = build(graph, *(graph.placeholder(given.name) for given in inputs))
     graph.output((result,))
-    return Code(0, mesh, graph, inputs, (Output(OutputKind.RESULT, "results.0", Value(kind)),))
+    return RankProgram(0, mesh, graph, inputs, (Output(OutputKind.RESULT, "results.0", Value(kind)),))
 
 
 def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
     def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
-        flat = g.call_function(empty, ([128], torch.float32))
-        first = g.call_function(part, (flat, 0, [8, 8]))
+        flat = g.call_function(memory_ops.empty, ([128], torch.float32))
+        first = g.call_function(memory_ops.part, (flat, 1, 0, [8, 8]))
         made = g.call_function(aten.mm.out, (x, y), {"out": first})
-        second = g.call_function(part, (flat, 64, [8, 8]))
+        second = g.call_function(memory_ops.part, (flat, 1, 64, [8, 8]))
         total = g.call_function(aten.add.Tensor, (x, y))
-        written = g.call_function(put, (second, total))
-        whole = g.call_function(join, (flat, [made, written]))
-        reduced = g.call_function(c10d.all_reduce_.default, (whole, "sum", "dp2/dp@0"))
+        written = g.call_function(memory_ops.write, (second, total))
+        whole = g.call_function(memory_ops.join, (flat, [made, written], 1))
+        reduced = g.call_function(memory_ops.all_reduce_, (whole, "sum", "dp2/dp@0"))
         return g.call_function(c10d.wait_tensor.default, (reduced,))
 
     found = replay(program_of(build))
     flat, total = 128 * 4, 64 * 4
     assert [s.nbytes for s in found.storages] == [flat, total]
     assert found.live == (flat, flat, flat, flat, flat + total, flat + total, flat, flat, flat)
-    assert found.at("put") == flat + total
+    assert found.at("write") == flat + total
+    assert found.cost.touched == 3 * total + 3 * total + 2 * total, "the product, the sum, the copy"
     assert found.cost.flops == 2 * 8**3 and found.cost.sent == {("dp",): Sent(2.0, float(flat))}
     assert found.storages[0].category == "results" and found.peak.of("temporaries") == total
 
 
 def test_a_gather_into_given_memory_allocates_nothing() -> None:
     def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
-        pool = g.call_function(empty, ([16, 8], torch.float32))
-        started = g.call_function(c10d.all_gather_into_tensor_out.default, (x, 2, "dp2/dp@0"), {"out": pool})
+        pool = g.call_function(memory_ops.empty, ([16, 8], torch.float32))
+        started = g.call_function(memory_ops.all_gather_into, (x, 2, "dp2/dp@0"), {"out": pool})
         return g.call_function(c10d.wait_tensor.default, (started,))
 
     found = replay(program_of(build))
@@ -227,20 +206,39 @@ def test_what_helpers_hold_inside_counts_at_the_peak_alone() -> None:
 def test_a_call_says_which_operand_it_gives_back() -> None:
     assert aliases(c10d.wait_tensor.default) == 0 == aliases(c10d.all_reduce_.default) == aliases(aten.add_.Tensor)
     assert aliases(aten.mm.out) == "out" == aliases(c10d.all_gather_into_tensor_out.default)
-    assert aliases(aten.mm.default) is None and aliases(aten.reshape.default) is None and aliases(join) is None
+    assert aliases(aten.mm.default) is None and aliases(aten.reshape.default) is None
 
 
 def test_helpers_are_seen_through() -> None:
     """What a function written in Python does inside counts as if its calls stood in the program."""
-    calls, square = FakeCalls(), Layout.dense((8, 8), torch.float32)
+    calls, square, flat = FakeCalls(), Layout.dense((8, 8), torch.float32), Layout.dense((128,), torch.float32)
     both = Layout.dense((16, 8), torch.float32)
-    assert calls.made(gather_into, (square, 2, "dp2/dp@0", both), {}) == Made(Result(both, 1), writes=True)
-    made = calls.made(product_into, (square, square, square), {})
-    assert (made.results, made.fresh, made.flops, made.writes) == (Result(square, 2), (), 2.0 * 8**3, True)
-    assert (
-        calls.made(put, (square, square), {}).writes
-        and not calls.made(part, (Layout.dense((128,), torch.float32), 64, [8, 8]), {}).writes
+    gathered = calls.made(memory_ops.all_gather_into, (square, 2, "dp2/dp@0"), {"out": both})
+    assert gathered == Made(Result(both, 1), writes=True)
+    place = calls.made(memory_ops.part, (flat, 2, 0, [8, 8]), {})
+    assert not place.writes and place.results.layout.shape == (2, 4, 8)
+    made = calls.made(memory_ops.mm_pieces, (square, square, place.results.layout), {})
+    assert (made.results, made.fresh, made.flops, made.writes) == (
+        Result(place.results.layout, 2),
+        (),
+        2.0 * 8**3,
+        True,
     )
+    assert calls.made(memory_ops.write, (square, square), {}).writes
+    assert sum(calls.made(memory_ops.adjoin, ([square, square],), {}).fresh) == 2 * 8 * 8 * 4, "that they lie apart"
+
+
+def test_what_only_looks_is_not_run() -> None:
+    """A user's rank pass may put functions into programs that note something."""
+    seen = []
+
+    @sx.observes
+    def noted(x: torch.Tensor, name: str) -> torch.Tensor:
+        seen.append(name)
+        return x
+
+    found = replay(program_of(lambda g, x, y: g.call_function(noted, (g.call_function(aten.neg.default, (x,)), "a"))))
+    assert not seen and [s.nbytes for s in found.storages] == [8 * 8 * 4]
 
 
 def test_whether_a_reshape_copies_is_seen() -> None:
@@ -270,7 +268,7 @@ def test_a_group_of_another_mesh_is_an_error() -> None:
 
 
 def test_stored_parameters_that_were_made_whole_are_a_category_of_their_own() -> None:
-    storages = footprint_of(planned("stored")).storages
+    storages = replay(lowered(planned("stored"))).storages
     weights = sum(p.numel() * 8 for n, p in make("mlp3").model.named_parameters() if n.endswith("weight"))
     assert sum(each.nbytes for each in storages if each.category == "gathered") >= weights
     assert {"gradients", "results", "activations", "communication", "temporaries"} <= {s.category for s in storages}

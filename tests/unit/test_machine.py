@@ -11,7 +11,8 @@ import torch
 import shardfx as sx
 from shardfx.ir.cost.amounts import Cost, Work, total
 from shardfx.ir.cost.machine import FOLDER, Machine
-from shardfx.ir.ops.sends import Sent, kind_of, sent, whole_of
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.sends import Sent
 
 KNOWN = sorted(path.stem for path in FOLDER.glob("*.json"))
 
@@ -121,10 +122,11 @@ def test_seconds_are_what_takes_longer_of_each_call() -> None:
 
 
 def test_formulas_of_communication() -> None:
-    assert sent("all_reduce", 4, 100.0) == Sent(4.0, 150.0)
-    assert sent("all_gather", 4, 100.0) == sent("reduce_scatter", 4, 100.0) == Sent(2.0, 75.0)
-    assert sent("slice", 4, 100.0) == Sent(0.0, 0.0) and sent("send", 4, 100.0) == Sent(1.0, 100.0)
-    assert whole_of("all_gather", 25.0, 4) == whole_of("all_reduce", 100.0, 4) == 100.0
-    for name in ("all_gather_into_tensor_out", "all_gather_fused", "all_gather_into_tensor_coalesced"):
-        assert kind_of(name) == "all_gather"
-    assert (kind_of("all_reduce_"), kind_of("all_to_all_single")) == ("all_reduce", "all_to_all")
+    assert comm.all_reduce.sent(100.0, 4) == Sent(4.0, 150.0)
+    assert comm.all_gather.sent(100.0, 4) == comm.reduce_scatter.sent(100.0, 4) == Sent(2.0, 75.0)
+    assert comm.shard.sent(100.0, 4) == comm.all_gather.sent(100.0, 1) == Sent(0.0, 0.0)
+    assert comm.all_gather.whole_of(25.0, 4) == comm.all_reduce.whole_of(100.0, 4) == 100.0
+    for name in ("all_gather_into_tensor_out", "c10d.all_gather_into", "all_gather_into_tensor_coalesced"):
+        assert comm.row_of_collective(name) is comm.all_gather
+    assert comm.row_of_collective("c10d.all_reduce_") is comm.all_reduce
+    assert comm.row_of_collective("all_to_all_single") is comm.all_to_all and comm.row_of_collective("send") is None

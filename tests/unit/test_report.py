@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_leaves
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import OutputKind
-from shardfx.ir.program.lower import select, write
+from shardfx.ir.program.lower import lower
+from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text.parser import parse_graph
-from shardfx.module.parallel_module import TRAIN
+from shardfx.module.programs import TRAIN
 from shardfx.report.make_report import comm_rows
 from shardfx.report.tables import count_text, seconds_text
 from tests.plans import MESHES, plan
@@ -56,21 +57,21 @@ class Live(TorchDispatchMode):
         return out
 
 
-def measured_peak(pm: sx.ParallelModule, rank: int) -> int:
+def measured_peak(program: RankProgram) -> int:
     """Run a rank's module on fake tensors; a collective is not waited for, for its result has the same storage."""
-    module = pm.rank_module(rank, training=True)
+    module = program.copy().module()
     for node in list(module.graph.nodes):
         if node.target is torch.ops._c10d_functional.wait_tensor.default:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     module.recompile()
-    coords = pm.mesh.coords(rank)
+    coords = program.mesh.coords(program.rank)
     with FakeTensorMode(), torch.no_grad():
         given = []
-        for each in select(pm.after, TRAIN)[0]:
+        for each in program.inputs:
             assert each.value.spec is not None
-            shape = each.value.spec.local_shape(each.value.shape, pm.mesh, coords)
+            shape = each.value.spec.local_shape(each.value.shape, program.mesh, coords)
             given.append(torch.empty(shape, dtype=each.value.type.dtype))
         with Live(given) as live:
             module(*given)
@@ -89,8 +90,8 @@ def measured_peak(pm: sx.ParallelModule, rank: int) -> int:
 def test_the_peak_is_what_a_run_holds(name: str, mesh: sx.Mesh) -> None:
     pm = plan(make(name), mesh)
     for rank in (0, pm.mesh.size - 1):
-        code = write(pm.after, rank, pm._compiled.context.rules, TRAIN)
-        assert replay(code).peak.nbytes == measured_peak(pm, rank)
+        program = lower(pm.after, rank, pm._compiled.context.rules, TRAIN)
+        assert replay(program).peak.nbytes == measured_peak(program)
 
 
 def test_memory_by_category(pm: sx.ParallelModule) -> None:
@@ -249,7 +250,7 @@ def test_a_deep_program_is_replayed_once_per_distinct_call() -> None:
     for layers in (100, 400):
         graph = parse_graph(deep(layers))
         started = time.process_time()
-        footprint = replay(write(graph, 0, default_rules(), {OutputKind.RESULT}))
+        footprint = replay(lower(graph, 0, default_rules(), {OutputKind.RESULT}))
         comm_rows(graph, graph.mesh)
         seconds.append(time.process_time() - started)
         piece = 32 * 512 * 4

@@ -35,7 +35,7 @@ f32[8{dp}, 12] +{tp}, _, f32[12] +{dp,tp}
   %6 = comm.all_to_all(%5, axes=[tp], dim=1, to=0) : f32[8{dp,tp}, 12]
   %7 = comm.all_gather(%1, axes=[tp], dim=2, view=[8, 3, 4]) : f32[8{dp}, 12]
   %8 = comm.slice(%7, axes=[tp], dim=1) : f32[8{dp}, 12{tp}]
-  %9, %10 = comm.all_reduce_fused(%2, %4, axes=[tp]) : f32[8{dp}, 12], f32[12] +{dp}
+  %9, %10 = comm.all_reduce(%2, %4, axes=[tp]) : f32[8{dp}, 12], f32[12] +{dp}
 outputs:
   result results.0 = %6
 """

@@ -20,7 +20,7 @@ import torch
 
 from shardfx.ir.cut import Cut, Part
 from shardfx.ir.graph import Graph, Node, Value, substitute
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec, TensorType
 
@@ -78,7 +78,7 @@ class Sizes:
         for value in graph.values():
             self.dims(value)
         for node in graph.nodes:
-            if isinstance(node.op, CommOp):
+            if isinstance(node.op, OwnOp):
                 for a, b in zip(node.operands, node.outs, strict=True):
                     for x, y in zip(self.dims(a), self.dims(b), strict=True):
                         self.unite(x, y)
@@ -291,7 +291,7 @@ class Sizes:
                 )
                 operands, results = pairs
                 twin.strategy = type(node.strategy)(operands, results, node.strategy.cuts)
-            if isinstance(node.op, CommOp):
+            if isinstance(node.op, OwnOp):
                 if "view" in node.kwargs:
                     groups = self._group(node.kwargs["view"], self.dims(node.operands[0]))
                     view = tuple(math.prod(map(self.of, group)) for group in groups)
