@@ -10,6 +10,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "ir").is_dir() and str(_roo
 del _root
 
 # ---- public names -----------------------------------------------------------------------------------------
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops.local_ops import observes
@@ -31,6 +32,7 @@ __all__ = [
     "Error",
     "Hints",
     "Link",
+    "Machine",
     "Mesh",
     "ParallelModule",
     "Pass",

@@ -1,4 +1,4 @@
-"""What communication costs in bytes, as it is written in pictures."""
+"""What communication costs in bytes, as it is written in pictures and explanations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.sends import is_comm, turns_of
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Traffic:
 
     @property
     def total(self) -> float:
+        """The bytes of a whole step."""
         return self.nbytes * self.turns
 
 
-def is_comm(node: Node) -> bool:
-    """Whether a node is communication."""
-    return isinstance(node.op, OwnOp)
-
-
 def traffic(node: Node, mesh: Mesh) -> Traffic:
-    """The bytes that one rank sends for a comm node, and how often."""
-    assert isinstance(node.op, OwnOp)
-    time = [axis for value in node.operands[:1] if value.spec for axis in value.spec.axes if mesh[axis].time]
-    return Traffic(node.op.kind, tuple(node.kwargs["axes"]), node.op.sends(node, mesh), mesh.extent(time))
+    """What one rank sends for a comm node."""
+    return Traffic(comm_name(node), tuple(node.kwargs["axes"]), node.op.sends(node, mesh).nbytes, turns_of(node, mesh))
+
+
+def comm_name(node: Node) -> str:
+    """The kind of a comm node as it is written for people: ``all-gather``."""
+    kind: str = node.op.kind
+    return kind.replace("_", "-")
 
 
 def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:
@@ -44,8 +44,3 @@ def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Tra
             one = traffic(node, mesh)
             found.setdefault(mesh.sort(one.axes), []).append(one)
     return dict(sorted(found.items(), key=lambda item: [mesh.order(axis) for axis in item[0]]))
-
-
-def comm_name(name: str) -> str:
-    """``all_gather`` as it is written in a picture: ``all-gather``."""
-    return name.replace("_", "-")

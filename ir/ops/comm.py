@@ -6,9 +6,7 @@ Communication is never a plan of its own: it is what two placements that differ 
     f32[64{tp}, 512]     ->   f32[64, 512{tp}]      comm.all_to_all(axes=[tp], dim=0, to=1)
 
 Each is a row of the table (:mod:`.table`). Of several operands, operand k gives result k, and they travel together.
-Bytes are those that one rank sends: for n ranks and a whole (gathered, unreduced) local value of b bytes, an all-gather
-or reduce-scatter (n-1)/n b, an all-reduce twice that (Patarasu and Yuan, 2009), an all-to-all (n-1)/n of what the rank
-holds, a slice nothing.
+What they send says :mod:`.sends`.
 """
 
 from __future__ import annotations
@@ -147,3 +145,18 @@ shard = OwnOp(
 
 OWN_OPS: dict[str, OwnOp] = {op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard)}
 """The ops of the graph that are not torch's, by name."""
+
+_ENDINGS = ("_", "_out", "_coalesced", "_into", "_into_tensor", "_tensor", "_single")
+
+
+def row_of_collective(name: str) -> OwnOp | None:
+    """The op that a collective does, from its name in torch or in programs; None where the graph has no such op.
+
+    Example::
+
+        row_of_collective("c10d.all_gather_into_tensor_out") is all_gather
+    """
+    kind = name.removeprefix("c10d.")
+    for ending in _ENDINGS:
+        kind = kind.removesuffix(ending)
+    return OWN_OPS.get(f"comm.{kind}")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from .pack import flatten, unflatten
@@ -69,9 +70,9 @@ def join(flat: Tensor, values: Sequence[Tensor], pieces: int) -> Tensor:
 
 def adjoin(tensors: Sequence[Tensor]) -> Tensor:
     """Several tensors as one; without a copy where they lie one behind the other already, as stored parameters may."""
-    if is_compiling():
-        return flatten(tensors, 1)
     first = tensors[0]
+    if is_compiling() or isinstance(first, FakeTensor):  # which lies nowhere
+        return flatten(tensors, 1)
     end = first.data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != end or not tensor.is_contiguous():

@@ -60,14 +60,8 @@ class Redistribution:
 
     def cost(self, op: OwnOp, axes: Sequence[str], local_bytes: float) -> float:
         """Seconds of one collective; ``local_bytes`` of the whole (gathered or unreduced) local value."""
-        n = self.mesh.extent(axes)
-        if op is shard or n == 1:
-            return SLICE_SECONDS
-        links = [self.mesh[axis].link for axis in axes]
-        return op.factor * (
-            max(link.latency for link in links) * math.log2(n)
-            + local_bytes * (n - 1) / n / min(link.bandwidth for link in links)
-        )
+        ranks = self.mesh.extent(axes)
+        return self.mesh.link(axes).seconds(*op.sent(local_bytes, ranks)) or SLICE_SECONDS
 
     def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
         refined = refine(type.shape, [source, target], self.mesh)

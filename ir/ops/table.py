@@ -19,6 +19,8 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Coords, Spec
 
+from .sends import Sent, sent
+
 
 class RankEmit(Protocol):
     """What a row's ``local`` writes one rank's version of a node with (made by :mod:`shardfx.ir.program.lower`)."""
@@ -83,14 +85,22 @@ class OwnOp:
         """Whether nothing is sent."""
         return self.factor == 0.0
 
-    def sends(self, node: Node, mesh: Mesh) -> float:
-        """The bytes that a rank sends for a node of this op."""
+    def whole_bytes(self, node: Node, mesh: Mesh) -> int:
+        """The bytes that are gathered, unreduced or exchanged, on the rank that holds most."""
         values = node.operands if self.whole == "operands" else node.outs
-        return self.sent(sum(value.local_bytes(mesh) for value in values), mesh.extent(node.kwargs["axes"]))
+        return sum(value.local_bytes(mesh) for value in values)
 
-    def sent(self, nbytes: float, ranks: int) -> float:
-        """The bytes that each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged."""
-        return self.factor * nbytes * (ranks - 1) / ranks
+    def whole_of(self, put_in: float, ranks: int) -> float:
+        """The bytes of the whole from those that one rank puts in."""
+        return put_in if self.whole == "operands" else put_in * ranks
+
+    def sends(self, node: Node, mesh: Mesh) -> Sent:
+        """What a rank sends each time that a node of this op is done."""
+        return self.sent(self.whole_bytes(node, mesh), mesh.extent(node.kwargs["axes"]))
+
+    def sent(self, nbytes: float, ranks: int) -> Sent:
+        """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged."""
+        return sent(self.factor, ranks, nbytes)
 
 
 Written = tuple[Any, tuple[Any, ...], dict[str, Any]]

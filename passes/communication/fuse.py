@@ -113,7 +113,7 @@ class FuseComm(Pass):
         for node in graph.nodes:
             key = self._key(node, graph, named)
             if key is not None:
-                total[key] = total.get(key, 0.0) + _bytes(node, graph)
+                total[key] = total.get(key, 0.0) + node.op.whole_bytes(node, graph.mesh)
         return {key: min(self.mb * 1e6, max(nbytes / PARTS, LEAST)) for key, nbytes in total.items()}
 
     def _late(self, graph: Graph, named: dict[Node, str]) -> list[CommGroup]:
@@ -136,7 +136,7 @@ class FuseComm(Pass):
             key = self._key(node, graph, named)
             if key is None or node.op is comm.all_gather:
                 continue
-            size = _bytes(node, graph)
+            size = node.op.whole_bytes(node, graph.mesh)
             bucket = open_.get(key)
             if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > limit[key]:
                 close(key)
@@ -158,7 +158,7 @@ class FuseComm(Pass):
             key = self._key(node, graph, named)
             if key is None or node.op is not comm.all_gather or node.operands[0] not in inputs:
                 continue
-            size = _bytes(node, graph)
+            size = node.op.whole_bytes(node, graph.mesh)
             bucket = open_.get(key)
             if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > limit[key]:
                 done.append(open_.pop(key))
@@ -166,11 +166,6 @@ class FuseComm(Pass):
             bucket.members.append(node)
             bucket.nbytes += size
         return done + list(open_.values())
-
-
-def _bytes(node: Node, graph: Graph) -> float:
-    whole = node.outs[0] if node.op is comm.all_gather else node.operands[0]
-    return whole.local_bytes(graph.mesh)
 
 
 def _of_batch(graph: Graph) -> list[Node]:

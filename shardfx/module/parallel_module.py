@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.capture.trace import leaf_names
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.plan import Plan, make_plan
-from shardfx.report.figures import BYTES_PER_SECOND, FLOPS_PER_SECOND, Report
+from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
@@ -257,11 +258,14 @@ class ParallelModule(nn.Module):
         """The decisions: saved as JSON, compared, and given back as ``Hints(specs=plan.specs)``."""
         return make_plan(self._compiled)
 
-    def report(
-        self, *, flops_per_second: float = FLOPS_PER_SECOND, bytes_per_second: float = BYTES_PER_SECOND
-    ) -> Report:
-        """What the plan costs: ``.memory``, ``.communication``, ``.time`` (estimated at these rates), ``.warnings``."""
-        return make_report(self._compiled, flops_per_second, bytes_per_second)
+    def report(self, machine: Machine | str | None = None) -> Report:
+        """What the plan costs: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
+
+        Memory and time are those of the program that rank 0 runs; seconds those of the machine that the hints name, or
+        of another one (``"h100-dgx"``).
+        """
+        program = self._programs.running(0, self._programs.kinds())
+        return make_report(self._compiled, program, machine, self._programs.warnings())
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.

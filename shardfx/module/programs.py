@@ -101,6 +101,13 @@ class Programs:
         for rank, program in changed.items():
             self.step.put(rank, kinds, program)
 
+    def warnings(self) -> list[str]:
+        """What is to be said of the programs: notes of rank passes, and which of them nobody has proven."""
+        unproven = [
+            f"rank {rank} runs an unproven program (pm.use(..., proven=False))" for rank in sorted(self.unproven)
+        ]
+        return [*self.notes, *unproven]
+
     def compile_with(self, make_engine: Callable[[], Engine], user: Sequence[RankPass]) -> None:
         """From now on programs whose memory torch.compile plans, run by another engine."""
         self.rank_passes = (*built_in(self.device, compiled=True), *user)

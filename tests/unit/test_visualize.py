@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shardfx.ir.cost.traffic import by_axes, is_comm, traffic
+from shardfx.ir.cost.traffic import by_axes, traffic
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh, Time
 from shardfx.ir.ops.comm import all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize import draw_folder, draw_graph
