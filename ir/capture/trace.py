@@ -29,6 +29,7 @@ from shardfx.ir.graph import Graph, Where
 from shardfx.ir.mesh import Mesh
 
 from .convert import Names, convert
+from .kept_whole import keep_whole
 from .repeats import TRACED_WHOLE, Shortened, find_runs
 from .sources import source_of
 from .unfold import unfold
@@ -240,6 +241,7 @@ def _trace(program: _Program, tensors: tuple[torch.Tensor, ...], mesh: Mesh, nam
             warnings.simplefilter("ignore")
             exported = torch.export.export(program, tensors, strict=False).module()
             _reject_unknown_shapes(exported)
+            keep_whole(exported)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions, _record_nn_module_stack=True
             )

@@ -30,6 +30,7 @@ from shardfx.ir.rules.book import Contiguous, RuleBook, perform
 from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
+from .devices import CPU, on_device
 from .early import start_early
 from .rank_program import Code, Program
 
@@ -59,17 +60,19 @@ def _without(node: Node, needed: Container[Value]) -> Node:
     return replace(node, args=args, results=results, strategy=None)
 
 
-def generate(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) -> Program:
+def generate(
+    graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind], device: torch.device = CPU
+) -> Program:
     """The program of one rank, for the outputs of some kinds. Needs no process group and no tensors."""
-    code = write(graph, rank, book, kinds)
+    code = write(graph, rank, book, kinds, device)
     module = fx.GraphModule(torch.nn.Module(), code.graph, class_name=f"Rank{rank}")
     return Program(module, code.inputs, code.outputs)
 
 
-def write(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) -> Code:
+def write(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind], device: torch.device = CPU) -> Code:
     """What :func:`generate` compiles."""
     inputs, nodes, outputs = select(graph, kinds)
-    writer = Writer(graph, rank, book)
+    writer = Writer(graph, rank, book, device=device)
     for given in inputs:
         writer.placeholder(given)
     for node in start_early(nodes, [given.value for given in inputs]):
@@ -92,6 +95,7 @@ class Writer:
     comments: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     current: Node | None = None
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         self.mesh = self.graph.mesh
@@ -121,11 +125,13 @@ class Writer:
         """How an operand is used, by the layout that the op's kernel takes."""
         return {
             Contiguous.ANY: self.use,
-            Contiguous.LAST_DIM: lambda value: self.call(pack.dense_last, self.use(value)),
+            Contiguous.LAST_DIM: lambda v: self.call(pack.dense_last, self.use(v)) if v.shape else self.use(v),
             Contiguous.ALL: lambda value: self.call(aten.contiguous.default, self.use(value)),
         }
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        share = Share(self.current, self.mesh, self.coords) if self.current is not None else None
+        target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
         made = self.fx.create_node("call_function", target, args, kwargs, name)
         if self.current is not None:

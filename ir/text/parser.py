@@ -30,12 +30,13 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops.comm import COMM_OPS, CommOp
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.spec import Spec, TensorType
 
 from .arguments import CONSTANTS, DTYPES, TORCH_CONSTANTS
 from .lexer import Line, T
 
-OWN_OPS: dict[str, Any] = {op_name(op): op for op in (*COMM_OPS.values(), dropout)}
+OWN_OPS: dict[str, Any] = {op_name(op): op for op in (*COMM_OPS.values(), dropout, attention, attention_backward)}
 
 WHERE = re.compile(r'("(?:[^"\\]|\\.)*"|[^\s"#:]+)(?::(\d+))?(?:\s+|$)')
 

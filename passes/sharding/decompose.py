@@ -79,10 +79,7 @@ class Expander:
         key = structure(node)
         if key not in self._traced:
             fake = [torch.empty(v.shape, dtype=v.type.dtype, device="meta") for v in node.operands]
-            traced = self._traced[key] = make_fx(self._function(node), tracing_mode="real")(*fake)
-            for made in traced.graph.nodes:
-                if made.kwargs.get("device") == torch.device("meta"):  # where it was traced, not where it will run
-                    made.kwargs = {**made.kwargs, "device": torch.device("cpu")}
+            self._traced[key] = make_fx(self._function(node), tracing_mode="real")(*fake)
         return self._traced[key]
 
     def _function(self, node: Node) -> Callable[..., Any]:
