@@ -19,7 +19,7 @@ from shardfx.module.parallel_module import ParallelModule
 from shardfx.passes import Pass
 from shardfx.runtime.verify.verdict import Verdict
 
-from .api import parallelize
+from .api import parallelize, trace
 from .hints import Hints
 from .plan import Plan
 
@@ -38,4 +38,5 @@ __all__ = [
     "Verdict",
     "parallelize",
     "rule",
+    "trace",
 ]

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfx.ir.capture.given import as_module
+from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.module.modes import OtherMode, without_weights
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | torch.export.ExportedProgram,
     mesh: Mesh | DeviceMesh,
     hints: Hints,
     *,
@@ -39,8 +41,9 @@ def parallelize(
     """Make ``model`` parallel over ``mesh``: the same computation, one program per rank.
 
     Args:
-        model: any ``nn.Module`` that ``torch.export`` takes; it is left as it is. Weights may be fake, or on
-            ``meta``: then there is a plan, and no weights.
+        model: any ``nn.Module`` that ``torch.export`` takes (an ``fx.GraphModule`` is one), or an
+            ``ExportedProgram``; it is left as it is. Weights may be fake, or on ``meta``: then there is a plan, and no
+            weights.
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
         hints: example inputs, loss, and how a few values are cut (see :class:`Hints`).
         on_pass: called with each pass and the graph after it.
@@ -59,9 +62,29 @@ def parallelize(
         loss.backward()
     """
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
-    made = _build(model, described, hints, on_pass, virtual)
-    made.set_other_mode(OtherMode(without_weights(model), hints, lambda m, h: _build(m, described, h, None, virtual)))
+    module = as_module(model)
+    made = _build(module, described, hints, on_pass, virtual)
+    made.set_other_mode(OtherMode(without_weights(module), hints, lambda m, h: _build(m, described, h, None, virtual)))
     return made
+
+
+def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:
+    """The captured program of ``model``, its loss and its backward, before any pass: ``print`` shows it.
+
+    Args:
+        model: as for :func:`parallelize`.
+        hints: example inputs and loss; placements are not asked for.
+        mesh: what the graph is to be placed on; one device, if there is none.
+
+    Raises:
+        Error: the model cannot be captured.
+
+    Example::
+
+        print(sx.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
+    """
+    mesh = Mesh(dp=1) if mesh is None else mesh
+    return capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets).graph
 
 
 def _build(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfx.ir.capture.trace import capture, leaf_names
+from shardfx.ir.capture.model_and_loss import leaf_names
+from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfx.compile import after_each_pass
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
-from shardfx.ir.capture.trace import leaf_names
+from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh

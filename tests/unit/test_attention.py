@@ -155,15 +155,24 @@ def test_capture_keeps_it_whole(form: str) -> None:
         assert (gradients[name] - parameter.grad).abs().max() < bound
 
 
-def test_a_program_taken_apart_for_the_cpu_has_it_too() -> None:
-    model, x = Attends(FOUR, is_causal=True), torch.rand(1, dtype=torch.float64)
-    program = torch.export.export(model, (x,)).run_decompositions()
-    assert "flash_attention_for_cpu" in str(program.graph)
-    captured = capture(program.module(), Mesh(dp=2), args=(x,), loss=lambda out: out.sum())
-    assert [str(node.op) for node in attentions(captured.graph)] == [
-        "shardfx.attention.default",
-        "shardfx.attention_backward.default",
-    ]
+class OfOneDevice(nn.Module):
+    """Attention by the name of one device's kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(2, 4, 6, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q * x
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True, scale=0.3)[0]
+        return out
+
+
+def test_the_kernel_of_a_device_is_attention_again() -> None:
+    captured = capture(OfOneDevice(), Mesh(dp=2), args=(torch.rand(1, dtype=torch.float64),), loss=torch.sum)
+    forward, backward = attentions(captured.graph)
+    assert forward.op is attention and forward.args[3:] == (None, True, 0.3)
+    assert str(backward.op) == "shardfx.attention_backward.default" and backward.args[6:] == (None, True, 0.3)
 
 
 # ---- what a program calls -----------------------------------------------------------------------------------------

@@ -58,9 +58,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("kind", "mesh", "specs"), CASES)
-def test_gradients_are_those_of_one_device(
-    kind: str, mesh: sx.Mesh, specs: dict[str, str], dtype: torch.dtype
-) -> None:
+def test_gradients_are_those_of_one_device(kind: str, mesh: sx.Mesh, specs: dict[str, str], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Attention(kind).to(dtype)
     alone = deepcopy(model)
