@@ -174,8 +174,8 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
     square = not causal or q.shape[2] == k.shape[2]
     if mask is None and square and cuda.can_use_flash_attention(cuda.SDPAParams(q, k, v, None, 0.0, causal, groups)):
         return "flash"
-    many = [per_query_head(t, q) for t in (k, v)]
-    return "efficient" if cuda.can_use_efficient_attention(cuda.SDPAParams(q, *many, None, 0.0, causal, False)) else ""
+    k, v = per_query_head(k, q), per_query_head(v, q)
+    return "efficient" if cuda.can_use_efficient_attention(cuda.SDPAParams(q, k, v, None, 0.0, causal, False)) else ""
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | None:
