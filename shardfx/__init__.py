@@ -22,7 +22,7 @@ from shardfx.passes import Pass
 from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
 
-from .api import parallelize
+from .api import parallelize, trace
 from .compile import default_passes
 from .hints import Hints
 from .plan import Plan
@@ -48,4 +48,5 @@ __all__ = [
     "parallelize",
     "prove",
     "rule",
+    "trace",
 ]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.passes import Pass
@@ -36,6 +38,7 @@ class Hints:
         machine: what a rank runs on: a :class:`shardfx.Machine`, the name of a known one (``"h100-dgx"``), or the path
             of a file that describes one. Axes whose link the mesh does not state have those of the machine, by which
             communication is chosen; and reports are in its seconds.
+        device: where the programs run, such as ``"cuda"``; by default where the model's weights are.
         rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
             :class:`shardfx.RankPass`, or text for those of installed plugins.
 
@@ -54,7 +57,7 @@ class Hints:
     passes: Sequence[Pass | str] = ()
     machine: Machine | str | None = None
     rank_passes: Sequence[RankPass | str] = ()
-    device: Any = field(default=None, metadata=LATER)
+    device: str | torch.device | None = None
     zero: int = field(default=0, metadata=LATER)
     zero_axis: str = field(default="dp", metadata=LATER)
     recompute: Any = field(default=None, metadata=LATER)

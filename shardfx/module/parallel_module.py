@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
-from shardfx.ir.capture.trace import leaf_names
+from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.program.rank_module import RankModule

@@ -58,7 +58,7 @@ class Programs:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
         self._check(rank, graph)
         context = RankContext(graph, self.device)
-        program = lower(graph, rank, self.compiled.context.rules, kinds)
+        program = lower(graph, rank, self.compiled.context.rules, kinds, torch.device(self.device))
         made = run_rank_passes(program, self.rank_passes, context)
         self.notes.update(dict.fromkeys(context.notes))
         return made

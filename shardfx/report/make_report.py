@@ -26,8 +26,8 @@ def make_report(
 ) -> Report:
     """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
 
-    ``notes`` are those of rank passes, and what else is to be said of the programs. It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
-    state have that one's.
+    It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
+    state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs.
     """
     graph, context = compiled.after, compiled.context
     planned = Machine.of(compiled.hints.machine)
