@@ -17,8 +17,7 @@ from typing import ClassVar
 from shardfx.ir.cut import WHOLE, Cut, project
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Value, op_name
-from shardfx.ir.oracle.findings import rule_text
-from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
 

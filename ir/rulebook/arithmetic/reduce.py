@@ -37,10 +37,6 @@ def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.
     return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
 
 
-def _mean_all(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _mean(x, dtype=dtype)
-
-
 def _var(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> torch.Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
@@ -83,8 +79,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.prod.default, aten.prod.dim_int), DOWN, reduce="product"),
     rule((aten.max.dim, aten.min.dim, aten.argmax, aten.argmin), DOWN_WHOLE),
     rule((aten.median, aten.nanmedian, aten.kthvalue, aten.mode, aten.norm, aten.hash_tensor), DOWN_WHOLE),
-    rule(aten.mean.dim, DOWN_WHOLE, linear="0", expand=_mean),
-    rule(aten.mean.default, DOWN_WHOLE, linear="0", expand=_mean_all),
+    rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0", expand=_mean),
     rule(aten.var.correction, DOWN_WHOLE, expand=_var),
     rule(aten.var_mean.correction, DOWN_WHOLE, expand=_var_mean),
     rule(prims.var, "d.. k@dims! -> d.."),

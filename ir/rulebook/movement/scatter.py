@@ -100,7 +100,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.index_put, aten._unsafe_index_put), index_put, local=add_once),
     rule(aten.index_add, index_write, local=add_once),
     rule((aten.index_copy, aten.index_fill, aten.index_reduce), index_write),
-    rule((aten.put, aten.masked_scatter, aten._unsafe_masked_index_put_accumulate), flat),
+    rule((aten.put, aten.masked_scatter, aten.masked_scatter_backward, aten._unsafe_masked_index_put_accumulate), flat),
     rule((aten.diagonal_scatter, aten.as_strided_scatter), flat),
-    rule(aten.masked_scatter_backward, flat),
 )

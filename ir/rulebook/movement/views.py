@@ -15,14 +15,12 @@ from collections.abc import Sequence
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument, moves
+from shardfx.ir.rulebook.dims import argument, moves, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import reshaped
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 
 aten = torch.ops.aten
-
-FIRST = (frozenset({0}),)
 
 
 def common_factors(a: Sequence[int], b: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
@@ -55,19 +53,16 @@ def view(node: Node) -> ShardingRule:
 @functools.lru_cache(maxsize=1024)
 def _view(a: tuple[int, ...], b: tuple[int, ...]) -> ShardingRule:
     left, right, sizes, whole = common_factors(a, b)
-    return ShardingRule((tuple(left),), (tuple(right),), sizes, frozenset(whole), linear=FIRST, moves_only=True)
+    return ShardingRule((tuple(left),), (tuple(right),), sizes, frozenset(whole), (frozenset({0}),), moves_only=True)
 
 
 def transposed(node: Node) -> str:
-    """Two dims change places."""
-    ndim = node.operands[0].type.ndim
-    i, j = (argument(node, name) % max(ndim, 1) for name in ("dim0", "dim1"))
-    return "d.. -> d.." if i == j else f"d.. i@{i} j@{j} -> d.. j@{i} i@{j}"
-
-
-def flipped(node: Node) -> str:
-    """A matrix turned; what has one dim stays."""
-    return "i j -> j i" if node.operands[0].type.ndim == 2 else "d.. -> d.."
+    """Two dims change places: those that the arguments name, or the two of a matrix."""
+    order = list(range(node.operands[0].type.ndim))
+    i, j = (argument(node, name) or 0 for name in ("dim0", "dim1")) if len(node.args) > 1 else (0, -1)
+    if order:
+        order[i], order[j] = order[j], order[i]
+    return f"~{words(f'd{d}' for d in sorted(order))} -> {words(f'd{d}' for d in order)}"
 
 
 def strided(node: Node) -> ShardingRule:
@@ -87,8 +82,7 @@ RULES: tuple[RuleEntry, ...] = (
     moves((aten.expand, aten.expand_copy), "d.. -> d..", shape_arg=1),
     moves(torch.ops.prims.broadcast_in_dim, "d.. -> d@broadcast_dimensions r..", shape_arg=1),
     moves((aten.permute, aten.permute_copy), "d@dims -> d..", free=True),
-    moves((aten.transpose.int, aten.transpose_copy.int), transposed, free=True),
-    moves((aten.t, aten.t_copy), flipped, free=True),
+    moves((aten.transpose.int, aten.transpose_copy.int, aten.t, aten.t_copy), transposed, free=True),
     moves(aten.view_as_real, "n.. -> n.. e!"),
     rule(aten.view_as_complex, "n.. e! -> n..", linear="0"),
 )
