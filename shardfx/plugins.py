@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shardfx.ir.errors import Error
 from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.findings_store import Store, default_folder
+from shardfx.ir.oracle.findings import FindingsFolder, default_folder
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook, RuleEntry
 from shardfx.passes import BUILT_IN, Pass
@@ -158,7 +158,7 @@ def all_rules() -> RuleBook:
 
 @cache
 def _discovery(folder: Path) -> Discovery:
-    return Discovery(Store(folder))
+    return Discovery(FindingsFolder(folder))
 
 
 @cache

@@ -24,7 +24,7 @@ from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, op_name
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.oracle.findings import rule_text
+from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.text.printer import Printer, size_text
 from shardfx.passes import Context
 
