@@ -45,7 +45,7 @@ def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
         )
     kind = find(match[1])
     hints = get_type_hints(kind)
-    known = {each.name: each for each in fields(kind) if each.init}
+    known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
     options: dict[str, Any] = {}
     for item in split(match[2] or "", text):
         name, equals, value = (part.strip() for part in item.partition("="))

@@ -15,7 +15,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.oracle.instance import Instance, instance, of_node
-from tests.op_calls import f, i, others
+from tests.op_calls import b, f, i, others
 from tests.zoo import Case, make
 
 aten = torch.ops.aten

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from shardfx.ir.cut import Coords
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.spec import Coords, Spec
+from shardfx.ir.spec import Spec
 
 from .sends import Sent, sent
 

@@ -32,7 +32,7 @@ def plain(program: RankProgram) -> RankProgram:
         if row.memory:
             env[node] = None
             continue
-        args, kwargs = fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)  # type: ignore[arg-type]
+        args, kwargs = fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
         made = row.plain(args, kwargs) if row.plain is not None else None
         if isinstance(made, tuple):
             target, given, named = made

@@ -47,7 +47,7 @@ def print_program(program: RankProgram) -> str:
             given = next(inputs)
             lines.append(f"{given.kind.value} %{node.name} {json.dumps(given.name)} : {_type(given.value)}")
         elif node.op == "output":
-            pairs = zip(program.outputs, node.args[0], strict=True)  # type: ignore[arg-type]
+            pairs = zip(program.outputs, node.args[0], strict=True)
             lines.append("return " + ", ".join(f"{o.kind.value} {json.dumps(o.name)} = {_text(v)}" for o, v in pairs))
         elif node.op == "get_attr":
             lines.append(f"%{node.name} = constant({json.dumps(str(node.target))})")

@@ -92,7 +92,10 @@ class _Ref:
 
 
 def _plain(arg: Any) -> Any:
-    return fx.node.map_aggregate(arg, lambda each: _Ref(each.name) if isinstance(each, fx.Node) else each)
+    def plain(each: Any) -> Any:
+        return _Ref(each.name) if isinstance(each, fx.Node) else each
+
+    return fx.node.map_aggregate(arg, plain)
 
 
 def _target_text(target: Any) -> str:
@@ -121,7 +124,7 @@ def _restore(
 
     for op, name, target, args, kwargs, origin in calls:
         given, named = fx.node.map_aggregate(args, node_of), fx.node.map_aggregate(kwargs, node_of)
-        env[name] = graph.create_node(op, _target(op, target), given, named, name)  # type: ignore[arg-type]
+        env[name] = graph.create_node(op, _target(op, target), given, named, name)
         if origin is not None:
             env[name].meta["shardfx"] = origin
     module = RankModule.of(graph, rank, comments, constants)

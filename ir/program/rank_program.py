@@ -92,7 +92,8 @@ class RankProgram:
 
     def result(self) -> fx.Node:
         """The node that returns."""
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        found: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return found
 
     def _check(self, graph: fx.Graph) -> None:
         takes = sum(node.op == "placeholder" for node in graph.nodes)

@@ -121,12 +121,9 @@ class _Walk:
         self.live.setdefault(self.share.root(node), []).append(node)
 
     def _part(self, node: fx.Node) -> None:
-        flat, pieces, offset, shape = node.args
-        numel = 1
-        for size in shape:  # type: ignore[union-attr]
-            numel *= size
-        assert isinstance(flat, fx.Node)
-        self.slots[node] = (flat, (pieces, offset, numel // max(pieces, 1)))  # type: ignore[operator,assignment,type-var]
+        args: Any = node.args
+        flat, pieces, offset, shape = args
+        self.slots[node] = (flat, (pieces, offset, torch.Size(shape).numel() // max(pieces, 1)))
 
     def _write(self, node: fx.Node, into: fx.Node) -> None:
         """What lies in the memory that is written now is gone."""
@@ -155,9 +152,10 @@ class _Walk:
 
     def _join(self, node: fx.Node) -> None:
         """The joined values lie in this memory, one behind the other, and fill it."""
-        flat, values, pieces = node.args
+        args: Any = node.args
+        flat, values, pieces = args
         at = 0
-        for value in values:  # type: ignore[union-attr]
+        for value in values:
             slot = self.slots.get(value)
             if slot is None or slot[0] is not flat or slot[1][:2] != (pieces, at):
                 self._fail(
@@ -168,7 +166,7 @@ class _Walk:
                 )
             at += slot[1][2]
         size = flat.args[0] if isinstance(flat, fx.Node) and flat.args else None
-        if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * pieces:  # type: ignore[operator]
+        if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * pieces:
             self._fail(f"{node.name} joins {at} elements of each piece", node, expected=f"all {size[0]} of {flat}")
 
     def _output(self, node: fx.Node) -> None:

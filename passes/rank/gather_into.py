@@ -41,7 +41,8 @@ class GatherInto(RankPass):
                 memory = _before(node, memory_ops.empty, list(node.meta["shape"]), dtype, context.device)
                 _swap(node, memory_ops.all_gather_into, node.args, {"out": memory})
             elif node.target is pack.unflatten and node.args[2] != 1:
-                sizes = [torch.Size(shape).numel() for shape in node.args[1]]  # type: ignore[union-attr,arg-type]
+                shapes: Any = node.args[1]
+                sizes = [torch.Size(shape).numel() for shape in shapes]
                 memory = _before(node, memory_ops.empty, [sum(sizes)], dtype, context.device)
                 _swap(node, memory_ops.spread, (memory, *node.args), {})
             elif node.target is pack.flatten and node.args[1] == 1:

@@ -10,9 +10,10 @@ place (``python -m benchmarks.collectives``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import fx
 
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
@@ -33,16 +34,19 @@ class InPlace(RankPass):
         """Reduce in place."""
         graph, changed = program.graph, False
         share = Sharing(graph.nodes)
-        for node in list(graph.nodes):
+        nodes: list[fx.Node] = list(graph.nodes)
+        for node in nodes:
             if node.target is not c10d.all_reduce.default:
                 continue
-            x, *rest = node.args
-            if not share.owned(x) or share.last_use(x) is not node:  # type: ignore[arg-type]
+            args: Any = node.args
+            x, *rest = args
+            if not share.owned(x) or share.last_use(x) is not node:
                 continue
-            with graph.inserting_before(node):
-                dense = x if x.target is memory_ops.join else graph.call_function(aten.contiguous.default, (x,))  # type: ignore[union-attr]
-            if dense is not x:
-                dense.meta = dict(node.meta)  # type: ignore[union-attr]
+            dense: Any = x
+            if x.target is not memory_ops.join:  # which is dense
+                with graph.inserting_before(node):
+                    dense = graph.create_node("call_function", aten.contiguous.default, (x,), name="dense")
+                dense.meta = dict(node.meta)
             node.target, node.args = memory_ops.all_reduce_, (dense, *rest)
             changed = True
         return changed

@@ -39,4 +39,4 @@ def reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Any:
 
 def wait(started: Any) -> Tensor:
     """The result of a collective that was started."""
-    return started.wait() if type(started) is Exchange else c10d.wait_tensor(started)  # type: ignore[no-any-return]
+    return started.wait() if type(started) is Exchange else c10d.wait_tensor(started)

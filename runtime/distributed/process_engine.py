@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -88,5 +89,7 @@ class ProcessEngine:
         """How this backend does what programs ask for."""
         if self.device.type != "cpu":
             return Forms(instead={memory_ops.empty: pool.empty})
-        scatter = {c10d.reduce_scatter_tensor.default: gloo.reduce_scatter, c10d.wait_tensor.default: gloo.wait}
-        return Forms(instead={memory_ops.empty: pool.empty, **scatter})
+        instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty}
+        instead[c10d.reduce_scatter_tensor.default] = gloo.reduce_scatter
+        instead[c10d.wait_tensor.default] = gloo.wait
+        return Forms(instead=instead)

@@ -60,9 +60,7 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
     used = own_files(program)
     text = README.format(mesh=mesh, size=mesh.size, own="".join(f" and `{file}.py`" for file in used))
     (folder / "README.md").write_text(text, encoding="utf-8")
-    for source in (pack.__file__, memory_ops.__file__):
-        copy(source, folder / Path(str(source)).name)
-    for file, source in used.items():
+    for file, source in {"pack": pack.__file__, "memory_ops": memory_ops.__file__, **used}.items():
         copy(source, folder / f"{file}.py")
 
 

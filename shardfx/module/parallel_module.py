@@ -134,7 +134,7 @@ class ParallelModule(nn.Module):
         """
         self._programs.use(modules, proven, self.known_inputs())
 
-    def compile(self, **options: Any) -> None:  # type: ignore[override]
+    def compile(self, **options: Any) -> None:
         """Run steps through ``torch.compile(**options)`` from now on.
 
         torch plans memory itself: the programs are then those of the rank passes ``waits`` and ``own-outputs`` alone,

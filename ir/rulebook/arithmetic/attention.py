@@ -14,7 +14,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import draw_slot
-from shardfx.ir.rulebook.dims import FIRST, argument
+from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
@@ -58,7 +58,7 @@ def _rule(node: Node, operands: str, results: str, free: str) -> ShardingRule:
         tuple(None if v is None else of(kind, v) for kind, v in zip(results, node.results, strict=False)),
         sizes,
         whole,
-        FIRST if operands[0] == "o" else (),
+        (frozenset({0}),) if operands[0] == "o" else (),
     )
 
 
