@@ -32,7 +32,7 @@ from .passes import (
     run_passes,
 )
 from .plan import PlannedSpecs
-from .plugins import as_passes
+from .plugins import as_passes, as_rank_passes
 
 
 def default_passes(hints: Hints) -> tuple[Pass, ...]:
@@ -58,6 +58,15 @@ def default_passes(hints: Hints) -> tuple[Pass, ...]:
                 )
     check_order(passes, wanted=(COMM_EXPLICIT,))
     return passes
+
+
+def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ...]:
+    """The passes on the ranks' programs that hints ask for, on a kind of device: the built-in ones, and the user's.
+
+    Raises:
+        Error: a rank pass is not known, or is none.
+    """
+    return (*built_in(device), *as_rank_passes(hints.rank_passes))
 
 
 @contextmanager
