@@ -16,10 +16,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
-
-from .compiled import Compiled
-from .hints import Hints
-from .passes import (
+from shardfx.passes import (
     BUILT_IN,
     COMM_EXPLICIT,
     Context,
@@ -31,6 +28,10 @@ from .passes import (
     is_whole,
     run_passes,
 )
+from shardfx.passes.rank import RankPass, built_in
+
+from .compiled import Compiled
+from .hints import Hints
 from .plan import PlannedSpecs
 from .plugins import as_passes, as_rank_passes
 
