@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +70,10 @@ def infer(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TensorTy
     def meta(value: Value) -> torch.Tensor:
         return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
 
-    out = op(*substitute(args, meta), **{k: substitute(a, meta) for k, a in kwargs.items()})
+    given = {k: substitute(a, meta) for k, a in kwargs.items()}
+    if makes_of_nothing(op):
+        given["device"] = "meta"
+    out = op(*substitute(args, meta), **given)
     types: TensorType | list[TensorType | None] = types_of(out)
     return types
 
@@ -80,3 +84,12 @@ def types_of(out: Any) -> Any:
     if isinstance(out, (tuple, list)):
         return [types_of(o) for o in out]
     return None
+
+
+@cache
+def makes_of_nothing(op: Any) -> bool:
+    """Whether the op makes a tensor that lies on no operand's device: ``full``, ``arange``."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    schema = op._schema.arguments
+    return any(each.name == "device" for each in schema) and not any("Tensor" in str(each.type) for each in schema)

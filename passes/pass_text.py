@@ -108,10 +108,10 @@ def read_value(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
     return value
 
 
-def options_text(kind: type[Pass]) -> str:
+def options_text(kind: type[Pass], between: str = ", ") -> str:
     """The options of a pass with their types and defaults: ``mb: float = 25.0``."""
     hints = get_type_hints(kind)
-    return ", ".join(f"{each.name}: {named(hints[each.name])}{default(each)}" for each in fields(kind) if each.init)
+    return between.join(f"{each.name}: {named(hints[each.name])}{default(each)}" for each in fields(kind) if each.init)
 
 
 def default(option: Field[Any]) -> str:

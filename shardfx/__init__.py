@@ -22,9 +22,11 @@ from shardfx.passes import Pass
 from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
 
-from .api import parallelize
+from .api import parallelize, trace
+from .compile import default_passes
 from .hints import Hints
 from .plan import Plan
+from .proving import prove
 
 __all__ = [
     "Error",
@@ -41,7 +43,10 @@ __all__ = [
     "Spec",
     "Time",
     "Verdict",
+    "default_passes",
     "observes",
     "parallelize",
+    "prove",
     "rule",
+    "trace",
 ]

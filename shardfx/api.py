@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardfx.ir.capture.given import as_module
+from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.module.modes import OtherMode, without_weights
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def parallelize(
-    model: nn.Module,
+    model: nn.Module | torch.export.ExportedProgram,
     mesh: Mesh | DeviceMesh,
     hints: Hints,
     *,
@@ -35,8 +37,9 @@ def parallelize(
     """Make ``model`` parallel over ``mesh``: the same computation, one program per rank.
 
     Args:
-        model: any ``nn.Module`` that ``torch.export`` takes; it is left as it is. Weights may be fake, or on
-            ``meta``: then there is a plan, and no weights.
+        model: any ``nn.Module`` that ``torch.export`` takes (an ``fx.GraphModule`` is one), or an
+            ``ExportedProgram``; it is left as it is. Weights may be fake, or on ``meta``: then there is a plan, and no
+            weights.
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
         hints: example inputs, loss, and how a few values are cut (see :class:`Hints`).
         on_pass: called with each pass and the graph after it.
@@ -55,15 +58,35 @@ def parallelize(
         loss.backward()
     """
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
-    compiled = compile_model(model, described, hints, all_rules(), on_pass)
-    other = OtherMode(without_weights(model), hints, lambda m, h: compile_model(m, described, h, all_rules()))
-    return ParallelModule(compiled, _place(model, described, virtual), model, other)
+    module = as_module(model)
+    compiled = compile_model(module, described, hints, all_rules(), on_pass)
+    other = OtherMode(without_weights(module), hints, lambda m, h: compile_model(m, described, h, all_rules()))
+    return ParallelModule(compiled, _place(module, described, hints, virtual), module, other)
 
 
-def _place(model: nn.Module, mesh: Mesh, virtual: bool | None) -> Place:
+def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:
+    """The captured program of ``model``, its loss and its backward, before any pass: ``print`` shows it.
+
+    Args:
+        model: as for :func:`parallelize`.
+        hints: example inputs and loss; placements are not asked for.
+        mesh: what the graph is to be placed on; one device, if there is none.
+
+    Raises:
+        Error: the model cannot be captured.
+
+    Example::
+
+        print(sx.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
+    """
+    mesh = Mesh(dp=1) if mesh is None else mesh
+    return capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets).graph
+
+
+def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> Place:
     """All ranks in this process, or this process as one of them."""
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    kind = "cpu" if device.type == "meta" else device.type
+    kind = torch.device(hints.device).type if hints.device is not None else device.type.replace("meta", "cpu")
     if virtual or not launched(mesh):
         return Place(True, torch.device(kind))
     initialise(kind)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 from torch import nn
 
-from shardfx.ir.capture.trace import Captured, capture
+from shardfx.ir.capture.trace import capture
 from shardfx.ir.cost.machine import Machine
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
@@ -18,18 +19,45 @@ from shardfx.ir.rules.book import RuleBook
 
 from .compiled import Compiled
 from .hints import Hints
-from .passes import Context, FuseComm, Partition, Pass, Propagate, run_passes
+from .passes import (
+    BUILT_IN,
+    COMM_EXPLICIT,
+    Context,
+    FuseComm,
+    Pass,
+    Propagate,
+    arrange,
+    check_order,
+    is_whole,
+    run_passes,
+)
 from .plan import PlannedSpecs
 from .plugins import as_passes
 
 
-def pipeline(hints: Hints) -> tuple[Pass, ...]:
-    """The passes that hints ask for, in order: a pure function of the hints (and of the plugins that they name)."""
+def default_passes(hints: Hints) -> tuple[Pass, ...]:
+    """The passes that hints ask for, in order: a pure function of the hints (and of the plugins that they name).
+
+    Raises:
+        Error: a pass is not known or has no place; the order lacks something.
+
+    Example::
+
+        [str(each) for each in default_passes(Hints(args=(x,), fuse_mb=1))]    # ["bind-hints", "propagate{...}", ...]
+    """
     given = as_passes(hints.passes)
-    built_in: list[Pass] = [Propagate(), Partition()]
-    if hints.fuse_mb > 0 and not any(isinstance(p, FuseComm) for p in given):
-        built_in.append(FuseComm(mb=hints.fuse_mb))
-    return (*built_in, *given)
+    options: dict[str, Pass] = {"propagate": Propagate(strict=hints.strict), "fuse-comm": FuseComm(mb=hints.fuse_mb)}
+    passes = arrange([options[name] if name in options else kind() for name, kind in BUILT_IN.items()], given)
+    if is_whole(given):
+        for each in fields(hints):
+            if each.name in ("strict", "fuse_mb") and getattr(hints, each.name) != each.default:
+                raise Error(
+                    f"Hints({each.name}=...) says nothing where Hints(passes=...) is the whole pipeline",
+                    expected="an option of its pass: propagate{strict=True}, fuse-comm{mb=25.0}",
+                    got=f"{each.name}={getattr(hints, each.name)!r}",
+                )
+    check_order(passes, wanted=(COMM_EXPLICIT,))
+    return passes
 
 
 @contextmanager
@@ -52,43 +80,22 @@ def compile_model(
     on_pass: Callable[[Pass, Graph], None] | None = None,
 ) -> Compiled:
     """Capture ``model`` and run the passes. Links that the mesh does not state are those of the machine."""
-    passes, mesh = pipeline(hints), Machine.of(hints.machine).connect(mesh)
+    passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     with no_collection():
         captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
     if isinstance(hints.specs, PlannedSpecs):
         hints.specs.plan.check(captured.graph)
     before = captured.graph.copy()
-    context = new_context(hints, captured, mesh, rules)
+    context = new_context(hints, captured.graph, rules)
     with no_collection():
         run_passes(captured.graph, passes, context, on_pass)
     if isinstance(hints.specs, PlannedSpecs):
         others = hints.specs.plan.differences(captured.graph)
         if others:
-            context.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
+            captured.graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
     return Compiled(hints, captured, before, captured.graph, context, passes)
 
 
-def new_context(hints: Hints, captured: Captured, mesh: Mesh, rules: RuleBook) -> Context:
+def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     """What the passes begin with."""
-    notes = list(captured.notes)
-    return Context(
-        rules, Redistribution(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases, strict=hints.strict
-    )
-
-
-def after_each_pass(compiled: Compiled) -> dict[str, Graph]:
-    """The graph after each pass, by the pass's name: the passes run again, on a copy of the captured graph."""
-    graph = compiled.before.copy()
-    context = new_context(compiled.hints, compiled.captured, graph.mesh, compiled.context.rules)
-    found: dict[str, Graph] = {}
-
-    def keep(each: Pass, graph: Graph) -> None:
-        again = 1
-        while (name := each.name if again == 1 else f"{each.name}-{again}") in found:
-            again += 1
-        found[name] = graph.copy()
-
-    with warnings.catch_warnings(), no_collection():
-        warnings.simplefilter("ignore")  # they were said the first time
-        run_passes(graph, compiled.passes, context, keep)
-    return found
+    return Context(rules, Redistribution(graph.mesh), specs=hints.specs)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfx.ir.capture.trace import capture, leaf_names
+from shardfx.ir.capture.model_and_loss import leaf_names
+from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.oracle.instance import Instance, instance, of_node
 from tests.zoo import Case, make
 
@@ -126,6 +128,30 @@ def attentions() -> Iterator[Instance]:
         yield made
         out, lse = made.results
         yield instance(backward, (f(2, 4, 6, 4), q, k, v, out, lse, 0.0, causal), {"attn_mask": mask})
+
+
+def own_attentions() -> Iterator[Instance]:
+    """Our op of attention: groups, masks of each kind (with their gradient), dropout."""
+    draw = (0.3, torch.tensor(5), 1, [])
+    for heads, causal, mask, drop in (
+        (4, True, None, ()),
+        (2, True, None, draw),
+        (1, False, None, ()),
+        (2, False, f(2, 1, 6, 5), ()),
+        (2, False, f(1, 4, 6, 5), draw),
+        (4, False, f(6, 5), ()),
+        (2, False, b(2, 4, 1, 5), ()),
+    ):
+        keys = 6 if causal else 5
+        q, k, v = f(2, 4, 6, 4), f(2, heads, keys, 4), f(2, heads, keys, 3)
+        made = instance(attention, (q, k, v, mask, causal, None, *drop))
+        yield made
+        of_mask = mask is not None and mask.is_floating_point()
+        args = (f(2, 4, 6, 3), q, k, v, *made.results, mask, causal, None, of_mask, *drop)
+        back = instance(attention_backward, args)
+        if not of_mask:
+            back.node.results[3] = None
+        yield back
 
 
 def losses() -> Iterator[Instance]:
@@ -312,7 +338,7 @@ def others() -> list[tuple[Any, ...]]:
 def picked() -> list[Instance]:
     """All hand-picked instances."""
     torch.manual_seed(0)
-    found = [*convolutions(), *norms(), *attentions(), *losses()]
+    found = [*convolutions(), *norms(), *attentions(), *own_attentions(), *losses()]
     for op, *args in others():
         kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
         found.append(instance(op, args, kwargs))

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.alike import structure
+from shardfx.ir.ops.alike import alike
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rules.book import RuleBook
 
@@ -58,7 +58,7 @@ class Prices:
     def of(self, node: Node) -> Cost:
         """The price of a node (see :func:`price`)."""
         placed = node.strategy or (tuple(v.spec for v in node.operands), tuple(v.spec for v in node.outs))
-        key = (structure(node), placed)
+        key = (alike(node), placed)
         if key not in self._known:
             self._known[key] = price(node, self._mesh, self._book)
         return self._known[key]

@@ -29,7 +29,7 @@ from shardfx.ir.rules.book import Contiguous, RuleBook, perform
 from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
-from .early import start_early
+from .devices import CPU, on_device
 from .rank_program import RankProgram
 
 aten = torch.ops.aten
@@ -58,8 +58,10 @@ def _without(node: Node, needed: Container[Value]) -> Node:
     return replace(node, args=args, results=results, strategy=None)
 
 
-def lower(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) -> RankProgram:
-    """The program of one rank, for the outputs of some kinds. Needs no process group and no tensors.
+def lower(
+    graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind], device: torch.device = CPU
+) -> RankProgram:
+    """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
 
     Example::
 
@@ -67,10 +69,10 @@ def lower(graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind]) 
         print(program)
     """
     inputs, nodes, outputs = select(graph, kinds)
-    lowering = Lowering(graph, rank, book)
+    lowering = Lowering(graph, rank, book, device=device)
     for given in inputs:
         lowering.placeholder(given)
-    for node in start_early(nodes, [given.value for given in inputs]):
+    for node in nodes:
         lowering.node(node)
     lowering.fx.output(tuple(lowering.env[output.value] for output in outputs))
     return RankProgram(rank, graph.mesh, lowering.fx, tuple(inputs), tuple(outputs))
@@ -87,6 +89,7 @@ class Lowering:
     env: dict[Value, Any] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     current: Node | None = None
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         self.mesh = self.graph.mesh
@@ -106,12 +109,14 @@ class Lowering:
         """How an operand is used, by the layout that the op's kernel takes."""
         return {
             Contiguous.ANY: self.env.__getitem__,
-            Contiguous.LAST_DIM: lambda value: self.call(pack.dense_last, self.env[value]),
+            Contiguous.LAST_DIM: lambda v: self.call(pack.dense_last, self.env[v]) if v.shape else self.env[v],
             Contiguous.ALL: lambda value: self.call(aten.contiguous.default, self.env[value]),
         }
 
     def call(self, target: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
         """Write a call; ``gives`` is the shape of its result, where that is known."""
+        share = Share(self.current, self.mesh, self.coords) if self.current is not None else None
+        target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
         made = self.fx.create_node("call_function", target, args, kwargs, name)
         if self.current is not None:

@@ -54,18 +54,18 @@ def order_of_collectives(program: RankProgram) -> list[str]:
     return found
 
 
-def validate_program(program: RankProgram, after: str | None = None) -> None:
-    """Check ``program``; ``after`` is the rank pass that left it.
+def validate_program(program: RankProgram, after: str | None = None, *, ends: bool = True) -> None:
+    """Check ``program``; ``after`` is the rank pass that left it. ``ends``: results must be their receivers' own.
 
     Raises:
         Error: naming the rank, the call, the line of the model that it comes from, and what is wrong with it.
     """
-    _Walk(program, after).run()
+    _Walk(program, after, ends).run()
 
 
 class _Walk:
-    def __init__(self, program: RankProgram, after: str | None) -> None:
-        self.program, self.after = program, after
+    def __init__(self, program: RankProgram, after: str | None, ends: bool) -> None:
+        self.program, self.after, self.ends = program, after, ends
         self.nodes = list(program.graph.nodes)
         self.share = Sharing(self.nodes)
         self.dead: dict[fx.Node, fx.Node] = {}
@@ -185,7 +185,7 @@ class _Walk:
             row = row_of(result.target)
             if row is not None and row.memory:
                 self._fail(f"{result.name} is returned, which is memory without content", node)
-            if not given_away.take(result) and output.kind is OutputKind.GRADIENT:
+            if self.ends and not given_away.take(result) and output.kind is OutputKind.GRADIENT:
                 self._fail(
                     f"gradient {output.name} shares the memory of an input or of another result",
                     result,

@@ -26,6 +26,7 @@ class OwnOutputs(RankPass):
     """Copy the gradients that share memory with an input, or with another result."""
 
     name: ClassVar[str] = "own-outputs"
+    establishes: ClassVar[frozenset[str]] = frozenset({"OWN_OUTPUTS"})
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Copy what is shared."""

@@ -92,10 +92,11 @@ def run_rank_passes(program: RankProgram, passes: Iterable[RankPass], context: R
                 remedy="if it is your own pass, see the traceback above; else please report it",
             ) from error
         if changed:
-            validate_program(program, after=each.name)
+            validate_program(program, after=each.name, ends=False)
             _same_order(order, order_of_collectives(program), each, program)
         established |= each.establishes
         ran.append(each.name)
+    validate_program(program, after=ran[-1] if ran else None, ends="OWN_OUTPUTS" in established)
     return program
 
 

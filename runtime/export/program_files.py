@@ -18,7 +18,7 @@ import torch
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import dropout, memory_ops, pack
+from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
 
@@ -34,7 +34,7 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
         code = re.sub(rf"\bshardfx_ir_ops_{file}_(\w+)", rf"{file}.\1", code)
     code = code.replace("def forward(self, ", "def forward(").replace("def forward(self)", "def forward()")
     imports = [f"import {file}" for file in FILES if f"{file}." in code]
-    imports += ["import random_ops  # defines torch.ops.shardfx"] if uses_random(program) else []
+    imports += [f"import {file}  # defines ops of torch.ops.shardfx" for file in own_files(program)]
     places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
     header = HEADER.format(
         rank=rank,
@@ -57,18 +57,26 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
             groups.setdefault(mesh.group_name(rank, axes), mesh.group(rank, axes))
     (folder / "groups.json").write_text(json.dumps([[n, list(r)] for n, r in groups.items()], indent=1) + "\n")
     (folder / "run.py").write_text(RUN.format(size=mesh.size), encoding="utf-8")
-    used = uses_random(program)
-    text = README.format(mesh=mesh, size=mesh.size, random=" and `random_ops.py`" if used else "")
+    used = own_files(program)
+    text = README.format(mesh=mesh, size=mesh.size, own="".join(f" and `{file}.py`" for file in used))
     (folder / "README.md").write_text(text, encoding="utf-8")
     for source in (pack.__file__, memory_ops.__file__):
         copy(source, folder / Path(str(source)).name)
-    if used:
-        copy(dropout.__file__, folder / "random_ops.py")
+    for file, source in used.items():
+        copy(source, folder / f"{file}.py")
 
 
-def uses_random(program: RankProgram) -> bool:
-    """Whether the program calls our own random ops."""
-    return any(getattr(node.target, "namespace", "") == "shardfx" for node in program.graph.nodes)
+OWN_FILES = {
+    "random_ops": (dropout.__file__, {dropout.dropout}),
+    "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
+}
+"""Files that a program needs beside it, where they are, and the ops that they define."""
+
+
+def own_files(program: RankProgram) -> dict[str, str | None]:
+    """The files with those of our own ops that the program calls."""
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    return {file: source for file, (source, ops) in OWN_FILES.items() if ops & called}
 
 
 def copy(source: str | None, target: Path) -> None:

@@ -34,13 +34,14 @@ class Verdict:
     how: str = "proven"
     checked: Mapping[str, int] = field(default_factory=dict)
     fault: Fault | None = None
+    claim: str = "the ranks compute what the model computes"
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
         looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
-        head = f"{self.how}: the ranks compute what the model computes" if self.ok else f"not {self.how}"
+        head = f"{self.how}: {self.claim}" if self.ok else f"not {self.how}"
         return f"{head} ({looked})" if self.ok else f"{head}\n{self.why}\n  {'checked:':<10}{looked}"
 
 
@@ -106,8 +107,19 @@ def first_broken(programs: Iterable[RankProgram]) -> Fault | None:
         try:
             validate_program(program)
         except ProgramError as error:
-            return Fault(error.what, "", program.rank, error.node, error.line)
+            return Fault(error.what, _leads_to(program, error.node), program.rank, error.node, error.line)
     return None
+
+
+def _leads_to(program: RankProgram, name: str) -> str:
+    """The first output of a program that is made of a call."""
+    made = {node for node in program.graph.nodes if node.name == name}
+    for node in program.graph.nodes:
+        if made & set(node.all_input_nodes):
+            made.add(node)
+    results = program.result().args[0]
+    pairs = zip(program.outputs, results, strict=False)  # type: ignore[arg-type]
+    return next((f"{output.kind.value} {output.name}" for output, node in pairs if node in made), "")
 
 
 class _Broken(Exception):

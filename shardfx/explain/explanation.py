@@ -171,7 +171,8 @@ class _Explainer:
     def input(self, given: Input) -> Entry:
         trails = self._trails(given.value)
         cuts = "" if trails else "whole on every rank"
-        return Entry(self.printer.input(given), cuts, trails, tuple(self._after(given.value)))
+        title = f"{given.kind.value} {self.printer.use(given.value)} : {self.printer.type(given.value)}"
+        return Entry(title, cuts, trails, tuple(self._after(given.value)))
 
     def op(self, node: Node, value: Value | None = None) -> Entry:
         """The entry of a node; its trails are those of ``value`` (the first result, if not said)."""

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from shardfx.compiled import Compiled
-from shardfx.ir.capture.trace import leaf_names
+from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, OutputKind
 from shardfx.runtime.step import Results, Step

@@ -6,7 +6,6 @@ copy of the model without weights, with the placements that the first plan store
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
+from shardfx.ir.capture.given import copied
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.spec import Spec
@@ -31,7 +31,7 @@ def without_weights(model: nn.Module) -> nn.Module:
             made = torch.empty(tensor.shape, dtype=tensor.dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
 
 
 @dataclass

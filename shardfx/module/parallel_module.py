@@ -11,10 +11,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfx.compile import after_each_pass
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
-from shardfx.ir.capture.trace import leaf_names
+from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.program.rank_module import RankModule
@@ -22,6 +21,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
+from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.export.program_files import write_rank, write_shared
 from shardfx.runtime.step import Results
@@ -187,7 +187,9 @@ class ParallelModule(nn.Module):
 
     # ---- understanding it -----------------------------------------------------------------------------------
 
-    def verify(self, modules: Mapping[int, fx.GraphModule] | None = None, *, run: bool = False) -> Verdict:
+    def verify(
+        self, modules: Mapping[int, fx.GraphModule] | None = None, *, run: bool = False, every_pass: bool = False
+    ) -> Verdict:
         """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
 
         By default a proof, without numbers (what it proves and takes as given: see
@@ -196,6 +198,8 @@ class ParallelModule(nn.Module):
 
         Args:
             modules: programs that somebody changed, by rank; those of the other ranks are the plan's own.
+            every_pass: compare the graph with the captured one after each pass first: the first pass after which it is
+                another function is named.
 
         Raises:
             Error: an unknown rank; with ``run``, a model that is too large to run here and cannot be shrunk (programs
@@ -206,6 +210,8 @@ class ParallelModule(nn.Module):
             assert pm.verify()
             print(pm.verify(modules={1: changed}).why)
         """
+        if every_pass and not (verdict := verify_every_pass(self._compiled)):
+            return verdict
         return self._programs.verify(modules, run, self.known_inputs())
 
     @contextmanager
@@ -258,7 +264,8 @@ class ParallelModule(nn.Module):
         Memory and time are those of the program that rank 0 runs; seconds those of the machine that the hints name, or
         of another one (``"h100-dgx"``).
         """
-        return make_report(self._compiled, self._programs.running(0, self._programs.kinds()), machine)
+        program = self._programs.running(0, self._programs.kinds())
+        return make_report(self._compiled, program, machine, self._programs.warnings())
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
@@ -274,3 +281,13 @@ class ParallelModule(nn.Module):
 
         between = after_each_pass(self._compiled) if every_pass else {}
         return draw_folder({"before": self.before, **between, "after": self.after}, folder)
+
+    def diff(self, name: str) -> str:
+        """What a pass changed, as a unified diff of the graph's text (see :func:`shardfx.rerun.diff`)::
+
+            print(pm.diff("fuse-comm"))
+
+        Raises:
+            Error: no pass of the plan has this name.
+        """
+        return diff(self._compiled, name)

@@ -36,6 +36,8 @@ class Programs:
     ) -> None:
         self.compiled, self.device, self.rank_passes = compiled, device, tuple(rank_passes)
         self.step = Step(compiled.after, self.program, store, engine)
+        self.notes: dict[str, None] = {}
+        """What rank passes noted, each once."""
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
 
@@ -55,10 +57,10 @@ class Programs:
     def made(self, graph: Graph, rank: int, kinds: Iterable[OutputKind]) -> RankProgram:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
         self._check(rank, graph)
-        context, notes = RankContext(graph, self.device), self.compiled.context.notes
-        program = lower(graph, rank, self.compiled.context.rules, kinds)
+        context = RankContext(graph, self.device)
+        program = lower(graph, rank, self.compiled.context.rules, kinds, torch.device(self.device))
         made = run_rank_passes(program, self.rank_passes, context)
-        notes += [note for note in dict.fromkeys(context.notes) if note not in notes]
+        self.notes.update(dict.fromkeys(context.notes))
         return made
 
     def running(self, rank: int, kinds: Kinds) -> RankProgram:
@@ -98,6 +100,13 @@ class Programs:
         self.unproven = (self.unproven - set(modules)) | (set() if proven else set(modules))
         for rank, program in changed.items():
             self.step.put(rank, kinds, program)
+
+    def warnings(self) -> list[str]:
+        """What is to be said of the programs: notes of rank passes, and which of them nobody has proven."""
+        unproven = [
+            f"rank {rank} runs an unproven program (pm.use(..., proven=False))" for rank in sorted(self.unproven)
+        ]
+        return [*self.notes, *unproven]
 
     def compile_with(self, make_engine: Callable[[], Engine], user: Sequence[RankPass]) -> None:
         """From now on programs whose memory torch.compile plans, run by another engine."""

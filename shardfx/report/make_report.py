@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from shardfx.compiled import Compiled
 
 
-def make_report(compiled: Compiled, program: RankProgram, machine: Machine | str | None = None) -> Report:
+def make_report(
+    compiled: Compiled, program: RankProgram, machine: Machine | str | None = None, notes: Iterable[str] = ()
+) -> Report:
     """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
-    state have that one's.
+    state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs.
     """
     graph, context = compiled.after, compiled.context
     planned = Machine.of(compiled.hints.machine)
@@ -40,7 +42,7 @@ def make_report(compiled: Compiled, program: RankProgram, machine: Machine | str
         memory_of(graph, footprint.peak),
         communication,
         Estimate(footprint.cost, device, mesh),
-        tuple(context.notes),
+        (*compiled.after.notes, *notes),
         dict(context.seconds),
     )
 

@@ -17,7 +17,6 @@ from shardfx.ir.cut import WHOLE, Cut, Part, compound
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
 from shardfx.ir.ops import comm, redistribute
-from shardfx.ir.ops.comm import moved
 from shardfx.ir.ops.redistribute import Redistribution, Step
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec, TensorType, coarsen, on_view, refine
@@ -59,9 +58,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def apply(step: Step, source: Spec, shape: Sequence[int], mesh: Mesh) -> Spec:
-    return moved(
-        step.op, source, shape, mesh, axes=step.axes, dim=step.dim, to=step.to, reduce=step.reduce, view=step.view
-    )
+    keywords = {"dim": step.dim, "to": step.to, "reduce": step.reduce or "sum", "view": step.view}
+    return step.op.place(source, shape, mesh, axes=step.axes, **keywords)
 
 
 def held(placement: Spec, shape: Sequence[int], coords: Mapping[str, int]) -> frozenset[int]:

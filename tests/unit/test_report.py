@@ -195,7 +195,7 @@ def test_the_text(pm: sx.ParallelModule) -> None:
         "Held at the peak",
         "aten.gelu @ layers.* (2x)",
         "nothing overlaps",
-        "Passes  propagate",
+        "Passes  bind-hints",
     ):
         assert words in text
     assert "Warnings" not in text and max(map(len, text.splitlines())) <= 110
@@ -209,7 +209,7 @@ def test_warnings_are_in_the_report() -> None:
         name = "note"
 
         def run(self, graph: Any, context: Any) -> bool:
-            context.notes.append("something to know")
+            graph.notes.append("something to know")
             return False
 
     pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(torch.randn(4, 4),), passes=[Note()]))

@@ -89,4 +89,10 @@ def _source(nodes: Iterable[Node]) -> list[str]:
 
 
 def _reasons(nodes: Iterable[Node]) -> list[str]:
-    return [f"why: {why}" for why in list(dict.fromkeys(node.why for node in nodes if node.why))[:6]]
+    """What passes said of the nodes: why, which pass made them, and its own remarks."""
+    nodes = list(nodes)
+    lines = [f"why: {why}" for why in list(dict.fromkeys(node.why for node in nodes if node.why))[:6]]
+    makers = dict.fromkeys(node.made_by for node in nodes if node.made_by)
+    lines += [f"made by pass {', '.join(makers)}"] if makers else []
+    remarks = dict.fromkeys(f"{key}={value}" for node in nodes for key, value in node.attrs.items())
+    return lines + ([f"remarks: {', '.join(list(remarks)[:6])}"] if remarks else [])

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.builder import makes_of_nothing
 from shardfx.ir.cut import Cut, Part
 from shardfx.ir.graph import Graph, Node, Value, substitute
 from shardfx.ir.ops.table import OwnOp
@@ -331,7 +332,7 @@ def _runs(node: Node) -> bool:
 
     op = aten.reshape.default if node.op is aten.view.default else node.op
     kwargs = {k: substitute(a, fake) for k, a in node.kwargs.items()}
-    if "device" in kwargs:
+    if makes_of_nothing(op):
         kwargs["device"] = torch.device(device)
     try:
         out = op(*substitute(node.args, fake), **kwargs)
