@@ -176,6 +176,31 @@ def test_the_kernel_of_a_device_is_attention_again() -> None:
     assert str(backward.op) == "shardfx.attention_backward.default" and backward.args[6:] == (None, True, 0.3)
 
 
+class Block(nn.Module):
+    """Attention with dropout, behind a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.lin(x), 0.1)
+        return x + F.scaled_dot_product_attention(h, h, h, dropout_p=0.2)
+
+
+def test_repeated_blocks_draw_by_numbers_of_their_own() -> None:
+    """Blocks that were left out and put back are as if each had been traced; a backward has its forward's number."""
+    model = nn.Sequential(nn.Sequential(*(Block() for _ in range(9))))
+    texts = {}
+    for fold in (True, False):
+        captured = capture(model, Mesh(dp=2), args=(torch.randn(2, 4, 6, 8),), loss=torch.sum, fold=fold)
+        assert not captured.notes
+        texts[fold] = str(captured.graph)
+    assert texts[True] == texts[False]
+    numbers = [with_defaults(n.op, n.args, n.kwargs)["number"] for n in attentions(captured.graph)]
+    assert numbers == [*range(2, 20, 2), *range(18, 0, -2)]
+
+
 def test_flops_are_those_of_each_query_head() -> None:
     """Groups save memory, and no arithmetic."""
     q, k = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 5, 8)
