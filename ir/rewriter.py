@@ -99,8 +99,7 @@ class Rewriter:
         node = self.make(op, args, types, kwargs=kwargs)
         _stand_like(node, like)
         node.why, node.attrs = why, dict(attrs or {})
-        if "SHARDED" in self.graph.established:
-            self._place(node)
+        self.place(node)
         return node
 
     def comm(self, op: CommOp | str, *values: Value, like: Node | None = None, why: str = "", **keywords: Any) -> Node:
@@ -129,8 +128,10 @@ class Rewriter:
         node.why = why or f"{needs[0]} becomes {gives[0]}"
         return node
 
-    def _place(self, node: Node) -> None:
-        """Give the node the strategy that its operands' placements ask for."""
+    def place(self, node: Node) -> None:
+        """In a placed graph: give the node the strategy that its operands' placements ask for."""
+        if "SHARDED" not in self.graph.established:
+            return
         if self._rules is None:
             raise Error(
                 f"a placed graph cannot have {op_name(node.op)} without a rule",

@@ -12,6 +12,7 @@ from shardfx.ir.builder import GraphBuilder, types_of
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.traits import draws
 from shardfx.ir.spec import TensorType
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket)
     if canonical is not None:
         return canonical(builder, target, args, kwargs, types)
-    if torch.Tag.nondeterministic_seeded in target.tags and not draws_nothing(target, args, kwargs):
+    if draws(target) and not draws_nothing(target, args, kwargs):
         raise Error(
             f"{target} draws random numbers in a way that ranks cannot agree on",
             where=str(builder.where),

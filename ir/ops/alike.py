@@ -13,7 +13,10 @@ from typing import Any
 from shardfx.ir.graph import Graph, Node, Value, op_name
 
 from .comm import CommOp
+from .dropout import dropout
 
+NUMBER = {dropout: 3}
+"""Where the number of a draw stands among an op's arguments: no two nodes share it, so that it is in no key."""
 PLAIN = (int, str, type(None))
 """Constants that are equal only if they are the same; of others the key has the type too, for ``1 == 1.0 == True``."""
 
@@ -28,10 +31,13 @@ def alike(node: Node, *, placed: bool = False) -> Hashable:
 
 
 def key_of(node: Node, key: Callable[[Value], Hashable]) -> tuple[Hashable, ...]:
-    """The same with another ``key`` of what each value is taken for."""
+    """The same with another ``key`` of what each value is taken for: by its place in a block, say."""
+    args = node.args
+    if node.op in NUMBER:
+        args = (*args[: NUMBER[node.op]], *args[NUMBER[node.op] + 1 :])
     return (
         node.op,
-        tuple([argument_key(arg, key) for arg in node.args]),
+        tuple([argument_key(arg, key) for arg in args]),
         tuple([(name, argument_key(arg, key)) for name, arg in node.kwargs.items()]) if node.kwargs else (),
         tuple([None if value is None else key(value) for value in node.results]),
     )

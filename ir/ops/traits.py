@@ -1,16 +1,16 @@
-"""What torch's schemas and tags say of an op: is it a view, is it heavy."""
+"""What torch's schemas, tags and formulas say of an op: is it a view, is it heavy, does it draw random numbers."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
+import torch
+from torch.utils.flop_counter import flop_registry
+
 from shardfx.ir.graph import Node, op_name
 
 OWN = ("comm.", "memory.")
-VIEWS = frozenset("view _unsafe_view reshape t transpose permute expand unsqueeze squeeze alias detach clone".split())
-"""Ops that only change how a tensor is looked at."""
-HEAVY = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
 
 
 def base_name(node: Node) -> str:
@@ -29,11 +29,32 @@ def is_own(node: Node) -> bool:
     return base_name_of(node.op).startswith(OWN)
 
 
+@cache
+def gives_alias(op: Any) -> bool:
+    """Whether the op's results are views of its operand, as its schema says."""
+    returns = op._schema.returns if isinstance(op, torch._ops.OpOverload) else ()
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
 def is_view(node: Node) -> bool:
-    return base_name(node) in VIEWS and len(node.operands) == 1
+    """Whether the node only changes how one tensor is looked at, and shows all of it (a slice does not)."""
+    operands, results = node.operands, node.outs
+    if not gives_alias(node.op) or len(operands) != 1 or len(results) != 1:
+        return False
+    return results[0].type.numel >= operands[0].type.numel
+
+
+@cache
+def is_heavy_op(op: Any) -> bool:
+    """Whether torch has a formula for the op's arithmetic (products, convolutions), or it is a kind of attention."""
+    return getattr(op, "overloadpacket", op) in flop_registry or "attention" in op_name(op)
 
 
 def is_heavy(node: Node) -> bool:
     """Whether most of the arithmetic is in such ops."""
-    name = base_name(node)
-    return name in HEAVY or "conv" in name or "attention" in name
+    return is_heavy_op(node.op)
+
+
+def draws(op: Any) -> bool:
+    """Whether the op draws random numbers from torch's generator, as its tag says."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
