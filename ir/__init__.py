@@ -1,5 +1,6 @@
 """What a program is: the names that a plug-in writer needs (docs/writing_passes.md, docs/writing_rules.md)."""
 
+from .capture.replace_pattern import Match, replace_pattern
 from .cut import Cut, Part
 from .errors import Error, ShardfxWarning
 from .graph import (
@@ -37,6 +38,7 @@ __all__ = [
     "Input",
     "InputKind",
     "Link",
+    "Match",
     "Mesh",
     "Node",
     "Output",
@@ -64,6 +66,7 @@ __all__ = [
     "parse_spec",
     "pattern",
     "print_graph",
+    "replace_pattern",
     "row_of",
     "rule",
     "substitute",
