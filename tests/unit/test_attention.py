@@ -16,7 +16,7 @@ from shardfx.ir.graph import Graph, Node, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn, forward_by_hand
 from shardfx.ir.ops.traits import is_heavy, positional, with_defaults
-from shardfx.ir.program.lower import generate
+from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
 from shardfx.runtime.verify.sample.whole import run_whole
 
@@ -223,7 +223,7 @@ def code_on(model: nn.Module, device: str) -> str:
     planned = sx.parallelize(model, Mesh(dp=2), given).after
     assert attentions(planned)
     kinds = {OutputKind.LOSS, OutputKind.GRADIENT}
-    return generate(planned, 0, default_rules(), kinds, torch.device(device)).module.code
+    return lower(planned, 0, default_rules(), kinds, torch.device(device)).module().code
 
 
 @pytest.mark.parametrize(
