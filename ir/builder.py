@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,8 +76,11 @@ def infer(
     def empty(value: Value) -> torch.Tensor:
         return torch.empty(value.shape, dtype=value.type.dtype, device=device)
 
+    given = {k: substitute(a, empty) for k, a in kwargs.items()}
+    if makes_of_nothing(op):
+        given["device"] = device
     with nullcontext() if device == "meta" else FakeTensorMode():
-        out = op(*substitute(args, empty), **{k: substitute(a, empty) for k, a in kwargs.items()})
+        out = op(*substitute(args, empty), **given)
     types: TensorType | list[TensorType | None] = types_of(out)
     return types
 
@@ -88,3 +92,12 @@ def types_of(out: Any) -> Any:
     if isinstance(out, (tuple, list)):
         return [types_of(o) for o in out]
     return None
+
+
+@cache
+def makes_of_nothing(op: Any) -> bool:
+    """Whether the op makes a tensor that lies on no operand's device: ``full``, ``arange``."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    schema = op._schema.arguments
+    return any(each.name == "device" for each in schema) and not any("Tensor" in str(each.type) for each in schema)

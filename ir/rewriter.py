@@ -14,7 +14,8 @@ from typing import Any
 from .builder import infer
 from .errors import Error
 from .graph import Attr, Graph, Node, Output, Phase, Strategy, Value, op_name, substitute
-from .ops.comm import COMM_OPS, CommOp, moved
+from .ops.comm import OWN_OPS
+from .ops.table import OwnOp
 from .rules.as_placed import as_placed
 from .rules.book import RuleBook, replicated
 from .spec import TensorType
@@ -102,7 +103,7 @@ class Rewriter:
         self.place(node)
         return node
 
-    def comm(self, op: CommOp | str, *values: Value, like: Node | None = None, why: str = "", **keywords: Any) -> Node:
+    def comm(self, op: OwnOp | str, *values: Value, like: Node | None = None, why: str = "", **keywords: Any) -> Node:
         """A node that communicates: the placement of its results follows from the op and its keywords.
 
         Example::
@@ -112,9 +113,9 @@ class Rewriter:
         Raises:
             Error: there is no such op, the value is not placed, or the op cannot start from where it is.
         """
-        given = COMM_OPS.get(op) if isinstance(op, str) else op
+        given = OWN_OPS.get(f"comm.{op.removeprefix('comm.')}") if isinstance(op, str) else op
         if given is None:
-            raise Error(f"there is no comm op {op!r}", expected=f"one of {', '.join(COMM_OPS)}", got=op)
+            raise Error(f"there is no comm op {op!r}", expected=f"one of {', '.join(OWN_OPS)}", got=op)
         node = self.make(given, values, [value.type for value in values], kwargs=keywords)
         _stand_like(node, like)
         needs = []
@@ -122,7 +123,7 @@ class Rewriter:
             if value.spec is None:
                 raise Error(f"{given} of a value without placement", where=repr(value), remedy="run behind propagate")
             needs.append(value.spec)
-            result.spec = moved(given, value.spec, value.shape, self.graph.mesh, **keywords)
+            result.spec = given.place(value.spec, value.shape, self.graph.mesh, **keywords)
         gives = tuple(result.spec for result in node.outs if result.spec is not None)
         node.strategy = Strategy(tuple(needs), gives)
         node.why = why or f"{needs[0]} becomes {gives[0]}"

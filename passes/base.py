@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from shardfx.ir.cut import Cut
@@ -13,7 +13,7 @@ from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 
-from .options import value_text
+from .options import options_of
 from .rule_cache import RuleCache
 
 __all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Decision", "Pass", "PassError"]
@@ -102,8 +102,7 @@ class Pass:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        options = ",".join(f"{f.name}={value_text(getattr(self, f.name))}" for f in fields(self) if f.init)
-        return f"{self.name}{{{options}}}" if options else self.name
+        return f"{self.name}{options_of(self)}"
 
 
 class PassError(Error):

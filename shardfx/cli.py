@@ -19,6 +19,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     for each in (plan, explain):
         each.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, hints)")
         each.add_argument("--mesh", required=True, help="the axes of ranks, outermost first: dp=2,tp=2")
+        each.add_argument("--machine", metavar="NAME", help="what a rank runs on: h100-dgx, or a JSON file like those")
     plan.add_argument("--draw", type=Path, metavar="DIR", help="draw the program before and after, as SVG")
     plan.add_argument("--every-pass", action="store_true", help="with --draw: draw it after each pass too")
     plan.add_argument("--save", type=Path, metavar="FILE", help="save the decisions as JSON")
@@ -98,7 +100,7 @@ def run_passes(arguments: argparse.Namespace, out: Console) -> int:
     broken = []
     for found in all_passes():
         if found.kind is None:
-            made.add_row(Text(found.name, "red"), Text("cannot be used, see below", "red"), "", "", "", found.origin)
+            made.add_row(Text(found.name, "red"), Text("see below", "red"), "", "", "", found.origin)
             broken.append(found)
             continue
         names = ("\n".join(sorted(each)) for each in (found.kind.requires, found.kind.establishes))
@@ -138,6 +140,8 @@ def planned(arguments: argparse.Namespace) -> ParallelModule:
     """The model of the command line, parallel on its mesh."""
     mesh = parse_mesh(arguments.mesh)
     model, hints = load(arguments.target)
+    if arguments.machine is not None:
+        hints = replace(hints, machine=arguments.machine)
     return parallelize(model, mesh, hints, virtual=True)
 
 

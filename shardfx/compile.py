@@ -10,6 +10,7 @@ from dataclasses import fields
 from torch import nn
 
 from shardfx.ir.capture.trace import capture
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
@@ -78,8 +79,8 @@ def compile_model(
     rules: RuleBook,
     on_pass: Callable[[Pass, Graph], None] | None = None,
 ) -> Compiled:
-    """Capture ``model`` and run the passes."""
-    passes = default_passes(hints)
+    """Capture ``model`` and run the passes. Links that the mesh does not state are those of the machine."""
+    passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     with no_collection():
         captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
     if isinstance(hints.specs, PlannedSpecs):

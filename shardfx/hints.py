@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.passes import Pass
+from shardfx.passes.rank import RankPass
 
 LATER = {"later": True}
 """Marks what is not available yet: anything but its default is an error."""
@@ -31,6 +35,12 @@ class Hints:
             stands in its slot among the built-in ones (without one, before ``order``); one with the name of a built-in
             pass takes its place. With ``propagate`` among them they are the whole pipeline, and ``strict`` and
             ``fuse_mb`` are its passes' options (see docs/writing_passes.md).
+        machine: what a rank runs on: a :class:`shardfx.Machine`, the name of a known one (``"h100-dgx"``), or the path
+            of a file that describes one. Axes whose link the mesh does not state have those of the machine, by which
+            communication is chosen; and reports are in its seconds.
+        device: where the programs run, such as ``"cuda"``; by default where the model's weights are.
+        rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
+            :class:`shardfx.RankPass`, or text for those of installed plugins.
 
     Example::
 
@@ -45,9 +55,9 @@ class Hints:
     strict: bool = False
     fuse_mb: float = 25.0
     passes: Sequence[Pass | str] = ()
-    rank_passes: Sequence[Any] = field(default=(), metadata=LATER)
-    machine: Any = field(default=None, metadata=LATER)
-    device: Any = field(default=None, metadata=LATER)
+    machine: Machine | str | None = None
+    rank_passes: Sequence[RankPass | str] = ()
+    device: str | torch.device | None = None
     zero: int = field(default=0, metadata=LATER)
     zero_axis: str = field(default="dp", metadata=LATER)
     recompute: Any = field(default=None, metadata=LATER)
@@ -66,6 +76,7 @@ class Hints:
                     got=type(getattr(self, name)).__name__,
                     remedy="put a comma behind a single tensor: (x,)",
                 )
+        Machine.of(self.machine)  # which says so if there is none of that name
         for each in fields(self):
             given = getattr(self, each.name)
             if each.metadata == LATER and given != each.default and given != []:

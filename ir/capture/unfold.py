@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, substitute
-from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.traits import draw_slot, with_defaults
 
 from .convert import sort_gradients
 from .tape import HEAD, Repeat
@@ -37,9 +37,15 @@ def unfold(graph: Graph, runs: Sequence[Repeat], names: Sequence[str]) -> bool:
 
 
 def _renumber_draws(graph: Graph) -> None:
-    """Each mask has a number of its own: two that shared one would be the same mask."""
-    for number, node in enumerate((n for n in graph.nodes if n.op is dropout), 1):
-        node.args = (*node.args[:3], number, *node.args[4:])
+    """Each mask has a number of its own: two that shared one would be the same mask. A backward has its forward's."""
+    numbers: dict[Node, int] = {}
+    for node in graph.nodes:
+        slot = draw_slot(node)
+        if slot is None:
+            continue
+        made = with_defaults(node.op, node.args, node.kwargs).get("logsumexp")
+        numbers[node] = numbers[made.node] if made is not None else len(set(numbers.values())) + 1
+        node.args = (*node.args[:slot], numbers[node], *node.args[slot + 1 :])
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,8 @@ class _Unfolding:
         forms: list[object] = []
         for part in self.parts[index]:
             for node in part:
-                args = node.args if node.op is not dropout else (*node.args[:3], 0, *node.args[4:])
+                slot = draw_slot(node)
+                args = node.args if slot is None else (*node.args[:slot], 0, *node.args[slot + 1 :])
                 arguments = substitute((args, tuple(node.kwargs.items())), lambda v: _Word(word(v)))
                 kinds = tuple(None if v is None else v.type for v in node.results)
                 module = node.where.module

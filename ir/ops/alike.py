@@ -12,11 +12,9 @@ from typing import Any
 
 from shardfx.ir.graph import Graph, Node, Value, op_name
 
-from .comm import CommOp
-from .dropout import dropout
+from .table import OwnOp
+from .traits import draw_slot
 
-NUMBER = {dropout: 3}
-"""Where the number of a draw stands among an op's arguments: no two nodes share it, so that it is in no key."""
 PLAIN = (int, str, type(None))
 """Constants that are equal only if they are the same; of others the key has the type too, for ``1 == 1.0 == True``."""
 
@@ -32,9 +30,9 @@ def alike(node: Node, *, placed: bool = False) -> Hashable:
 
 def key_of(node: Node, key: Callable[[Value], Hashable]) -> tuple[Hashable, ...]:
     """The same with another ``key`` of what each value is taken for: by its place in a block, say."""
-    args = node.args
-    if node.op in NUMBER:
-        args = (*args[: NUMBER[node.op]], *args[NUMBER[node.op] + 1 :])
+    args, number = node.args, draw_slot(node)
+    if number is not None:  # no two nodes share it
+        args = (*args[:number], *args[number + 1 :])
     return (
         node.op,
         tuple([argument_key(arg, key) for arg in args]),
@@ -69,7 +67,7 @@ def node_keys(graph: Graph) -> dict[str, Node]:
     counts: dict[str, int] = {}
     keys = {}
     for node in graph.nodes:
-        if not isinstance(node.op, CommOp):
+        if not isinstance(node.op, OwnOp):
             key = f"{node.phase.value} {node.where.module or '-'} {op_name(node.op)}"
             number = counts[key] = counts.get(key, -1) + 1
             keys[f"{key} {number}"] = node

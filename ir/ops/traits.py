@@ -1,7 +1,8 @@
-"""What torch's schemas, tags and formulas say of an op: is it a view, is it heavy, does it draw random numbers."""
+"""What torch's schemas, tags and formulas say of an op: its arguments by name, is it a view, heavy, does it draw."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,38 @@ from shardfx.ir.graph import Node, op_name
 OWN = ("comm.", "memory.")
 
 
+def with_defaults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by the names of the op's schema, defaults among them."""
+    schema = op._schema.arguments
+    found = {each.name: each.default_value for each in schema if each.has_default_value()}
+    found.update((each.name, arg) for each, arg in zip(schema, args, strict=False))
+    return found | dict(kwargs)
+
+
+def positional(op: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments by name in the order of the op's schema, without what is the default at the end."""
+    schema = list(op._schema.arguments)
+    while schema and schema[-1].has_default_value():
+        name, default = schema[-1].name, schema[-1].default_value
+        if name in given and not (type(given[name]) is type(default) and given[name] == default):
+            break
+        schema.pop()
+    return tuple(given.get(each.name, each.default_value) for each in schema)
+
+
+@cache
+def _slot(op: Any, name: str) -> int | None:
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardfx":
+        return None
+    return next((i for i, each in enumerate(op._schema.arguments) if each.name == name), None)
+
+
+def draw_slot(node: Node) -> int | None:
+    """Which argument numbers what a node of ours draws; None if it draws nothing."""
+    slot = _slot(node.op, "number")
+    return slot if slot is not None and slot < len(node.args) else None
+
+
 def base_name(node: Node) -> str:
     """The op without namespace and overload; one of our own in full."""
     return base_name_of(node.op)
@@ -21,7 +54,9 @@ def base_name(node: Node) -> str:
 @cache
 def base_name_of(op: Any) -> str:
     name = op_name(op)
-    return name if name.startswith(OWN) else name.removeprefix("aten.").partition(".")[0]
+    if name.startswith(OWN) or not isinstance(op, torch._ops.OpOverload):
+        return name
+    return name.split(".")[1]
 
 
 def is_own(node: Node) -> bool:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, Node, Output, Strategy, Value, Where
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 
 from .arguments import read_argument, read_axes, read_spec, write_argument, write_axes, write_spec
 from .lexer import Line
@@ -78,7 +78,7 @@ def read_attributes(table: Sequence[Attribute[S]], subject: S, line: Line, scope
 def _write_cuts(node: Node, scope: PrintScope) -> str | None:
     """``cuts m{dp} k{tp}  needs [...], [...]``: what is not said is as the values are placed."""
     strategy = node.strategy
-    if strategy is None or (isinstance(node.op, CommOp) and _says_nothing(node, strategy)):
+    if strategy is None or (isinstance(node.op, OwnOp) and _says_nothing(node, strategy)):
         return None
     text = " ".join(_factor(factor) + write_axes(axes) for factor, axes in strategy.cuts) or "-"
     for word, specs, values in (

@@ -26,8 +26,10 @@ import torch
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value, op_name
 from shardfx.ir.mesh import Link, Mesh, Time
-from shardfx.ir.ops.comm import COMM_OPS, CommOp
+from shardfx.ir.ops import comm
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec
 
 from .arguments import read_argument, read_keyword, read_spec, read_type
@@ -35,7 +37,7 @@ from .attributes import INPUT, NODE, OUTPUT, VALUE, read_attributes, strategy_of
 from .lexer import Line
 from .scope import ReadScope, checked, unquoted
 
-OWN_OPS: dict[str, Any] = {op_name(op): op for op in (*COMM_OPS.values(), dropout)}
+OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **{op_name(op): op for op in (dropout, attention, attention_backward)}}
 SECTIONS = (*(phase.value for phase in Phase), "outputs")
 LABEL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"#:]+')
 
@@ -201,7 +203,7 @@ class _Reader:
         if targets:
             self._results(line, node, targets)
         read_attributes(NODE, node, line, self.scope)
-        if node.strategy is None and isinstance(op, CommOp):
+        if node.strategy is None and isinstance(op, OwnOp):
             node.strategy = strategy_of_comm(node)
         self.nodes.append(node)
 

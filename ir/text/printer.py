@@ -29,7 +29,7 @@ from collections.abc import Iterable
 
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value, op_name
 from shardfx.ir.mesh import Link, Mesh
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 
 from .arguments import write_argument, write_keyword, write_type
 from .attributes import INPUT, NODE, OUTPUT, VALUE, write_attributes
@@ -95,7 +95,7 @@ class Printer:
     def node(self, node: Node, reasons: bool = False) -> str:
         """The line of a node; of a comm op with the bytes of its operands as a comment."""
         args = [write_argument(arg, self.scope) for arg in node.args]
-        is_comm = isinstance(node.op, CommOp)
+        is_comm = isinstance(node.op, OwnOp)
         for key, arg in node.kwargs.items():
             text = write_keyword(key, arg, self.scope) if is_comm else write_argument(arg, self.scope)
             args.append(f"{key}={text}")

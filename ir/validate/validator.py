@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 
 from .comm_nodes import check_comm
@@ -90,7 +90,7 @@ class Validator:
         elif placed:
             expected = "a strategy: how it is cut, what it needs and gives"
             wrong.fail("a node has no strategy", node, expected=expected, got="none")
-        if isinstance(node.op, CommOp):
+        if isinstance(node.op, OwnOp):
             check_comm(node, node.op, operands, graph.mesh, wrong)
         elif made is not None and placed and self._rules is not None:
             check_cuts(node, made, self._rules, graph.mesh, wrong)

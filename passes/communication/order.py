@@ -18,7 +18,7 @@ from typing import ClassVar
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.ops import comm
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import is_view
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -86,7 +86,7 @@ class _Places:
         """The transfers of stored parameters and other inputs, and the views before and behind them."""
         found: set[Node] = set()
         for node in self.graph.nodes:
-            moves = isinstance(node.op, CommOp) or is_view(node)
+            moves = isinstance(node.op, OwnOp) or is_view(node)
             if moves and all(value.node is None or value.node in found for value in node.operands):
                 found.add(node)
         return found
@@ -122,4 +122,4 @@ class _Places:
 
 def travels(node: Node) -> bool:
     """Whether something is sent."""
-    return isinstance(node.op, CommOp) and node.op is not comm.shard
+    return isinstance(node.op, OwnOp) and node.op is not comm.shard

@@ -18,7 +18,7 @@ from typing import ClassVar
 from shardfx.ir.cut import Cut, project
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, op_name
-from shardfx.ir.oracle.findings import rule_text
+from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
 

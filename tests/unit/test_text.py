@@ -17,6 +17,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_graph
@@ -292,8 +293,8 @@ def test_an_op_comes_back(op: Any) -> None:
     assert there_and_back(one_op(op)).nodes[0].op is op
 
 
-@pytest.mark.parametrize("op", comm.COMM_OPS.values(), ids=str)
-def test_a_comm_op_comes_back(op: comm.CommOp) -> None:
+@pytest.mark.parametrize("op", comm.OWN_OPS.values(), ids=str)
+def test_a_comm_op_comes_back(op: OwnOp) -> None:
     kwargs: dict[str, Any] = {"axes": ["tp"], "dim": 0, "to": 1, "reduce": "max", "view": [2, 2, 4], "note": None}
     graph = one_op(op, **kwargs)
     assert f"{op}(%x, axes=[tp], dim=0, to=1, reduce=max, view=[2, 2, 4], note=None)" in str(graph)

@@ -37,7 +37,7 @@ forward:
   %6 = comm.all_to_all(%5, axes=[tp], dim=1, to=0) : f32[8{dp,tp}, 12]
   %7 = comm.all_gather(%1, axes=[tp], dim=2, view=[8, 3, 4]) : f32[8{dp}, 12]
   %8 = comm.slice(%7, axes=[tp], dim=1) : f32[8{dp}, 12{tp}]
-  %9, %10 = comm.all_reduce_fused(%2, %4, axes=[tp]) : f32[8{dp}, 12], f32[12] +{dp}
+  %9, %10 = comm.all_reduce(%2, %4, axes=[tp]) : f32[8{dp}, 12], f32[12] +{dp}
 outputs:
   result results.0 = %6
 """
@@ -248,7 +248,7 @@ def test_operands_are_as_needed_once_communication_is_explicit() -> None:
         ("dim=1) : f32[8{dp}, 12{tp}]", "dim=1) : f32[8{dp}, 24{tp}]", "changes the type of %7", ""),
         ("f32[12] +{dp}\n", "f32[12]\n", "does not lead to %10", "[12] +{dp}"),
         ("%2, %4, axes", "%2, axes", "does not have a result for each operand", ""),
-        ("%7 = comm.all_gather(%1,", "%7 = comm.all_gather(%1, %1,", "does not have one operand", ""),
+        ("%7 = comm.all_gather(%1,", "%7 = comm.all_gather(%1, %1,", "does not have a result for each operand", ""),
     ],
 )
 def test_a_comm_op_leads_to_its_result(old: str, new: str, what: str, expected: str) -> None:

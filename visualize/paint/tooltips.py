@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from shardfx.ir.cost.traffic import is_comm, traffic
+from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.scene.boxes import Box, Kind
 

@@ -20,6 +20,8 @@ from shardfx.ir.cut import Cut, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.traits import with_defaults
+from shardfx.ir.program.devices import kernel_forms
 from shardfx.ir.rules.book import RuleBook, perform, replicated
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -169,8 +171,10 @@ class Expected(Share):
         return ExpectedCall(op, args, kwargs)
 
 
-def written(node: Node, made: Strategy, operands: Sequence[fx.Node], mesh: Mesh, rank: int, book: RuleBook) -> Any:
-    """One rank's version of a node: a :class:`Call`, or one of the operands."""
+def written(
+    node: Node, made: Strategy, operands: Sequence[fx.Node], mesh: Mesh, rank: int, book: RuleBook
+) -> Iterator[Any]:
+    """One rank's version of a node: an :class:`ExpectedCall`, or one of the operands; and by the kernels of devices."""
     copy = Node(node.op, node.args, node.kwargs, node.results, strategy=made)
     given = iter(operands)
 
@@ -179,7 +183,13 @@ def written(node: Node, made: Strategy, operands: Sequence[fx.Node], mesh: Mesh,
 
     args = substitute(node.args, next_operand)
     kwargs = {k: substitute(a, next_operand) for k, a in node.kwargs.items()}
-    return perform(book.entry(node.op), Expected(copy, mesh, mesh.coords(rank), args, kwargs))
+    share = Expected(copy, mesh, mesh.coords(rank), args, kwargs)
+    call = perform(book.entry(node.op), share)
+    if not isinstance(call, ExpectedCall):
+        yield call
+        return
+    for form in kernel_forms(share, (call.op, call.args, call.kwargs)):
+        yield ExpectedCall(*form)
 
 
 def same(expected: Any, actual: Any, root: dict[fx.Node, fx.Node]) -> bool:
@@ -204,10 +214,7 @@ def same(expected: Any, actual: Any, root: dict[fx.Node, fx.Node]) -> bool:
 
 
 def normal(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, defaults among them."""
+    """The arguments by name, defaults among them; a device is no part of what is computed."""
     if not isinstance(op, torch._ops.OpOverload):
         return {str(i): a for i, a in enumerate(args)} | dict(kwargs)
-    schema = op._schema.arguments
-    found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    found.update((argument.name, arg) for argument, arg in zip(schema, args, strict=False))
-    return found | dict(kwargs)
+    return {name: arg for name, arg in with_defaults(op, args, kwargs).items() if name != "device"}
