@@ -21,7 +21,7 @@ from shardfx.ir.errors import Error
 from .options import BARE, NO_LITERAL, NOT_FINITE, fits, literal, named, value_text
 
 if TYPE_CHECKING:
-    from .base import Pass
+    pass
 
 HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\{(.*)\}\s*)?", re.DOTALL)
 
