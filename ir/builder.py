@@ -76,10 +76,10 @@ def infer(
     def empty(value: Value) -> torch.Tensor:
         return torch.empty(value.shape, dtype=value.type.dtype, device=device)
 
-    given = {k: substitute(a, empty) for k, a in kwargs.items()}
-    if makes_of_nothing(op):
-        given["device"] = device
     with nullcontext() if device == "meta" else FakeTensorMode():
+        given = {k: substitute(a, empty) for k, a in kwargs.items()}
+        if makes_of_nothing(op):
+            given["device"] = device
         out = op(*substitute(args, empty), **given)
     types: TensorType | list[TensorType | None] = types_of(out)
     return types

@@ -87,6 +87,7 @@ def padded(node: Node) -> str:
 
 
 def padded_constant(node: Node) -> Template:
+    """The same, linear if what is put in is zero."""
     return template(padded(node), "" if argument(node, "value") else "0")
 
 
