@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .graph import Graph, Input, InputKind, Node, Phase, Value, Where
+from .graph import Graph, Input, InputKind, Node, Phase, Value, Where, substitute
 from .mesh import Mesh
 from .spec import TensorType
 
@@ -65,7 +65,6 @@ class GraphBuilder:
 
 def infer(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TensorType | list[TensorType | None]:
     """The type(s) of an op's result, by running it on ``meta``."""
-    from .graph import substitute
 
     def meta(value: Value) -> torch.Tensor:
         return torch.empty(value.shape, dtype=value.type.dtype, device="meta")

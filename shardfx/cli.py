@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
+from shardfx.demo.run_demo import demo
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Mesh, Time
 from shardfx.module.parallel_module import ParallelModule
@@ -89,8 +90,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_demo(arguments: argparse.Namespace, out: Console) -> int:
-    from shardfx.demo.run_demo import demo
-
     return demo(out, arguments.out, arguments.steps)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
 
 from shardfx.ir.cost.amounts import Cost
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.storages import Peak
 from shardfx.ir.mesh import Mesh
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .tables import report_tables, report_text
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,7 @@ class Report:
     passes: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        from .tables import report_text
-
         return report_text(self)
 
     def __rich__(self) -> RenderableType:
-        from .tables import report_tables
-
         return report_tables(self)

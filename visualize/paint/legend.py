@@ -13,10 +13,10 @@ from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.layout.geometry import Rect
-from shardfx.visualize.scene.boxes import Kind, Picture
+from shardfx.visualize.scene.boxes import TIMES, Kind, Picture
 
 from .leaf_box import comm_shape
-from .style import FAINT, INK, MUTED, PAPER, RULE, TIMES, Run, axis_colour, width
+from .style import FAINT, INK, MUTED, PAPER, RULE, Run, axis_colour, width
 from .svg import Canvas
 
 GAP = 14.0

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Value
 from shardfx.ir.mesh import Mesh
+from shardfx.visualize.scene.boxes import TIMES
 
 SANS = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-
-TIMES = "\N{MULTIPLICATION SIGN}"
 
 AXIS_COLOURS = ("#2563eb", "#d9480f", "#15803d", "#9333ea", "#0e7490", "#be185d", "#92650a", "#4d7c0f")
 """One per mesh axis, in the mesh's order: dark enough to be read on white and to carry white text."""

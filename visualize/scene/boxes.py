@@ -10,6 +10,8 @@ from enum import Enum
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops.traits import is_view
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+
 
 class Kind(Enum):
     OP = "op"
