@@ -58,6 +58,7 @@ class GraphBuilder:
         return node.results if many else node.results[0]
 
     def input(self, kind: InputKind, name: str, type: TensorType, constant: torch.Tensor | None = None) -> Value:
+        """A new input of the graph, behind those that are there; gives its value."""
         value = Value(type, None, 0, name)
         self.graph.inputs.append(Input(kind, name, value, constant))
         return value
@@ -78,6 +79,7 @@ def infer(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TensorTy
 
 
 def types_of(out: Any) -> Any:
+    """The type of a tensor, those of a nest of tensors as lists, None for what is no tensor."""
     if isinstance(out, torch.Tensor):
         return TensorType(tuple(int(s) for s in out.shape), out.dtype)
     if isinstance(out, (tuple, list)):

@@ -43,6 +43,8 @@ class DTensorShard:
     def of(
         spec: Spec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh: DeviceMesh, rank: int
     ) -> DTensorShard:
+        """How the piece of one rank is shown: as a plain DTensor, as one of several boxes, or guarded where DTensor
+        has no such placement."""
         coords = mesh.coords(rank)
         piece = torch.empty(spec.local_shape(shape, mesh, coords), dtype=dtype, device="meta")
         held = [runs(cut, size, mesh, coords) for cut, size in zip(spec.dims, shape, strict=True)]
@@ -57,10 +59,12 @@ class DTensorShard:
         return DTensorShard("plain", template)
 
     def wrap(self, piece: Tensor) -> DTensor:
+        """The DTensor around a rank's plain piece; both share memory."""
         local = piece if self.kind == "plain" else MultiBoxTensor(piece, self.boxes, self.kind == "guarded")
         return DTensor(local, self.template, requires_grad=False)
 
     def unwrap(self, tensor: Tensor) -> Tensor:
+        """The plain piece of a rank, of a DTensor or of what DTensor hands to an op. Shares memory."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         return local.data_ if isinstance(local, MultiBoxTensor) else local
 

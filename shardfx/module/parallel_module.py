@@ -67,6 +67,12 @@ class ParallelModule(nn.Module):
     # ---- calling --------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step on this process's ranks. With the loss's targets it gives the loss (and, where gradients are
+        enabled, has them ready for ``backward()``), without them the model's results, whole.
+
+        Raises:
+            Error: inputs are not those of the capture, or a rank fails.
+        """
         programs = self._programs if self.training == self.captured_training else self._in_other_mode()
         compiled, step = programs.compiled, programs.step
         self._state.check_complete()

@@ -72,14 +72,17 @@ class Communication:
 
     @property
     def calls(self) -> int:
+        """How many collectives a rank starts in a step."""
         return sum(row.calls for row in self.rows)
 
     @property
     def nbytes(self) -> float:
+        """The bytes that a rank sends in a step."""
         return sum(row.nbytes for row in self.rows)
 
     @property
     def seconds(self) -> float:
+        """The links' time for all of it, one after the other."""
         return sum(row.seconds for row in self.rows)
 
     def over(self, axis: str) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 import pytest
@@ -192,6 +193,35 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_a_module_is_found_by_its_name() -> None:
     names = Counter(path.stem for path in MODULES.values() if path.stem not in ("__init__", "__main__"))
     assert not [name for name, count in names.items() if count > 1]
+
+
+def documented(module: str, owner: list[str], node: ast.ClassDef | ast.FunctionDef) -> bool:
+    """Whether the definition has a docstring, or is the method of a base class that has one."""
+    if ast.get_docstring(node):
+        return True
+    found: Any = importlib.import_module(f"shardfx.{module}" if module != "shardfx" else module) if owner else None
+    for name in owner:
+        found = getattr(found, name)
+    return any(getattr(vars(base).get(node.name), "__doc__", None) for base in getattr(found, "__mro__", ())[1:])
+
+
+def definitions(body: Iterable[ast.stmt], owner: tuple[str, ...] = ()) -> Iterator[tuple[list[str], Any]]:
+    """The public functions and classes, and the public methods of these, each with the classes around it."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield list(owner), node
+            if isinstance(node, ast.ClassDef):
+                yield from definitions(node.body, (*owner, node.name))
+
+
+def test_what_is_public_is_documented() -> None:
+    lacking = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for module, path in MODULES.items()
+        for owner, node in definitions(ast.parse(path.read_text(encoding="utf-8")).body)
+        if not documented(module, owner, node)
+    ]
+    assert not lacking, "\n".join(lacking)
 
 
 def test_the_packaged_folders_are_those_on_disk() -> None:

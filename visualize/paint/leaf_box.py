@@ -29,12 +29,15 @@ MOST_TAGS = 3
 
 @dataclass(frozen=True)
 class Row:
+    """One line of text in a box, in runs of one style each."""
+
     runs: list[Run]
     size: float = SMALL
     mono: bool = False
 
     @property
     def width(self) -> float:
+        """How wide it is at most, in pixels."""
         return sum(width(run.text, self.size, mono=self.mono, bold=run.bold) for run in self.runs)
 
 

@@ -45,6 +45,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def axis_colour(mesh: Mesh, axis: str) -> str:
+    """The colour of a mesh axis; from the ninth on colours come again."""
     return AXIS_COLOURS[mesh.order(axis) % len(AXIS_COLOURS)]
 
 
@@ -81,6 +82,7 @@ def placement(value: Value, mesh: Mesh) -> list[Run]:
 
 
 def plain(runs: list[Run]) -> str:
+    """The text of some runs without their style."""
     return "".join(run.text for run in runs)
 
 

@@ -58,7 +58,8 @@ class HasGraph(Protocol):
     """What there is to interpret: a GraphModule, or its graph alone."""
 
     @property
-    def graph(self) -> fx.Graph: ...
+    def graph(self) -> fx.Graph:
+        """The nodes in program order."""
 
 
 @dataclass
@@ -120,6 +121,7 @@ class Rank:
         return Known([Fact(self.proof.universe.of[given.value], given.value.spec)])
 
     def fault(self, what: str, node: fx.Node, output: str = "") -> Fault:
+        """What is wrong at a node of this rank's program, and where in the user's model that is."""
         made = node.meta.get("shardfx")
         return Fault(what, output, self.rank, node.name, place(made) if isinstance(made, Node) else "")
 

@@ -140,6 +140,7 @@ class Universe:
     """Decompositions of ops too large to be compared with."""
 
     def results(self, node: Node) -> tuple[int | None, ...]:
+        """The term of each result of a node of the graph; None for a result that is no tensor."""
         return tuple(None if v is None else self.of[v] for v in node.results)
 
 

@@ -58,6 +58,7 @@ class Sizes:
     _by_root: dict[Key, tuple[Key, ...]] = field(default_factory=dict)
 
     def find(self, key: Key) -> Key:
+        """The size that stands for all that are equal to this one."""
         root = key
         while self.parent.get(root, root) != root:
             root = self.parent[root]
@@ -66,9 +67,11 @@ class Sizes:
         return root
 
     def unite(self, a: Key, b: Key) -> None:
+        """Let two sizes be equal."""
         self.parent[self.find(a)] = self.find(b)
 
     def dims(self, value: Value) -> list[Key]:
+        """The sizes of a value's dims, known from here on."""
         found = [(value, d) for d in range(value.type.ndim)]
         self.size.update(zip(found, value.shape, strict=True))
         return found
@@ -76,6 +79,7 @@ class Sizes:
     # ---- equations --------------------------------------------------------------------------------------------
 
     def relate(self, graph: Graph) -> None:
+        """Take in what the ops of a graph say of the sizes of its dims."""
         for value in graph.values():
             self.dims(value)
         for node in graph.nodes:
@@ -198,6 +202,11 @@ class Sizes:
             at = to
 
     def solve(self, graph: Graph) -> None:
+        """Find the new sizes of a graph's dims.
+
+        Raises:
+            Unfit: a product and its factors do not come out equal, or a cut does not fit the sub-dims.
+        """
         self._settle()
         kept = {leaf for key in self.kept for leaf in self.leaves(key)}
         extents: dict[Key, int] = {}
@@ -268,6 +277,7 @@ class Sizes:
     # ---- the small graph --------------------------------------------------------------------------------------
 
     def spec(self, value: Value, spec: Spec) -> Spec:
+        """The placement of a value, with the new sizes of sub-dims."""
         cuts = []
         for key, cut in zip(self.dims(value), spec.dims, strict=True):
             if not cut.parts:
