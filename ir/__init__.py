@@ -1,5 +1,6 @@
 """What a program is: the names that a plug-in writer needs (docs/writing_passes.md, docs/writing_rules.md)."""
 
+from .capture.replace_pattern import Match, replace_pattern
 from .cut import Cut, Part
 from .errors import Error, ShardfxWarning
 from .graph import (
@@ -19,7 +20,10 @@ from .graph import (
 from .mesh import Link, Mesh, Time
 from .names import pattern
 from .ops import comm
+from .ops.local_ops import row_of
 from .ops.redistribute import Redistribution
+from .program.program_text import parse_program
+from .program.rank_program import RankProgram
 from .rewriter import Rewriter, dead_code
 from .rulebook import default_rules
 from .rules import RuleBook, ShardingRule, rule
@@ -34,12 +38,14 @@ __all__ = [
     "Input",
     "InputKind",
     "Link",
+    "Match",
     "Mesh",
     "Node",
     "Output",
     "OutputKind",
     "Part",
     "Phase",
+    "RankProgram",
     "Redistribution",
     "Rewriter",
     "RuleBook",
@@ -56,9 +62,12 @@ __all__ = [
     "default_rules",
     "op_name",
     "parse_graph",
+    "parse_program",
     "parse_spec",
     "pattern",
     "print_graph",
+    "replace_pattern",
+    "row_of",
     "rule",
     "substitute",
     "validate_graph",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .graph import Graph, Input, InputKind, Node, Phase, Value, Where, substitute
 from .mesh import Mesh
@@ -64,22 +66,28 @@ class GraphBuilder:
         return value
 
 
-def infer(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TensorType | list[TensorType | None]:
-    """The type(s) of an op's result, by running it on ``meta``."""
+def infer(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta"
+) -> TensorType | list[TensorType | None]:
+    """The type(s) of an op's result, by running it without numbers: on ``meta``, or as if on another device.
 
-    def meta(value: Value) -> torch.Tensor:
-        return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
+    They are the same but for a few ops, whose kernels leave out of some results what they have no use for.
+    """
 
-    given = {k: substitute(a, meta) for k, a in kwargs.items()}
-    if makes_of_nothing(op):
-        given["device"] = "meta"
-    out = op(*substitute(args, meta), **given)
+    def empty(value: Value) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.type.dtype, device=device)
+
+    with nullcontext() if device == "meta" else FakeTensorMode():
+        given = {k: substitute(a, empty) for k, a in kwargs.items()}
+        if makes_of_nothing(op):
+            given["device"] = device
+        out = op(*substitute(args, empty), **given)
     types: TensorType | list[TensorType | None] = types_of(out)
     return types
 
 
 def types_of(out: Any) -> Any:
-    """The type of a tensor, those of a nest of tensors as lists, None for what is no tensor."""
+    """The type of a tensor, those of a list or tuple of them, and None of anything else."""
     if isinstance(out, torch.Tensor):
         return TensorType(tuple(int(s) for s in out.shape), out.dtype)
     if isinstance(out, (tuple, list)):

@@ -4,6 +4,7 @@ from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Decision, Pass, PassE
 from .communication import DuplicateViews, FuseComm, Order, Partition
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ORDER, arrange, check_order, is_whole, run_passes, steps
+from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "Pass",
     "PassError",
     "Propagate",
+    "RankContext",
+    "RankPass",
     "Reassociate",
     "SumPlacement",
     "arrange",

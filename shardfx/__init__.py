@@ -23,7 +23,7 @@ from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
 
 from .api import parallelize, trace
-from .compile import default_passes
+from .compile import default_passes, default_rank_passes
 from .hints import Hints
 from .plan import Plan
 from .proving import prove
@@ -44,6 +44,7 @@ __all__ = [
     "Time",
     "Verdict",
     "default_passes",
+    "default_rank_passes",
     "observes",
     "parallelize",
     "prove",

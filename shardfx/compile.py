@@ -16,10 +16,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
-
-from .compiled import Compiled
-from .hints import Hints
-from .passes import (
+from shardfx.passes import (
     BUILT_IN,
     COMM_EXPLICIT,
     Context,
@@ -31,8 +28,12 @@ from .passes import (
     is_whole,
     run_passes,
 )
+from shardfx.passes.rank import RankPass, built_in
+
+from .compiled import Compiled
+from .hints import Hints
 from .plan import PlannedSpecs
-from .plugins import as_passes
+from .plugins import as_passes, as_rank_passes
 
 
 def default_passes(hints: Hints) -> tuple[Pass, ...]:
@@ -58,6 +59,15 @@ def default_passes(hints: Hints) -> tuple[Pass, ...]:
                 )
     check_order(passes, wanted=(COMM_EXPLICIT,))
     return passes
+
+
+def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ...]:
+    """The passes on the ranks' programs that hints ask for, on a kind of device: the built-in ones, and the user's.
+
+    Raises:
+        Error: a rank pass is not known, or is none.
+    """
+    return (*built_in(device), *as_rank_passes(hints.rank_passes))
 
 
 @contextmanager

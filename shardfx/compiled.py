@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph
+from shardfx.passes import Context, Pass
 
 from .hints import Hints
-from .passes import Context, Pass
 
 
 @dataclass(frozen=True)

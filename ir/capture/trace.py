@@ -26,10 +26,9 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 
 from .convert import Names, convert
-from .given import as_module, on_cpu
+from .given import as_module, explain, on_cpu, reject_unknown_shapes
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
-from .refusals import explain, reject_unknown_shapes
 from .repeats import TRACED_WHOLE, Shortened, find_runs
 from .unfold import unfold
 

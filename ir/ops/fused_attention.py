@@ -255,8 +255,20 @@ def _attention_backward(
 # ---- shapes alone, and the gradient ----------------------------------------------------------------------------
 
 
-def _attention_meta(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+def _attention_meta(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: Any = None, *draw: Any
+) -> tuple[Tensor, Tensor]:
+    lies = _rows_first if not (draw and draw[0]) and _kernels_take(q, k, v) else torch.Tensor.new_empty
+    return lies(q, (*q.shape[:3], v.shape[-1])), lies(q, tuple(q.shape[:3]), dtype=wide(q.dtype))
+
+
+def _kernels_take(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.shape[-1] == v.shape[-1] and bool(q.numel()) and bool(k.numel())
+
+
+def _rows_first(x: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
+    """As torch's kernels lay out ``[b, h, s, ...]``: a row of all heads behind the other."""
+    return x.new_empty((shape[0], shape[2], shape[1], *shape[3:]), **options).transpose(1, 2)
 
 
 def _backward_meta(
@@ -264,7 +276,9 @@ def _backward_meta(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_mask = how[2] if len(how) > 2 else False
     grad_mask = mask.new_empty(mask.shape) if of_mask and mask is not None else q.new_empty(0)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_mask
+    by_kernel = not of_mask and not (len(how) > 3 and how[3]) and _kernels_take(q, k, v)
+    lies = _rows_first if by_kernel else torch.Tensor.new_empty
+    return lies(q, tuple(q.shape)), lies(k, tuple(k.shape)), lies(v, tuple(v.shape)), grad_mask
 
 
 for _key in ("CPU", "CUDA"):

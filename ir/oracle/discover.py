@@ -29,9 +29,9 @@ from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
 from ..graph import Node
-from .cut_search import Oracle, runs
+from .cut_search import Oracle
 from .findings import Findings, FindingsFolder, as_rule, together
-from .instance import Instance, TooSlow, bind, describe, replace_at
+from .instance import Instance, TooSlow, bind, describe, replace_at, runs
 from .recombine import same
 from .small_instance import shrunk
 from .soundness import refute, trials

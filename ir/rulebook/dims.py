@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.rules.book import Contiguous, rule
+from shardfx.ir.rules.book import Contiguous, replicated, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.schema import argument, given_tensors
+from shardfx.ir.rules.sharding_rule import ShardingRule
 
-__all__ = ["Indexed", "argument", "at_dim", "given_tensors", "indexed", "moves", "ops", "packed", "words"]
+__all__ = ["Indexed", "argument", "at_dim", "given_tensors", "indexed", "moves", "ops", "packed", "untouched", "words"]
 
 moves = functools.partial(rule, linear="0", moves_only=True)
 """The rule of an op that only moves the elements of its first operand about."""
@@ -39,6 +40,12 @@ def at_dim(emit: Emit, tensor: Value) -> int:
     """The dim that the node's ``dim`` names, of one of its tensors."""
     dim: int = argument(emit.node, "dim") % max(tensor.type.ndim, 1)
     return dim
+
+
+def untouched(node: Node) -> ShardingRule:
+    """Of an op that counts through all elements nothing is cut, but all floats may be partial sums together."""
+    floats = [str(i) for i, value in enumerate(node.operands) if value.type.dtype.is_floating_point]
+    return replicated(node, "&".join(floats))
 
 
 class Indexed(NamedTuple):

@@ -20,6 +20,14 @@ def _tensors(op: Any) -> tuple[tuple[int, str, bool], ...]:
     return tuple((i, name, "List" in kind) for i, name, kind in kinds if "Tensor" in kind)
 
 
+@functools.cache
+def has_argument(op: Any, name: str) -> bool:
+    """Whether the op, or another overload of it, has an argument of that name."""
+    packet = getattr(op, "overloadpacket", None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else [op]
+    return any(name in _places(each) for each in overloads)
+
+
 def argument(node: Node, *called: str) -> Any:
     """The value of the argument that the op's schema calls so, by the first of the names that it has; its default if it
     is not given, None if there is none."""

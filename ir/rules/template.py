@@ -22,7 +22,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value, op_name
 
 from .binding import Key, Mark, Tensor, Word, bind
-from .schema import argument, given_tensors, tensor_slots
+from .schema import argument, given_tensors, has_argument, tensor_slots
 from .sharding_rule import ShardingRule
 
 __all__ = ["Template", "parse_linear", "template", "tensor_slots"]
@@ -91,7 +91,8 @@ class Template:
         ]
         words = [word for side in tensors for tensor in side for word in tensor.words]
         named = [*(w.at for w in words), *(w.many for w in words), *(name for name, _ in marks.values())]
-        names = (name for name in named if name and not name.lstrip("-").isdigit() and name != "..")
+        letters = {"", "..", *(factor for word in words for factor in word.factors)}
+        names = (name for name in named if name not in letters and not name.lstrip("-").isdigit())
         found = {
             "operands": tensors[0],
             "results": tensors[1],
@@ -119,6 +120,13 @@ class Template:
                 where=str(node.where),
                 expected=f"{len(self.operands)} as in {self.text!r}",
                 got=len(slots),
+            )
+        unknown = [name for name in self.names if not has_argument(node.op, name)]
+        if unknown:
+            raise Error(
+                f"the rule of {op_name(node.op)} names an argument that the op does not have",
+                expected=", ".join(each.name for each in node.op._schema.arguments),
+                got=f"{', '.join(unknown)} in {self.text!r}",
             )
         arguments = tuple((name, _frozen(argument(node, name))) for name in self.names)
         shapes = tuple(each.shape if isinstance(each, Value) else each is not None for each in slots)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from shardfx.compile import default_rank_passes
 from shardfx.hints import Hints
 from shardfx.ir.graph import Graph
-from shardfx.passes.rank import RankPass, built_in
+from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import ModuleEngine
@@ -49,7 +50,7 @@ class Place:
 
     def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
         """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""
-        return (*built_in(self.device.type), *self.own_rank_passes(hints))
+        return default_rank_passes(hints, self.device.type)
 
     def own_rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
         """The user's."""

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.capture.trace import capture
+from shardfx.ir.cost.recorder import FLOPS
 from shardfx.ir.graph import Graph, Node, OutputKind
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.fused_attention import attention, drawn, forward_by_hand
-from shardfx.ir.ops.traits import is_heavy
-from shardfx.ir.program.lower import generate
+from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn, forward_by_hand
+from shardfx.ir.ops.traits import is_heavy, positional, with_defaults
+from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
 from shardfx.runtime.verify.sample.whole import run_whole
 
@@ -175,6 +176,45 @@ def test_the_kernel_of_a_device_is_attention_again() -> None:
     assert str(backward.op) == "shardfx.attention_backward.default" and backward.args[6:] == (None, True, 0.3)
 
 
+class Block(nn.Module):
+    """Attention with dropout, behind a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.lin(x), 0.1)
+        return x + F.scaled_dot_product_attention(h, h, h, dropout_p=0.2)
+
+
+def test_repeated_blocks_draw_by_numbers_of_their_own() -> None:
+    """Blocks that were left out and put back are as if each had been traced; a backward has its forward's number."""
+    model = nn.Sequential(nn.Sequential(*(Block() for _ in range(9))))
+    texts = {}
+    for fold in (True, False):
+        captured = capture(model, Mesh(dp=2), args=(torch.randn(2, 4, 6, 8),), loss=torch.sum, fold=fold)
+        assert not captured.notes
+        texts[fold] = str(captured.graph)
+    assert texts[True] == texts[False]
+    numbers = [with_defaults(n.op, n.args, n.kwargs)["number"] for n in attentions(captured.graph)]
+    assert numbers == [*range(2, 20, 2), *range(18, 0, -2)]
+
+
+def test_flops_are_those_of_each_query_head() -> None:
+    """Groups save memory, and no arithmetic."""
+    q, k = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 5, 8)
+    grad, product = torch.empty(2, 4, 6, 8), 2 * 2 * 4 * 6 * 5 * 8
+    assert FLOPS[attention](q, k, k) == 2 * product
+    assert FLOPS[attention_backward](grad, q, k, k) == 5 * product
+
+
+def test_a_text_has_its_defaults_left_out() -> None:
+    given = with_defaults(attention, (1, 2, 3), {"causal": True})
+    assert positional(attention, given) == (1, 2, 3, None, True)
+    assert positional(attention, given | {"causal": False}) == (1, 2, 3)
+
+
 # ---- what a program calls -----------------------------------------------------------------------------------------
 
 
@@ -183,7 +223,7 @@ def code_on(model: nn.Module, device: str) -> str:
     planned = sx.parallelize(model, Mesh(dp=2), given).after
     assert attentions(planned)
     kinds = {OutputKind.LOSS, OutputKind.GRADIENT}
-    return generate(planned, 0, default_rules(), kinds, torch.device(device)).module.code
+    return lower(planned, 0, default_rules(), kinds, torch.device(device)).module().code
 
 
 @pytest.mark.parametrize(
@@ -198,5 +238,7 @@ def test_each_device_has_its_own_kernel(form: str) -> None:
     assert ("flash_attention_for_cpu.default" in code) == (form != "bool mask")
     assert ("flash_attention_for_cpu_backward.default" in code) == (mask is None)
     assert ("shardfx.attention_backward" in code) == (of_mask or form == "bool mask")
+    assert "device(type='cpu')" in code and "cuda" not in code
     code = code_on(model, "cuda")
+    assert "device(type='cuda')" in code and "'cpu'" not in code
     assert "flash" not in code and "shardfx.attention_backward" in code and "shardfx.attention.default" in code

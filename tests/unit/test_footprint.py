@@ -17,6 +17,7 @@ from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.storages import Footprint
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.sends import Sent
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_program import RankProgram
@@ -276,3 +277,16 @@ def test_stored_parameters_that_were_made_whole_are_a_category_of_their_own() ->
 
 def test_an_empty_program_holds_nothing() -> None:
     assert Footprint((), (), (), ()).peak.nbytes == 0
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_attention_without_content_lies_as_its_kernels_make_it(p: float) -> None:
+    """Or a view behind it would be taken for a copy."""
+    strides = []
+    for device in ("cpu", "meta"):
+        q, k, v = (torch.ones(2, 8, 4, 6, device=device).transpose(1, 2) for _ in range(3))
+        draw = (p, torch.tensor(1, device=device), 0, [])
+        out = attention(q, k, v, None, True, None, *draw)
+        grads = attention_backward(q, q, k, v, *out, None, True, None, False, *draw)
+        strides.append([t.stride() for t in (*out, *grads)])
+    assert strides[0] == strides[1]

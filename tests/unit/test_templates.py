@@ -113,6 +113,7 @@ def test_rules_of_equal_calls_are_one() -> None:
         ("m k, k n", "has no arrow"),
         ("m k), k n -> m n", "cannot be read"),
         ("m k, k n -> m n n", "does not have as many dims"),
+        ("m k@dimm, k n -> m n", "an argument that the op does not have"),
         ("m k -> m", "does not fit its tensor arguments"),
         ("m k, n k -> m n", "does not fit the rule"),
         ("m (k l), (k l) n -> m n", "leaves sizes open"),

@@ -80,6 +80,21 @@ def test_what_is_wrong_is_refused(old: str, new: str, what: str, expected: str, 
         assert "@ layers.0  model.py:42" in str(error.where)
 
 
+def test_a_type_that_hangs_on_the_device_is_right_as_any_device_gives_it() -> None:
+    """On a CPU the evaluation of a batch norm saves no statistics, elsewhere it does."""
+    text = """
+        mesh tp=2
+        argument %x : f32[2, 4, 6]
+        argument %w : f32[4]
+        forward:
+          %0, %1, %2 = aten._native_batch_norm_legit_no_training(%x, %w, %w, %w, %w, 0.1, 1e-05) : f32[2, 4, 6], N, N
+    """
+    validate_graph(parse_graph(text.replace("N", "f32[4]")))
+    validate_graph(parse_graph(text.replace("N", "f32[0]")))
+    with pytest.raises(Error, match="result 1 is not what"):
+        validate_graph(parse_graph(text.replace("N", "f32[5]")))
+
+
 def test_an_op_is_not_cut_where_its_rule_needs_the_whole() -> None:
     text = """
         mesh tp=2

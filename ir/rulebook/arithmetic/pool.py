@@ -87,7 +87,7 @@ def padded(node: Node) -> str:
 
 
 def padded_constant(node: Node) -> Template:
-    """The rule of padding with a constant: linear where that is zero."""
+    """The same, linear if what is put in is zero."""
     return template(padded(node), "" if argument(node, "value") else "0")
 
 

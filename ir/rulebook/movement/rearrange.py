@@ -21,8 +21,7 @@ def flip(node: Node) -> str:
 
 
 def unfold(node: Node) -> str:
-    """The dim that is cut into windows is whole, if they do not stand side by side, and so is the new last one; the
-    others pass."""
+    """The dim that is cut into windows is whole, if they do not stand side by side, and so is the new last one."""
     back = node.op.overloadpacket is aten.unfold_backward
     plain, wide = (node.outs[0], node.operands[0]) if back else (node.operands[0], node.outs[0])
     if not plain.shape:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.rulebook.dims import argument, given_tensors, indexed, words
+from shardfx.ir.rulebook.dims import argument, given_tensors, indexed, untouched, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import add_once
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -48,9 +48,8 @@ def together(node: Node) -> str:
     if node.op.overloadpacket in (aten.scatter_reduce, aten.index_reduce):
         return "0&2" if argument(node, "reduce") in ("sum", "mean") else ""
     value = argument(node, "value")
-    if value is not None and not isinstance(value, Value):
-        return "0" if value == 0 else ""
-    return "0&2"
+    number = value is not None and not isinstance(value, Value)
+    return "0&2" if not number else "0" if value == 0 else ""
 
 
 def index_write(node: Node) -> Template:
@@ -88,18 +87,12 @@ def masked(node: Node, at: int) -> str:
     return f"{words(dims, whole)}, {given}, ~{words(full)} -> {words(dims, whole)}"
 
 
-def flat(node: Node) -> ShardingRule:
-    """Ops that count through all elements: nothing is cut, but tensor and values may be partial sums together."""
-    floats = [str(i) for i, value in enumerate(node.operands) if value.type.dtype.is_floating_point]
-    return replicated(node, "&".join(floats))
-
-
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two), scatter),
     rule(aten.scatter_add, scatter, local=add_once),
     rule((aten.index_put, aten._unsafe_index_put), index_put, local=add_once),
     rule(aten.index_add, index_write, local=add_once),
     rule((aten.index_copy, aten.index_fill, aten.index_reduce), index_write),
-    rule((aten.put, aten.masked_scatter, aten.masked_scatter_backward, aten._unsafe_masked_index_put_accumulate), flat),
-    rule((aten.diagonal_scatter, aten.as_strided_scatter), flat),
+    rule((aten.put, aten.masked_scatter, aten.masked_scatter_backward, aten.diagonal_scatter), untouched),
+    rule((aten._unsafe_masked_index_put_accumulate, aten.as_strided_scatter), untouched),
 )

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, moves
-from shardfx.ir.rules.book import RuleEntry, replicated, rule
+from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, moves, untouched
+from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.sharding_rule import ShardingRule
 
 aten = torch.ops.aten
 
@@ -105,11 +104,6 @@ def chunk_cat(node: Node) -> str:
     """Tensors are padded and cut into chunks from one dim on; the dims before it pass."""
     lead = f"d*{argument(node, 'dim') % node.operands[0].type.ndim}"
     return f"{', '.join(f'{lead} x{i}_..!' for i in range(len(given_tensors(node))))} -> {lead} y..!"
-
-
-def untouched(node: Node) -> ShardingRule:
-    """Nothing is cut; a partial sum of all operands together passes."""
-    return replicated(node, "&")
 
 
 RULES: tuple[RuleEntry, ...] = (
