@@ -88,7 +88,7 @@ def capture(
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
     Args:
-        fold: trace the backward of repeated blocks (see :mod:`.blocks`) once; the graph is the same.
+        fold: trace the backward of repeated blocks (see :mod:`.repeats`) once; the graph is the same.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).

@@ -3,11 +3,11 @@
 =======  =========================  ================================================================================
 plain    ``64{dp}``, ``64{dp,tp}``  the piece is one box of the whole: a DTensor, and nothing more to say
 boxes    ``(3 64{tp})``             the piece is several boxes: the DTensor's local tensor is a
-                                    :class:`.boxes.Boxes`, which tells ``torch.distributed.checkpoint`` where each
-                                    of them stands
-guarded  ``(3 64{tp,dp})``          no DTensor placement gives these pieces (see :mod:`.placements`): the one it has
-                                    says along which axes it is cut, and no more. Optimizers, norms and checkpoints
-                                    work; ``full_tensor()`` and ``redistribute()`` are errors
+                                    :class:`.multi_box.MultiBoxTensor`, which tells ``torch.distributed.checkpoint``
+                                    where each of them stands
+guarded  ``(3 64{tp,dp})``          no DTensor placement gives these pieces (see :mod:`.dtensor_placements`): the one
+                                    it has says along which axes it is cut, and no more. Optimizers, norms and
+                                    checkpoints work; ``full_tensor()`` and ``redistribute()`` are errors
 =======  =========================  ================================================================================
 """
 

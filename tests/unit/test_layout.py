@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -222,6 +223,20 @@ def test_what_is_public_is_documented() -> None:
         if not documented(module, owner, node)
     ]
     assert not lacking, "\n".join(lacking)
+
+
+def test_docstrings_name_modules_that_are_there() -> None:
+    """Relative to the module's package, or in full. ``:class:`.Fact``` names a class, and is not looked for."""
+    named = re.compile(r":(?:mod|func|class):`~?(?:shardfx(?=\.\w+\.))?(\.+)([a-z_]\w*(?:\.[a-z_]\w*)*)")
+    wrong = []
+    for module, path in MODULES.items():
+        for match in named.finditer(path.read_text(encoding="utf-8")):
+            dots, parts = match[1], match[2].split(".")
+            package = [] if "shardfx." in match[0] else package_of(module).removeprefix("shardfx").split(".")
+            above = [*filter(None, package)][: len(package) + 1 - len(dots)]
+            if not {".".join([*above, *parts[: i + 1]]) for i in range(len(parts))} & {*MODULES}:
+                wrong.append(f"{path.relative_to(ROOT)} names {match[0]}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_packaged_folders_are_those_on_disk() -> None:

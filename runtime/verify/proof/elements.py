@@ -1,12 +1,13 @@
-"""Numbered elements, in the size of their pattern: what :mod:`.moves` executes communication and packing on.
+"""Numbered elements, in the size of their pattern: what :mod:`.numbering` executes communication and packing on.
 
 A tensor of numbers is its shape and, in row-major order, the *runs* that its elements are: nests of loops
 
-    [[0, 1, 2], [8, 9, 10]]    ->    Run(0, ((2, 8), (3, 1)))    from 0, twice in steps of 8, three times in steps of 1
+    [[0, 1, 2], [8, 9, 10]]  ->  StridedRun(0, ((2, 8), (3, 1)))  from 0, twice in steps of 8, three times in steps of 1
 
 so that a box of a value of a billion elements is one run, reshaping does nothing, and cutting, joining and transposing
-are done on loops. :class:`Elements` has the methods of a tensor that the functions of :mod:`..layout` use, and these
-run on it as they are. Small patterns that are no loops are written out, element by element; large ones are refused.
+are done on loops. :class:`Elements` has the methods of a tensor that the functions of :mod:`shardfx.ir.ops.pack` use,
+and these run on it as they are. Small patterns that are no loops are written out, element by element; large ones are
+refused.
 """
 
 from __future__ import annotations
