@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class Calls:
     proof: Proof
     rank: int
     facts: Callable[[Any], list[Fact]]
-    root: Mapping[fx.Node, fx.Node]
+    root: dict[fx.Node, fx.Node]
     """For a node that changes nothing the one that it is the same tensor as."""
     taken: Counter[Node] = field(default_factory=Counter)
     """How many calls were taken for an op, of those that could be several."""
