@@ -21,7 +21,7 @@ from shardfx.ir.errors import Error
 from .options import BARE, NO_LITERAL, NOT_FINITE, fits, literal, named, value_text
 
 if TYPE_CHECKING:
-    from .base import Pass
+    pass
 
 HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\{(.*)\}\s*)?", re.DOTALL)
 
@@ -108,7 +108,7 @@ def read_value(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
     return value
 
 
-def options_text(kind: type[Pass], between: str = ", ") -> str:
+def options_text(kind: type[Any], between: str = ", ") -> str:
     """The options of a pass with their types and defaults: ``mb: float = 25.0``."""
     hints = get_type_hints(kind)
     return between.join(f"{each.name}: {named(hints[each.name])}{default(each)}" for each in fields(kind) if each.init)

@@ -22,6 +22,9 @@ class Store(Protocol):
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored pieces; what is stored already is written over."""
 
+    def to(self, device: torch.device) -> None:
+        """Move what is stored; parameters stay the same objects."""
+
     def piece(self, name: str, rank: int) -> Tensor:
         """What a rank holds of a parameter or buffer, plain and local."""
 

@@ -106,6 +106,10 @@ class ProcessStore:
                 found[given.name] = part.view(shape)
         return found
 
+    def to(self, device: torch.device) -> None:
+        """Move what is stored: to where it is, for the process group serves one kind of device."""
+        assert device.type == self.device.type
+
     def piece(self, name: str, rank: int) -> Tensor:
         """This rank's piece, plain and local."""
         held = self.parameters.get(name) or self.buffers[name]

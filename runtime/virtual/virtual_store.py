@@ -42,6 +42,14 @@ class VirtualStore:
             else:
                 self.buffers[given.name] = pieces
 
+    def to(self, device: torch.device) -> None:
+        """Move what is stored; parameters stay the same objects."""
+        self.device = device
+        for pieces in self.parameters.values():
+            for piece in pieces:
+                piece.data = piece.data.to(device)
+        self.buffers = {name: [tensor.to(device) for tensor in tensors] for name, tensors in self.buffers.items()}
+
     def piece(self, name: str, rank: int) -> Tensor:
         """What a rank holds; ranks that hold the same share one tensor."""
         held = self.parameters.get(name) or self.buffers[name]

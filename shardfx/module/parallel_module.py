@@ -15,6 +15,7 @@ from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.cost.machine import Machine
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
@@ -63,6 +64,30 @@ class ParallelModule(nn.Module):
         place, store = self._place, self._state.store
         passes = place.rank_passes(compiled.hints)
         return Programs(compiled, place.device.type, passes, store, lambda: place.make_engine(compiled.after))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
+        """``pm.to(device)``, ``pm.cuda()``: the plan stays, its programs are made anew for the other kind of device.
+
+        Raises:
+            Error: another dtype, which is another plan; or a device that this rank's process group does not serve.
+        """
+        made = fn(torch.empty(0, device=self._place.device))
+        if made.dtype is not torch.empty(0).dtype:
+            raise Error(
+                "a plan is for the dtypes that it was captured in",
+                where="pm.to(dtype)",
+                expected="another device, or none",
+                got=made.dtype,
+                remedy="convert the model, then parallelize it",
+            )
+        super()._apply(fn, recurse)
+        if made.device.type != self._place.device.type:
+            self._place = self._place.moved(made.device)
+            self._state.store.to(made.device)
+            register(self, self._state)
+            self._programs = self._new_programs(self._compiled)
+            self._twin = [self._new_programs(each.compiled) for each in self._twin]
+        return self
 
     # ---- calling --------------------------------------------------------------------------------------------
 

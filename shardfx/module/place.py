@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardfx.compile import default_rank_passes
 from shardfx.hints import Hints
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
@@ -27,6 +28,22 @@ class Place:
 
     virtual: bool
     device: torch.device
+
+    def moved(self, device: torch.device) -> Place:
+        """The same ranks on another device.
+
+        Raises:
+            Error: a real rank's process group is for one kind of device.
+        """
+        if not self.virtual:
+            raise Error(
+                "real ranks stay on the device that their process group is for",
+                where="pm.to(device)",
+                expected=self.device.type,
+                got=device.type,
+                remedy="Hints(device=...), when the model is parallelized",
+            )
+        return replace(self, device=device)
 
     def make_store(self, graph: Graph) -> Store:
         """A store for the parameters and buffers of a planned graph."""

@@ -54,7 +54,7 @@ def test_the_packages_of_the_docs_pass_their_own_tests(installed: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "9 passed" in run.stdout
+    assert "10 passed" in run.stdout
 
 
 def test_the_command_line_lists_installed_passes(

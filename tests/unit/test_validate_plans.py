@@ -20,7 +20,7 @@ forward:
   %0 = comm.all_gather(%w, axes=[dp], dim=0) : f32[16, 12{tp}]
   %1 = aten.mm(%x, %0) : f32[8{dp}, 12{tp}]  cuts m{dp} n{tp}  @ layers.0  model.py:42
   %2 = aten.relu(%1) : f32[8{dp}, 12{tp}]  cuts d0{dp} d1{tp}
-  %3 = aten.sum(%2) : f32[] +{dp,tp}  cuts d0{dp} d1{tp}
+  %3 = aten.sum(%2) : f32[] +{dp,tp}  cuts k0{dp} k1{tp}
   %4 = comm.all_reduce(%3, axes=[dp, tp], reduce=sum) : f32[]
 backward:
   %5 = aten.t(%x) : f32[16, 8{dp}]  cuts d0{dp}

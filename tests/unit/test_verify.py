@@ -32,7 +32,7 @@ forward:
   %0 = comm.all_gather(%w, axes=[dp], dim=0) : f32[16, (3 4{tp})]
   %1 = aten.mm(%x, %0) : f32[8{dp}, (3 4{tp})]  cuts m{dp} n{tp}
   %2 = aten.mm(%1, %v) : f32[8{dp}, 12] +{tp}  cuts m{dp} k{tp}
-  %4 = aten.sum.dim_IntList(%2, [0]) : f32[12] +{dp,tp}  cuts d0{dp}
+  %4 = aten.sum.dim_IntList(%2, [0]) : f32[12] +{dp,tp}  cuts k0{dp}
   %5 = comm.reduce_scatter(%2, axes=[tp], dim=1, reduce=sum) : f32[8{dp}, 12{tp}]
   %6 = comm.all_to_all(%5, axes=[tp], dim=1, to=0) : f32[8{dp,tp}, 12]
   %7 = comm.all_gather(%1, axes=[tp], dim=2, view=[8, 3, 4]) : f32[8{dp}, 12]

@@ -38,7 +38,8 @@ X, Y = torch.randn(8, 6), torch.randint(0, 4, (8,))
 
 def planned(mesh: sx.Mesh, **more: Any) -> sx.ParallelModule:
     torch.manual_seed(0)
-    hints = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), specs={"args.0": "dp, -"}, **more)
+    specs = {"args.0": "dp, -"} if mesh.size > 1 else {}
+    hints = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), specs=specs, **more)
     return sx.parallelize(MLP(), mesh, hints, virtual=True)
 
 
@@ -184,3 +185,27 @@ def test_what_runs_is_what_is_printed(name: str, monkeypatch: pytest.MonkeyPatch
     pm(*case.args, *case.targets, **case.kwargs)
     assert ran == {rank: str(pm.rank_program(rank)) for rank in range(4)}
     assert operator.countOf([rank in ran for rank in range(4)], True) == 4
+
+
+def test_another_dtype_is_another_plan() -> None:
+    pm = planned(sx.Mesh(dp=2))
+    assert pm.to("cpu") is pm and pm(X, Y).isfinite()
+    with pytest.raises(sx.Error, match="dtypes that it was captured in"):
+        pm.double()
+
+
+def test_a_plan_for_another_device_names_it() -> None:
+    """What is planned here may run elsewhere: its programs ask for memory there."""
+    text = str(planned(sx.Mesh(dp=2), device="meta").rank_program(0))
+    assert '"meta"' in text and '"cpu"' not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_plan_moves_to_a_gpu() -> None:
+    pm, reference = planned(sx.Mesh(dp=2)).to("cuda"), planned(sx.Mesh(dp=2))
+    loss = pm(X.cuda(), Y.cuda())
+    loss.backward()
+    reference(X, Y).backward()
+    for name, grad in reference.full_grads().items():
+        torch.testing.assert_close(pm.full_grads()[name].cpu(), grad)

@@ -9,7 +9,7 @@ the same functions of the rule book that the oracle executes against the whole o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,11 @@ from shardfx.ir.spec import Spec
 
 from .terms import Universe
 
-Origins = tuple[tuple[str, frozenset[tuple[int, str]]], ...]
-"""For each axis over which a fact is partial: the (term, factor) sums of which this is one rank's share.
+Origins = tuple[tuple[str, frozenset[tuple[int, str, Cut]]], ...]
+"""For each axis over which a fact is partial: the (term, factor) sums of which this is one rank's share, and by the cut
+of the factor which piece of what is summed it is.
 
-Shares add up to the whole only if they are shares of one sum.
+Shares add up to the whole only if they are shares of one sum, and pieces of one cut.
 """
 
 
@@ -55,6 +56,7 @@ class Deduction:
     mesh: Mesh
     _rules: dict[Node, ShardingRule] = field(default_factory=dict)
     _known: dict[tuple[Node, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
+    _cut: dict[tuple[Node, Strategy], Mapping[str, tuple[str, Cut]]] = field(default_factory=dict)
 
     def rule(self, node: Node) -> ShardingRule:
         """The rule of a node; for an op without one, that every operand is needed whole."""
@@ -95,6 +97,26 @@ class Deduction:
             if made.operands == specs:
                 yield made
 
+    def _pieces(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, Cut]]:
+        """For each axis that cuts a factor: the factor, and how it is cut over all of its axes.
+
+        A share of a sum is one piece of the box that is summed. Which one follows from the rank's coordinates and this
+        cut: pieces of ``8{dp,tp}`` are not those of ``8{tp,dp}``, nor those of ``(2{dp} 4{tp})``.
+        """
+        key = (node, made)
+        if key not in self._cut:
+            rule, found = self.rule(node), dict[str, tuple[str, Cut]]()
+            for value, spec, dims in zip(node.operands, made.operands, rule.operands, strict=True):
+                for size, cut, dim in zip(value.shape, spec.dims, dims, strict=True):
+                    projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim and cut.axes else None
+                    for factor, one in zip(dim, projected or (), strict=False):
+                        found.update((axis, (factor, one)) for axis in one.axes)
+            for factor, axes in made.cuts:  # which no operand has
+                for axis in axes:
+                    found.setdefault(axis, (factor, Cut(axes)))
+            self._cut[key] = found
+        return self._cut[key]
+
     def _free(self, node: Node, rule: ShardingRule, cuts: dict[str, Cut]) -> Iterator[dict[str, Cut]]:
         """Cuts of the factors that no operand has: none, or as the plan claims of the result."""
         result = rule.results[0]
@@ -117,7 +139,7 @@ class Deduction:
     def results(self, node: Node, made: Strategy, facts: Sequence[Fact]) -> list[Fact | None]:
         """The facts of a node's results."""
         rule = self.rule(node)
-        cut = {axis: factor for factor, axes in made.cuts for axis in axes}
+        pieces = self._pieces(node, made)
         specs = iter(made.results)
         found: list[Fact | None] = []
         for value in node.results:
@@ -127,8 +149,8 @@ class Deduction:
             spec, term = next(specs), self.universe.of[value]
             origins = []
             for axis, _ in spec.partial:
-                if axis in cut:
-                    origins.append((axis, frozenset({(term, cut[axis])})))
+                if axis in pieces:
+                    origins.append((axis, frozenset({(term, *pieces[axis])})))
                 else:
                     shares = [o for f in facts for a, o in f.origins if a == axis]
                     origins.append((axis, frozenset().union(*shares)))
