@@ -77,7 +77,7 @@ class ParallelModule(nn.Module):
                 got=made.dtype,
                 remedy="convert the model, then parallelize it",
             )
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if made.device.type != self._place.device.type:
             self._place = self._place.moved(made.device)
             self._state.store.to(made.device)
