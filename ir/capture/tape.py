@@ -28,9 +28,11 @@ class Repeat:
 
     @property
     def left_out(self) -> range:
+        """The indices of the blocks that are not traced."""
         return range(self.first + HEAD, self.last - TAIL + 1)
 
     def block(self, index: int) -> str:
+        """The module path of one block."""
         return f"{self.path}.{index}"
 
     def within(self, name: str) -> int | None:

@@ -26,10 +26,9 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 
 from .convert import Names, convert
-from .given import as_module, on_cpu
+from .given import as_module, explain, on_cpu, reject_unknown_shapes
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
-from .refusals import explain, reject_unknown_shapes
 from .repeats import TRACED_WHOLE, Shortened, find_runs
 from .unfold import unfold
 
@@ -89,7 +88,7 @@ def capture(
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
     Args:
-        fold: trace the backward of repeated blocks (see :mod:`.blocks`) once; the graph is the same.
+        fold: trace the backward of repeated blocks (see :mod:`.repeats`) once; the graph is the same.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).

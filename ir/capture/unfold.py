@@ -1,4 +1,4 @@
-"""The blocks that :mod:`.blocks` left out of a capture, put back into its joint graph, forward and backward.
+"""The blocks that :mod:`.repeats` left out of a capture, put back into its joint graph, forward and backward.
 
 Of a run five blocks were traced: ``s, a, b | c, e``. If ``b`` is to ``a`` and ``c`` what ``a`` is to ``s`` and ``b``
 (node by node, each operand at the same place of the same neighbour, nothing else using what is inside), then every
