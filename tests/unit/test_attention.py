@@ -194,7 +194,7 @@ def test_repeated_blocks_draw_by_numbers_of_their_own() -> None:
     texts = {}
     for fold in (True, False):
         captured = capture(model, Mesh(dp=2), args=(torch.randn(2, 4, 6, 8),), loss=torch.sum, fold=fold)
-        assert not captured.notes
+        assert not captured.graph.notes
         texts[fold] = str(captured.graph)
     assert texts[True] == texts[False]
     numbers = [with_defaults(n.op, n.args, n.kwargs)["number"] for n in attentions(captured.graph)]
