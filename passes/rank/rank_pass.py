@@ -66,13 +66,6 @@ def run_rank_passes(program: RankProgram, passes: Iterable[RankPass], context: R
     ran: list[str] = []
     order = order_of_collectives(program)
     for each in passes:
-        if not isinstance(each, RankPass):
-            raise Error(
-                "this is not a rank pass",
-                where="Hints(rank_passes=...)",
-                expected="an instance of a subclass of shardfx.RankPass, such as MyPass()",
-                got=repr(each),
-            )
         missing = each.requires - established
         if missing:
             raise Error(
