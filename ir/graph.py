@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .mesh import Mesh
+from .repeat import Repeat
 from .spec import Spec, TensorType
 
 
@@ -172,13 +173,17 @@ class Output:
 
 @dataclass(eq=False)
 class Graph:
-    """A program on a mesh. ``str(graph)`` is its legal, parseable text (see :mod:`shardfx.ir.text.printer`)."""
+    """A program on a mesh. ``str(graph)`` is its legal, parseable text (see :mod:`shardfx.ir.text.printer`).
+
+    ``repeats`` are the equal blocks that are left out of it (see :mod:`.unfold`).
+    """
 
     mesh: Mesh
     inputs: list[Input] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     established: frozenset[str] = frozenset()
+    repeats: tuple[Repeat, ...] = ()
 
     def values(self) -> Iterator[Value]:
         """Every value, in the order of definition."""
@@ -226,7 +231,7 @@ class Graph:
             new.results = [None if v is None else twin(v, new) for v in old.results]
             nodes.append(new)
         outputs = [Output(o.kind, o.name, values[o.value]) for o in self.outputs]
-        return Graph(self.mesh, inputs, nodes, outputs, self.established)
+        return Graph(self.mesh, inputs, nodes, outputs, self.established, self.repeats)
 
     def __str__(self) -> str:
         from shardfx.ir.text.printer import print_graph

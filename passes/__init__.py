@@ -5,8 +5,9 @@ from shardfx.passes.communication.fuse import FuseComm
 from shardfx.passes.communication.partition import Partition
 from shardfx.passes.pipeline import check_order, run_passes
 from shardfx.passes.sharding.propagate import Propagate
+from shardfx.passes.unfold_repeats import UnfoldRepeats
 
-BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in (Propagate, Partition, FuseComm)}
+BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in (Propagate, Partition, UnfoldRepeats, FuseComm)}
 
 __all__ = [
     "BUILT_IN",
@@ -18,6 +19,7 @@ __all__ = [
     "Partition",
     "Pass",
     "Propagate",
+    "UnfoldRepeats",
     "check_order",
     "run_passes",
 ]

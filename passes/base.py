@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 from shardfx.ir.cut import Cut
@@ -21,21 +22,45 @@ COMM_EXPLICIT = "COMM_EXPLICIT"
 """Every operand has the placement that its node needs: what differs is a ``comm`` node."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Decision:
-    """Why a dim of a value is cut as it is: at which step, from where, and what was turned down.
+    """Why a dim of a value is cut as it is: from where, and what was turned down.
 
-    ``node`` is the op that carried the cut on, ``near`` the tensor of it that had the cut; a hint has neither.
+    ``node`` is the op that carried the cut on, ``near`` the tensor of it that had the cut, ``causes`` the decisions
+    that gave it to its tensors; a hint has none of them. What was ``turned_down`` is told as texts, each perhaps of a
+    value.
     """
 
-    step: int
     value: Value
     dim: int
     cut: Cut
-    how: str
-    turned_down: str = ""
+    level: str = ""
+    hint: str = ""
+    turned_down: tuple[tuple[str, Value | None], ...] = ()
     node: Node | None = None
     near: Value | None = None
+    causes: tuple[Decision, ...] = ()
+
+    @property
+    def how(self) -> str:
+        """The hint, or through which kind of op."""
+        return f"the hint {self.hint!r}" if self.hint else self.level
+
+    @cached_property
+    def step(self) -> int:
+        """One for a hint; else one more than the steps of its causes, so that it is behind them."""
+        open_ = [self]
+        while "step" not in vars(self):  # a walk, for a chain of causes goes through all blocks of a model
+            made = open_[-1]
+            missing = [each for each in made.causes if "step" not in vars(each)]
+            open_ += missing
+            if not missing:
+                vars(open_.pop())["step"] = 1 + max((each.step for each in made.causes), default=0)
+        return self.step
+
+    def down(self, name: Callable[[Value], str] = repr) -> str:
+        """What was turned down, in words."""
+        return ", ".join(text + (f" of {name(value)}" if value is not None else "") for text, value in self.turned_down)
 
     @property
     def source(self) -> str:
@@ -44,7 +69,7 @@ class Decision:
         return f"{self.near!r} through {op_name(self.node.op)} @ {self.node.where} ({self.how})"
 
     def __str__(self) -> str:
-        rest = f"; turned down: {self.turned_down}" if self.turned_down else ""
+        rest = f"; turned down: {self.down()}" if self.turned_down else ""
         cut = self.cut.text(self.value.shape[self.dim])
         return f"step {self.step}: {self.value!r} dim {self.dim} cut {cut}, from {self.source}{rest}"
 

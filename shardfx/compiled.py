@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph
+from shardfx.ir.unfold import unfold
 
 from .hints import Hints
 from .passes import Context, Pass
@@ -17,7 +19,18 @@ class Compiled:
 
     hints: Hints
     captured: Captured
-    before: Graph
     after: Graph
     context: Context
     passes: tuple[Pass, ...]
+
+    @cached_property
+    def before(self) -> Graph:
+        """The captured graph with all its blocks."""
+        return whole(self.captured.graph)
+
+
+def whole(graph: Graph) -> Graph:
+    """A copy of a graph with the equal blocks that it leaves out put back."""
+    made = graph.copy()
+    unfold(made)
+    return made

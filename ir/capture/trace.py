@@ -27,11 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Where
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.unfold import Irregular, check_regular
 
 from .convert import Names, convert
-from .repeats import TRACED_WHOLE, Shortened, find_runs
+from .repeats import TRACED_WHOLE, Shortened, find_repeats
 from .sources import source_of
-from .unfold import unfold
 
 aten = torch.ops.aten
 
@@ -148,7 +148,7 @@ def capture(
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
     Args:
-        fold: trace the backward of repeated blocks (see :mod:`.blocks`) once; the graph is the same.
+        fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
@@ -177,12 +177,15 @@ def capture(
 
         short = Shortened(traced)
         if fold:
-            short = find_runs(traced, tensors, lambda model, given: program(model)(*given), aliases)
+            short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         wanted = Names(tuple(names), aliases, _loss_source(loss))
         graph, note = _trace(program(short.model), tuple(tensors), mesh, wanted), short.note
-        if short.runs and not unfold(graph, short.runs, list(aliases)):
+        graph.repeats = short.repeats
+        try:
+            check_regular(graph)
+        except Irregular as error:
             graph = _trace(program(traced), tuple(tensors), mesh, wanted)
-            note = f"{TRACED_WHOLE} (their backward is not the same in all)"
+            note = f"{TRACED_WHOLE} ({error.what})"
     notes = (note,) if note else ()
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases, notes)
 

@@ -30,6 +30,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops.comm import COMM_OPS, CommOp
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import Spec, TensorType
 
 from .arguments import CONSTANTS, DTYPES, TORCH_CONSTANTS
@@ -37,6 +38,7 @@ from .lexer import Line, T
 
 OWN_OPS: dict[str, Any] = {op_name(op): op for op in (*COMM_OPS.values(), dropout)}
 
+RANGE = re.compile(r"\s*(\d+)\.\.(\d+)")
 WHERE = re.compile(r'("(?:[^"\\]|\\.)*"|[^\s"#:]+)(?::(\d+))?(?:\s+|$)')
 
 
@@ -83,6 +85,7 @@ class _Reader:
     links: dict[str, Link] = field(default_factory=dict)
     placed: bool = True
     established: frozenset[str] = frozenset()
+    repeats: list[Repeat] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -92,7 +95,7 @@ class _Reader:
 
     def graph(self) -> Graph:
         assert self.mesh is not None
-        return Graph(self.mesh, self.inputs, self.nodes, self.outputs, self.established)
+        return Graph(self.mesh, self.inputs, self.nodes, self.outputs, self.established, tuple(self.repeats))
 
     def read(self, line: Line) -> None:
         if line.kind == "word" and line.text.strip().partition("#")[0].rstrip() == f"{line.token}:":
@@ -134,6 +137,16 @@ class _Reader:
         elif word == "established":
             line.next()
             self.established = frozenset(line.many(lambda: line.word("what a pass establishes"), ""))
+        elif word == "repeat":
+            line.next()
+            path = line.name("the path of a list of blocks")
+            match = RANGE.match(line.text, line.start)
+            if match is None:
+                line.fail("the first and the last block that is left out, such as 2..77", line.text[line.start :])
+            line.at = match.end()
+            line.next()
+            first, last = int(match[1]), int(match[2])
+            self.repeats.append(self._checked(line, lambda: Repeat(path, first, last)))
         elif word == "source":
             match = WHERE.match(line.text, line.at + 1)
             if match is None:
@@ -144,7 +157,7 @@ class _Reader:
         elif word in kinds:
             self._input(line)
         else:
-            line.fail(f"mesh, link, unplaced, established, source, {', '.join(kinds)} or forward:")
+            line.fail(f"mesh, link, unplaced, established, repeat, source, {', '.join(kinds)} or forward:")
 
     def _axis(self, line: Line) -> tuple[str, int | Time]:
         name = line.word("a mesh axis such as dp=2")

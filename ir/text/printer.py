@@ -13,6 +13,8 @@
     outputs:
       result results.0 = %1
 
+A line ``repeat layers 2..77`` leaves out equal blocks (see :mod:`shardfx.ir.unfold`).
+
 A type without braces is whole. Before anything is placed the header says ``unplaced``; a ``?`` marks one value that is
 not. A node with a strategy says ``cuts m{dp} k{tp}`` (``cuts -`` for none) and, where they differ from the specs of its
 operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and need not say so. A
@@ -96,6 +98,8 @@ class Printer:
             yield "unplaced"
         if established:
             yield f"established {', '.join(sorted(established))}"
+        for repeat in self.graph.repeats:
+            yield f"repeat {_quoted(repeat.path, BARE_NAME)} {repeat.first}..{repeat.last}"
         for file, label in self.labels.items() if sources else ():
             if label != file:
                 yield f"source {_quoted(label, BARE_SOURCE)} {json.dumps(file)}"

@@ -41,10 +41,11 @@ class Partition(Pass):
                 _ask(needs, value, spec, node, i)
         for output, spec in output_specs(graph).items():
             _ask(needs, output.value, spec, output, 0)
-        rewriter = Rewriter(graph)
+        rewriter, users = Rewriter(graph), graph.users()
         for value in list(graph.values()):
             if value in needs:
-                Copies(value, rewriter, context.planner, context.hints.get(value)).serve(needs[value])
+                first = next(iter(users[value]), None)
+                Copies(value, rewriter, context.planner, context.hints.get(value), first).serve(needs[value])
         changed = rewriter.apply()
         graph.rename()
         return changed
@@ -66,10 +67,16 @@ def _ask(
 
 
 class Copies:
-    """The copies of one value under different placements, each made once, by the cheapest steps from another."""
+    """The copies of one value under different placements, each made once, by the cheapest steps from another.
 
-    def __init__(self, value: Value, rewriter: Rewriter, planner: Redistribution, hint: Spec | None) -> None:
+    They stand behind the node that makes the value; those of an input before the ``first`` node that uses it.
+    """
+
+    def __init__(
+        self, value: Value, rewriter: Rewriter, planner: Redistribution, hint: Spec | None, first: Node | None
+    ) -> None:
         assert value.spec is not None
+        self._first = first
         self.value, self._rewriter, self._planner = value, rewriter, planner
         self._at: dict[Spec, Value] = {value.spec: value}
         if hint is not None and hint != value.spec:
@@ -114,12 +121,15 @@ class Copies:
         }
         kwargs = {k: v for k, v in kwargs.items() if v is not None}
         maker = copy.node
-        node = Rewriter.make(step.op, (copy,), copy.type, like=maker, kwargs=kwargs)
+        node = Rewriter.make(step.op, (copy,), copy.type, like=maker or self._first, kwargs=kwargs)
         node.results[0].spec = step.spec  # type: ignore[union-attr]
         assert copy.spec is not None
         node.strategy = Strategy((copy.spec,), (step.spec,))
         node.why = f"{copy.spec} is needed as {step.spec}"
-        self._rewriter.after(maker, node)
+        if self.value.node is None and self._first is not None:
+            self._rewriter.before(self._first, node)
+        else:
+            self._rewriter.after(maker, node)
         result = node.results[0]
         assert result is not None
         return result

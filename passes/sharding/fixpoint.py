@@ -38,6 +38,7 @@ class Tensor(NamedTuple):
     is_operand: bool
 
 
+TurnedDown = tuple[tuple[str, Value | None], ...]
 LEVELS = ("elementwise", "operands to results", "results to operands")
 
 
@@ -79,7 +80,6 @@ class Propagation:
     closed: set[Value] = field(default_factory=set)
     origin: dict[tuple[Value, str], Origin] = field(default_factory=dict)
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
-    step: int = 0
     _tensors: dict[Node, list[Tensor]] = field(default_factory=dict)
     _strategies: dict[object, Strategy] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class Propagation:
                 for axis in cut.axes:
                     self.origin[seed.value, axis] = Origin(seed.name, seed.operator)
                 if cut.axes:
-                    self._note(seed.value, dim, cut, f"the hint {seed.name!r}", "")
+                    self._note(Decision(seed.value, dim, cut, hint=seed.name))
 
     def forget_tensors(self) -> None:
         """The graph was changed: operands are looked up anew."""
@@ -182,7 +182,7 @@ class Propagation:
         rule: ShardingRule,
         node: Node,
         level: int,
-        turned_down: str,
+        turned_down: TurnedDown,
     ) -> bool:
         """Give ``value`` the cuts that it does not hold yet; says whether it changed."""
         mesh = self.graph.mesh
@@ -206,14 +206,17 @@ class Propagation:
             held[d] = cut
             changed = True
             near = None
-            for axis in fresh:
+            causes: list[Decision] = []
+            for axis in sorted(fresh):
                 factor = next(f for f in dim if f in cuts and axis in cuts[f].axes)
                 having = self._having(node, axis, factor)
                 near = next((v for v in having if v is not value), near)
+                made = (self.decisions.get(v, []) for v in having if v is not value)
+                causes += [next(d for d in each if axis in d.cut.axes) for each in made if each]
                 origins = [self.origin[v, axis] for v in having if (v, axis) in self.origin]
                 if origins:
                     self.origin.setdefault((value, axis), next((o for o in origins if o.operator), origins[0]))
-            self._note(value, d, cut, LEVELS[level], turned_down, node, near)
+            self._note(Decision(value, d, cut, LEVELS[level], "", turned_down, node, near, tuple(causes)))
         return changed
 
     def _having(self, node: Node, axis: str, factor: str) -> list[Value]:
@@ -225,19 +228,8 @@ class Propagation:
                 found.append(value)
         return found
 
-    def _note(
-        self,
-        value: Value,
-        dim: int,
-        cut: Cut,
-        how: str,
-        turned_down: str,
-        node: Node | None = None,
-        near: Value | None = None,
-    ) -> None:
-        self.step += 1
-        made = Decision(self.step, value, dim, cut, how, turned_down, node, near)
-        self.decisions.setdefault(value, []).append(made)
+    def _note(self, made: Decision) -> None:
+        self.decisions.setdefault(made.value, []).append(made)
 
     # ---- one node -------------------------------------------------------------------------------------------
 
@@ -259,13 +251,13 @@ class Propagation:
                         found.setdefault(factor, []).append(Candidate(cut, value, strong))
         return found
 
-    def resolve(self, node: Node, rule: ShardingRule, with_results: bool) -> tuple[dict[str, Cut], str]:
+    def resolve(self, node: Node, rule: ShardingRule, with_results: bool) -> tuple[dict[str, Cut], TurnedDown]:
         """The cut of each factor, conflicts settled; and what was turned down, in words."""
         found = self.candidates(node, rule, with_results)
         if not found:
-            return {}, ""
+            return {}, ()
         cuts: dict[str, Cut] = {}
-        down: list[str] = []
+        down: list[tuple[str, Value | None]] = []
         for factor, options in found.items():
             best = options[0]
             for option in options[1:]:
@@ -277,7 +269,7 @@ class Propagation:
                     continue
                 winner = max(best, option, key=lambda c: (c.strong, c.value.type.nbytes))
                 loser = option if winner is best else best
-                down.append(f"{loser.cut.text('.')} of {loser.value!r}")
+                down.append((loser.cut.text("."), loser.value))
                 best = winner
             cuts[factor] = best.cut
         wanted: dict[str, list[str]] = {}
@@ -290,9 +282,9 @@ class Propagation:
                 winner_factor = self._settle(node, rule, axis, still, cuts, found)
                 for factor in still:
                     if factor != winner_factor:
-                        down.append(f"axis {axis} on factor {factor}")
+                        down.append((f"axis {axis} on factor {factor}", None))
                         cuts[factor] = without(cuts[factor], axis, self.graph.mesh)
-        return {f: c for f, c in cuts.items() if c.axes}, ", ".join(down)
+        return {f: c for f, c in cuts.items() if c.axes}, tuple(down)
 
     def _settle(
         self,
