@@ -2,7 +2,7 @@
 
 Each operand whose value lies otherwise than its node needs it gets the cheapest sequence of ``comm`` steps. All
 consumers that need the same thing share it, and a partial sum is reduced once: what else is needed of the value
-starts from a reduced copy.
+starts from a reduced copy. A stored parameter is gathered before its first use.
 
     %3 = aten.mm(%1, %2) : f32[64{dp}, 512] +{tp}        %3 = aten.mm(%1, %2) : f32[64{dp}, 512] +{tp}
     %4 = aten.relu(%3)   needs f32[64{dp}, 512]     ->   %4 = comm.all_reduce(%3, axes=[tp], reduce=sum)
