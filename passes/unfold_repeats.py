@@ -133,6 +133,12 @@ def why_whole(graph: Graph, specs: Mapping[str, Any], aliases: Iterable[str]) ->
     return ""
 
 
+def of_those_there(graph: Graph, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The hints without those that name a block that is left out."""
+    repeats = graph.repeats
+    return {t: hint for t, hint in specs.items() if "*" in t or not any(r.within(t) in r.left_out for r in repeats)}
+
+
 def _for_all(
     text: str, hint: Any, specs: Mapping[str, Any], repeat: Repeat, alike: range, names: Iterable[str]
 ) -> bool:

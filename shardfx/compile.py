@@ -15,7 +15,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.unfold import Irregular
-from shardfx.passes.unfold_repeats import PLANNED_WHOLE, why_whole
+from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
 
 from .compiled import Compiled, whole
 from .hints import Hints
@@ -82,6 +82,7 @@ def plan_graph(
     graph, context = captured.graph.copy(), new_context(hints, captured, captured.graph.mesh, rules)
     why = why_whole(graph, hints.specs, captured.aliases)
     if not why:
+        context.specs = of_those_there(graph, hints.specs)
         try:
             run_passes(graph, passes, context, on_pass)
             return graph, context
