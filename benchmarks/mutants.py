@@ -15,10 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import shardfx as sx
+from shardfx.ir.program.plain import plain
 from shardfx.runtime.verify.proof import every_rank
 from shardfx.runtime.verify.proof.terms import build
 from shardfx.runtime.verify.sample import compare
-from tests.mutants import MUTATIONS, Mutation, Programs
+from shardfx.runtime.verify.verdict import first_broken
+from tests.mutants import IN_PLACE, MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -65,26 +67,27 @@ def planned(name: str) -> sx.ParallelModule:
 
 
 def measure(
-    plans: Iterable[str], count: int, progress: bool = False, mutations: Iterable[Mutation] = MUTATIONS
+    plans: Iterable[str], count: int, progress: bool = False, mutations: Iterable[Mutation] = (*MUTATIONS, *IN_PLACE)
 ) -> Rates:
     """Damage the programs of some plans and verify them; with ``progress`` say after each plan how many so far."""
     rates = Rates()
     for name in plans:
         pm = planned(name)
         rules = pm._compiled.context.rules
-        programs = [pm._program(rank, None) for rank in range(pm.mesh.size)]
-        own = {rank: program.module for rank, program in enumerate(programs)}
-        inputs, outputs = programs[0].inputs, programs[0].outputs
-        universe = build(pm.before, pm.after, rules)
-        known = pm.known_inputs()
-        undamaged = Programs.of(pm)
+        universe, known = build(pm.before, pm.after, rules), pm.known_inputs()
+        forms = {form: Programs.of(pm, as_they_run=form) for form in (False, True)}
         for mutation in mutations:
+            undamaged = forms[mutation in IN_PLACE]
+            own, inputs, outputs = undamaged.programs, undamaged.programs[0].inputs, undamaged.programs[0].outputs
             for place, damaged in undamaged.damaged(mutation, count):
-                modules = own | dict(damaged)
-                proof, _ = every_rank.verify(pm.before, pm.after, rules, modules, inputs, outputs, universe)
-                shown, _ = compare.verify(
-                    pm.before, pm.after, rules, modules, own, inputs, outputs, known, locate=False
-                )
+                modules = {**own, **damaged}
+                proof = shown = first_broken(modules.values())
+                if proof is None:
+                    sound = {rank: plain(program) for rank, program in modules.items()}
+                    proof, _ = every_rank.verify(pm.before, pm.after, rules, sound, inputs, outputs, universe)
+                    shown, _ = compare.verify(
+                        pm.before, pm.after, rules, modules, own, inputs, outputs, known, locate=False
+                    )
                 rates.made[mutation.name] += 1
                 rates.static[mutation.name] += proof is not None
                 rates.dynamic[mutation.name] += shown is not None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .graph import Graph, Input, InputKind, Node, Phase, Value, Where
+from .graph import Graph, Input, InputKind, Node, Phase, Value, Where, substitute
 from .mesh import Mesh
 from .spec import TensorType
 
@@ -62,21 +65,39 @@ class GraphBuilder:
         return value
 
 
-def infer(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TensorType | list[TensorType | None]:
-    """The type(s) of an op's result, by running it on ``meta``."""
-    from .graph import substitute
+def infer(
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta"
+) -> TensorType | list[TensorType | None]:
+    """The type(s) of an op's result, by running it without numbers: on ``meta``, or as if on another device.
 
-    def meta(value: Value) -> torch.Tensor:
-        return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
+    They are the same but for a few ops, whose kernels leave out of some results what they have no use for.
+    """
 
-    out = op(*substitute(args, meta), **{k: substitute(a, meta) for k, a in kwargs.items()})
+    def empty(value: Value) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.type.dtype, device=device)
+
+    with nullcontext() if device == "meta" else FakeTensorMode():
+        given = {k: substitute(a, empty) for k, a in kwargs.items()}
+        if makes_of_nothing(op):
+            given["device"] = device
+        out = op(*substitute(args, empty), **given)
     types: TensorType | list[TensorType | None] = types_of(out)
     return types
 
 
 def types_of(out: Any) -> Any:
+    """The type of a tensor, those of a list or tuple of them, and None of anything else."""
     if isinstance(out, torch.Tensor):
         return TensorType(tuple(int(s) for s in out.shape), out.dtype)
     if isinstance(out, (tuple, list)):
         return [types_of(o) for o in out]
     return None
+
+
+@cache
+def makes_of_nothing(op: Any) -> bool:
+    """Whether the op makes a tensor that lies on no operand's device: ``full``, ``arange``."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    schema = op._schema.arguments
+    return any(each.name == "device" for each in schema) and not any("Tensor" in str(each.type) for each in schema)

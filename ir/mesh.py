@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import Error
 
@@ -35,6 +35,10 @@ class Link:
                 expected="Link(bandwidth=bytes/s, latency=s)",
                 got=f"Link(bandwidth={self.bandwidth}, latency={self.latency})",
             )
+
+    def seconds(self, messages: float, nbytes: float) -> float:
+        """How long it takes to send so many bytes in so many messages that wait for one another."""
+        return messages * self.latency + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,16 @@ class Mesh:
         """The product of the sizes of some axes."""
         return math.prod(self[name].size for name in axes)
 
+    def with_links(self, links: Mapping[str, Link]) -> Mesh:
+        """The same axes with these links, and no others."""
+        axes: dict[str, Any] = {axis.name: Time(axis.size) if axis.time else axis.size for axis in self.axes}
+        return Mesh(links=links, **axes)
+
+    def link(self, axes: Iterable[str]) -> Link:
+        """What a group over some axes is limited by: the lowest bandwidth, the longest latency."""
+        links = [self[name].link for name in axes] or [Link()]
+        return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
+
     def order(self, name: str) -> int:
         """The place of an axis, outermost first: the canonical order where a set of axes is written."""
         return self.names.index(self[name].name)
@@ -155,6 +169,19 @@ class Mesh:
         for name in others:
             index = index * self[name].size + coords[name]
         return f"{self.signature}/{'.'.join(axes)}@{index}"
+
+    def group_axes(self, name: str) -> tuple[str, ...]:
+        """The axes of a group from its name (see :meth:`group_name`)."""
+        shape, _, rest = name.partition("/")
+        axes = tuple(rest.partition("@")[0].split("."))
+        if shape != self.signature or any(axis not in self.names for axis in axes):
+            raise Error(
+                "a group of another mesh",
+                expected=f"a group of mesh {self}",
+                got=name,
+                remedy="take group names from Mesh.group_name(rank, axes)",
+            )
+        return axes
 
     @cached_property
     def signature(self) -> str:

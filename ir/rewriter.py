@@ -1,32 +1,44 @@
 """The one way to change a graph, and what drops dead nodes.
 
-rewriter = Rewriter(graph)
-rewriter.before(node, Rewriter.make(aten.neg.default, (x,), x.type, like=node))
+rewriter = Rewriter(graph, context.rules)
+double = rewriter.before(node, rewriter.call(aten.mul.Tensor, x, 2, why="as an example"))
+rewriter.replace(x, double.outs[0], users=[node])
 rewriter.apply()
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .graph import Graph, Node, Output, Phase, Value, substitute
+from .builder import infer
+from .errors import Error
+from .graph import Attr, Graph, Node, Output, Phase, Strategy, Value, op_name, substitute
+from .ops.comm import OWN_OPS
+from .ops.table import OwnOp
+from .rules.as_placed import as_placed
+from .rules.book import RuleBook, replicated
 from .spec import TensorType
 
 
 class Rewriter:
     """The one way to change a graph: collect the changes, then :meth:`apply` them in one walk.
 
+    :meth:`call` and :meth:`comm` make nodes that are complete, :meth:`make` one of which all is said by hand. What was
+    made is in the graph once it was put somewhere: :meth:`before`, :meth:`after` a node, or :meth:`at_end`. ``rules``
+    are needed to call ops in a graph that is placed already.
+
     Example::
 
-        rewriter = Rewriter(graph)
-        double = rewriter.before(node, Rewriter.make(aten.mul.Tensor, (x, 2), x.type, like=node))
+        rewriter = Rewriter(graph, context.rules)
+        double = rewriter.before(node, rewriter.call(aten.mul.Tensor, x, 2))
         rewriter.replace(x, double.outs[0], users=[node])
         rewriter.apply()
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, rules: RuleBook | None = None) -> None:
         self.graph = graph
+        self._rules = rules
         self._before: dict[Node, list[Node]] = {}
         self._after: dict[Node | None, list[Node]] = {}
         self._end: list[Node] = []
@@ -54,6 +66,95 @@ class Rewriter:
         node.results = [None if t is None else Value(t, node, i) for i, t in enumerate(given)]
         return node
 
+    def call(
+        self,
+        op: Any,
+        *args: Any,
+        like: Node | None = None,
+        why: str = "",
+        attrs: Mapping[str, Attr] | None = None,
+        **kwargs: Any,
+    ) -> Node:
+        """A node that calls ``op``: its result types are inferred, and where the graph is placed, so is the node.
+
+        Operands stay as they are placed: the op is cut as they are, as far as its rule allows. ``like`` gives phase,
+        source and stage; if it is left out, the node that makes the first operand does.
+
+        Args:
+            op: an op such as ``torch.ops.aten.mul.Tensor``.
+            args: as the op's schema has them, with Values for tensors.
+            attrs: the node's attributes; ``{"approximate": True}`` lets partial sums pass where they round.
+
+        Raises:
+            Error: the op does not take these arguments; or communication is explicit, and the op needs an operand
+                placed otherwise than it is.
+        """
+        try:
+            types = infer(op, args, kwargs)
+        except Exception as error:
+            raise Error(
+                f"{op_name(op)} does not take these arguments",
+                expected=getattr(op, "_schema", "an op such as torch.ops.aten.mul.Tensor"),
+                got=f"{type(error).__name__}: {error}",
+            ) from error
+        node = self.make(op, args, types, kwargs=kwargs)
+        _stand_like(node, like)
+        node.why, node.attrs = why, dict(attrs or {})
+        self.place(node)
+        return node
+
+    def comm(self, op: OwnOp | str, *values: Value, like: Node | None = None, why: str = "", **keywords: Any) -> Node:
+        """A node that communicates: the placement of its results follows from the op and its keywords.
+
+        Example::
+
+            rewriter.comm("all_gather", value, axes=["tp"], dim=0)
+
+        Raises:
+            Error: there is no such op, the value is not placed, or the op cannot start from where it is.
+        """
+        given = OWN_OPS.get(f"comm.{op.removeprefix('comm.')}") if isinstance(op, str) else op
+        if given is None:
+            raise Error(f"there is no comm op {op!r}", expected=f"one of {', '.join(OWN_OPS)}", got=op)
+        node = self.make(given, values, [value.type for value in values], kwargs=keywords)
+        _stand_like(node, like)
+        needs = []
+        for value, result in zip(values, node.outs, strict=True):
+            if value.spec is None:
+                raise Error(f"{given} of a value without placement", where=repr(value), remedy="run behind propagate")
+            needs.append(value.spec)
+            result.spec = given.place(value.spec, value.shape, self.graph.mesh, **keywords)
+        gives = tuple(result.spec for result in node.outs if result.spec is not None)
+        node.strategy = Strategy(tuple(needs), gives)
+        node.why = why or f"{needs[0]} becomes {gives[0]}"
+        return node
+
+    def place(self, node: Node) -> None:
+        """In a placed graph: give the node the strategy that its operands' placements ask for."""
+        if "SHARDED" not in self.graph.established:
+            return
+        if self._rules is None:
+            raise Error(
+                f"a placed graph cannot have {op_name(node.op)} without a rule",
+                expected="the op rules, for the graph is SHARDED",
+                got="a Rewriter without them",
+                remedy="Rewriter(graph, context.rules)",
+            )
+        entry = self._rules.entry(node.op)
+        rule = (entry.make(node) if entry is not None else None) or replicated(node)
+        node.strategy = as_placed(rule, node, self.graph.mesh)
+        for value, spec in zip(node.outs, node.strategy.results, strict=True):
+            value.spec = spec
+        for value, spec in zip(node.operands, node.strategy.operands, strict=True):
+            if value.spec != spec and "COMM_EXPLICIT" in self.graph.established:
+                raise Error(
+                    f"{op_name(node.op)} needs {value!r} placed otherwise than it is",
+                    where=str(node.where),
+                    expected=spec.text(value.shape),
+                    got=value.spec.text(value.shape) if value.spec is not None else "no placement",
+                    remedy="bring it there first, with rewriter.comm(...)",
+                )
+
     def before(self, anchor: Node, node: Node) -> Node:
         """Insert ``node`` just before ``anchor`` (after what was inserted there already)."""
         self._before.setdefault(anchor, []).append(node)
@@ -65,10 +166,12 @@ class Rewriter:
         return node
 
     def at_end(self, node: Node) -> Node:
+        """Insert ``node`` behind all others."""
         self._end.append(node)
         return node
 
     def erase(self, node: Node) -> None:
+        """Take ``node`` out; what used its results must be given others (:meth:`replace`)."""
         self._erased.add(node)
 
     def replace(self, old: Value, new: Value, users: Iterable[Node | Output] | None = None) -> None:
@@ -124,6 +227,13 @@ class Rewriter:
             output.value = final(self._local.get((output.value, output), output.value))
         self.graph.nodes = nodes
         return True
+
+
+def _stand_like(node: Node, like: Node | None) -> None:
+    """Phase, source and stage of ``like``, or of the first operand's maker."""
+    like = like or next((value.node for value in node.operands if value.node is not None), None)
+    if like is not None:
+        node.phase, node.where, node.stage = like.phase, like.where, like.stage
 
 
 def dead_code(graph: Graph) -> bool:

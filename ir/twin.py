@@ -89,7 +89,7 @@ class Unfolded:
 
 def copied(old: Node, where: Where) -> Node:
     """A node like ``old``, without arguments yet."""
-    new = replace(old, args=(), kwargs={}, where=where)
+    new = replace(old, args=(), kwargs={}, where=where, attrs=dict(old.attrs))
     new.results = [None if v is None else replace(v, node=new) for v in old.results]
     return new
 

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 from .errors import Error
 from .graph import Graph, Input, Node, Output, Phase, Value, Where, substitute
-from .ops.dropout import dropout
+from .ops.traits import draw_slot
 from .repeat import Repeat
 from .twin import At, Parts, Row, Twin, Unfolded, copied, fill
 
 COMPARED = [f.name for f in fields(Node) if f.name not in ("args", "kwargs", "results", "where")]
 """What nodes alike have in common as it is."""
-SEEN = [f.name for f in fields(Value) if f.name not in ("node", "index", "name")]
+SEEN = [f.name for f in fields(Value) if f.name not in ("node", "index", "name", "hinted_by")]
 """What values alike have in common as it is."""
 
 
@@ -44,14 +44,16 @@ def unfold(
         Irregular: the blocks that are there are not alike; the graph is of no use then.
     """
     made: list[Unfolded] = []
+    copies: dict[Node, tuple[str, int]] = {}
     for repeat in graph.repeats:
         each = _Unfolding(graph, repeat, gone)
         if what := difference(each.next):
             each.refuse("other things were decided of them", what)
         made.append(each.apply())
+        copies |= each.draws
     graph.repeats = ()
     if made:
-        _renumber_draws(graph)
+        _renumber_draws(graph, copies)
         graph.rename()
     return made
 
@@ -66,10 +68,22 @@ def check_regular(graph: Graph) -> None:
         _Unfolding(graph, repeat)
 
 
-def _renumber_draws(graph: Graph) -> None:
-    """Each mask has a number of its own: two that shared one would be the same mask."""
-    for number, node in enumerate((n for n in graph.nodes if n.op is dropout), 1):
-        node.args = (*node.args[:3], number, *node.args[4:])
+def whole(graph: Graph) -> Graph:
+    """A copy of a graph with the equal blocks that it leaves out put back."""
+    made = graph.copy()
+    unfold(made)
+    return made
+
+
+def _renumber_draws(graph: Graph, copies: Mapping[Node, tuple[str, int]]) -> None:
+    """Each mask has a number of its own: two that shared one would be the same mask. What shares one in a block, as a
+    backward does with its forward, shares one in each copy of it."""
+    numbers: dict[tuple[object, int], int] = {}
+    for node in graph.nodes:
+        slot = draw_slot(node)
+        if slot is not None:
+            number = numbers.setdefault((copies.get(node), node.args[slot]), len(numbers) + 1)
+            node.args = (*node.args[:slot], number, *node.args[slot + 1 :])
 
 
 class _Unfolding:
@@ -81,6 +95,7 @@ class _Unfolding:
 
     def __init__(self, graph: Graph, repeat: Repeat, gone: Collection[Node] = ()) -> None:
         self.graph, self.repeat, self.gone = graph, repeat, gone
+        self.draws: dict[Node, tuple[str, int]] = {}
         self.given = {given.name: given for given in graph.inputs}
         blocks = self._blocks()
         s, self.a, self.b, e = blocks
@@ -146,7 +161,7 @@ class _Unfolding:
         """Compare b with a, seen from one block further on."""
         for given in self._own_inputs(self.repeat.around[1]):
             like = self.given.get(self.next.name(given.name))
-            if like is None or (given.kind, self._seen(given.value)) != (like.kind, self._seen(like.value)):
+            if like is None or (given.kind, self._moved_on(given.value)) != (like.kind, self._seen(like.value)):
                 self.refuse("an input is placed otherwise", given.name)
             self.next.inputs[given.value] = like.value
         inside = {node: self.next.node(node) for part in self.a for node in part}
@@ -157,19 +172,27 @@ class _Unfolding:
         self._check_outputs(inside)
 
     def _seen(self, value: Value) -> list[Any]:
-        return [getattr(value, name) for name in SEEN]
+        return [*(getattr(value, name) for name in SEEN), value.hinted_by]
+
+    def _moved_on(self, value: Value) -> list[Any]:
+        """What is seen of a value of a, as b has it."""
+        return [*self._seen(value)[:-1], self.next.name(value.hinted_by)]
 
     def _alike(self, one: Node, other: Node) -> bool:
         """Whether ``other`` is ``one``, a block further on."""
         fixed = all(getattr(one, name) == getattr(other, name) for name in COMPARED)
-        kinds = [[None if v is None else self._seen(v) for v in node.results] for node in (one, other)]
+        kinds = (
+            [v and self._moved_on(v) for v in one.results],
+            [v and self._seen(v) for v in other.results],
+        )
         where = replace(one.where, module=self.next.name(one.where.module))
         if not fixed or kinds[0] != kinds[1] or where != other.where:
             return False
         mine: tuple[Any, ...] = tuple(one.args), tuple(one.kwargs.items())
         theirs: tuple[Any, ...] = tuple(other.args), tuple(other.kwargs.items())
-        if one.op is dropout:
-            mine, theirs = ((*args[:3], *args[4:]) for args in (one.args, other.args))
+        slot = draw_slot(one)
+        if slot is not None:
+            mine, theirs = ((*args[:slot], *args[slot + 1 :]) for args in (one.args, other.args))
         return bool(self._moved(mine) == theirs)
 
     def _moved(self, arg: Any) -> Any:
@@ -211,7 +234,8 @@ class _Unfolding:
             if made is not own:
                 self.refuse("what one of them makes is returned", output.name)
             other = outputs.get((output.kind, self.next.name(output.name)))
-            if own and (other is None or other.value is not self._moved(output.value)):
+            same = other is not None and other.value is self._moved(output.value) and other.spec == output.spec
+            if own and not same:
                 self.refuse("their outputs differ", output.name)
 
     def refuse(self, what: str, got: object) -> NoReturn:
@@ -239,7 +263,7 @@ class _Unfolding:
             twins.append(Twin(repeat, near, rows[row : row + 3], self.places, inputs))
         for twin in twins:
             for value in twin.inputs.values():
-                value.name = twin.name(value.name)
+                value.name, value.hinted_by = twin.name(value.name), twin.name(value.hinted_by)
             for node in (node for part in a for node in part):
                 fill(twin.node(node), node, twin.value)
         self._join(b, 0, new[-1])
@@ -265,7 +289,11 @@ class _Unfolding:
         def copy(old: Node) -> Node:
             if old.where not in places:
                 places[old.where] = replace(old.where, module=name(old.where.module))
-            return copied(old, places[old.where])
+            new = copied(old, places[old.where])
+            for value in new.outs:
+                value.hinted_by = name(value.hinted_by)
+            self.draws[new] = self.repeat.path, index
+            return new
 
         ahead, back, gone = ([copy(n) for n in part] for part in self.a)
         return ahead, back, gone

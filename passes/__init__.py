@@ -1,25 +1,40 @@
-"""What may be done to a graph: one file a pass, and the manager that runs them."""
+"""What may be done to a graph: one file a pass, and the pipeline that runs them."""
 
-from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Decision, Pass
-from shardfx.passes.communication.fuse import FuseComm
-from shardfx.passes.communication.partition import Partition
-from shardfx.passes.pipeline import check_order, run_passes
-from shardfx.passes.sharding.propagate import Propagate
-from shardfx.passes.unfold_repeats import UnfoldRepeats
-
-BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in (Propagate, Partition, UnfoldRepeats, FuseComm)}
+from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Decision, Pass, PassError
+from .communication import DuplicateViews, FuseComm, Order, Partition
+from .pass_text import options_text, parse_pass
+from .pipeline import BUILT_IN, ORDER, arrange, check_order, is_whole, run_passes, steps
+from .rank import RankContext, RankPass
+from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
+from .unfold_repeats import UnfoldRepeats
 
 __all__ = [
     "BUILT_IN",
     "COMM_EXPLICIT",
+    "HINTED",
+    "ORDER",
     "SHARDED",
+    "BindHints",
     "Context",
     "Decision",
+    "DuplicateViews",
     "FuseComm",
+    "Order",
     "Partition",
     "Pass",
+    "PassError",
     "Propagate",
+    "RankContext",
+    "RankPass",
+    "Reassociate",
+    "SumPlacement",
     "UnfoldRepeats",
+    "arrange",
     "check_order",
+    "hint_value",
+    "is_whole",
+    "options_text",
+    "parse_pass",
     "run_passes",
+    "steps",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -12,14 +12,15 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Value, op_name
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.spec import Spec
+from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 
-from .options import value_text
+from .options import options_of
+from .rule_cache import RuleCache
 
-SHARDED = "SHARDED"
-"""Every node has a strategy."""
-COMM_EXPLICIT = "COMM_EXPLICIT"
-"""Every operand has the placement that its node needs: what differs is a ``comm`` node."""
+__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Decision", "Pass", "PassError"]
+
+HINTED = "HINTED"
+"""The user's hints are written on the values that they name."""
 
 
 @dataclass(eq=False)
@@ -43,7 +44,7 @@ class Decision:
 
     @property
     def how(self) -> str:
-        """The hint, or through which kind of op."""
+        """The hint, or through which kind of op, or by which pass."""
         return f"the hint {self.hint!r}" if self.hint else self.level
 
     @cached_property
@@ -76,22 +77,34 @@ class Decision:
 
 @dataclass
 class Context:
-    """What passes share: the rules, the planner of communication, the user's specs, and what they noted."""
+    """What passes share besides the graph: nothing in it decides, but for the rules and the user's specs.
+
+    Attributes:
+        rules: the rules of ops; ``cache`` has those of nodes, each made once.
+        planner: finds the cheapest communication on the mesh.
+        specs: the user's hints, as given: ``bind-hints`` writes them onto values.
+        decisions: why values are cut as they are, for ``pm.explain``.
+        seconds: how long each pass took.
+    """
 
     rules: RuleBook
     planner: Redistribution
     specs: Mapping[str, Any] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    strict: bool = False
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
-    hints: dict[Value, Spec] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    cache: RuleCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = RuleCache(self.rules, self.planner.mesh)
 
 
 @dataclass(frozen=True)
 class Pass:
     """One thing that may be done to a graph.
+
+    ``before`` and ``after`` are the slot in which it stands when a user adds it to the built-in passes: the name of one
+    of them. ``after`` goes first; without either it stands before ``order``. Where a pass ``copies`` nodes, the copies
+    are made by whoever made the original.
 
     Subclass it as a frozen dataclass, give it a ``name``, and write :meth:`run`::
 
@@ -100,21 +113,23 @@ class Pass:
             name: ClassVar[str] = "count-nodes"
 
             def run(self, graph, context):
-                context.notes.append(f"{len(graph.nodes)} nodes")
+                graph.notes.append(f"{len(graph.nodes)} nodes")
                 return False
     """
 
     name: ClassVar[str] = ""
     requires: ClassVar[frozenset[str]] = frozenset()
     establishes: ClassVar[frozenset[str]] = frozenset()
+    before: ClassVar[str] = "order"
+    after: ClassVar[str] = ""
+    copies: ClassVar[bool] = False
 
     def run(self, graph: Graph, context: Context) -> bool:
         """Change ``graph`` (through a Rewriter); says whether it did."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        options = ",".join(f"{f.name}={value_text(getattr(self, f.name))}" for f in fields(self) if f.init)
-        return f"{self.name}{{{options}}}" if options else self.name
+        return f"{self.name}{options_of(self)}"
 
 
 class PassError(Error):

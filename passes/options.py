@@ -8,6 +8,7 @@ import re
 import types
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin
 
 BARE = re.compile(r"[\w.*/+-]+")
@@ -68,3 +69,9 @@ def named(hint: Any) -> str:
     if isinstance(hint, type) and not get_args(hint):
         return hint.__name__
     return str(hint).replace("collections.abc.", "").replace("typing.", "")
+
+
+def options_of(each: Any) -> str:
+    """The options of a pass as text, ``{mb=25.0}``: the fields of the dataclass; nothing where it has none."""
+    options = ",".join(f"{f.name}={value_text(getattr(each, f.name))}" for f in fields(each) if f.init)
+    return f"{{{options}}}" if options else ""

@@ -14,19 +14,22 @@ import enum
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from shardfx.ir.errors import Error
 
 from .options import BARE, NO_LITERAL, NOT_FINITE, fits, literal, named, value_text
 
 if TYPE_CHECKING:
-    from .base import Pass
+    pass
 
 HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\{(.*)\}\s*)?", re.DOTALL)
 
 
-def parse_pass(text: str, find: Callable[[str], type[Pass]]) -> Pass:
+Made = TypeVar("Made")
+
+
+def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
     """The pass that ``text`` says; ``find`` gives the class of a name (and raises for one that it does not know).
 
     Raises:
@@ -42,7 +45,7 @@ def parse_pass(text: str, find: Callable[[str], type[Pass]]) -> Pass:
         )
     kind = find(match[1])
     hints = get_type_hints(kind)
-    known = {each.name: each for each in fields(kind) if each.init}
+    known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
     options: dict[str, Any] = {}
     for item in split(match[2] or "", text):
         name, equals, value = (part.strip() for part in item.partition("="))
@@ -105,10 +108,10 @@ def read_value(text: str, hint: Any, option: Field[Any], whole: str) -> Any:
     return value
 
 
-def options_text(kind: type[Pass]) -> str:
+def options_text(kind: type[Any], between: str = ", ") -> str:
     """The options of a pass with their types and defaults: ``mb: float = 25.0``."""
     hints = get_type_hints(kind)
-    return ", ".join(f"{each.name}: {named(hints[each.name])}{default(each)}" for each in fields(kind) if each.init)
+    return between.join(f"{each.name}: {named(hints[each.name])}{default(each)}" for each in fields(kind) if each.init)
 
 
 def default(option: Field[Any]) -> str:

@@ -1,34 +1,115 @@
-"""Running passes in order: the order is checked before anything runs, the graph after each pass."""
+"""The order of passes, and running them: the order is checked before anything runs, the graph after each pass.
+
+The order is data: :data:`ORDER`. A pass of somebody else stands in a slot (``before``, ``after``), or takes the place
+of a built-in one that has its name; who names ``propagate`` among his own says what the whole pipeline is.
+"""
 
 from __future__ import annotations
 
+import difflib
+import sys
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
-from shardfx.ir.validate import validate_graph
+from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError
+from .communication import DuplicateViews, FuseComm, Order, Partition
+from .sharding import BindHints, Propagate, Reassociate, SumPlacement
+from .unfold_repeats import UnfoldRepeats
+
+ORDER: tuple[type[Pass], ...] = (
+    BindHints,
+    Propagate,
+    Reassociate,
+    SumPlacement,
+    DuplicateViews,
+    Partition,
+    UnfoldRepeats,
+    FuseComm,
+    Order,
+)
+"""The built-in passes, in the order in which they run."""
+BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
+WHERE = "Hints(passes=...)"
 
 
-def check_order(passes: Iterable[Pass]) -> None:
-    """Every pass's requirements are established by an earlier one.
+def may_leave_out(passes: Sequence[Pass]) -> bool:
+    """Whether passes may run on a graph that leaves out equal blocks: one puts them back, and before it are only those
+    built-in ones that do the same to all of them."""
+    kinds = [type(each) for each in passes]
+    if UnfoldRepeats not in kinds:
+        return False
+    return set(kinds[: kinds.index(UnfoldRepeats)]) <= set(ORDER[: ORDER.index(UnfoldRepeats)])
+
+
+def is_whole(given: Iterable[Pass]) -> bool:
+    """Whether somebody's passes are a whole pipeline: ``propagate`` is among them."""
+    return any(isinstance(each, Propagate) for each in given)
+
+
+def arrange(built_in: Sequence[Pass], given: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The pipeline: the built-in passes, and somebody's own each in its slot.
 
     Raises:
-        Error: naming the pass, what it lacks, and which passes establish that.
+        Error: something is no pass, a slot is next to a pass that is not there, a built-in pass is given twice.
     """
-    established: set[str] = set()
-    before: list[str] = []
-    for each in passes:
+    for each in given:
         if not isinstance(each, Pass):
             raise Error(
                 "this is not a pass",
-                where="Hints(passes=...)",
+                where=WHERE,
                 expected="an instance of a subclass of shardfx.Pass, such as MyPass()",
                 got=repr(each),
             )
-        missing = each.requires - established
+    if is_whole(given):
+        return tuple(given)
+    own = [each for each in given if each.name in BUILT_IN]
+    names = [each.name for each in own]
+    if len(names) != len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Error(f"pass {twice!r} is given twice", where=WHERE, expected="each built-in pass once", got=names)
+    line = [next((new for new in own if new.name == old.name), old) for old in built_in]
+    for each in given:
+        if each.name not in BUILT_IN:
+            line.insert(_slot(each, line), each)
+    return tuple(line)
+
+
+def _slot(each: Pass, line: Sequence[Pass]) -> int:
+    """Where a pass is put into the line: behind those that have the same slot already."""
+    names = [other.name for other in line]
+    near = each.after or each.before
+    if near not in names:
+        found = difflib.get_close_matches(near, names, 1)
+        raise Error(
+            f"pass {each.name!r} stands {'after' if each.after else 'before'} a pass that is not there",
+            where=WHERE,
+            expected=f"one of {', '.join(names)}",
+            got=near,
+            remedy=f"did you mean {found[0]!r}?" if found else None,
+        )
+    at = names.index(near)
+    if each.after:
+        at += 1
+        while at < len(line) and line[at].after == near:
+            at += 1
+    return at
+
+
+def check_order(passes: Iterable[Pass], established: Iterable[str] = (), wanted: Iterable[str] = ()) -> None:
+    """Every pass's requirements are established by an earlier one, or were before; and so is what is ``wanted``.
+
+    Raises:
+        Error: naming the pass, what it lacks, and which passes stand before it.
+    """
+    known = set(established)
+    before: list[str] = []
+    for each in passes:
+        missing = each.requires - known
         if missing:
             raise Error(
                 f"pass {each.name!r} stands too early",
@@ -36,8 +117,17 @@ def check_order(passes: Iterable[Pass]) -> None:
                 got=f"{', '.join(before) or 'nothing'} before it",
                 remedy="move it behind the pass that establishes that",
             )
-        established |= each.establishes
+        known |= each.establishes
         before.append(each.name)
+    lacking = set(wanted) - known
+    if lacking:
+        raise Error(
+            "the pipeline is not whole",
+            where=WHERE,
+            expected=f"passes that establish {', '.join(sorted(lacking))}",
+            got=", ".join(before) or "no passes",
+            remedy="start from shardfx.default_passes(hints)",
+        )
 
 
 def run_passes(
@@ -47,24 +137,56 @@ def run_passes(
     on_pass: Callable[[Pass, Graph], None] | None = None,
 ) -> None:
     """Run ``passes`` over ``graph``, verifying it after each; ``on_pass`` sees the graph after each pass."""
+    for each in steps(graph, passes, context):
+        if on_pass is not None:
+            on_pass(each, graph)
+
+
+def steps(graph: Graph, passes: Iterable[Pass], context: Context) -> Iterator[Pass]:
+    """Run ``passes`` over ``graph`` one by one; gives each when it has run and the graph was found well formed.
+
+    Raises:
+        Error: the order is wrong; a pass failed, or left a graph that is none.
+    """
     passes = tuple(passes)
-    check_order(passes)
+    check_order(passes, graph.established)
     ran: list[str] = []
+    validator = Validator(context.rules)
     for each in passes:
+        known = set(graph.nodes)
         started = time.perf_counter()
         try:
             each.run(graph, context)
-        except Error:
-            raise
         except Exception as error:
-            raise PassError(
-                f"pass {each.name!r} failed: {type(error).__name__}: {error}",
-                where=f"after {', '.join(ran) or 'capture'}",
-                remedy="if it is your own pass, see the traceback above; else please report it",
-            ) from error
+            if isinstance(error, Error) and isinstance(each, ORDER):
+                raise  # a user's mistake, found where it belongs
+            raise _blamed(each, error, ran) from error
+        for node in graph.nodes:
+            if node not in known and not node.made_by and not each.copies:
+                node.made_by = each.name
         graph.established |= each.establishes
-        validate_graph(graph, after=each.name)
+        validator.check(graph, after=each.name)
         context.seconds[each.name] = context.seconds.get(each.name, 0.0) + time.perf_counter() - started
         ran.append(each.name)
-        if on_pass is not None:
-            on_pass(each, graph)
+        yield each
+
+
+def _blamed(each: Pass, error: Exception, ran: Sequence[str]) -> PassError:
+    """What a pass raised, with the pass's name and the line of its file."""
+    own = getattr(sys.modules.get(type(each).__module__), "__file__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+    place = f"{line.filename}:{line.lineno} in {line.name}; after {', '.join(ran) or 'capture'}"
+    if isinstance(error, Error):
+        return PassError(
+            f"pass {each.name!r}: {error.what}",
+            where=f"{error.where}; {place}" if error.where else place,
+            expected=error.expected,
+            got=error.got,
+            remedy=error.remedy,
+        )
+    return PassError(
+        f"pass {each.name!r} failed: {type(error).__name__}: {error}",
+        where=place,
+        remedy="if it is your own pass, see the traceback above; else please report it",
+    )

@@ -34,6 +34,7 @@ class UnfoldRepeats(Pass):
     """
 
     name: ClassVar[str] = "unfold-repeats"
+    copies: ClassVar[bool] = True
 
     def run(self, graph: Graph, context: Context) -> bool:
         if not graph.repeats:
@@ -59,8 +60,6 @@ def _gone(graph: Graph, context: Context) -> list[Node]:
 def _difference(other: Twin, context: Context) -> str:
     """What was decided otherwise of a block than of the one that it is like; nothing, mostly."""
     for one, twin in other.pairs():
-        if context.hints.get(one) != context.hints.get(twin):
-            return f"{twin!r} is hinted otherwise than {one!r}"
         mine, theirs = context.decisions.get(one, ()), context.decisions.get(twin, ())
         if len(mine) != len(theirs) or not all(_alike(_moved(a, other), b) for a, b in zip(mine, theirs, strict=True)):
             return f"{twin!r} is cut for other reasons than {one!r}"
@@ -100,14 +99,12 @@ def _hand_on(unfolded: Iterable[Unfolded], context: Context) -> None:
 
     The blocks beside those that were put back have new neighbours as well.
     """
-    decisions, hints = context.decisions, context.hints
+    decisions = context.decisions
     places = {each: (value, i) for value, made in decisions.items() for i, each in enumerate(made)}
     for each in unfolded:
         a, b = ([value for value in decisions if each.a.block_of(value) == delta] for delta in (0, 1))
-        hinted = [value for value in hints if each.a.block_of(value) == 0]
         moved: list[tuple[Decision, Twin]] = []
         for copy in each.copies:
-            hints.update({copy.value(value): hints[value] for value in hinted})
             for value in a:
                 made = decisions[copy.value(value)] = [_moved(one, copy) for one in decisions[value]]
                 moved += [(one, copy) for one in made]
@@ -121,9 +118,9 @@ def _hand_on(unfolded: Iterable[Unfolded], context: Context) -> None:
             one.causes = tuple(made[number] for made, number in causes)
 
 
-def why_whole(graph: Graph, specs: Mapping[str, Any], aliases: Iterable[str]) -> str:
+def why_whole(graph: Graph, specs: Mapping[str, Any]) -> str:
     """Why blocks that are left out cannot be planned by those that are there: a hint that tells them apart."""
-    known = [*(given.name for given in graph.inputs), *aliases, *module_outputs(graph)]
+    known = [*graph.aliases, *module_outputs(graph)]
     for repeat in graph.repeats:
         alike = range(repeat.first - 1, repeat.last + 2)
         names = [name for name in dict.fromkeys(known) if repeat.within(name) == alike[0]]

@@ -1,27 +1,67 @@
-"""Virtual ranks: all programs in this process, in lock-step, deterministic.
+"""Ranks meet at their collectives, or it is said why not.
 
-Each rank's program becomes a Python generator that yields at every collective; the scheduler runs the ranks up to
-their next one, checks that the members of a group ask for the same thing, does it, and goes on. A group whose
-members disagree, or that never comes together, is reported by rank, node and source line instead of hanging; and so
-is a rank whose program raises, with what the others wait in.
+A scheduler runs the coroutines of all ranks up to their next collective, checks that the members of a group ask for
+the same thing, does it, and goes on. A group whose members disagree, or that never comes together, is reported by rank,
+node and source line instead of hanging; and so is a rank whose program raises, with what the others wait in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
-from shardfx.runtime.debug.collective_counts import record
-from shardfx.runtime.virtual.collectives import perform
-from shardfx.runtime.virtual.coroutine import Request, Steps, op_name
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.source import Source
+from shardfx.ir.program.validate_program import KINDS
 
 from .rank_errors import failed
 
 Tensor = torch.Tensor
-c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rank asks of its group: the collective (``all_reduce``) and its arguments behind the tensor."""
+
+    op: str
+    args: tuple[Any, ...]
+    group: str
+    node: str
+    where: str
+
+    @staticmethod
+    def of(node: fx.Node) -> Request | None:
+        """What a call asks for; None if it is no collective."""
+        row = row_of(node.target) if node.op == "call_function" else None
+        if row is None or row.group is None:
+            return None
+        made = node.meta.get("shardfx")
+        args = tuple(tuple(arg) if isinstance(arg, (list, tuple)) else arg for arg in node.args[1 : row.group])
+        name = KINDS.get(row.name, row.name).removeprefix("c10d.")
+        return Request(name, args, str(node.args[row.group]), node.name, str(made.where) if made is not None else "")
+
+    def same(self, other: Request) -> bool:
+        """Whether two ranks ask for the same; in an exchange each has its own sizes."""
+        return self.op == other.op and (self.op == "all_to_all_single" or self.args == other.args)
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.args} on {self.group} at node {self.node!r} ({self.where})"
+
+
+RankCoroutine = Generator[tuple[Request, Tensor, Tensor | None], Tensor, Sequence[Tensor]]
+"""A rank under way: it yields what it asks for, the tensor that it sends, and the memory for what it gets."""
+
+Asked = tuple[Request, Tensor, Tensor | None]
+Perform = Callable[[Sequence[Request], Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
+"""Does a collective on the tensors of a group's members: gives what each gets, in the memory that it wants it in."""
+listeners: list[Callable[[Request, Tensor, int], None]] = []
+"""Who is told of each collective: what is asked, what the first member sends, how many members there are."""
 
 
 class Groups:
@@ -55,7 +95,9 @@ class Groups:
         return self._known[name]
 
 
-def run(programs: Sequence[Steps], inputs: Sequence[Sequence[Tensor]], mesh: Mesh) -> list[Sequence[Tensor]]:
+def run(
+    sources: Mapping[int, Source], inputs: Mapping[int, Sequence[Tensor]], mesh: Mesh, perform: Perform
+) -> dict[int, Sequence[Tensor]]:
     """Run one program per rank to its end; gives what each returns.
 
     Raises:
@@ -63,9 +105,9 @@ def run(programs: Sequence[Steps], inputs: Sequence[Sequence[Tensor]], mesh: Mes
             ask for different collectives, or wait for one that never comes.
     """
     groups = Groups(mesh)
-    calls = [program(*given) for program, given in zip(programs, inputs, strict=True)]
-    results: list[Sequence[Tensor]] = [()] * len(calls)
-    waiting: dict[int, tuple[Request, Tensor]] = {}
+    calls: dict[int, RankCoroutine] = {rank: source(*inputs[rank]) for rank, source in sources.items()}
+    results: dict[int, Sequence[Tensor]] = {}
+    waiting: dict[int, Asked] = {}
     failures: dict[int, Exception] = {}
 
     def advance(rank: int, reply: Tensor | None) -> None:
@@ -76,24 +118,24 @@ def run(programs: Sequence[Steps], inputs: Sequence[Sequence[Tensor]], mesh: Mes
         except Exception as error:  # whatever a kernel raises; the others go on to where they need this rank
             failures[rank] = error
 
-    for rank in range(len(calls)):
+    for rank in calls:
         advance(rank, None)
     while waiting:
         progressed = False
         for rank in sorted(waiting):
             if rank not in waiting:
                 continue
-            request, _ = waiting[rank]
+            request = waiting[rank][0]
             members = groups.members(request.group, rank)
             if any(m not in waiting or waiting[m][0].group != request.group for m in members):
                 continue
-            requests = [waiting[m][0] for m in members]
-            tensors = [waiting[m][1] for m in members]
+            requests, tensors, into = zip(*(waiting[m] for m in members), strict=True)
             _check(members, requests, tensors)
-            record(op_name(request.op), request.group, tensors[0], len(members))
+            for listener in listeners:
+                listener(request, tensors[0], len(members))
             for member in members:
                 del waiting[member]
-            for member, reply in zip(members, perform(request, requests, tensors), strict=True):
+            for member, reply in zip(members, perform(requests, tensors, into), strict=True):
                 advance(member, reply)
             progressed = True
         if waiting and not progressed:
@@ -101,16 +143,14 @@ def run(programs: Sequence[Steps], inputs: Sequence[Sequence[Tensor]], mesh: Mes
                 raise _deadlock(waiting, groups)
             break
     if failures:
-        raise _first(failures, programs, waiting)
+        raise _first(failures, sources, waiting)
     return results
 
 
-def _first(
-    failures: Mapping[int, Exception], programs: Sequence[Steps], waiting: Mapping[int, tuple[Request, Tensor]]
-) -> Error:
+def _first(failures: Mapping[int, Exception], sources: Mapping[int, Source], waiting: Mapping[int, Asked]) -> Error:
     """The failure at the first node of the plan; of several ranks there, the first."""
-    at = {rank: programs[rank].node_of(error) for rank, error in failures.items()}
-    rank = min(failures, key=lambda rank: (programs[rank].position(at[rank]), rank))
+    at = {rank: sources[rank].node_of(error) for rank, error in failures.items()}
+    rank = min(failures, key=lambda rank: (sources[rank].position(at[rank]), rank))
     others = [f"rank {other} waits in {waiting[other][0]}" for other in sorted(waiting)]
     others += [f"rank {other} failed too" for other in sorted(failures) if other != rank]
     return failed(rank, at[rank], failures[rank], others)
@@ -119,7 +159,7 @@ def _first(
 def _check(members: Sequence[int], requests: Sequence[Request], tensors: Sequence[Tensor]) -> None:
     first = requests[0]
     for member, request, tensor in zip(members[1:], requests[1:], tensors[1:], strict=True):
-        exchange = first.op is c10d.all_to_all_single.default
+        exchange = first.op == "all_to_all_single"
         alike = tensor.dtype == tensors[0].dtype and (exchange or tensor.shape == tensors[0].shape)
         if not request.same(first) or not alike:
             raise Error(
@@ -131,7 +171,7 @@ def _check(members: Sequence[int], requests: Sequence[Request], tensors: Sequenc
             )
 
 
-def _deadlock(waiting: Mapping[int, tuple[Request, Tensor]], groups: Groups) -> Error:
+def _deadlock(waiting: Mapping[int, Asked], groups: Groups) -> Error:
     lines = []
     for rank in sorted(waiting)[:4]:
         request = waiting[rank][0]

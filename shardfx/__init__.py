@@ -10,32 +10,44 @@ if (_root / "pyproject.toml").is_file() and (_root / "ir").is_dir() and str(_roo
 del _root
 
 # ---- public names -----------------------------------------------------------------------------------------
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.ops.local_ops import observes
 from shardfx.ir.rules.book import rule
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.passes import Pass
+from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
 
-from .api import parallelize
+from .api import parallelize, trace
+from .compile import default_passes, default_rank_passes
 from .hints import Hints
 from .plan import Plan
+from .proving import prove
 
 __all__ = [
     "Error",
     "Hints",
     "Link",
+    "Machine",
     "Mesh",
     "ParallelModule",
     "Pass",
     "Plan",
+    "RankPass",
     "ShardfxWarning",
     "ShardingRule",
     "Spec",
     "Time",
     "Verdict",
+    "default_passes",
+    "default_rank_passes",
+    "observes",
     "parallelize",
+    "prove",
     "rule",
+    "trace",
 ]

@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +31,7 @@ from torch import nn
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Mesh, Time
 from shardfx.module.parallel_module import ParallelModule
-from shardfx.passes.pass_text import options_text
+from shardfx.passes import Pass, options_text
 from shardfx.report.tables import table
 
 from .api import parallelize
@@ -78,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     for each in (plan, explain):
         each.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, hints)")
         each.add_argument("--mesh", required=True, help="the axes of ranks, outermost first: dp=2,tp=2")
+        each.add_argument("--machine", metavar="NAME", help="what a rank runs on: h100-dgx, or a JSON file like those")
     plan.add_argument("--draw", type=Path, metavar="DIR", help="draw the program before and after, as SVG")
     plan.add_argument("--every-pass", action="store_true", help="with --draw: draw it after each pass too")
     plan.add_argument("--save", type=Path, metavar="FILE", help="save the decisions as JSON")
@@ -93,20 +96,28 @@ def run_demo(arguments: argparse.Namespace, out: Console) -> int:
 
 def run_passes(arguments: argparse.Namespace, out: Console) -> int:
     """The table of passes; a plugin that cannot be used is named below it, and makes the exit code 2."""
-    made = table("Passes", "name", "options", "requires", "establishes", "from")
+    made = table("Passes", "name", "what it does", "options", "requires", "establishes", "from")
     broken = []
     for found in all_passes():
         if found.kind is None:
-            made.add_row(Text(found.name, "red"), Text("cannot be used, see below", "red"), "", "", found.origin)
+            made.add_row(Text(found.name, "red"), Text("see below", "red"), "", "", "", found.origin)
             broken.append(found)
             continue
-        names = (", ".join(sorted(each)) for each in (found.kind.requires, found.kind.establishes))
-        made.add_row(Text(found.name, "bold"), options_text(found.kind), *names, found.origin)
+        names = ("\n".join(sorted(each)) for each in (found.kind.requires, found.kind.establishes))
+        made.add_row(
+            Text(found.name, "bold"), summary(found.kind), options_text(found.kind, "\n"), *names, found.origin
+        )
     out.print(made)
     for found in broken:
         out.print()
         print(found.error, file=sys.stderr)
     return 2 if broken else 0
+
+
+def summary(kind: type[Pass]) -> str:
+    """What the docstring of a pass says first."""
+    text = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+    return "" if text.startswith(f"{kind.__name__}(") else " ".join(text.split())  # a dataclass without one
 
 
 def run_plan(arguments: argparse.Namespace, out: Console) -> int:
@@ -129,6 +140,8 @@ def planned(arguments: argparse.Namespace) -> ParallelModule:
     """The model of the command line, parallel on its mesh."""
     mesh = parse_mesh(arguments.mesh)
     model, hints = load(arguments.target)
+    if arguments.machine is not None:
+        hints = replace(hints, machine=arguments.machine)
     return parallelize(model, mesh, hints, virtual=True)
 
 

@@ -3,34 +3,74 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 from torch import nn
 
 from shardfx.ir.capture.trace import Captured, capture
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.unfold import Irregular
+from shardfx.ir.unfold import whole
+from shardfx.passes import (
+    BUILT_IN,
+    COMM_EXPLICIT,
+    Context,
+    FuseComm,
+    Pass,
+    Propagate,
+    arrange,
+    check_order,
+    is_whole,
+    run_passes,
+)
+from shardfx.passes.pipeline import may_leave_out
+from shardfx.passes.rank import RankPass, built_in
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
 
-from .compiled import Compiled, whole
+from .compiled import Compiled
 from .hints import Hints
-from .passes import Context, FuseComm, Partition, Pass, Propagate, UnfoldRepeats, run_passes
 from .plan import PlannedSpecs
-from .plugins import as_passes
+from .plugins import as_passes, as_rank_passes
 
 
-def pipeline(hints: Hints) -> tuple[Pass, ...]:
-    """The passes that hints ask for, in order: a pure function of the hints (and of the plugins that they name)."""
+def default_passes(hints: Hints) -> tuple[Pass, ...]:
+    """The passes that hints ask for, in order: a pure function of the hints (and of the plugins that they name).
+
+    Raises:
+        Error: a pass is not known or has no place; the order lacks something.
+
+    Example::
+
+        [str(each) for each in default_passes(Hints(args=(x,), fuse_mb=1))]    # ["bind-hints", "propagate{...}", ...]
+    """
     given = as_passes(hints.passes)
-    built_in: list[Pass] = [Propagate(), Partition(), UnfoldRepeats()]
-    if hints.fuse_mb > 0 and not any(isinstance(p, FuseComm) for p in given):
-        built_in.append(FuseComm(mb=hints.fuse_mb))
-    return (*built_in, *given)
+    options: dict[str, Pass] = {"propagate": Propagate(strict=hints.strict), "fuse-comm": FuseComm(mb=hints.fuse_mb)}
+    passes = arrange([options[name] if name in options else kind() for name, kind in BUILT_IN.items()], given)
+    if is_whole(given):
+        for each in fields(hints):
+            if each.name in ("strict", "fuse_mb") and getattr(hints, each.name) != each.default:
+                raise Error(
+                    f"Hints({each.name}=...) says nothing where Hints(passes=...) is the whole pipeline",
+                    expected="an option of its pass: propagate{strict=True}, fuse-comm{mb=25.0}",
+                    got=f"{each.name}={getattr(hints, each.name)!r}",
+                )
+    check_order(passes, wanted=(COMM_EXPLICIT,))
+    return passes
+
+
+def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ...]:
+    """The passes on the ranks' programs that hints ask for, on a kind of device: the built-in ones, and the user's.
+
+    Raises:
+        Error: a rank pass is not known, or is none.
+    """
+    return (*built_in(device), *as_rank_passes(hints.rank_passes))
 
 
 @contextmanager
@@ -52,8 +92,8 @@ def compile_model(
     rules: RuleBook,
     on_pass: Callable[[Pass, Graph], None] | None = None,
 ) -> Compiled:
-    """Capture ``model`` and run the passes."""
-    passes = pipeline(hints)
+    """Capture ``model`` and run the passes. Links that the mesh does not state are those of the machine."""
+    passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     with no_collection():
         captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
     if isinstance(hints.specs, PlannedSpecs):
@@ -63,7 +103,7 @@ def compile_model(
     if isinstance(hints.specs, PlannedSpecs):
         others = hints.specs.plan.differences(graph)
         if others:
-            context.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
+            graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
     return Compiled(hints, captured, graph, context, passes)
 
 
@@ -74,45 +114,31 @@ def plan_graph(
     passes: tuple[Pass, ...],
     on_pass: Callable[[Pass, Graph], None] | None = None,
 ) -> tuple[Graph, Context]:
-    """A copy of the captured graph after the passes, and what they noted.
+    """A copy of the captured graph after the passes, and what they share.
 
-    Equal blocks are planned once. If a hint tells them apart, or they turn out to be planned apart, all of them are,
-    and the passes run again from the first; the notes say so.
+    Equal blocks are planned once. Where a hint tells them apart, or they come out planned apart, all of them are
+    planned, and a note says so; and so they are where somebody's own pass, or ``on_pass``, is to see them.
     """
-    graph, context = captured.graph.copy(), new_context(hints, captured, captured.graph.mesh, rules)
-    why = why_whole(graph, hints.specs, captured.aliases)
-    if not why:
+    why = ""
+    if captured.graph.repeats and may_leave_out(passes) and on_pass is None:
+        graph = captured.graph.copy()
+        context = new_context(hints, graph, rules)
         context.specs = of_those_there(graph, hints.specs)
-        try:
-            run_passes(graph, passes, context, on_pass)
-            return graph, context
-        except Irregular as error:
-            why = error.what
-    graph, context = whole(captured.graph), new_context(hints, captured, captured.graph.mesh, rules)
-    context.notes.append(f"{PLANNED_WHOLE} ({why})")
+        why = why_whole(graph, hints.specs)
+        if not why:
+            try:
+                run_passes(graph, passes, context)
+                return graph, context
+            except Error as error:  # if blocks are not the reason, it is raised again, and then knows all their names
+                why = error.what
+    graph = whole(captured.graph)
+    context = new_context(hints, graph, rules)
+    if why:
+        graph.notes.append(f"{PLANNED_WHOLE} ({why})")
     run_passes(graph, passes, context, on_pass)
     return graph, context
 
 
-def new_context(hints: Hints, captured: Captured, mesh: Mesh, rules: RuleBook) -> Context:
+def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     """What the passes begin with."""
-    notes = list(captured.notes)
-    return Context(
-        rules, Redistribution(mesh), notes=notes, specs=hints.specs, aliases=captured.aliases, strict=hints.strict
-    )
-
-
-def after_each_pass(compiled: Compiled) -> dict[str, Graph]:
-    """The graph after each pass, by the pass's name: the passes run again, on a copy of the captured graph."""
-    found: dict[str, Graph] = {}
-
-    def keep(each: Pass, graph: Graph) -> None:
-        again = 1
-        while (name := each.name if again == 1 else f"{each.name}-{again}") in found:
-            again += 1
-        found[name] = whole(graph)
-
-    with warnings.catch_warnings(), no_collection():
-        warnings.simplefilter("ignore")  # they were said the first time
-        plan_graph(compiled.captured, compiled.hints, compiled.context.rules, compiled.passes, keep)
-    return found
+    return Context(rules, Redistribution(graph.mesh), specs=hints.specs)

@@ -7,10 +7,10 @@ from functools import cached_property
 
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph
-from shardfx.ir.unfold import unfold
+from shardfx.ir.unfold import whole
+from shardfx.passes import Context, Pass
 
 from .hints import Hints
-from .passes import Context, Pass
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,3 @@ class Compiled:
     def before(self) -> Graph:
         """The captured graph with all its blocks."""
         return whole(self.captured.graph)
-
-
-def whole(graph: Graph) -> Graph:
-    """A copy of a graph with the equal blocks that it leaves out put back."""
-    made = graph.copy()
-    unfold(made)
-    return made

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.passes import Pass
+from shardfx.passes.rank import RankPass
+
+LATER = {"later": True}
+"""Marks what is not available yet: anything but its default is an error."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,16 @@ class Hints:
             DTensor placements, one per mesh axis.
         strict: an op without a sharding rule is an error, not a warning.
         fuse_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
-        passes: further passes, run after the built-in ones that they require: instances, or text such as
-            ``"count-nodes{mb=2}"`` for those of installed plugins (see docs/writing_passes.md).
+        passes: further passes: instances, or text such as ``"count-nodes{mb=2}"`` for those of installed plugins. Each
+            stands in its slot among the built-in ones (without one, before ``order``); one with the name of a built-in
+            pass takes its place. With ``propagate`` among them they are the whole pipeline, and ``strict`` and
+            ``fuse_mb`` are its passes' options (see docs/writing_passes.md).
+        machine: what a rank runs on: a :class:`shardfx.Machine`, the name of a known one (``"h100-dgx"``), or the path
+            of a file that describes one. Axes whose link the mesh does not state have those of the machine, by which
+            communication is chosen; and reports are in its seconds.
+        device: where the programs run, such as ``"cuda"``; by default where the model's weights are.
+        rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
+            :class:`shardfx.RankPass`, or text for those of installed plugins.
 
     Example::
 
@@ -40,14 +55,17 @@ class Hints:
     strict: bool = False
     fuse_mb: float = 25.0
     passes: Sequence[Pass | str] = ()
-    zero: int = 0
-    zero_axis: str = "dp"
-    recompute: Any = None
-    memory: Any = None
-    offload: Sequence[str] = ()
-    optimizer: Any = None
-    accumulate: int = 1
-    pipeline: Any = None
+    machine: Machine | str | None = None
+    rank_passes: Sequence[RankPass | str] = ()
+    device: str | torch.device | None = None
+    zero: int = field(default=0, metadata=LATER)
+    zero_axis: str = field(default="dp", metadata=LATER)
+    recompute: Any = field(default=None, metadata=LATER)
+    memory: Any = field(default=None, metadata=LATER)
+    offload: Sequence[str] = field(default=(), metadata=LATER)
+    optimizer: Any = field(default=None, metadata=LATER)
+    accumulate: int = field(default=1, metadata=LATER)
+    pipeline: Any = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         for name in ("args", "targets"):
@@ -58,20 +76,13 @@ class Hints:
                     got=type(getattr(self, name)).__name__,
                     remedy="put a comma behind a single tensor: (x,)",
                 )
-        later = {
-            "zero": self.zero != 0,
-            "recompute": self.recompute is not None,
-            "memory": self.memory is not None,
-            "offload": bool(self.offload),
-            "optimizer": self.optimizer is not None,
-            "accumulate": self.accumulate != 1,
-            "pipeline": self.pipeline is not None,
-        }
-        for name, given in later.items():
-            if given:
+        Machine.of(self.machine)  # which says so if there is none of that name
+        for each in fields(self):
+            given = getattr(self, each.name)
+            if each.metadata == LATER and given != each.default and given != []:
                 raise Error(
-                    f"Hints({name}=...) is not available in this version",
-                    expected="its default",
-                    got=repr(getattr(self, name)),
+                    f"Hints({each.name}=...) is not available in this version",
+                    expected=f"its default, {each.default!r}",
+                    got=repr(given),
                     remedy="see the table of what works in the README",
                 )

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Value, op_name
+from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
-from shardfx.ir.ops.alike import node_keys
+from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.sharding.bind_hints import as_spec
@@ -192,22 +192,13 @@ def fingerprint(graph: Graph) -> str:
     numbers = {value: number for number, value in enumerate(graph.values())}
     digest = hashlib.sha256()
 
-    def plain(arg: Any) -> Any:
-        if isinstance(arg, Value):
-            return f"%{numbers[arg]}"
-        if isinstance(arg, (list, tuple)):
-            return [plain(each) for each in arg]
-        return repr(arg)
-
     def note(*words: Any) -> None:
         digest.update(f"{words}\n".encode())
 
     for given in graph.inputs:
         note(given.kind.value, given.name, given.value.shape, str(given.value.type.dtype))
     for node in graph.nodes:
-        kwargs = {key: plain(arg) for key, arg in node.kwargs.items()}
-        types = [None if v is None else (v.shape, str(v.type.dtype)) for v in node.results]
-        note(node.phase.value, op_name(node.op), plain(node.args), kwargs, types)
+        note(node.phase.value, key_of(node, lambda value: (numbers[value], value.type)))
     for output in graph.outputs:
         note(output.kind.value, output.name, numbers[output.value])
     return f"sha256:{digest.hexdigest()[:32]}"

@@ -23,13 +23,16 @@ from pathlib import Path
 
 from shardfx.ir.errors import Error
 from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.findings_store import Store, default_folder
+from shardfx.ir.oracle.findings import FindingsFolder, default_folder
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook, RuleEntry
 from shardfx.passes import BUILT_IN, Pass
 from shardfx.passes.pass_text import parse_pass
+from shardfx.passes.rank import BUILT_IN as RANK_BUILT_IN
+from shardfx.passes.rank import RankPass
 
 PASSES = "shardfx.passes"
+RANK_PASSES = "shardfx.rank_passes"
 RULES = "shardfx.rules"
 
 
@@ -101,6 +104,48 @@ def as_passes(given: Iterable[Pass | str]) -> tuple[Pass, ...]:
     return tuple(parse_pass(each, find_pass) if isinstance(each, str) else each for each in given)
 
 
+def find_rank_pass(name: str) -> type[RankPass]:
+    """The rank pass of a name.
+
+    Raises:
+        Error: there is none, or the plugin that has it cannot be used.
+    """
+    if name in RANK_BUILT_IN:
+        return RANK_BUILT_IN[name]
+    points = [point for point in _entry_points(RANK_PASSES) if point.name == name]
+    if len(points) != 1:
+        known = [*RANK_BUILT_IN, *(point.name for point in _entry_points(RANK_PASSES))]
+        raise Error(
+            f"{'two plugins have' if points else 'there is no'} rank pass {name!r}",
+            where="Hints(rank_passes=...)",
+            expected=f"one of {', '.join(known)}",
+            got=" and ".join(map(_origin, points)) or name,
+            remedy="pass an instance instead of text",
+        )
+    kind = _load(points[0])
+    if not isinstance(kind, type) or not issubclass(kind, RankPass):
+        raise _wrong(points[0], "is not a rank pass", "a subclass of shardfx.RankPass (the class)", repr(kind))
+    return kind
+
+
+def as_rank_passes(given: Iterable[RankPass | str]) -> tuple[RankPass, ...]:
+    """Rank passes that are given as instances, or as text.
+
+    Raises:
+        Error: one is neither.
+    """
+    found = tuple(parse_pass(each, find_rank_pass) if isinstance(each, str) else each for each in given)
+    for each in found:
+        if not isinstance(each, RankPass):
+            raise Error(
+                "this is not a rank pass",
+                where="Hints(rank_passes=...)",
+                expected="an instance of a subclass of shardfx.RankPass, such as MyPass()",
+                got=repr(each),
+            )
+    return found
+
+
 def all_rules() -> RuleBook:
     """The built-in rules, and those of installed plugins beside them; a plugin's rule wins. The rule of an op that has
     none is discovered.
@@ -113,7 +158,7 @@ def all_rules() -> RuleBook:
 
 @cache
 def _discovery(folder: Path) -> Discovery:
-    return Discovery(Store(folder))
+    return Discovery(FindingsFolder(folder))
 
 
 @cache

@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import pytest
+import torch
 
 # The same examples on every run, and no time limit for one: on a busy machine it would fail for nothing.
 hypothesis.settings.register_profile("shardfx", deadline=None, derandomize=True, max_examples=100)
@@ -32,6 +33,9 @@ TIERS = ("unit", "virtual", "torchrun")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="torch.cuda is not available")
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
         if TESTS in item.path.parents and (tier := item.path.relative_to(TESTS).parts[0]) in TIERS:
             item.add_marker(tier)

@@ -12,20 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
 
 import shardfx as sx
 from shardfx.ir.graph import OutputKind
-from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import pack
+from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.program.lower import identifier
+from shardfx.ir.program.plain import plain
+from shardfx.ir.program.rank_program import RankProgram
 from tests.damage import (
     ALL_REDUCE,
     GATHER,
     SCATTER,
     Damage,
     Places,
-    Program,
     Site,
     all_axes,
     argument,
@@ -39,8 +38,11 @@ from tests.damage import (
     drawn_elsewhere,
     drop_collective,
     followed,
+    gathered_over_an_input,
     interchangeable,
+    joined_otherwise,
     lost_update,
+    memories_with_twin,
     not_reduced,
     number,
     of,
@@ -49,8 +51,14 @@ from tests.damage import (
     other_parameter,
     parameters_with_twin,
     pieces,
+    read_before_the_wait,
+    read_from_slot,
+    reduced_copies,
+    reduced_in_place,
     roll,
     same_shape,
+    shared_memory,
+    slots_of_gradients,
     square,
     summed,
     swap_offsets,
@@ -61,6 +69,7 @@ from tests.damage import (
     tied,
     twins,
     waits,
+    waits_of_all,
     with_buffers,
 )
 
@@ -167,43 +176,54 @@ MUTATIONS = (
 )
 
 
+IN_PLACE = (
+    Mutation("a slot written twice", of(memory_ops.part, when=lambda n: n.args[2] > 0), argument(2, lambda _: 0)),
+    Mutation("a read before the wait", waits_of_all, read_before_the_wait),
+    Mutation("a slot of the pool for two", memories_with_twin, shared_memory),
+    Mutation("reduced in place, and used later", reduced_copies, reduced_in_place),
+    Mutation("a gradient read from its slot", slots_of_gradients, read_from_slot),
+    Mutation("gathered over an input", of(memory_ops.all_gather_into), gathered_over_an_input),
+    Mutation("joined in another order", of(memory_ops.join, when=lambda n: len(n.args[1]) > 1), joined_otherwise),
+    Mutation("not written where it is joined", of(memory_ops.write), becomes(1)),
+)
+"""Damage to destinations: what the programs as they run could get wrong."""
+
+
 @dataclass(frozen=True)
 class Programs:
-    """The programs of a plan, to be damaged."""
+    """The programs of a plan, to be damaged: in the plain form that most kinds of damage speak of, or as they run."""
 
-    mesh: Mesh
-    graphs: Mapping[int, fx.Graph]
+    programs: Mapping[int, RankProgram]
     shapes: Mapping[int, Mapping[str, tuple[int, ...]]]
     buffers: Sequence[tuple[int, str]]
 
     @staticmethod
-    def of(pm: sx.ParallelModule) -> Programs:
+    def of(pm: sx.ParallelModule, as_they_run: bool = False) -> Programs:
         given = {identifier(g.name): g.value for g in pm.after.inputs}
         shapes = {
             rank: {n: v.spec.local_shape(v.shape, pm.mesh, pm.mesh.coords(rank)) for n, v in given.items() if v.spec}
             for rank in range(pm.mesh.size)
         }
-        outputs = pm._program(0, None).outputs
-        buffers = [(i, o.name) for i, o in enumerate(outputs) if o.kind is OutputKind.BUFFER]
-        return Programs(pm.mesh, {r: pm.rank_module(r).graph for r in range(pm.mesh.size)}, shapes, buffers)
+        programs = {rank: pm.rank_program(rank) for rank in range(pm.mesh.size)}
+        if not as_they_run:
+            programs = {rank: plain(program) for rank, program in programs.items()}
+        buffers = [(i, o.name) for i, o in enumerate(programs[0].outputs) if o.kind is OutputKind.BUFFER]
+        return Programs(programs, shapes, buffers)
 
-    def site(self, rank: int, copy: bool = True) -> Site:
-        graph = self.graphs[rank]
-        if copy:
-            graph = fx.Graph()
-            graph.output(graph.graph_copy(self.graphs[rank], {}))
-        return Site(graph, rank, self.mesh, self.shapes[rank], self.buffers)
+    def site(self, rank: int, program: RankProgram) -> Site:
+        return Site(program.graph, rank, program.mesh, self.shapes[rank], self.buffers)
 
-    def damaged(self, mutation: Mutation, count: int, seed: int = 0) -> Iterator[tuple[str, dict[int, Program]]]:
+    def damaged(self, mutation: Mutation, count: int, seed: int = 0) -> Iterator[tuple[str, dict[int, RankProgram]]]:
         """Up to ``count`` damaged sets of programs, each with the node at which it was damaged."""
-        last = self.mesh.size - 1
-        places = len(mutation.places(self.site(last, copy=False)))
+        last = max(self.programs)
+        places = len(mutation.places(self.site(last, self.programs[last])))
         chosen = random.Random(f"{seed} {mutation.name}").sample(range(places), min(count, places))
         for k in sorted(chosen):
-            made: dict[int, Program] = {}
+            made: dict[int, RankProgram] = {}
             name = ""
-            for rank in [last] if mutation.alone else self.graphs:
-                site = self.site(rank)
+            for rank in [last] if mutation.alone else self.programs:
+                program = self.programs[rank].copy()
+                site = self.site(rank, program)
                 found = mutation.places(site)
                 if k >= len(found):
                     continue
@@ -211,6 +231,6 @@ class Programs:
                 mutation.damage(site, found[k])
                 if str(site.graph) != before:
                     site.graph.lint()
-                    made[rank] = Program(site.graph)
+                    made[rank] = program
             if made:
                 yield name, made

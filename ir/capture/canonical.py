@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from shardfx.ir.builder import GraphBuilder, types_of
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.traits import draws, positional, with_defaults
 from shardfx.ir.spec import TensorType
 
 aten = torch.ops.aten
@@ -20,13 +22,21 @@ aten = torch.ops.aten
 # ---- canonical forms ---------------------------------------------------------------------------------------
 
 
+OF_A_DEVICE = ("device", "pin_memory")
+"""Arguments that say where a tensor lies: the graph serves all devices, see :mod:`shardfx.ir.program.devices`."""
+
+
 def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     if node.target is operator.getitem:
         source, index = node.args
         return builder.env[source][index]  # type: ignore[index]
     args = torch.fx.map_arg(node.args, builder.env.__getitem__)
     args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
-    kwargs = dict(torch.fx.map_arg(node.kwargs, builder.env.__getitem__))
+    kwargs = {
+        name: arg
+        for name, arg in torch.fx.map_arg(node.kwargs, builder.env.__getitem__).items()
+        if name not in OF_A_DEVICE
+    }
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Error(f"{target} is not an op of torch", where=str(builder.where))
@@ -34,7 +44,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket)
     if canonical is not None:
         return canonical(builder, target, args, kwargs, types)
-    if torch.Tag.nondeterministic_seeded in target.tags and not draws_nothing(target, args, kwargs):
+    if draws(target) and not draws_nothing(target, args, kwargs):
         raise Error(
             f"{target} draws random numbers in a way that ranks cannot agree on",
             where=str(builder.where),
@@ -98,10 +108,53 @@ def _dropout(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict
     if train is False or p == 0:
         mask = builder.add(aten.ones_like.default, (x,), types[1], dtype=torch.bool)
         return [x, mask]
+    return builder.add(dropout, (x, float(p), *_draw(builder)), types)
+
+
+def _draw(builder: GraphBuilder) -> tuple[Any, int, list[int]]:
+    """What a random op of ours draws by: the seed, a number of its own, and the box of the whole."""
     if builder.seed is None:
         builder.seed = builder.input(InputKind.SEED, "seed", TensorType((), torch.int64))
     builder.random += 1
-    return builder.add(dropout, (x, float(p), builder.seed, builder.random, []), types)
+    return builder.seed, builder.random, []
+
+
+def _attention(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """Attention, by whichever name torch has it; with dropout it draws as dropout does."""
+    given = _by_our_names(op, args, kwargs)
+    if given["p"] > 0:
+        given["seed"], given["number"], given["box"] = _draw(builder)
+    return builder.add(attention, positional(attention, given), types)
+
+
+def _attention_backward(
+    builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any
+) -> Any:
+    """The backward drops what its forward, which made the logsumexp, has dropped."""
+    given = _by_our_names(op, args, kwargs)
+    forward = given["logsumexp"].node
+    if forward is None or forward.op is not attention:
+        raise Error("a gradient of attention stands apart from its forward", where=str(builder.where), got=str(op))
+    drawn = with_defaults(attention, forward.args, forward.kwargs)
+    given |= {name: drawn[name] for name in ("p", "seed", "number", "box")}
+    kept = types if given.get("of_mask") else [*types[:3], None]
+    return builder.add(attention_backward, positional(attention_backward, given), kept)
+
+
+OUR_NAMES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "attn_mask": "mask",
+    "is_causal": "causal",
+    "dropout_p": "p",
+    "grad_out": "grad",
+}
+"""What our op of attention calls the arguments of torch's."""
+
+
+def _by_our_names(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {OUR_NAMES.get(name, name): arg for name, arg in with_defaults(op, args, kwargs).items()}
 
 
 def _nll(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
@@ -135,6 +188,10 @@ CANONICAL: dict[Any, Canonical] = {
     aten._unsafe_view: _view,
     aten.reshape: _view,
     aten.native_dropout: _dropout,
+    attention: _attention,
+    attention_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten.nll_loss_forward: _nll,
     aten.nll_loss2d_forward: _nll,
 }

@@ -11,7 +11,7 @@ from shardfx.ir.graph import Graph, Phase, Where
 
 PREFIX = "model."
 TORCH = str(Path(torch.__file__).parent)
-CAPTURE = str(Path(__file__).with_name("trace.py"))
+CAPTURE = str(Path(__file__).with_name("model_and_loss.py"))
 
 
 def inherit_sources(graph: Graph, loss: Where | None) -> None:

@@ -1,28 +1,40 @@
-"""One rank's program, replayed on shapes alone: which storages it makes, how long they live, how many flops it does.
+"""One rank's program, replayed on shapes alone: which storages it makes, how long they live, what each call costs.
 
-Nothing is computed. The code generator writes into a recorder instead of an fx graph, and the recorder runs each
-distinct call once on fake tensors; the same call in the next layer is looked up.
+Nothing is computed: the calls of the program's fx graph are walked in order, and each distinct one is run once on fake
+tensors (:mod:`.fake_calls`); the same call in the next layer is looked up.
 
-    >>> replay = replay_rank(graph, rules, {OutputKind.LOSS, OutputKind.GRADIENT})
-    >>> replay.peak.nbytes, replay.work.flops
+    >>> footprint = replay(lower(graph, 0, book, {OutputKind.LOSS, OutputKind.GRADIENT}))
+    >>> footprint.peak.nbytes, footprint.cost.flops
     (1835008, 402653184)
 
 Bytes are counted by storage, as torch holds them: a view, a transpose or a slice shares that of its source, and a
-storage lives until the last use of any of its views. Inputs (parameters, buffers, the batch) are not in it: their
-storages belong to the caller.
+storage lives until the last use of any of its views, as engines let values go. Inputs (parameters, buffers, the batch)
+are not in it: their storages belong to the caller. Memory that is kept between steps (``memory.empty``) counts from its
+first to its last use.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from shardfx.ir.graph import Graph, OutputKind, Value
-from shardfx.ir.ops.comm import CommOp
-from shardfx.ir.program.lower import Writer, select
-from shardfx.ir.rules.book import RuleBook
+import torch
+from torch import fx
 
-from .recorder import Peak, Recorder
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.comm import row_of_collective
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.sends import Sent, is_comm
+from shardfx.ir.program.rank_program import RankProgram
+
+from .amounts import Cost, Work
+from .fake_calls import FakeCalls, Layout, Made, Result, change, leaves
+from .storages import Footprint, Storage
 
 KEPT = {
     OutputKind.GRADIENT: "gradients",
@@ -32,53 +44,192 @@ KEPT = {
 }
 
 
-@dataclass(frozen=True)
-class Work:
-    """The arithmetic of a program: flops, and bytes read and written, of each call but those of communication."""
+def replay(program: RankProgram) -> Footprint:
+    """Replay a rank's program (rank 0 holds most).
 
-    calls: tuple[tuple[int, int], ...] = ()
+    Raises:
+        Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh.
+    """
+    mesh, coords = program.mesh, program.mesh.coords(program.rank)
+    walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER})
+    inputs = iter(program.inputs)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            value = next(inputs).value
+            assert value.spec is not None
+            walk.give(node, value.spec.local_shape(value.shape, mesh, coords), value.type.dtype)
+        elif node.op == "get_attr":
+            constant = program.constants[str(node.target)]
+            walk.give(node, tuple(constant.shape), constant.dtype)
+        elif node.op == "call_function":
+            walk.call(node)
+        elif node.op == "output":
+            for output, result in zip(program.outputs, node.args[0], strict=True):
+                walk.keep(result, KEPT[output.kind])
+        else:
+            raise Error(
+                "a program has a node that is no call of a function",
+                where=str(node.meta.get("shardfx", node.name)),
+                expected="placeholders, attributes, calls of functions and an output",
+                got=node.format_node(),
+            )
+    return walk.footprint()
 
-    @property
-    def flops(self) -> int:
-        return sum(flops for flops, _ in self.calls)
 
-    def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The sum over all calls of what takes longer, computing or reading and writing."""
-        return sum(max(flops / flops_per_second, nbytes / bytes_per_second) for flops, nbytes in self.calls)
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A storage while the program is walked."""
 
-
-@dataclass(frozen=True)
-class Replay:
-    """What :func:`replay_rank` found."""
-
-    peak: Peak
-    work: Work
-    calls: int
+    nbytes: int
+    born: int
+    last: int
+    node: Node | None
+    category: str = ""
+    used_in: Phase | None = None
 
 
-def replay_rank(graph: Graph, book: RuleBook, kinds: Iterable[OutputKind], rank: int = 0) -> Replay:
-    """Replay the program of ``rank`` (0 holds most) for the outputs of some kinds."""
-    inputs, nodes, outputs = select(graph, kinds)
-    recorder = Recorder()
-    writer = Writer(graph, rank, book, fx=recorder)  # type: ignore[arg-type]
-    for given in inputs:
-        recorder.next_input = (given, writer.shape(given.value))
-        writer.placeholder(given)
-    gradients = {source_of(output.value) for output in outputs if output.kind is OutputKind.GRADIENT}
-    for node in nodes:
-        recorder.node = node
-        writer.node(node)
-        for value in node.outs:
-            if value in gradients and not isinstance(node.op, CommOp):
-                recorder.mark(writer.use(value), "gradients")
-    for output in outputs:
-        recorder.keep(writer.use(output.value), KEPT[output.kind])
-    return Replay(recorder.peak(), Work(tuple(recorder.work)), recorder.count)
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    layout: Layout
+    block: _Block
+
+
+class _Walk:
+    """The state between two calls."""
+
+    def __init__(self, mesh: Mesh, parameters: Iterable[Value]) -> None:
+        self.mesh = mesh
+        self.parameters = set(parameters)
+        self.held: dict[fx.Node, Any] = {}
+        self.blocks: list[_Block] = []
+        self.calls: list[fx.Node] = []
+        self.costs: list[Cost] = []
+        self.inside: list[int] = []
+        self._fakes = FakeCalls()
+        self._costs: dict[Any, Cost] = {}
+
+    def give(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """An input: memory of the caller's."""
+        self.held[node] = _Tensor(Layout.dense(shape, dtype), _Block(0, 0, 0, None))
+
+    def call(self, node: fx.Node) -> None:
+        """One call: its operands are used, its results made."""
+        at, planned = len(self.calls), node.meta.get("shardfx")
+        self.calls.append(node)
+        args, kwargs = (change(nest, self.held.__getitem__, fx.Node) for nest in (node.args, node.kwargs))
+        operands: list[_Tensor] = list(leaves((args, kwargs), _Tensor))
+        for tensor in operands:
+            tensor.block.last = at
+            if planned is not None:
+                tensor.block.used_in = planned.phase
+        if node.target is operator.getitem:
+            self.held[node] = args[0][args[1]]
+            self.costs.append(NOTHING)
+            self.inside.append(0)
+            return
+        made = self._fakes.made(node.target, change(args, _layout, _Tensor), change(kwargs, _layout, _Tensor))
+        fresh = [_Block(nbytes, at, at, planned) for nbytes in made.fresh]
+        self.blocks += fresh
+
+        def bind(result: Result) -> _Tensor:
+            return _Tensor(result.layout, fresh[result.owner] if result.fresh else operands[result.owner].block)
+
+        self.held[node] = change(made.results, bind, Result)
+        self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
+        group = group_of(node)
+        self.costs.append(self._work(node, made, operands) if group is None else self._sent(node, group, args[0]))
+
+    def _work(self, node: fx.Node, made: Made, operands: list[_Tensor]) -> Cost:
+        """What a call computes, reads and writes; a view does nothing."""
+        if not made.writes or is_memory(node):
+            return NOTHING
+        layouts = [tensor.layout for tensor in operands] or [result.layout for result in leaves(made.results, Result)]
+        real = [layout.dtype for layout in layouts if layout.dtype.is_floating_point or layout.dtype.is_complex]
+        touched = sum(tensor.layout.nbytes for tensor in operands) + sum(made.fresh)
+        work = Work(made.flops, touched, (real or [layouts[0].dtype])[0])
+        return self._costs.setdefault(work, Cost({work: 1}))
+
+    def _sent(self, node: fx.Node, group: str, put_in: Any) -> Cost:
+        """What a collective sends."""
+        axes, row = self.mesh.group_axes(group), row_of_collective(called(node))
+        n, nbytes = self.mesh.extent(axes), sum(tensor.layout.nbytes for tensor in leaves(put_in, _Tensor))
+        key = (row, axes, nbytes)
+        if key not in self._costs:
+            sent = Sent(1.0, nbytes) if row is None else row.sent(row.whole_of(nbytes, n), n)
+            self._costs[key] = Cost(sent={self.mesh.sort(axes): sent})
+        return self._costs[key]
+
+    def keep(self, node: fx.Node, category: str) -> None:
+        """An output: it lives to the end. A gradient was one before it was reduced, too."""
+        for tensor in leaves(self.held[node], _Tensor):
+            tensor.block.last = len(self.calls) - 1
+            tensor.block.category = tensor.block.category or category
+        if category == "gradients":
+            for source in before_communication(node):
+                for tensor in leaves(self.held[source], _Tensor):
+                    tensor.block.category = tensor.block.category or category
+
+    def footprint(self) -> Footprint:
+        """What was found."""
+        storages = tuple(Storage(b.nbytes, b.born, b.last, self._category(b), b.node) for b in self.blocks)
+        return Footprint(tuple(self.calls), storages, tuple(self.costs), tuple(self.inside))
+
+    def _category(self, block: _Block) -> str:
+        if block.category:
+            return block.category
+        node = block.node
+        if node is None:
+            return "temporaries"
+        if node.op is comm.all_gather and all(value in self.parameters for value in node.operands):
+            return "gathered"
+        if node.phase is Phase.FORWARD and block.used_in is Phase.BACKWARD:
+            return "activations"
+        return "communication" if is_comm(node) else "temporaries"
+
+
+NOTHING = Cost()
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The group that a call starts a collective in; None for any other call."""
+    row = row_of(node.target)
+    return str(node.args[row.group]) if row is not None and row.group is not None else None
+
+
+def is_memory(node: fx.Node) -> bool:
+    """Whether a call gives memory, and no value: nothing is read or written."""
+    row = row_of(node.target)
+    return row is not None and row.memory
+
+
+def called(node: fx.Node) -> str:
+    """What programs call a collective."""
+    row = row_of(node.target)
+    return row.name if row is not None else str(node.target)
+
+
+def before_communication(node: fx.Node) -> list[fx.Node]:
+    """The values that communication made this one of: itself, if it is no result of communication."""
+    found: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        each = todo.pop()
+        maker = each.args[0] if each.target is operator.getitem else each
+        planned = maker.meta.get("shardfx") if isinstance(maker, fx.Node) else None
+        if planned is not None and is_comm(planned):
+            todo += [used for used in each.all_input_nodes if used.op != "placeholder"]
+        else:
+            found[each] = None
+    return list(found)
 
 
 def source_of(value: Value) -> Value:
-    """The value before any communication."""
-    while value.node is not None and isinstance(value.node.op, CommOp):
+    """The value of the graph before any communication."""
+    while value.node is not None and is_comm(value.node):
         operands = value.node.operands
         value = operands[value.index if len(operands) > 1 else 0]
     return value
+
+
+def _layout(tensor: _Tensor) -> Layout:
+    return tensor.layout

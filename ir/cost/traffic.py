@@ -1,4 +1,4 @@
-"""What communication costs in bytes, as it is written in pictures."""
+"""What communication costs in bytes, as it is written in pictures and explanations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.traits import base_name
+from shardfx.ir.ops.sends import is_comm, turns_of
 
 
 @dataclass(frozen=True)
@@ -21,29 +21,19 @@ class Traffic:
 
     @property
     def total(self) -> float:
+        """The bytes of a whole step."""
         return self.nbytes * self.turns
 
 
-def is_comm(node: Node) -> bool:
-    return base_name(node).startswith("comm.")
-
-
 def traffic(node: Node, mesh: Mesh) -> Traffic:
-    """The bytes that one rank sends for a comm node (formulas as in :mod:`shardfx.ir.ops.comm`)."""
-    name = base_name(node).removeprefix("comm.")
-    axes = tuple(node.kwargs.get("axes", ()))
-    n = mesh.extent(axes)
-    gathers = name.startswith("all_gather")
-    held = sum(value.local_bytes(mesh) for value in (node.outs if gathers else node.operands))
-    share = (n - 1) / n
-    if name == "slice":
-        share = 0.0
-    elif name.startswith("all_reduce"):
-        share *= 2
-    elif not gathers and not name.startswith(("reduce_scatter", "all_to_all")):
-        share = 1.0
-    time = [axis for value in node.operands[:1] if value.spec for axis in value.spec.axes if mesh[axis].time]
-    return Traffic(name, axes, held * share, mesh.extent(time))
+    """What one rank sends for a comm node."""
+    return Traffic(comm_name(node), tuple(node.kwargs["axes"]), node.op.sends(node, mesh).nbytes, turns_of(node, mesh))
+
+
+def comm_name(node: Node) -> str:
+    """The kind of a comm node as it is written for people: ``all-gather``."""
+    kind: str = node.op.kind
+    return kind.replace("_", "-")
 
 
 def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:
@@ -54,8 +44,3 @@ def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Tra
             one = traffic(node, mesh)
             found.setdefault(mesh.sort(one.axes), []).append(one)
     return dict(sorted(found.items(), key=lambda item: [mesh.order(axis) for axis in item[0]]))
-
-
-def comm_name(name: str) -> str:
-    """``all_gather_fused`` as it is written in a picture: ``all-gather``."""
-    return name.removesuffix("_fused").replace("_", "-")

@@ -1,30 +1,65 @@
-"""When two nodes are alike."""
+"""When two nodes are alike: one key for rules, types, prices, blocks and plans.
+
+>>> x = Value(TensorType((4, 4), torch.float32))
+>>> alike(Rewriter.make(aten.relu.default, (x,), x.type))
+(<OpOverload(op='aten.relu', overload='default')>, (TensorType(shape=(4, 4), dtype=torch.float32),), (), (...,))
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from shardfx.ir.graph import Graph, Node, Value, op_name
 
-from .comm import CommOp
+from .table import OwnOp
+from .traits import draw_slot
+
+PLAIN = (int, str, type(None))
+"""Constants that are equal only if they are the same; of others the key has the type too, for ``1 == 1.0 == True``."""
 
 
-def structure(node: Node) -> object:
-    """A key that is equal for nodes of one op, shapes and other arguments."""
+def alike(node: Node, *, placed: bool = False) -> Hashable:
+    """A key that is equal for nodes of one op, with equal constants, and operands and results of equal types.
 
-    def key(arg: object) -> object:
-        if isinstance(arg, Value):
-            return arg.type
-        if isinstance(arg, (list, tuple)):
-            return tuple(key(a) for a in arg)
-        return arg if isinstance(arg, Hashable) else repr(arg)
+    With ``placed`` the placements of operands and results and the strategy are equal too. Names, sources, stages and
+    whether a value is used twice are not in it.
+    """
+    return key_of(node, type_and_spec if placed else type_of) + ((node.strategy,) if placed else ())
 
+
+def key_of(node: Node, key: Callable[[Value], Hashable]) -> tuple[Hashable, ...]:
+    """The same with another ``key`` of what each value is taken for: by its place in a block, say."""
+    args, number = node.args, draw_slot(node)
+    if number is not None:  # no two nodes share it
+        args = (*args[:number], *args[number + 1 :])
     return (
         node.op,
-        tuple(key(a) for a in node.args),
-        tuple((k, key(a)) for k, a in node.kwargs.items()),
-        tuple(v is None for v in node.results),
+        tuple([argument_key(arg, key) for arg in args]),
+        tuple([(name, argument_key(arg, key)) for name, arg in node.kwargs.items()]) if node.kwargs else (),
+        tuple([None if value is None else key(value) for value in node.results]),
     )
+
+
+def argument_key(arg: Any, key: Callable[[Value], Hashable]) -> Hashable:
+    """What an argument adds to a key: ``key`` of its values, and its constants with their types."""
+    if isinstance(arg, Value):
+        return key(arg)
+    if type(arg) in PLAIN:
+        return arg  # type: ignore[no-any-return]
+    if isinstance(arg, (list, tuple)):
+        return tuple([argument_key(each, key) for each in arg])
+    return type(arg), arg if isinstance(arg, Hashable) else repr(arg)
+
+
+def type_of(value: Value) -> Hashable:
+    """A value by its type alone."""
+    return value.type
+
+
+def type_and_spec(value: Value) -> Hashable:
+    """A value by its type and placement."""
+    return value.type, value.spec
 
 
 def node_keys(graph: Graph) -> dict[str, Node]:
@@ -32,7 +67,7 @@ def node_keys(graph: Graph) -> dict[str, Node]:
     counts: dict[str, int] = {}
     keys = {}
     for node in graph.nodes:
-        if not isinstance(node.op, CommOp):
+        if not isinstance(node.op, OwnOp):
             key = f"{node.phase.value} {node.where.module or '-'} {op_name(node.op)}"
             number = counts[key] = counts.get(key, -1) + 1
             keys[f"{key} {number}"] = node

@@ -1,14 +1,12 @@
-"""Communication: the few ops that change a placement, and the cheapest way from one placement to another.
+"""Communication: the few ops that change a placement.
 
-Communication is never a plan of its own: it is what two placements that differ imply. :class:`Planner` finds
-the cheapest sequence of steps by a shortest-path search over placements, costed by the mesh's links.
+Communication is never a plan of its own: it is what two placements that differ imply.
 
     f32[64, 512] +{tp}   ->   f32[64{tp}, 512]      comm.reduce_scatter(axes=[tp], dim=0)
     f32[64{tp}, 512]     ->   f32[64, 512{tp}]      comm.all_to_all(axes=[tp], dim=0, to=1)
 
-Bytes are those that one rank sends: for n ranks and a whole (gathered, unreduced) local value of b bytes,
-an all-gather or reduce-scatter (n-1)/n b, an all-reduce twice that (Patarasu and Yuan, 2009), an all-to-all
-(n-1)/n of what the rank holds, a slice nothing.
+Each is a row of the table (:mod:`.table`). Of several operands, operand k gives result k, and they travel together.
+What they send says :mod:`.sends`.
 """
 
 from __future__ import annotations
@@ -21,79 +19,144 @@ from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec, coarsen, on_view
 
+from . import comm_local
+from .table import Keyword, OwnOp
+
+AXES, DIM, REDUCE, VIEW = Keyword("axes"), Keyword("dim"), Keyword("word", needed=False), Keyword("sizes", needed=False)
+
 
 @dataclass(frozen=True)
-class CommOp:
-    """An op that moves data between ranks; the node's keywords are ``axes``, ``dim``, ``to``, ``reduce``, ``view``."""
+class Effect:
+    """What a comm op does to a placement, for the axes that it is over.
+
+    ``reduces``: a sum over them is whole behind it. ``loses`` and ``gains`` name the keyword whose dim is no longer cut
+    over them, or is cut over them now (innermost).
+    """
 
     name: str
+    reduces: bool = False
+    loses: str = ""
+    gains: str = ""
 
-    def __str__(self) -> str:
-        return f"comm.{self.name}"
+    def __call__(
+        self,
+        source: Spec,
+        shape: Sequence[int],
+        mesh: Mesh,
+        *,
+        axes: Sequence[str],
+        dim: int | None = None,
+        to: int | None = None,
+        reduce: str = "sum",
+        view: Sequence[int] | None = None,
+    ) -> Spec:
+        """The placement that the op makes of ``source``.
+
+        Example::
+
+            all_gather.place(Spec.parse("dp tp", mesh), (8,), mesh, axes=["tp"], dim=0)    # Spec "dp"
+
+        Raises:
+            Error: the op cannot start from there.
+        """
+
+        def fail(expected: str) -> Error:
+            return Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
+
+        axes, places = tuple(axes), {"dim": dim, "to": to}
+        over = f"axes {{{','.join(axes)}}}"
+        seen = source if view is None else on_view(shape, view, source, mesh)
+        if seen is None or any(cut.parts for i, cut in enumerate(seen.dims) if i in (dim, to)):
+            raise fail(f"plain cuts of the view {tuple(view or shape)}")
+        cuts, partial = [cut.axes for cut in seen.dims], list(seen.partial)
+        named = [keyword for keyword in (self.loses, self.gains) if keyword]
+        used = [place for keyword in named if (place := places[keyword]) is not None and 0 <= place < len(cuts)]
+        if len(set(used)) != len(named):
+            raise fail(f"a dim of 0 .. {len(cuts) - 1} for each of {', '.join(named)}")
+        if self.reduces:
+            for axis in axes:
+                if (axis, reduce) not in partial:
+                    raise fail(f"a value that is partial ({reduce}) over {over}")
+                partial.remove((axis, reduce))
+        if self.loses:
+            left = len(cuts[used[0]]) - len(axes)
+            if cuts[used[0]][left:] != axes:
+                raise fail(f"a dim {used[0]} whose minor axes are {over}")
+            cuts[used[0]] = cuts[used[0]][:left]
+        if self.gains:
+            if {*axes} & {*(axis for cut in cuts for axis in cut), *(axis for axis, _ in partial)}:
+                raise fail(f"{over} that nothing else is cut by")
+            cuts[used[-1]] = cuts[used[-1]] + axes
+        dims = [cut if cut.axes == a else Cut(a) for cut, a in zip(seen.dims, cuts, strict=True)]
+        result = Spec(tuple(dims), tuple(partial))
+        return result if view is None else coarsen(shape, view, result, mesh)
 
 
-all_gather = CommOp("all_gather")
-all_reduce = CommOp("all_reduce")
-reduce_scatter = CommOp("reduce_scatter")
-all_to_all = CommOp("all_to_all")
-shard = CommOp("slice")
-fused = {op: CommOp(f"{op.name}_fused") for op in (all_gather, all_reduce, reduce_scatter)}
-"""Several collectives of one kind that travel together: operand k gives result k."""
+all_gather = OwnOp(
+    "comm.all_gather",
+    {"axes": AXES, "dim": DIM, "view": VIEW},
+    Effect("comm.all_gather", loses="dim"),
+    factor=1.0,
+    whole="results",
+    adjoint="comm.reduce_scatter",
+    local=comm_local.all_gather,
+    glyph="join",
+)
+all_reduce = OwnOp(
+    "comm.all_reduce",
+    {"axes": AXES, "reduce": REDUCE, "view": VIEW},
+    Effect("comm.all_reduce", reduces=True),
+    factor=2.0,
+    whole="operands",
+    adjoint="comm.all_reduce",
+    local=comm_local.all_reduce,
+    glyph="sum",
+)
+reduce_scatter = OwnOp(
+    "comm.reduce_scatter",
+    {"axes": AXES, "dim": DIM, "reduce": REDUCE, "view": VIEW},
+    Effect("comm.reduce_scatter", reduces=True, gains="dim"),
+    factor=1.0,
+    whole="operands",
+    adjoint="comm.all_gather",
+    local=comm_local.reduce_scatter,
+    glyph="sum-split",
+)
+all_to_all = OwnOp(
+    "comm.all_to_all",
+    {"axes": AXES, "dim": DIM, "to": DIM, "view": VIEW},
+    Effect("comm.all_to_all", loses="dim", gains="to"),
+    factor=1.0,
+    whole="operands",
+    adjoint="comm.all_to_all",
+    local=comm_local.all_to_all,
+    glyph="turn",
+)
+shard = OwnOp(
+    "comm.slice",
+    {"axes": AXES, "dim": DIM, "view": VIEW},
+    Effect("comm.slice", gains="dim"),
+    factor=0.0,
+    whole="operands",
+    adjoint="comm.all_gather",
+    local=comm_local.take,
+    glyph="split",
+)
 
-COMM_OPS = {op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard, *fused.values())}
+OWN_OPS: dict[str, OwnOp] = {op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard)}
+"""The ops of the graph that are not torch's, by name."""
+
+_ENDINGS = ("_", "_out", "_coalesced", "_into", "_into_tensor", "_tensor", "_single")
 
 
-def moved(
-    op: CommOp,
-    source: Spec,
-    shape: Sequence[int],
-    mesh: Mesh,
-    *,
-    axes: Sequence[str],
-    dim: int | None = None,
-    to: int | None = None,
-    reduce: str | None = None,
-    view: Sequence[int] | None = None,
-) -> Spec:
-    """The placement that a comm op with these keywords makes of ``source``.
+def row_of_collective(name: str) -> OwnOp | None:
+    """The op that a collective does, from its name in torch or in programs; None where the graph has no such op.
 
     Example::
 
-        moved(all_gather, Spec.parse("dp tp", mesh), (8,), mesh, axes=["tp"], dim=0)    # Spec "dp"
-
-    Raises:
-        Error: the op cannot start from there.
+        row_of_collective("c10d.all_gather_into_tensor_out") is all_gather
     """
-
-    def fail(expected: str) -> Error:
-        return Error(f"{op} cannot start from this placement", expected=expected, got=source.text(shape))
-
-    axes = tuple(axes)
-    kind = op.name.removesuffix("_fused")
-    over = f"axes {{{','.join(axes)}}}"
-    seen = source if view is None else on_view(shape, view, source, mesh)
-    if seen is None or any(cut.parts for i, cut in enumerate(seen.dims) if i in (dim, to)):
-        raise fail(f"plain cuts of the view {tuple(view or shape)}")
-    cuts = [cut.axes for cut in seen.dims]
-    partial = list(seen.partial)
-    places = {"all_reduce": (), "all_to_all": (dim, to)}.get(kind, (dim,))
-    if any(place is None or not 0 <= place < len(cuts) for place in places) or (kind == "all_to_all" and dim == to):
-        raise fail(f"a dim of 0 .. {len(cuts) - 1} for each of {'dim, to' if to is not None else 'dim'}")
-    if kind in ("all_reduce", "reduce_scatter"):
-        for axis in axes:
-            if (axis, reduce or "sum") not in partial:
-                raise fail(f"a value that is partial ({reduce or 'sum'}) over {over}")
-            partial.remove((axis, reduce or "sum"))
-    if kind in ("all_gather", "all_to_all") and dim is not None:
-        if cuts[dim][len(cuts[dim]) - len(axes) :] != axes:
-            raise fail(f"a dim {dim} whose minor axes are {over}")
-        cuts[dim] = cuts[dim][: len(cuts[dim]) - len(axes)]
-    gains = to if kind == "all_to_all" else dim
-    if kind in ("reduce_scatter", "slice", "all_to_all") and gains is not None:
-        used = {axis for cut in cuts for axis in cut} | {axis for axis, _ in partial}
-        if used & set(axes):
-            raise fail(f"{over} that nothing else is cut by")
-        cuts[gains] = cuts[gains] + axes
-    dims = [cut if cut.axes == a else Cut(a) for cut, a in zip(seen.dims, cuts, strict=True)]
-    result = Spec(tuple(dims), tuple(partial))
-    return result if view is None else coarsen(shape, view, result, mesh)
+    kind = name.removeprefix("c10d.")
+    for ending in _ENDINGS:
+        kind = kind.removesuffix(ending)
+    return OWN_OPS.get(f"comm.{kind}")

@@ -8,27 +8,27 @@ from __future__ import annotations
 import torch
 
 _library = torch.library.Library("shardfx", "DEF")
-_library.define("dropout(Tensor x, float p, Tensor seed, int node, int[] box) -> (Tensor, Tensor)")
+_library.define("dropout(Tensor x, float p, Tensor seed, int number, int[] box) -> (Tensor, Tensor)")
 
 
-def _generator(x: torch.Tensor, seed: torch.Tensor, node: int, box: list[int]) -> torch.Generator:
+def _generator(x: torch.Tensor, seed: torch.Tensor, number: int, box: list[int]) -> torch.Generator:
     state = int(seed) & (2**63 - 1)
-    for part in (node, *box):
+    for part in (number, *box):
         state = (state * 6364136223846793005 + part * 1442695040888963407 + 1) & (2**64 - 1)
         state ^= state >> 29
     return torch.Generator(x.device).manual_seed(state & (2**63 - 1))
 
 
 def _dropout(
-    x: torch.Tensor, p: float, seed: torch.Tensor, node: int, box: list[int]
+    x: torch.Tensor, p: float, seed: torch.Tensor, number: int, box: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    keep.bernoulli_(1.0 - p, generator=_generator(x, seed, node, box))
+    keep.bernoulli_(1.0 - p, generator=_generator(x, seed, number, box))
     return (x * keep).mul_(1.0 / (1.0 - p) if p < 1 else 0.0), keep
 
 
 def _dropout_meta(
-    x: torch.Tensor, p: float, seed: torch.Tensor, node: int, box: list[int]
+    x: torch.Tensor, p: float, seed: torch.Tensor, number: int, box: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 

@@ -15,14 +15,15 @@ from shardfx.ir.cut import WHOLE, Cut
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec, TensorType, coarsen, refine
 
-from .comm import CommOp, all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from .comm import all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from .table import OwnOp
 
 
 @dataclass(frozen=True)
 class Step:
     """One comm op: over ``axes``, on sub-dim ``dim`` (to ``to``) of the value seen as ``view``; gives ``spec``."""
 
-    op: CommOp
+    op: OwnOp
     axes: tuple[str, ...]
     spec: Spec
     dim: int | None = None
@@ -57,17 +58,10 @@ class Redistribution:
         """The time of :meth:`steps` by the mesh's links."""
         return sum(step.seconds for step in self.steps(type, source, target))
 
-    def cost(self, op: CommOp, axes: Sequence[str], local_bytes: float) -> float:
+    def cost(self, op: OwnOp, axes: Sequence[str], local_bytes: float) -> float:
         """Seconds of one collective; ``local_bytes`` of the whole (gathered or unreduced) local value."""
-        n = self.mesh.extent(axes)
-        if op is shard or n == 1:
-            return SLICE_SECONDS
-        links = [self.mesh[axis].link for axis in axes]
-        factor = 2.0 if op is all_reduce else 1.0
-        return factor * (
-            max(link.latency for link in links) * math.log2(n)
-            + local_bytes * (n - 1) / n / min(link.bandwidth for link in links)
-        )
+        ranks = self.mesh.extent(axes)
+        return self.mesh.link(axes).seconds(*op.sent(local_bytes, ranks)) or SLICE_SECONDS
 
     def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
         refined = refine(type.shape, [source, target], self.mesh)
@@ -112,7 +106,7 @@ class Redistribution:
 
     def _moves(
         self, state: _State, goal: _State
-    ) -> Iterator[tuple[CommOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
+    ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
         """The steps that lead nearer: gather any minor axes; cut only what the goal cuts next."""
         dims, partial = state
 

@@ -1,16 +1,49 @@
-"""What torch's schemas and tags say of an op: is it a view, is it heavy."""
+"""What torch's schemas, tags and formulas say of an op: its arguments by name, is it a view, heavy, does it draw."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
 
 from shardfx.ir.graph import Node, op_name
 
 OWN = ("comm.", "memory.")
-VIEWS = frozenset("view _unsafe_view reshape t transpose permute expand unsqueeze squeeze alias detach clone".split())
-"""Ops that only change how a tensor is looked at."""
-HEAVY = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
+
+
+def with_defaults(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by the names of the op's schema, defaults among them."""
+    schema = op._schema.arguments
+    found = {each.name: each.default_value for each in schema if each.has_default_value()}
+    found.update((each.name, arg) for each, arg in zip(schema, args, strict=False))
+    return found | dict(kwargs)
+
+
+def positional(op: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments by name in the order of the op's schema, without what is the default at the end."""
+    schema = list(op._schema.arguments)
+    while schema and schema[-1].has_default_value():
+        name, default = schema[-1].name, schema[-1].default_value
+        if name in given and not (type(given[name]) is type(default) and given[name] == default):
+            break
+        schema.pop()
+    return tuple(given.get(each.name, each.default_value) for each in schema)
+
+
+@cache
+def _slot(op: Any, name: str) -> int | None:
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardfx":
+        return None
+    return next((i for i, each in enumerate(op._schema.arguments) if each.name == name), None)
+
+
+def draw_slot(node: Node) -> int | None:
+    """Which argument numbers what a node of ours draws; None if it draws nothing."""
+    slot = _slot(node.op, "number")
+    return slot if slot is not None and slot < len(node.args) else None
 
 
 def base_name(node: Node) -> str:
@@ -21,7 +54,9 @@ def base_name(node: Node) -> str:
 @cache
 def base_name_of(op: Any) -> str:
     name = op_name(op)
-    return name if name.startswith(OWN) else name.removeprefix("aten.").partition(".")[0]
+    if name.startswith(OWN) or not isinstance(op, torch._ops.OpOverload):
+        return name
+    return name.split(".")[1]
 
 
 def is_own(node: Node) -> bool:
@@ -29,11 +64,32 @@ def is_own(node: Node) -> bool:
     return base_name_of(node.op).startswith(OWN)
 
 
+@cache
+def gives_alias(op: Any) -> bool:
+    """Whether the op's results are views of its operand, as its schema says."""
+    returns = op._schema.returns if isinstance(op, torch._ops.OpOverload) else ()
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
 def is_view(node: Node) -> bool:
-    return base_name(node) in VIEWS and len(node.operands) == 1
+    """Whether the node only changes how one tensor is looked at, and shows all of it (a slice does not)."""
+    operands, results = node.operands, node.outs
+    if not gives_alias(node.op) or len(operands) != 1 or len(results) != 1:
+        return False
+    return results[0].type.numel >= operands[0].type.numel
+
+
+@cache
+def is_heavy_op(op: Any) -> bool:
+    """Whether torch has a formula for the op's arithmetic (products, convolutions), or it is a kind of attention."""
+    return getattr(op, "overloadpacket", op) in flop_registry or "attention" in op_name(op)
 
 
 def is_heavy(node: Node) -> bool:
     """Whether most of the arithmetic is in such ops."""
-    name = base_name(node)
-    return name in HEAVY or "conv" in name or "attention" in name
+    return is_heavy_op(node.op)
+
+
+def draws(op: Any) -> bool:
+    """Whether the op draws random numbers from torch's generator, as its tag says."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

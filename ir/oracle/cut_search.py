@@ -23,13 +23,12 @@ from torch._decomp import decomposition_table
 
 from shardfx.ir.cut import chunk
 
-from .instance import Instance, Results, places
-from .recombine import magnitude, reduce, same, split_sum
+from .instance import Instance, places, runs, variants
+from .linearity import linear_groups
+from .recombine import Outcome, both, outcomes, plausible, same
 
 aten = torch.ops.aten
 
-Outcome = int | str
-"""What a result is of the pieces' results: joined along a dim (its number), or "sum", "max", "min", "equal"."""
 Choice = tuple[int | None, ...]
 """For every operand the dim that is cut, or None."""
 MOST = 600
@@ -80,41 +79,12 @@ class Oracle:
         self.of = of
         self.generator = torch.Generator().manual_seed(seed)
         self.shapes = [tuple(t.shape) for t in of.tensors]
-        self.results = [r for r, v in zip(of.results, of.node.results, strict=True) if v is not None]
-        self.variants = list(self._variants())
+        self.results = of.kept
+        self.variants = list(variants(of, self.generator))
         self._sizes: set[int] = {s for shape in self.shapes for s in shape} | {
             s for r in self.results if r is not None for s in r.shape
         }
         self._sizes |= {n for at in places(of.node.args, _is_number) if (n := self._at(at)) > 1}
-
-    def _variants(self) -> Iterator[Instance]:
-        """The same op on other values, where it takes them: what is right by accident is not right every time.
-
-        Once smaller, once in another order (the values are still of the same range), once made afresh.
-        """
-        draw = self.generator
-
-        def smaller(t: torch.Tensor) -> torch.Tensor:
-            return t * (0.75 + 0.25 * torch.rand(t.shape, generator=draw)).to(t.dtype)
-
-        def shuffled(t: torch.Tensor) -> torch.Tensor:
-            return t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
-
-        def fresh(t: torch.Tensor) -> torch.Tensor:
-            return torch.randn(t.shape, generator=draw, dtype=t.dtype)
-
-        for change in (smaller, shuffled, fresh):
-            tensors = []
-            for t in self.of.tensors:
-                if t.is_floating_point() or t.is_complex():
-                    tensors.append(change(t))
-                else:
-                    tensors.append(torch.rand(t.shape, generator=draw) < 0.5 if t.dtype is torch.bool else t)
-            made = self.of.on(tensors)
-            if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
-                yield made
-
-    # ---- cuts -----------------------------------------------------------------------------------------------
 
     def ignored(self) -> frozenset[int]:
         """The operands whose values do not matter (their shape or dtype may)."""
@@ -136,7 +106,7 @@ class Oracle:
             given = self.of.call(tensors)
         except Exception:  # values that the op does not take
             return False
-        return all(same(a, b) for a, b in zip(self._kept(given), self.results, strict=True))
+        return all(same(a, b) for a, b in zip(self.of.keep(given), self.results, strict=True))
 
     def cuts(self) -> dict[Choice, ValidCut]:
         """The valid cuts of operands. Operands that are ignored stand whole where they can."""
@@ -208,9 +178,9 @@ class Oracle:
                 if found is None:
                     continue
                 if chunk(size, 3, 2)[1] >= self.least:
-                    found = _both(found, self._outcomes(self.of, choice, size, 3, sized))
+                    found = both(found, self._outcomes(self.of, choice, size, 3, sized))
                 for variant in self.variants:
-                    found = found and _both(found, self._outcomes(variant, choice, size, 2, sized))
+                    found = found and both(found, self._outcomes(variant, choice, size, 2, sized))
                 if found is not None:
                     return ValidCut(choice, found, size, sized)
         return None
@@ -225,7 +195,7 @@ class Oracle:
         op: Callable[..., Any] | None = None,
     ) -> tuple[frozenset[Outcome], ...] | None:
         """What the results are of those of ``count`` pieces; None if some result is nothing of the kind."""
-        wholes = self._kept(of.results)
+        wholes = of.kept
         parts: list[list[torch.Tensor | None]] = []
         for k in range(count):
             start, length = chunk(size, count, k)
@@ -235,10 +205,10 @@ class Oracle:
             ]
             change = {place: self._at(place) * length // size for place in sized}
             try:
-                given = self._kept(of.call(tensors, change, op))
+                given = of.keep(of.call(tensors, change, op))
             except Exception:  # whatever a kernel says of its arguments
                 return None
-            if len(given) != len(wholes) or not all(map(_plausible, given, wholes)):
+            if len(given) != len(wholes) or not all(map(plausible, given, wholes)):
                 return None
             parts.append(given)
         lengths = [chunk(size, count, k)[1] for k in range(count)]
@@ -250,11 +220,6 @@ class Oracle:
                 return None
             found.append(outcome)
         return tuple(found)
-
-    def _kept(self, results: Results) -> list[torch.Tensor | None]:
-        return [r for r, v in zip(results, self.of.node.results, strict=False) if v is not None]
-
-    # ---- arguments that are sizes ---------------------------------------------------------------------------
 
     def _at(self, place: tuple[int, ...]) -> Any:
         value: Any = self.of.node.args
@@ -277,83 +242,9 @@ class Oracle:
         yield from ((place,) for place in (*shapes, *numbers))
         yield from itertools.islice(itertools.combinations(numbers, 2), 6)
 
-    # ---- partial sums ---------------------------------------------------------------------------------------
-
     def linear(self) -> list[frozenset[int]]:
         """The smallest sets of operands that may be partial sums together."""
-        tensors = self.of.tensors
-        floats = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
-        if not self.results or not any(tensors[i].numel() > 1 for i in floats):
-            return []  # over a single number many an op is linear
-        shown = [of for of in (self.of, *self.variants) if all(map(_shows, self._kept(of.results)))]
-        found: list[frozenset[int]] = []
-        counts = sorted({1, 2, 3, len(floats)} & set(range(1, len(floats) + 1)))
-        for count in counts if shown else ():
-            for group in map(frozenset, itertools.islice(itertools.combinations(floats, count), 60)):
-                precise = all(r is not None and _digits(r) >= _digits(tensors[i]) for r in self.results for i in group)
-                if (
-                    precise
-                    and not any(known <= group for known in found)
-                    and all(self._is_linear(of, group) for of in shown)
-                ):
-                    found.append(group)
-        return found
-
-    def _is_linear(self, of: Instance, group: frozenset[int]) -> bool:
-        terms = {i: split_sum(of.tensors[i], 2, self.generator) for i in group}
-        total: list[torch.Tensor] = []
-        scale = 1.0
-        for k in range(2):
-            try:
-                given = self._kept(of.call([terms[i][k] if i in group else t for i, t in enumerate(of.tensors)]))
-            except Exception:  # values that the op does not take
-                return False
-            tensors = [g for g in given if g is not None]
-            scale = max(scale, magnitude(tensors))
-            total = [a + b for a, b in zip(total, tensors, strict=True)] if total else tensors
-        return all(same(a, b, scale) for a, b in zip(total, self._kept(of.results), strict=True))
-
-
-def outcomes(
-    parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequence[int], size: int
-) -> frozenset[Outcome]:
-    """All that ``whole`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the cut dims."""
-    found: set[Outcome] = set()
-    if all(part.shape == whole.shape for part in parts):
-        if all(same(part, whole) for part in parts):
-            found.add("equal")
-        if whole.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not add these
-            return frozenset(found)
-        if whole.dtype is not torch.bool:
-            scale = magnitude(parts)
-            if same(reduce(parts, "sum"), whole, scale):
-                found.add("sum")
-        found |= {kind for kind in ("max", "min") if not whole.is_complex() and same(reduce(parts, kind), whole)}
-        return frozenset(found)
-    for d, length in enumerate(whole.shape):
-        fits = all(part.shape[d] * size == length * given for part, given in zip(parts, lengths, strict=True))
-        if fits and same(torch.cat(list(parts), d), whole):
-            found.add(d)
-    return frozenset(found)
-
-
-def _shows(tensor: torch.Tensor | None) -> bool:
-    """Whether a result can show that an op is linear: a NaN, a zero, or nothing at all would show anything."""
-    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    return bool(torch.isfinite(tensor).all()) and bool((tensor != 0).any())
-
-
-def _digits(tensor: torch.Tensor) -> float:
-    return -math.log2(torch.finfo(tensor.dtype).eps)
-
-
-def runs(of: Instance) -> bool:
-    """Whether the op takes these tensors at all."""
-    try:
-        return of.results is not None
-    except Exception:  # whatever a kernel says of its arguments
-        return False
+        return linear_groups(self.of, self.variants, self.generator)
 
 
 def _is_index(tensor: torch.Tensor) -> bool:
@@ -362,23 +253,3 @@ def _is_index(tensor: torch.Tensor) -> bool:
 
 def _is_number(arg: Any) -> bool:
     return isinstance(arg, int) and not isinstance(arg, bool)
-
-
-def _plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:
-    """Whether a piece's result can be part of the whole: of its shape, but for one dim that is shorter."""
-    if part is None or whole is None:
-        return part is whole
-    if part.dtype != whole.dtype or part.dim() != whole.dim():
-        return False
-    other = [(a, b) for a, b in zip(part.shape, whole.shape, strict=True) if a != b]
-    return not other or (len(other) == 1 and other[0][0] < other[0][1])
-
-
-def _both(
-    a: tuple[frozenset[Outcome], ...], b: tuple[frozenset[Outcome], ...] | None
-) -> tuple[frozenset[Outcome], ...] | None:
-    """What two trials agree on, for every result."""
-    if b is None:
-        return None
-    common = tuple(x & y for x, y in zip(a, b, strict=True))
-    return common if all(common) else None

@@ -1,6 +1,6 @@
 """The rule of an op that has none, found by running the op on small random tensors.
 
-    book = default_rules().with_fallback(Discovery(Store(default_folder())).entry)
+    book = default_rules().with_fallback(Discovery(FindingsFolder(default_folder())).entry)
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
 
 All one-axis cuts and partial sums that give the whole result are searched (:mod:`.search`), on a small instance of the
@@ -29,10 +29,9 @@ from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
 from ..graph import Node
-from .cut_search import Oracle, runs
-from .findings import Findings, as_rule, together
-from .findings_store import Store
-from .instance import Instance, TooSlow, bind, describe, replace_at
+from .cut_search import Oracle
+from .findings import Findings, FindingsFolder, as_rule, together
+from .instance import Instance, TooSlow, bind, describe, replace_at, runs
 from .recombine import same
 from .small_instance import shrunk
 from .soundness import refute, trials
@@ -49,7 +48,7 @@ REFUSED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, to
 class Discovery:
     """Finds rules, each once: in memory by node, on disk by the class of its shapes."""
 
-    store: Store | None = None
+    store: FindingsFolder | None = None
     _entries: dict[Any, RuleEntry | None] = field(default_factory=dict)
     _found: dict[str, Findings] = field(default_factory=dict)
 

@@ -1,13 +1,21 @@
 """What was found of an op, free of sizes: the cuts that go together, and the rule that says so for a node.
 
-Found((0, 1), None) -> ((0, 1),)    of x[n, d] and w[d] dim 0 of x is cut, and dim 0 of the result with it
+It is kept on disk: one small JSON file for an op, the class of its shapes and a version of torch.
+
+FoundCut((0, 1), None) -> ((0, 1),)    of x[n, d] and w[d] dim 0 of x is cut, and dim 0 of the result with it
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import string
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from shardfx.ir.rules.sharding_rule import SAME, Dim, ShardingRule
@@ -20,7 +28,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCut:
     """One cut: the place of every operand that is cut, and of every result the place or the reduction."""
 
     operands: tuple[Place | None, ...]
@@ -33,7 +41,7 @@ class Found:
 class Findings:
     """The cuts of an op that go together, and the sets of operands that may be partial sums."""
 
-    cuts: tuple[Found, ...] = ()
+    cuts: tuple[FoundCut, ...] = ()
     linear: tuple[frozenset[int], ...] = ()
 
     def __bool__(self) -> bool:
@@ -47,7 +55,7 @@ class Findings:
 
 def together(
     cuts: Iterable[ValidCut], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
-) -> tuple[Found, ...]:
+) -> tuple[FoundCut, ...]:
     """Of all valid cuts those that may stand in one rule: each dim is cut one way, each result reduced one way.
 
     Those that cut more, and leave less to be reduced, come first.
@@ -78,7 +86,7 @@ def together(
         taken |= inputs | outputs
         words = fresh
         places = tuple(None if d is None else (d, operands[t][d] // cut.size) for t, d in enumerate(cut.operands))
-        found.append(Found(places, tuple(ends), cut.sized))
+        found.append(FoundCut(places, tuple(ends), cut.sized))
     chosen = {r: _word(options) for r, options in words.items()}
     return tuple(replace(f, results=tuple(chosen[r] if e == "" else e for r, e in enumerate(f.results))) for f in found)
 
@@ -155,23 +163,6 @@ def _letters() -> Iterator[str]:
     yield from (f"{letter}{i}" for i in range(1, 1000) for letter in string.ascii_lowercase)
 
 
-def rule_text(rule: ShardingRule) -> str:
-    """A rule as a template: ``a b!, a -> a b!``."""
-
-    def word(factor: str) -> str:
-        return factor + ("!" if factor in rule.whole else "")
-
-    def tensor(dims: Iterable[Dim]) -> str:
-        texts = []
-        for dim in dims:
-            inside = " ".join(map(word, dim)) or "1"
-            texts.append(f"({inside})" if len(dim) > 1 else inside)
-        return " ".join(texts)
-
-    made = ", ".join(tensor(dims) for dims in rule.results if dims is not None)
-    return f"{', '.join(map(tensor, rule.operands))} -> {made}"
-
-
 def to_json(found: Findings) -> dict[str, Any]:
     """Findings as what JSON can hold."""
     return {
@@ -201,7 +192,7 @@ def from_json(given: Mapping[str, Any]) -> Findings:
         return place(entry)
 
     cuts = tuple(
-        Found(
+        FoundCut(
             tuple(None if p is None else place(p) for p in cut["operands"]),
             tuple(map(end, cut["results"])),
             tuple(tuple(int(i) for i in at) for at in cut["sized"]),
@@ -209,3 +200,40 @@ def from_json(given: Mapping[str, Any]) -> Findings:
         for cut in given["cuts"]
     )
     return Findings(cuts, tuple(frozenset(int(i) for i in group) for group in given["linear"]))
+
+
+def default_folder() -> Path:
+    """``shardfx/rules`` where the user's caches are: under ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "shardfx" / "rules"
+
+
+@dataclass(frozen=True)
+class FindingsFolder:
+    """A folder of findings. What cannot be read is as if it were not there; where nothing can be written, nothing is
+    kept."""
+
+    folder: Path
+
+    def path(self, key: Mapping[str, str]) -> Path:
+        """The file of a key."""
+        digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{digest[:32]}.json"
+
+    def get(self, key: Mapping[str, str]) -> Findings | None:
+        """What is kept under a key."""
+        try:
+            given = json.loads(self.path(key).read_text(encoding="utf-8"))
+            return from_json(given["found"]) if given["key"] == dict(key) else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def put(self, key: Mapping[str, str], found: Findings) -> None:
+        """Keep findings; a reader never sees half a file."""
+        text = json.dumps({"key": dict(key), "found": to_json(found)}, indent=1)
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).replace(self.path(key))

@@ -46,6 +46,15 @@ class Instance:
         """What the whole op gives: one entry per result of the node."""
         return self.call(self.tensors)
 
+    def keep(self, results: Results) -> Results:
+        """Those of an op's results that the node has."""
+        return [r for r, v in zip(results, self.node.results, strict=False) if v is not None]
+
+    @cached_property
+    def kept(self) -> Results:
+        """What the whole op gives of the results that the node has."""
+        return self.keep(self.results)
+
     def call(
         self,
         tensors: Sequence[torch.Tensor],
@@ -155,3 +164,38 @@ def describe(node: Node) -> str:
 
     parts = [text(a) for a in node.args] + [f"{k}={text(a)}" for k, a in node.kwargs.items()]
     return f"{node.op}({', '.join(parts)})"
+
+
+def runs(of: Instance) -> bool:
+    """Whether the op takes these tensors at all."""
+    try:
+        return of.results is not None
+    except Exception:  # whatever a kernel says of its arguments
+        return False
+
+
+def variants(of: Instance, draw: torch.Generator) -> Iterator[Instance]:
+    """The same op on other values, where it takes them: what is right by accident is not right every time.
+
+    Once smaller, once in another order (the values are still of the same range), once made afresh.
+    """
+
+    def smaller(t: torch.Tensor) -> torch.Tensor:
+        return t * (0.75 + 0.25 * torch.rand(t.shape, generator=draw)).to(t.dtype)
+
+    def shuffled(t: torch.Tensor) -> torch.Tensor:
+        return t.flatten()[torch.randperm(t.numel(), generator=draw)].reshape(t.shape)
+
+    def fresh(t: torch.Tensor) -> torch.Tensor:
+        return torch.randn(t.shape, generator=draw, dtype=t.dtype)
+
+    for change in (smaller, shuffled, fresh):
+        tensors = []
+        for t in of.tensors:
+            if t.is_floating_point() or t.is_complex():
+                tensors.append(change(t))
+            else:
+                tensors.append(torch.rand(t.shape, generator=draw) < 0.5 if t.dtype is torch.bool else t)
+        made = of.on(tensors)
+        if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
+            yield made

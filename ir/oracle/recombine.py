@@ -112,3 +112,50 @@ def split_max(tensor: torch.Tensor, count: int, kind: str, generator: torch.Gene
     off = torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 1
     other = tensor - off if kind == "max" else tensor + off
     return [torch.where(owner == i, tensor, other) for i in range(count)]
+
+
+Outcome = int | str
+"""What a result is of the pieces' results: joined along a dim (its number), or "sum", "max", "min", "equal"."""
+
+
+def outcomes(
+    parts: Sequence[torch.Tensor], whole: torch.Tensor, lengths: Sequence[int], size: int
+) -> frozenset[Outcome]:
+    """All that ``whole`` is of its parts; ``lengths`` of ``size`` are what the parts were given of the cut dims."""
+    found: set[Outcome] = set()
+    if all(part.shape == whole.shape for part in parts):
+        if all(same(part, whole) for part in parts):
+            found.add("equal")
+        if whole.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not add these
+            return frozenset(found)
+        if whole.dtype is not torch.bool:
+            scale = magnitude(parts)
+            if same(reduce(parts, "sum"), whole, scale):
+                found.add("sum")
+        found |= {kind for kind in ("max", "min") if not whole.is_complex() and same(reduce(parts, kind), whole)}
+        return frozenset(found)
+    for d, length in enumerate(whole.shape):
+        fits = all(part.shape[d] * size == length * given for part, given in zip(parts, lengths, strict=True))
+        if fits and same(torch.cat(list(parts), d), whole):
+            found.add(d)
+    return frozenset(found)
+
+
+def plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:
+    """Whether a piece's result can be part of the whole: of its shape, but for one dim that is shorter."""
+    if part is None or whole is None:
+        return part is whole
+    if part.dtype != whole.dtype or part.dim() != whole.dim():
+        return False
+    other = [(a, b) for a, b in zip(part.shape, whole.shape, strict=True) if a != b]
+    return not other or (len(other) == 1 and other[0][0] < other[0][1])
+
+
+def both(
+    a: tuple[frozenset[Outcome], ...], b: tuple[frozenset[Outcome], ...] | None
+) -> tuple[frozenset[Outcome], ...] | None:
+    """What two trials agree on, for every result."""
+    if b is None:
+        return None
+    common = tuple(x & y for x, y in zip(a, b, strict=True))
+    return common if all(common) else None

@@ -1,27 +1,122 @@
-"""One rank's program: an fx graph, what goes in and what comes out."""
+"""One rank's program: what is shown, proven, priced and run.
+
+A torch.fx graph of calls on plain local tensors, with what goes in and what comes out. ``str(program)`` is its text
+(:mod:`.program_text`); ``program.module()`` its picture in Python, a ``GraphModule``. While a program is made and
+changed by rank passes, ``node.meta["shardfx"]`` is the planned node that a call comes from.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
-from shardfx.ir.graph import Input, Output
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Input, Node, Output
+from shardfx.ir.mesh import Mesh
+
+from .rank_module import Origin, RankModule
 
 
-@dataclass(frozen=True)
-class Program:
-    """A rank's module, with what goes in and what comes out, in order."""
+@dataclass(eq=False)
+class RankProgram:
+    """The program of one rank.
 
-    module: fx.GraphModule
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
+    Args:
+        rank, mesh: whose it is.
+        graph: calls of torch's ops and of :data:`shardfx.ir.ops.local_ops.LOCAL_OPS`, in the order in which they run.
+        inputs: of the planned graph, one for each placeholder; ``outputs``: one for each result.
+        parts: what ``graph`` calls by ``call_module``.
+        constants: tensors that a module holds which somebody changed, by the name of its attribute.
+        comments: what stands behind a line of code, by the name of its node.
+    """
 
-
-@dataclass(frozen=True)
-class Code:
-    """A rank's program as an fx graph, not compiled: half of a module's time goes into that."""
-
+    rank: int
+    mesh: Mesh
     graph: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
+    parts: Mapping[str, fx.Graph] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    def module(self) -> RankModule:
+        """The program as a ``GraphModule``: for people, ``torch.compile`` and export; made anew at each call."""
+        return RankModule.of(self.graph, self.rank, self.comments(), self.constants)
+
+    def comments(self) -> dict[str, str]:
+        """What stands behind each line of code: where it comes from; of an input, how it is placed."""
+        found: dict[str, str] = {}
+        inputs = iter(self.inputs)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                given = next(inputs, None)
+                if given is not None and given.value.spec is not None:
+                    found[node.name] = f"{given.name}: {given.value.spec.text(given.value.shape)}"
+            elif isinstance(made := node.meta.get("shardfx"), Node) and (where := str(made.where)):
+                found[node.name] = where
+        return found
+
+    def changed(self, module: fx.GraphModule) -> RankProgram:
+        """A module that somebody made of this program's, proven and run like any other.
+
+        Raises:
+            Error: it does not take and give as many tensors as the plan.
+        """
+        planned = {node.outs[0].name: node for node in self.planned().values() if node.outs}
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in module.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            origin = node.meta.get("shardfx")
+            env[node].meta = {k: v for k, v in node.meta.items() if k != "shardfx"}
+            if isinstance(origin, Origin) and origin.value in planned:
+                env[node].meta["shardfx"] = planned[origin.value]
+            elif isinstance(origin, Node):
+                env[node].meta["shardfx"] = origin
+        self._check(graph)
+        names = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+        return replace(self, graph=graph, constants={name: _attribute(module, name) for name in names})
+
+    def planned(self) -> dict[fx.Node, Node]:
+        """The planned node that each call comes from."""
+        found = {node: node.meta.get("shardfx") for node in self.graph.nodes}
+        return {node: made for node, made in found.items() if isinstance(made, Node)}
+
+    def copy(self) -> RankProgram:
+        """Another program of the same content."""
+        graph, env = fx.Graph(), dict[fx.Node, Any]()
+        for node in self.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        return replace(self, graph=graph)
+
+    def result(self) -> fx.Node:
+        """The node that returns."""
+        found: fx.Node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return found
+
+    def _check(self, graph: fx.Graph) -> None:
+        takes = sum(node.op == "placeholder" for node in graph.nodes)
+        ends = [node for node in graph.nodes if node.op == "output"]
+        gives = ends[0].args[0] if ends and ends[0].args else ()
+        count = len(gives) if isinstance(gives, (tuple, list)) else 1
+        if takes != len(self.inputs) or count != len(self.outputs):
+            raise Error(
+                "this module is not a program of this plan",
+                where=f"rank {self.rank}",
+                expected=f"{len(self.inputs)} inputs and {len(self.outputs)} results, as pm.rank_module({self.rank})",
+                got=f"{takes} inputs and {count} results",
+                remedy="change what pm.rank_module(rank) of this plan gives",
+            )
+
+    def __str__(self) -> str:
+        from .program_text import print_program
+
+        return print_program(self)
+
+
+def _attribute(module: fx.GraphModule, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

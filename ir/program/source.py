@@ -1,21 +1,159 @@
-"""How arguments of a program's nodes are written in Python."""
+"""The one writer of Python: a program as the source of a function, each value let go after its last use.
+
+What a call does is the program's; *how* it is done may be an engine's (:class:`Forms`): which pool stands behind
+``memory.empty``, how a backend reduces and scatters, that a virtual rank yields where others are needed.
+
+    def program(x, w):
+        mm = _mm(x, w)
+        x = None
+        all_reduce = yield _Request, mm, None
+        return (all_reduce,)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import linecache
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
+import torch
 from torch import fx
 
+from .rank_program import RankProgram
+from .sharing import destination
 
-def raised_at(error: BaseException, file: str) -> int | None:
-    """The line of a generated program that an exception came through."""
-    trace, line = error.__traceback__, None
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+Watch = Callable[[fx.Node, Any, tuple[Any, ...]], None]
+"""Looks at what a call made of its operands."""
+_number = count()
+
+
+@dataclass(frozen=True)
+class Forms:
+    """How an engine does some calls.
+
+    Args:
+        instead: function -> what is called in its place.
+        ask: of a node, what a coroutine yields beside its first operand and the memory that its result goes into;
+            None where it calls the function itself.
+    """
+
+    instead: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
+    ask: Callable[[fx.Node], Any | None] | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A program's source, compiled, which knows the node of each of its lines."""
+
+    text: str
+    start: Callable[..., Any]
+    nodes: tuple[fx.Node, ...]
+    lines: tuple[fx.Node | None, ...]
+    file: str
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        return self.start(*inputs)
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """The node that raised; None if it was none of the program's."""
+        trace, line = error.__traceback__, None
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == self.file:
+                line = trace.tb_lineno
+            trace = trace.tb_next
+        return self.lines[line - 1] if line is not None and line <= len(self.lines) else None
+
+    def position(self, node: fx.Node | None) -> int:
+        """How many ops of the plan stand before a node: the same on all ranks, whatever helps stand between."""
+        made = [each.meta.get("shardfx") for each in self.nodes[: self.nodes.index(node)]] if node is not None else []
+        return len({id(op) for op in made})
+
+
+def write_source(program: RankProgram, forms: Forms | None = None, watch: Watch | None = None) -> Source:
+    """The source of a program. ``watch`` is shown every result."""
+    return _Writer(program, forms or Forms(), watch).source()
+
+
+class _Writer:
+    def __init__(self, program: RankProgram, forms: Forms, watch: Watch | None) -> None:
+        self.program, self.forms, self.watch = program, forms, watch
+        self.nodes = tuple(program.graph.nodes)
+        self.local = {node.name for node in self.nodes}
+        self.scope: dict[str, Any] = {}
+        self.lines: list[str] = []
+        self.owners: list[fx.Node | None] = []
+
+    def source(self) -> Source:
+        inputs = [node.name for node in self.nodes if node.op == "placeholder"]
+        self._add(None, f"def program({', '.join(inputs)}):")
+        dying = self._dying()
+        for node in self.nodes:
+            if node.op == "placeholder":
+                continue
+            self._add(node, f"    {self._statement(node)}")
+            if self.watch is not None and node.op == "call_function":
+                operands = "".join(f"{used.name}, " for used in node.all_input_nodes)
+                self._add(node, f"    {self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
+            gone = [name for name in dying.get(node, ()) if name not in inputs]
+            if gone and node.op != "output":
+                self._add(node, f"    {' = '.join(gone)} = None")
+        if self.forms.ask is not None:
+            self._add(None, "    yield")  # a coroutine, whether it asks for something or not
+        text, file = "\n".join(self.lines) + "\n", f"<shardfx program {next(_number)}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+        exec(compile(text, file, "exec"), self.scope)
+        return Source(text, self.scope["program"], self.nodes, tuple(self.owners), file)
+
+    def _add(self, node: fx.Node | None, line: str) -> None:
+        self.lines.append(line)
+        self.owners.append(node)
+
+    def _dying(self) -> dict[fx.Node, list[str]]:
+        """After which node each value is let go."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            if node.op == "call_function" and not node.users:
+                last[node] = node
+            for used in node.all_input_nodes:
+                last[used] = node
+        dying: dict[fx.Node, list[str]] = {}
+        for used, user in last.items():
+            dying.setdefault(user, []).append(used.name)
+        return dying
+
+    def _statement(self, node: fx.Node) -> str:
+        if node.op == "output":
+            return f"return {self._text(tuple(node.args[0]))}"  # type: ignore[arg-type]
+        if node.op == "get_attr":
+            return f"{node.name} = {self._name(self.program.constants[str(node.target)])}"
+        if node.op == "call_module":
+            called = self._name(self.program.parts[str(node.target)])
+            return f"{node.name} = {called}({', '.join(map(self._text, node.args))})"
+        asked = self.forms.ask(node) if self.forms.ask is not None else None
+        if asked is not None:
+            into = destination(node)
+            at = "None" if into is None else into.name
+            return f"{node.name} = yield {self._name(asked)}, {self._text(node.args[0])}, {at}"
+        function = self.forms.instead.get(node.target, node.target)
+        parts = [self._text(a) for a in node.args] + [f"{k}={self._text(a)}" for k, a in node.kwargs.items()]
+        return f"{node.name} = {self._name(function)}({', '.join(parts)})"
+
+    def _text(self, arg: Any) -> str:
+        return argument_text(arg, self._name)
+
+    def _name(self, thing: Any) -> str:
+        """A global name for an object. Ops are bound to what their Python wrapper calls."""
+        if isinstance(thing, torch._ops.OpOverload):
+            name, thing = f"_{thing._opname}_{thing._overloadname}".removesuffix("_default"), thing._op
+        else:
+            name = f"_{getattr(thing, '__name__', type(thing).__name__)}"
+        name = name if name.isidentifier() else "_thing"
+        while name in self.local or self.scope.setdefault(name, thing) is not thing:
+            name += "_"
+        return name
 
 
 def argument_text(arg: Any, name: Callable[[Any], str]) -> str:
@@ -24,5 +162,6 @@ def argument_text(arg: Any, name: Callable[[Any], str]) -> str:
         return arg.name
     if isinstance(arg, (list, tuple)):
         body = ", ".join(argument_text(a, name) for a in arg)
-        return f"[{body}]" if isinstance(arg, list) else f"({body},)"
-    return repr(arg) if isinstance(arg, (int, float, bool, str, type(None))) else name(arg)
+        return f"[{body}]" if isinstance(arg, list) else f"({body}{',' if arg else ''})"
+    plain = isinstance(arg, (int, bool, str, type(None))) or (isinstance(arg, float) and math.isfinite(arg))
+    return repr(arg) if plain else name(arg)

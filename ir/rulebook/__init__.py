@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from shardfx.ir.rulebook.arithmetic import attention, conv, create, linalg, matmul, norm, pointwise, pool, reduce
-from shardfx.ir.rulebook.movement import lookup, rearrange, scatter, views
 from shardfx.ir.rules.book import RuleBook
 
+from .arithmetic import attention, class_loss, conv, create, linalg, matmul, norm, pointwise, pool, reduce
+from .movement import lookup, rearrange, scatter, slices, views
+
 CATEGORIES = {
-    "pointwise": pointwise.RULES,
-    "views": views.RULES,
-    "matmul": matmul.RULES,
-    "reduce": reduce.RULES,
-    "norm": norm.RULES,
-    "linalg": linalg.RULES,
-    "conv": conv.RULES,
-    "pool": pool.RULES,
-    "index": lookup.RULES,
-    "scatter": scatter.RULES,
-    "moves": rearrange.RULES,
-    "attention": attention.RULES,
-    "create": create.RULES,
+    module.__name__.rpartition(".")[2]: module.RULES
+    for module in (
+        *(pointwise, matmul, attention, linalg, reduce, norm, conv, pool, class_loss, create),
+        *(views, slices, rearrange, lookup, scatter),
+    )
 }
-"""The rules by kind of op; ops that carry torch's pointwise tag have theirs beside them."""
+"""The rules by kind of op, which is a file; ops that carry torch's pointwise tag have theirs beside them."""
 
 BUILT_IN = tuple(entry for entries in CATEGORIES.values() for entry in entries)
 

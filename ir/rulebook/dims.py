@@ -1,26 +1,77 @@
-"""What rules that are functions of the node have in common."""
+"""What rules have in common: names of ops, texts of tensors that hang on the node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
-from shardfx.ir.graph import Node
-from shardfx.ir.rules.sharding_rule import Dim
+import torch
 
-FIRST = (frozenset({0}),)
-"""The first operand may be a partial sum."""
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.rules.book import Contiguous, replicated, rule
+from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.schema import argument, given_tensors
+from shardfx.ir.rules.sharding_rule import ShardingRule
+
+__all__ = ["Indexed", "argument", "at_dim", "given_tensors", "indexed", "moves", "ops", "packed", "untouched", "words"]
+
+moves = functools.partial(rule, linear="0", moves_only=True)
+"""The rule of an op that only moves the elements of its first operand about."""
+packed = functools.partial(rule, contiguous=Contiguous.ALL)
+"""The rule of an op whose kernel takes tensors of one memory layout."""
 
 
-def names(shape: Sequence[int], prefix: str = "d") -> tuple[list[Dim], dict[str, int]]:
-    """A factor for every dim, and their sizes."""
-    return [(f"{prefix}{i}",) for i in range(len(shape))], {f"{prefix}{i}": s for i, s in enumerate(shape)}
+def ops(names: str) -> tuple[Any, ...]:
+    """The ops of these names: of aten, with or without an overload, or of another ``namespace::``."""
+    found = []
+    for name in names.split():
+        namespace, _, rest = name.rpartition("::")
+        found.append(functools.reduce(getattr, rest.split("."), getattr(torch.ops, namespace or "aten")))
+    return tuple(found)
 
 
-def argument(node: Node, *called: str) -> Any:
-    """The value of the argument that the op's schema calls so; its default if it is not given, None if there is
-    none."""
-    for i, each in enumerate(node.op._schema.arguments):
-        if each.name in called:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(each.name, each.default_value)
-    return None
+def words(names: Iterable[str], whole: Collection[str] = ()) -> str:
+    """The text of a tensor with a factor for each dim, some of them whole."""
+    return " ".join(f"{name}!" if name in whole else name for name in names)
+
+
+def at_dim(emit: Emit, tensor: Value) -> int:
+    """The dim that the node's ``dim`` names, of one of its tensors."""
+    dim: int = argument(emit.node, "dim") % max(tensor.type.ndim, 1)
+    return dim
+
+
+def untouched(node: Node) -> ShardingRule:
+    """Of an op that counts through all elements nothing is cut, but all floats may be partial sums together."""
+    floats = [str(i) for i, value in enumerate(node.operands) if value.type.dtype.is_floating_point]
+    return replicated(node, "&".join(floats))
+
+
+class Indexed(NamedTuple):
+    """``x[indices]``: the texts of x and of the indices, the factors of the result, the dims of x without an index."""
+
+    table: str
+    indices: str
+    result: list[str]
+    kept: list[int]
+
+
+def indexed(node: Node, letter: str, mark: str = "") -> Indexed | None:
+    """Indexed dims are whole, those of the indices (which are broadcast) may be cut; None for masks.
+
+    Args:
+        letter: of the dims of x.
+        mark: ``!`` where the dims of the indices are whole.
+    """
+    indices = argument(node, "indices")
+    at = [i for i, index in enumerate(indices) if index is not None]
+    if not at or any(indices[i].type.dtype in (torch.bool, torch.uint8) for i in at):
+        return None
+    ndim = len(torch.broadcast_shapes(*(indices[i].shape for i in at)))
+    kept = [i for i in range(node.operands[0].type.ndim) if i not in at]
+    first = [i for i in kept if i < at[0]] if at == list(range(at[0], at[0] + len(at))) else []
+    own = [f"i{j}{mark}" for j in range(ndim)]
+    result = [*(f"{letter}{i}" for i in first), *own, *(f"{letter}{i}" for i in kept if i not in first)]
+    table = words((f"{letter}{i}" for i in range(node.operands[0].type.ndim)), {f"{letter}{i}" for i in at})
+    return Indexed(table, ", ".join("~" if each is None else f"~{words(own)}" for each in indices), result, kept)

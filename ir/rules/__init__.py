@@ -1,10 +1,11 @@
 """What may be cut of an op, as data; see docs/writing_rules.md."""
 
 from .book import Contiguous, RuleBook, RuleEntry, rule
-from .local import Emit, Share
-from .sharding_rule import ShardingRule
+from .local import Emit, Share, add_once, mine, others_zero, reshaped
+from .schema import argument, tensor_slots
+from .sharding_rule import ShardingRule, rule_text
 from .strategy import strategy
-from .template import Template, tensor_slots
+from .template import Template
 
 __all__ = [
     "Contiguous",
@@ -14,7 +15,13 @@ __all__ = [
     "ShardingRule",
     "Share",
     "Template",
+    "add_once",
+    "argument",
+    "mine",
+    "others_zero",
+    "reshaped",
     "rule",
+    "rule_text",
     "strategy",
     "tensor_slots",
 ]

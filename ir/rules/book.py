@@ -5,26 +5,29 @@ A rule is an einsum over *factors*, in the spirit of Shardy's::
     rule(aten.mm.default, "m k, k n -> m n", linear="0|1")
 
 A factor that is missing from *one* result makes *that* result partial over the axes that cut the factor.
-``linear`` says which operands may be partial sums: ``"0|1"`` one of them at a time, ``"0&1"`` both together.
-An operand that is optional and not given is left out of the template. What no template can say is said by a
-function of the node that returns a :class:`ShardingRule`. From a rule follow all strategies of an op, for any
-number of mesh axes: see :func:`shardfx.ir.rules.strategy.strategy`.
+``linear`` says which operands may be partial sums: ``"0|1"`` one of them at a time, ``"0&1"`` both together,
+``"&"`` all. An operand that is optional and not given is left out of the template. Where the template hangs on the
+node, a function of the node gives it, or a whole :class:`ShardingRule`. From a rule follow all strategies of an op,
+for any number of mesh axes: see :func:`shardfx.ir.rules.strategy.strategy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 
+from .binding import Tensor
 from .local import TARGETS, Emit, is_cut
 from .sharding_rule import Dim, ShardingRule
-from .template import Template
+from .template import ALL, Template, parse_linear, parse_tensor, template
 
 
 def perform(entry: RuleEntry | None, emit: Emit) -> Any:
@@ -34,7 +37,37 @@ def perform(entry: RuleEntry | None, emit: Emit) -> Any:
     args = emit.args
     if entry is not None and entry.shape_arg is not None:
         args = (*args[: entry.shape_arg], list(emit.result_shape(0)), *args[entry.shape_arg + 1 :])
+    if entry is not None and entry.sized and is_cut(emit.node):
+        args = sized_args(entry, emit, args)
     return emit.call(TARGETS.get(emit.node.op, emit.node.op), *args, **emit.kwargs)
+
+
+def sized_args(entry: RuleEntry, emit: Emit, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with the rank's own sizes for those that ``sized`` names."""
+    rule = entry.make(emit.node)
+    assert rule is not None
+    changed = list(args)
+    for name, tensor in entry.sized:
+        place = next(i for i, each in enumerate(emit.node.op._schema.arguments) if each.name == name)
+        if place < len(args) and args[place] is not None:
+            local = [local_size(rule, emit, dim) for dim in tensor.factors(rule.sizes)]
+            changed[place] = local if isinstance(args[place], (list, tuple)) else local[0]
+    return tuple(changed)
+
+
+def local_size(rule: ShardingRule, emit: Emit, dim: Dim) -> int:
+    """How much this rank has of a dim of these factors: from a tensor dim that is made of them and of whole ones."""
+    if not dim:
+        return 1
+    made = [dims for dims in rule.results if dims is not None]
+    for i, dims in enumerate((*rule.operands, *made)):
+        for d, each in enumerate(dims):
+            rest = [f for f in each if f not in dim]
+            if len(each) == len(dim) + len(rest) and rule.whole.issuperset(rest):
+                operands = len(rule.operands)
+                shape = emit.operand_shape(i) if i < operands else emit.result_shape(i - operands)
+                return shape[d] // math.prod(rule.sizes[f] for f in rest)
+    raise Error("no tensor of the node has a dim of these factors", expected=" ".join(dim), got=str(emit.node.op))
 
 
 class Contiguous(Enum):
@@ -53,17 +86,18 @@ MakeLocal = Callable[[Emit], Any]
 class RuleEntry:
     """A rule in a rule book: for which ops, and how one rank's version of a node is written.
 
-    ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``local``
-    writes anything else; ``free`` says that the op costs next to nothing, so that it may be done once per placement
-    that is needed of its result; ``contiguous`` which memory layout its kernel takes; ``expand`` says that where a
-    whole factor is in the way the op may be taken apart into its decomposition (True: torch's own); ``discovered``
-    that nobody wrote it: it is found by running the op.
+    ``shape_arg`` names an argument that is the result's shape, to be replaced by the local one; ``sized`` arguments
+    that are the sizes of dims; ``local`` writes anything else; ``free`` says that the op costs next to nothing, so that
+    it may be done once per placement that is needed of its result; ``contiguous`` which memory layout its kernel takes;
+    ``expand`` says that where a whole factor is in the way the op may be taken apart into its decomposition (True:
+    torch's own); ``discovered`` that nobody wrote it: it is found by running the op.
     """
 
     ops: tuple[Any, ...]
     make: MakeRule
     text: str = ""
     shape_arg: int | None = None
+    sized: tuple[tuple[str, Tensor], ...] = ()
     local: MakeLocal | None = None
     expand: bool | Callable[..., Any] = False
     free: bool = False
@@ -73,21 +107,25 @@ class RuleEntry:
 
 def rule(
     ops: Any,
-    template: str | MakeRule,
+    form: str | Callable[[Node], str | Template | ShardingRule | None],
     *,
     linear: str = "",
     reduce: str = "sum",
     moves_only: bool = False,
+    transparent: bool = False,
     shape_arg: int | None = None,
+    sized: Mapping[str, str] | None = None,
     local: MakeLocal | None = None,
     expand: bool | Callable[..., Any] = False,
     free: bool = False,
     contiguous: Contiguous = Contiguous.ANY,
 ) -> RuleEntry:
-    """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"`` or from a function of the node.
+    """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"``, or from a function of the node that gives one
+    (or a whole :class:`ShardingRule`; None where there is no rule for this node).
 
     Args:
         ops: an ``OpOverload``, an ``OpOverloadPacket`` (all its overloads), or a tuple of them.
+        sized: arguments that are sizes, and of which dims: ``{"group": "g"}``.
 
     Raises:
         Error: the template cannot be read.
@@ -96,11 +134,22 @@ def rule(
 
         rule(torch.ops.mylib.scale_rows.default, "n d, n -> n d", linear="0|1")
     """
+
+    def read(text: str) -> Template:
+        return template(text, linear, reduce, moves_only, transparent)
+
+    def make(node: Node) -> ShardingRule | None:
+        assert not isinstance(form, str)
+        made = form(node)
+        if isinstance(made, str):
+            made = read(made)
+        return made(node) if isinstance(made, Template) else made
+
     given = ops if isinstance(ops, tuple) else (ops,)
-    if isinstance(template, str):
-        parsed = Template(template, linear, reduce, moves_only)
-        return RuleEntry(given, parsed, template, shape_arg, local, expand, free, contiguous)
-    return RuleEntry(given, template, template.__name__, shape_arg, local, expand, free, contiguous)
+    text = form if isinstance(form, str) else form.__name__
+    follow = tuple((name, parse_tensor(dims)) for name, dims in (sized or {}).items())
+    made = read(form) if isinstance(form, str) else make
+    return RuleEntry(given, made, text, shape_arg, follow, local, expand, free, contiguous)
 
 
 Fallback = Callable[[Any], "RuleEntry | None"]
@@ -151,8 +200,8 @@ class RuleBook:
         return iter(self._by_op.items())
 
 
-def replicated(node: Node) -> ShardingRule:
-    """The rule of an op that has none: nothing may be cut."""
+def replicated(node: Node, linear: str = "") -> ShardingRule:
+    """The rule of an op of which nothing may be cut; partial sums of some operands may pass."""
     sizes: dict[str, int] = {}
 
     def dims(prefix: str, value: Value) -> tuple[Dim, ...]:
@@ -162,4 +211,5 @@ def replicated(node: Node) -> ShardingRule:
 
     operands = tuple(dims(f"a{i}_", v) for i, v in enumerate(node.operands))
     results = tuple(None if v is None else dims(f"r{i}_", v) for i, v in enumerate(node.results))
-    return ShardingRule(operands, results, sizes, frozenset(sizes))
+    groups = tuple(frozenset(range(len(operands))) if g is ALL else g for g in parse_linear(linear))
+    return ShardingRule(operands, results, sizes, frozenset(sizes), groups)

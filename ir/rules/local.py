@@ -95,3 +95,42 @@ class Emit(Protocol):
 
     def result_shape(self, result: int) -> tuple[int, ...]:
         """The local shape of a result."""
+
+
+def reshaped(emit: Emit) -> Any:
+    """Where the op would take a piece for something else, its result is the piece in the local shape."""
+    return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
+
+
+def mine(emit: Emit, index: Any, start: int, length: int) -> tuple[Any, Any]:
+    """The index within this rank's range (clamped), and where it lies outside."""
+    local = emit.call(aten.sub.Tensor, index, start) if start else index
+    low = emit.call(aten.lt.Scalar, local, 0)
+    high = emit.call(aten.ge.Scalar, local, length)
+    return emit.call(aten.clamp.default, local, 0, max(length - 1, 0)), emit.call(aten.logical_or.default, low, high)
+
+
+def others_zero(emit: Emit, found: Any, outside: Any, *, rows: bool = False) -> Any:
+    """What was found within this rank's range, and zeros for the rest: the sum over the ranks is the whole."""
+    where = emit.call(aten.unsqueeze.default, outside, -1) if rows else outside
+    return emit.call(aten.masked_fill.Scalar, found, where, 0)
+
+
+def nothing(emit: Emit, like: Any) -> Any:
+    """Zeros of the local shape, from a rank that has nothing to look up."""
+    return emit.call(aten.new_zeros.default, like, list(emit.result_shape(0)))
+
+
+def add_once(emit: Emit) -> Any:
+    """What is added to is added by the rank that holds the first part of the values; the others add to zeros."""
+    made = emit.node.strategy
+    assert made is not None
+    held = made.operands[0].axes
+    if any(
+        emit.operand_bounds(t, d)[0]
+        for t, spec in enumerate(made.operands[1:], 1)
+        for d, cut in enumerate(spec.dims)
+        if not set(cut.axes) <= set(held)
+    ):
+        return emit.call(emit.node.op, emit.call(aten.zeros_like.default, emit.args[0]), *emit.args[1:], **emit.kwargs)
+    return emit.call(emit.node.op, *emit.args, **emit.kwargs)

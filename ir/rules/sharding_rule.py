@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,3 +51,20 @@ class ShardingRule:
 
     def dim_sizes(self, dim: Dim) -> list[int]:
         return [self.sizes[f] for f in dim]
+
+
+def rule_text(rule: ShardingRule) -> str:
+    """A rule as a template: ``a b!, a -> a b!``."""
+
+    def word(factor: str) -> str:
+        return factor + ("!" if factor in rule.whole else "")
+
+    def tensor(dims: Iterable[Dim]) -> str:
+        texts = []
+        for dim in dims:
+            inside = " ".join(map(word, dim)) or "1"
+            texts.append(f"({inside})" if len(dim) > 1 else inside)
+        return " ".join(texts)
+
+    made = ", ".join(tensor(dims) for dims in rule.results if dims is not None)
+    return f"{', '.join(map(tensor, rule.operands))} -> {made}"

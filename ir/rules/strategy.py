@@ -1,11 +1,12 @@
-"""From cuts of factors to the placements of all tensors of a node."""
+"""From cuts of factors to the placements of all tensors of a node, and back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from shardfx.ir.cut import WHOLE, Cut, Part, compound
-from shardfx.ir.graph import Strategy
+from shardfx.ir.cut import WHOLE, Cut, Part, compound, project
+from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
@@ -57,3 +58,40 @@ def strategy(
         ordered = sorted(passed + made, key=lambda pair: mesh.order(pair[0]))
         results.append(Spec(place(made_dims, cuts, rule, mesh), tuple(ordered)))
     return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in cuts.items() if c.axes))
+
+
+def factor_cuts(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, Cut]:
+    """The cuts of the factors by which a node's strategy was made: the inverse of :func:`strategy`.
+
+    The strategy names the axes of each factor; where they cut a sub-dim of it, that is read off a tensor that has it.
+    """
+    made = node.strategy
+    assert made is not None
+    cuts = {}
+    for factor, axes in made.cuts:
+        cuts[factor] = Cut(axes)
+        for is_operand, t, d, place in rule.factors[factor]:
+            specs, dims = (made.operands, rule.operands) if is_operand else (_specs(rule, made), rule.results)
+            tensor, spec = dims[t], specs[t]
+            assert tensor is not None and spec is not None
+            sizes = rule.dim_sizes(tensor[d])
+            found = project(spec.dims[d], math.prod(sizes), sizes, mesh)
+            if found is not None and found[place].axes == axes:
+                cuts[factor] = found[place]
+                break
+    return cuts
+
+
+def _specs(rule: ShardingRule, made: Strategy) -> list[Spec | None]:
+    """What a strategy gives to each result, and None to those that are no tensors."""
+    given = iter(made.results)
+    return [None if dims is None else next(given) for dims in rule.results]
+
+
+def partial_operands(made: Strategy) -> dict[str, tuple[str, frozenset[int]]]:
+    """axis -> (reduction, the operands that are partial over it), as :func:`strategy` takes it."""
+    found: dict[str, tuple[str, frozenset[int]]] = {}
+    for i, spec in enumerate(made.operands):
+        for axis, kind in spec.partial:
+            found[axis] = (kind, found.get(axis, (kind, frozenset[int]()))[1] | {i})
+    return found

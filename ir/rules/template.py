@@ -1,24 +1,63 @@
-"""Rules as text: ``"m k, k n -> m n"`` becomes the rule of a node.
+"""Rules as text: ``"m k, k n -> m n"`` says of each operand, then of each result, the factor of each dim.
 
-m k        the dims of an operand, in order          n..   any number of leading dims
-(h d)      a dim that is the product of factors      1     a dim of size one
-k!         a factor that must be whole
+m k        the dims of a tensor, in order            1     a dim of size one
+(h d)      a dim that is the product of factors      k!    a factor that must be whole
+n..        any number of dims, each its own factor; a tensor may have fewer of the first ones, or ones of size one
+h*2        two dims; ``h*sizes``: as many as the argument is long; ``1*h``: as many as the factor has
+k@dim      this dim stands where the argument says (or the number), the others around it in order. A list names
+           several dims, None all. ``1@dim``: a dim of size one, if such are kept
+k!causal   whole if the argument is true (``!reduction=1``: if it is 1)
+~m n       a tensor that is broadcast to these dims: the first ones may be missing
+x, ...     the same for each tensor that follows, if there are any
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import functools
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value, op_name
 
-from .sharding_rule import Dim, ShardingRule
+from .binding import Key, Mark, Tensor, Word, bind
+from .schema import argument, given_tensors, has_argument, tensor_slots
+from .sharding_rule import ShardingRule
+
+__all__ = ["Template", "parse_linear", "template", "tensor_slots"]
+
+ALL = frozenset({-1})
+"""The group of all operands, written ``&``."""
+WORD = re.compile(r"(\([^()]*\)|\w+)(\.\.|\*\w+)?(@-?\w+)?(!(?:\w+(?:=\w+)?)?)?")
 
 
 def parse_linear(text: str) -> tuple[frozenset[int], ...]:
+    """``"0|1&2"``: the sets of operands that may be partial sums together."""
+    if text == "&":
+        return (ALL,)
     return tuple(frozenset(int(i) for i in group.split("&")) for group in text.split("|")) if text else ()
+
+
+def parse_tensor(text: str, marks: dict[str, Mark] | None = None) -> Tensor:
+    """The words of one tensor; factors that are whole are put into ``marks``."""
+    found = {} if marks is None else marks
+    words = []
+    for body, count, at, mark in WORD.findall(text):
+        inside = [factor.partition("!") for factor in body.strip("()").split()]
+        factors = tuple(name for name, _, _ in inside)
+        found.update({name: _mark(condition) for name, sign, condition in inside if sign})
+        if mark:
+            found.update(dict.fromkeys(factors, _mark(mark[1:])))
+        words.append(Word(() if factors == ("1",) else factors, count.lstrip("*"), at[1:]))
+    if WORD.sub("", text).strip() not in ("", "~"):
+        raise Error("a rule's template has a word that cannot be read", expected="such as k! or n..", got=text)
+    return Tensor(tuple(words), text.startswith("~"))
+
+
+def _mark(condition: str) -> Mark:
+    called, _, value = condition.partition("=")
+    return called, value
 
 
 @dataclass(frozen=True)
@@ -29,151 +68,92 @@ class Template:
     linear: str = ""
     reduce: str = "sum"
     moves_only: bool = False
-    operands: tuple[tuple[Dim, ...], ...] = field(init=False)
-    results: tuple[tuple[Dim, ...], ...] = field(init=False)
+    transparent: bool = False
+    operands: tuple[Tensor, ...] = field(init=False, compare=False)
+    results: tuple[Tensor, ...] = field(init=False, compare=False)
+    more: tuple[bool, bool] = field(init=False, compare=False)
+    marks: dict[str, Mark] = field(init=False, compare=False)
+    """The factors that are whole: always, or by the value of an argument."""
+    names: tuple[str, ...] = field(init=False, compare=False)
+    """The arguments that the template asks for."""
+    groups: tuple[frozenset[int], ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         left, arrow, right = self.text.partition("->")
         if not arrow:
             raise Error("a rule's template has no arrow", expected="such as 'm k, k n -> m n'", got=self.text)
-        object.__setattr__(self, "operands", tuple(self._tensor(t) for t in left.split(",")) if left.strip() else ())
-        object.__setattr__(self, "results", tuple(self._tensor(t) for t in right.split(",")))
+        sides = [[t.strip() for t in left.split(",")] if left.strip() else [], [t.strip() for t in right.split(",")]]
+        more = tuple(bool(side) and side[-1] == "..." for side in sides)
+        marks: dict[str, Mark] = {}
+        tensors = [
+            tuple(parse_tensor(t, marks) for t in (side[:-1] if repeats else side))
+            for side, repeats in zip(sides, more, strict=True)
+        ]
+        words = [word for side in tensors for tensor in side for word in tensor.words]
+        named = [*(w.at for w in words), *(w.many for w in words), *(name for name, _ in marks.values())]
+        letters = {"", "..", *(factor for word in words for factor in word.factors)}
+        names = (name for name in named if name not in letters and not name.lstrip("-").isdigit())
+        found = {
+            "operands": tensors[0],
+            "results": tensors[1],
+            "more": more,
+            "marks": marks,
+            "names": tuple(dict.fromkeys(names)),
+            "groups": parse_linear(self.linear),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
-    def _tensor(self, text: str) -> tuple[Dim, ...]:
-        dims: list[Dim] = []
-        compound_dim: list[str] | None = None
-        for word in text.replace("(", " ( ").replace(")", " ) ").split():
-            if word == "(":
-                compound_dim = []
-            elif word == ")":
-                if compound_dim is None:
-                    raise Error("a ')' without '(' in a rule's template", got=self.text)
-                dims.append(tuple(compound_dim))
-                compound_dim = None
-            elif compound_dim is not None:
-                compound_dim.append(word)
-            else:
-                dims.append(() if word == "1" else (word,))
-        return tuple(dims)
+    def __call__(self, node: Node, sizes: tuple[tuple[str, int], ...] = ()) -> ShardingRule:
+        """The rule of a node.
 
-    def __call__(self, node: Node) -> ShardingRule:
-        slots = tensor_slots(node)
-        if len(slots) != len(self.operands):
+        Args:
+            sizes: those of factors that do not follow from the shapes.
+
+        Raises:
+            Error: the node has other tensors than the template.
+        """
+        slots = given_tensors(node)
+        if len(slots) < len(self.operands) - self.more[0] or (len(slots) > len(self.operands) and not self.more[0]):
             raise Error(
                 f"the rule of {op_name(node.op)} does not fit its tensor arguments",
                 where=str(node.where),
                 expected=f"{len(self.operands)} as in {self.text!r}",
                 got=len(slots),
             )
-        given = [(d, v.shape) for d, v in zip(self.operands, slots, strict=True) if v is not None]
-        position = {slot: i for i, slot in enumerate(j for j, v in enumerate(slots) if v is not None)}
-        made = [(d, v.shape) for d, v in zip(self.results, node.results, strict=False) if v is not None]
-        tensors, sizes, whole = self._bind(given + made)
-        operands, rest = tuple(tensors[: len(given)]), iter(tensors[len(given) :])
-        results = tuple(None if v is None else next(rest) for v in node.results)
-        linear = tuple(
-            frozenset(position[i] for i in group if i in position)
-            for group in parse_linear(self.linear)
-            if any(i in position for i in group)
-        )
-        return ShardingRule(operands, results, sizes, frozenset(whole), linear, self.reduce, self.moves_only)
-
-    def _bind(
-        self, tensors: Sequence[tuple[tuple[Dim, ...], Sequence[int]]]
-    ) -> tuple[list[tuple[Dim, ...]], dict[str, int], set[str]]:
-        """The factors of each tensor's dims, the sizes of the factors, and those that are whole.
-
-        Leading dims broadcast: a tensor may have fewer of them, or one of size 1 where another has more.
-        """
-        sizes: dict[str, int] = {}
-        whole = {f[:-1] for dims, _ in tensors for dim in dims if not _is_lead(dim) for f in dim if f.endswith("!")}
-        leads: dict[str, int] = {}
-        for dims, shape in tensors:
-            for dim in filter(_is_lead, dims):
-                leads[_base(dim)] = max(leads.get(_base(dim), 0), len(shape) - len(dims) + 1)
-        bound: list[tuple[Dim, ...]] = []
-        for dims, shape in tensors:
-            expanded: list[Dim] = []
-            for dim in dims:
-                if not _is_lead(dim):
-                    expanded.append(tuple(f.rstrip("!") for f in dim))
-                    continue
-                count = len(shape) - len(dims) + 1
-                names = [f"{_base(dim)}{i}" for i in range(leads[_base(dim)] - count, leads[_base(dim)])]
-                for name, size in zip(names, shape[len(expanded) :], strict=False):
-                    sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-                if "!" in dim[0]:
-                    whole.update(names)
-                expanded.extend((name,) for name in names)
-            if len(expanded) != len(shape):
-                raise Error(
-                    "a rule's template does not have as many dims as the tensor",
-                    expected=f"{len(shape)} dims for shape {tuple(shape)}",
-                    got=self.text,
-                )
-            bound.append(tuple(expanded))
-        pairs = [
-            (dim, size)
-            for dims, (_, shape) in zip(bound, tensors, strict=True)
-            for dim, size in zip(dims, shape, strict=True)
-        ]
-        self._solve(pairs, sizes)
-        leading = {f"{base}{i}" for base, count in leads.items() for i in range(count)}
-        return (
-            [
-                tuple(
-                    () if size == 1 and dim and dim[0] in leading and sizes[dim[0]] != 1 else dim
-                    for dim, size in zip(dims, shape, strict=True)
-                )
-                for dims, (_, shape) in zip(bound, tensors, strict=True)
-            ],
-            sizes,
-            whole,
-        )
-
-    def _solve(self, pairs: Sequence[tuple[Dim, int]], sizes: dict[str, int]) -> None:
-        """Find the sizes of all factors: each dim's size is the product of its factors'."""
-        open_pairs = list(pairs)
-        while open_pairs:
-            left = []
-            for dim, size in open_pairs:
-                unknown = [f for f in dim if f not in sizes]
-                known = math.prod(sizes[f] for f in dim if f in sizes)
-                broadcast = size == 1 and len(dim) == 1 and not unknown
-                if len(unknown) == 1 and (known == size == 0 or (known and size % known == 0)):
-                    sizes[unknown[0]] = size // known if known else 1
-                elif len(unknown) > 1:
-                    left.append((dim, size))
-                elif known != size and not broadcast:
-                    raise Error(
-                        "a tensor's dim does not fit the rule",
-                        expected=f"{' '.join(dim)} = {known}",
-                        got=f"size {size} in {self.text!r}",
-                    )
-            if len(left) == len(open_pairs):
-                raise Error("a rule's template leaves sizes open", expected=f"the sizes of {left[0][0]}", got=self.text)
-            open_pairs = left
+        unknown = [name for name in self.names if not has_argument(node.op, name)]
+        if unknown:
+            raise Error(
+                f"the rule of {op_name(node.op)} names an argument that the op does not have",
+                expected=", ".join(each.name for each in node.op._schema.arguments),
+                got=f"{', '.join(unknown)} in {self.text!r}",
+            )
+        arguments = tuple((name, _frozen(argument(node, name))) for name in self.names)
+        shapes = tuple(each.shape if isinstance(each, Value) else each is not None for each in slots)
+        made = tuple(None if value is None else value.shape for value in node.results)
+        return _rule(self, Key(shapes, made, arguments, sizes))
 
 
-def _is_lead(dim: Dim) -> bool:
-    return bool(dim) and ".." in dim[0]
+@functools.lru_cache(maxsize=8192)
+def _rule(template: Template, key: Key) -> ShardingRule:
+    """The rule of all nodes of the same shapes and arguments."""
+    operands, results, sizes, whole = bind(template.operands, template.results, template.marks, key)
+    position = {slot: i for i, slot in enumerate(j for j, s in enumerate(key.operands) if not isinstance(s, bool))}
+    numbers = {j for j, shape in enumerate(key.operands) if shape is True}
+    linear = []
+    for group in template.groups:
+        asked = set(range(len(key.operands))) if group is ALL else group
+        given = frozenset(position[i] for i in asked if i in position)
+        if given and not numbers & asked:  # what adds a number is not linear in the rest
+            linear.append(given)
+    return ShardingRule(
+        operands, results, sizes, whole, tuple(linear), template.reduce, template.moves_only, template.transparent
+    )
 
 
-def _base(dim: Dim) -> str:
-    return dim[0].replace("..", "").rstrip("!")
+template = functools.cache(Template)
+"""A template, parsed once."""
 
 
-def tensor_slots(node: Node) -> list[Value | None]:
-    """The tensor arguments that the op's schema names, in its order; None for an optional one that is not given."""
-    schema = node.op._schema.arguments
-    slots: list[Value | None] = []
-    for i, argument in enumerate(schema):
-        kind = str(argument.type)
-        if "Tensor" not in kind:
-            continue
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        if "List" in kind:
-            slots.extend(v if isinstance(v, Value) else None for v in value or ())
-        else:
-            slots.append(value if isinstance(value, Value) else None)
-    return slots
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value

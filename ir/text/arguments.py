@@ -1,11 +1,27 @@
-"""Arguments of nodes as text: dtypes and constants."""
+"""Arguments of nodes, types and placements as text, both ways: what ``write_x`` writes, ``read_x`` reads back.
+
+%2, [64, 512], None, -0.5, torch.float32, device("cpu")      arguments; a list stays a list, a tuple a tuple
+axes=[dp, tp], reduce=sum                                    keywords of our own ops: axes and words are bare
+bf16[8{dp}, (3 64{tp})] +{cp}                                a type and its placement; ``?`` says: not placed yet
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from shardfx.ir.cut import Cut, Part
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Value
+from shardfx.ir.spec import Spec, TensorType
+
+from .lexer import Line
+from .scope import PrintScope, ReadScope, checked
 
 DTYPES: dict[str, torch.dtype] = {
     **{f"f{n}": getattr(torch, f"float{n}") for n in (16, 32, 64)},
@@ -16,6 +32,147 @@ DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 """The short names of dtypes; any other is called as torch calls it."""
+SHORT = {dtype: name for name, dtype in DTYPES.items()}
 CONSTANTS: dict[str, Any] = {"None": None, "True": True, "False": False, "inf": math.inf, "nan": math.nan}
 """The words that stand for themselves as arguments."""
 TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+ARGUMENT = "a value, a number, a string, a list, None, True, torch.float32, ..."
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------
+
+
+def write_argument(arg: Any, scope: PrintScope) -> str:
+    """An argument of a node.
+
+    Raises:
+        Error: it has no text (a dict, say).
+    """
+    if isinstance(arg, Value):
+        return scope.use(arg)
+    if isinstance(arg, list):
+        return f"[{', '.join(write_argument(each, scope) for each in arg)}]"
+    if isinstance(arg, tuple):
+        return f"({', '.join(write_argument(each, scope) for each in arg)}{',' if len(arg) == 1 else ''})"
+    if arg is None or isinstance(arg, (bool, int, float)):
+        return repr(arg)
+    if isinstance(arg, str):
+        return json.dumps(str(arg))
+    if isinstance(arg, TORCH_CONSTANTS):
+        return str(arg)
+    if isinstance(arg, torch.device):
+        return f"device({json.dumps(str(arg))})"
+    if isinstance(arg, complex):
+        return f"complex({arg.real!r}, {arg.imag!r})"
+    raise Error(
+        "an argument of a node has no text",
+        expected="a Value, number, string, None, list, tuple, dtype, layout, memory format or device",
+        got=f"{arg!r} of type {type(arg).__name__}",
+    )
+
+
+def read_argument(line: Line, scope: ReadScope) -> Any:
+    if line.kind == "value":
+        return scope.use(line)
+    if line.kind == "string":
+        return json.loads(line.next())
+    if line.kind == "number":
+        text = line.next()
+        return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+    if line.accept("["):
+        return line.many(lambda: read_argument(line, scope), "]")
+    if line.accept("("):
+        return tuple(line.many(lambda: read_argument(line, scope), ")"))
+    word = line.word(ARGUMENT)
+    if word in CONSTANTS:
+        return CONSTANTS[word]
+    if word in ("device", "complex"):
+        line.expect("(")
+        content = line.many(lambda: read_argument(line, scope), ")")
+        return (torch.device if word == "device" else complex)(*content)
+    found = getattr(torch, word.removeprefix("torch."), None)
+    if not isinstance(found, TORCH_CONSTANTS):
+        line.fail(ARGUMENT, word)
+    return found
+
+
+def write_keyword(key: str, arg: Any, scope: PrintScope) -> str:
+    """The keyword's value in a comm op, whose strings are plain words: ``axes=[dp, tp], reduce=sum``."""
+    if key == "axes":
+        return f"[{', '.join(arg)}]"
+    if isinstance(arg, str) and arg not in CONSTANTS and arg.isidentifier():
+        return arg
+    return write_argument(arg, scope)
+
+
+def read_keyword(line: Line, key: str, scope: ReadScope) -> Any:
+    if key == "axes":
+        line.expect("[")
+        return line.many(lambda: scope.mesh_axis(line), "]")
+    if line.kind == "word" and line.token not in CONSTANTS:
+        return line.next()
+    return read_argument(line, scope)
+
+
+# ---- types and placements ----------------------------------------------------------------------------------
+
+
+def write_type(value: Value, scope: PrintScope) -> str:
+    """``f32[64{dp}, (3 64{tp})] +{tp}``: type and placement of a value."""
+    dtype = SHORT.get(value.type.dtype) or str(value.type.dtype).removeprefix("torch.")
+    if value.spec is None:
+        return f"{dtype}[{', '.join(map(str, value.shape))}]{'?' if scope.placed else ''}"
+    if len(value.spec.dims) != len(value.shape):
+        return f"{dtype}[{', '.join(map(str, value.shape))}] placed as {value.spec}"
+    return value.spec.text(value.shape, dtype)
+
+
+def read_type(line: Line, scope: ReadScope) -> tuple[TensorType, Spec | None]:
+    word = line.word("a type such as f32[64{dp}, 256]")
+    dtype = DTYPES.get(word) or getattr(torch, word, None)
+    if not isinstance(dtype, torch.dtype):
+        line.fail(f"a dtype such as {', '.join(DTYPES)}", word)
+    shape, spec = read_spec(line, scope)
+    return TensorType(shape, dtype), None if line.accept("?") or not scope.placed else spec
+
+
+def write_spec(spec: Spec, shape: Sequence[int]) -> str:
+    """``[64{dp}, (3 64{tp})] +{cp}``; with dots for sizes where the placement does not fit the shape."""
+    return spec.text(shape if len(shape) == len(spec.dims) else None)
+
+
+def read_spec(line: Line, scope: ReadScope) -> tuple[tuple[int, ...], Spec]:
+    """The shape and the placement."""
+    line.expect("[")
+    dims = line.many(lambda: _dim(line, scope), "]")
+    partial: list[tuple[str, str]] = []
+    while line.token in ("+", "max", "min", "avg", "product"):
+        reduce = "sum" if line.token == "+" else line.token
+        line.next()
+        partial += [(axis, reduce) for axis in read_axes(line, scope)]
+    spec = checked(line, lambda: Spec(tuple(cut for _, cut in dims), tuple(partial)))
+    return tuple(size for size, _ in dims), spec
+
+
+def _dim(line: Line, scope: ReadScope) -> tuple[int, Cut]:
+    if not line.accept("("):
+        part = _part(line, scope)
+        return part.size, Cut(part.axes)
+    parts = []
+    while not line.accept(")"):
+        parts.append(_part(line, scope))
+    return math.prod(p.size for p in parts), Cut(tuple(a for p in parts for a in p.axes), tuple(parts))
+
+
+def _part(line: Line, scope: ReadScope) -> Part:
+    size = line.number_of(int, "a dim's size")
+    return Part(size, read_axes(line, scope) if line.token == "{" else ())
+
+
+def write_axes(axes: Sequence[str]) -> str:
+    return f"{{{','.join(axes)}}}"
+
+
+def read_axes(line: Line, scope: ReadScope) -> tuple[str, ...]:
+    line.expect("{")
+    return tuple(line.many(lambda: scope.mesh_axis(line), "}"))

@@ -1,55 +1,63 @@
-"""Views are made once for each placement that is needed of them, which costs nothing."""
+"""duplicate-views: views are made once for each placement that is needed of them, which costs nothing.
+
+What lies otherwise is then asked of *their* operand, and so on up: a value that is needed whole as it is and whole
+transposed is gathered once, and the gathered copy transposed.
+
+    %3 = t(%w) : [6, 8{tp}]    needed as such, and whole    ->    %3 = t(%w) : [6, 8{tp}]
+                                                                 %4 = t(%w) : [6, 8]  needs [8, 6]
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 from shardfx.ir.cut import Cut, project
 from shardfx.ir.graph import Graph, Node, Output, Strategy, Value
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import Context
-from shardfx.passes.sharding.sum_placement import output_specs
+from shardfx.passes.base import SHARDED, Context, Pass
 
 
-def twins(graph: Graph, context: Context) -> None:
-    """Make ops that only move elements once per placement that is needed of them.
+@dataclass(frozen=True)
+class DuplicateViews(Pass):
+    """Make ops that only move elements once per placement that is needed of them."""
 
-    What lies otherwise is then asked of *their* operand, and so on up: a value that is needed whole as it is and
-    whole transposed is gathered once, and the gathered copy transposed.
-    """
-    wanted = output_specs(graph)
-    users = graph.users()
-    rewriter = Rewriter(graph)
-    asked: dict[Value, dict[Spec, list[Node | Output]]] = {}
-    for output, spec in wanted.items():
-        asked.setdefault(output.value, {}).setdefault(spec, []).append(output)
-    for node in reversed(graph.nodes):
-        made = [node]
-        shared = len(asked.get(node.outs[0], ())) > 1 or any(len(users[v]) > 1 for v in node.operands)
-        if shared and _moves(node, context):
-            made = _copies(node, asked.get(node.outs[0], {}), context, rewriter)
-        for each in made:
-            assert each.strategy is not None
-            for value, spec in zip(each.operands, each.strategy.operands, strict=True):
-                asked.setdefault(value, {}).setdefault(spec, []).append(each)
-    rewriter.apply()
+    name: ClassVar[str] = "duplicate-views"
+    requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        users = graph.users()
+        rewriter = Rewriter(graph)
+        asked: dict[Value, dict[Spec, list[Node | Output]]] = {}
+        for output, spec in graph.output_specs().items():
+            asked.setdefault(output.value, {}).setdefault(spec, []).append(output)
+        for node in reversed(graph.nodes):
+            made = [node]
+            shared = len(asked.get(node.outs[0], ())) > 1 or any(len(users[v]) > 1 for v in node.operands)
+            if shared and _moves(node, context):
+                made = _copies(node, asked.get(node.outs[0], {}), context, rewriter)
+            for each in made:
+                assert each.strategy is not None
+                for value, spec in zip(each.operands, each.strategy.operands, strict=True):
+                    asked.setdefault(value, {}).setdefault(spec, []).append(each)
+        changed = rewriter.apply()
+        graph.rename()
+        return changed
 
 
 def _moves(node: Node, context: Context) -> bool:
     entry = context.rules.entry(node.op)
-    if entry is None or len(node.results) != 1 or len(node.operands) != 1 or node.outs[0] in context.hints:
+    if entry is None or len(node.results) != 1 or len(node.operands) != 1 or node.outs[0].hint is not None:
         return False
     return entry.free and node.operands[0].type.numel == node.outs[0].type.numel
 
 
 def _copies(node: Node, asked: dict[Spec, list[Node | Output]], context: Context, rewriter: Rewriter) -> list[Node]:
     """One node per placement that users ask for; the node itself serves those that no copy can."""
-    entry = context.rules.entry(node.op)
-    rule = entry.make(node) if entry is not None else None
+    rule = context.cache.rule(node)
     value, made = node.outs[0], [node]
-    if rule is None:
-        return made
     for spec, users in asked.items():
         if spec == value.spec:
             continue
@@ -85,5 +93,5 @@ def produce(rule: ShardingRule, spec: Spec, node: Node, context: Context) -> Str
                     return None
                 cuts[factor] = cut
     partial = {axis: (op, frozenset({0})) for axis, op in spec.partial}
-    made = strategy(rule, cuts, mesh, partial)
+    made = context.cache.strategy(rule, cuts, partial)
     return made if made.results[0] == spec else None

@@ -1,7 +1,7 @@
 """fuse-comm: collectives of one kind, group and dtype travel together.
 
     %5 = comm.all_reduce(%3, axes=[dp])
-    %8 = comm.all_reduce(%7, axes=[dp])       ->    %5, %8 = comm.all_reduce_fused(%3, %7, axes=[dp])
+    %8 = comm.all_reduce(%7, axes=[dp])       ->    %5, %8 = comm.all_reduce(%3, %7, axes=[dp])
 
 A reduction waits for later ones until something uses it, or the bucket is full (what follows from the batch alone, such
 as how many targets count, does not wait for what takes parameters); a gather of what is there from the start (a stored
@@ -21,10 +21,12 @@ import torch
 
 from shardfx.ir.graph import Graph, InputKind, Node, Strategy, Value
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
-Key = tuple[comm.CommOp, tuple[str, ...], torch.dtype, str, str]
+FUSED = (comm.all_gather, comm.all_reduce, comm.reduce_scatter)
+Key = tuple[OwnOp, tuple[str, ...], torch.dtype, str, str]
 
 
 PARTS, LEAST = 4, 1e6
@@ -86,17 +88,17 @@ class FuseComm(Pass):
 
         names = {given.value: given.name for given in graph.inputs}
         for node in graph.nodes:
-            if isinstance(node.op, comm.CommOp) and node.operands[0] in names:
+            if isinstance(node.op, OwnOp) and node.operands[0] in names:
                 result[node] = group_of(names[node.operands[0]])
         for output in graph.outputs:
             maker = output.value.node
-            if output.kind.value == "gradient" and maker is not None and isinstance(maker.op, comm.CommOp):
+            if output.kind.value == "gradient" and maker is not None and isinstance(maker.op, OwnOp):
                 result[maker] = group_of(output.name)
         return {node: name for node, name in result.items() if name}
 
     def _key(self, node: Node, graph: Graph, named: dict[Node, str]) -> Key | None:
         """What must be equal within a bucket; None if the node cannot be fused."""
-        if node.op not in comm.fused or not _simple(node, graph):
+        if node.op not in FUSED or not _simple(node, graph):
             return None
         group = named.get(node, "")
         if not group and self.mb <= 0:
@@ -111,7 +113,7 @@ class FuseComm(Pass):
         for node in graph.nodes:
             key = self._key(node, graph, named)
             if key is not None:
-                total[key] = total.get(key, 0.0) + _bytes(node, graph)
+                total[key] = total.get(key, 0.0) + node.op.whole_bytes(node, graph.mesh)
         return {key: min(self.mb * 1e6, max(nbytes / PARTS, LEAST)) for key, nbytes in total.items()}
 
     def _late(self, graph: Graph, named: dict[Node, str]) -> list[CommGroup]:
@@ -134,7 +136,7 @@ class FuseComm(Pass):
             key = self._key(node, graph, named)
             if key is None or node.op is comm.all_gather:
                 continue
-            size = _bytes(node, graph)
+            size = node.op.whole_bytes(node, graph.mesh)
             bucket = open_.get(key)
             if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > limit[key]:
                 close(key)
@@ -156,7 +158,7 @@ class FuseComm(Pass):
             key = self._key(node, graph, named)
             if key is None or node.op is not comm.all_gather or node.operands[0] not in inputs:
                 continue
-            size = _bytes(node, graph)
+            size = node.op.whole_bytes(node, graph.mesh)
             bucket = open_.get(key)
             if bucket is not None and not key[4].startswith("group") and bucket.nbytes + size > limit[key]:
                 done.append(open_.pop(key))
@@ -166,11 +168,6 @@ class FuseComm(Pass):
         return done + list(open_.values())
 
 
-def _bytes(node: Node, graph: Graph) -> float:
-    whole = node.outs[0] if node.op is comm.all_gather else node.operands[0]
-    return whole.local_bytes(graph.mesh)
-
-
 def _of_batch(graph: Graph) -> list[Node]:
     """The communication of values that no parameter or buffer goes into."""
     stored = {given.value for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.BUFFER)}
@@ -178,7 +175,7 @@ def _of_batch(graph: Graph) -> list[Node]:
     for node in graph.nodes:
         if any(value in stored for value in node.operands):
             stored.update(node.outs)
-        elif isinstance(node.op, comm.CommOp):
+        elif isinstance(node.op, OwnOp):
             found.append(node)
     return found
 
@@ -201,7 +198,7 @@ def _fuse(members: list[Node], rewriter: Rewriter, early: bool) -> None:
     first = members[0]
     values = tuple(member.operands[0] for member in members)
     kwargs = {k: v for k, v in first.kwargs.items() if k in ("axes", "dim", "reduce")}
-    node = Rewriter.make(comm.fused[first.op], values, [v.type for v in values], like=first, kwargs=kwargs)
+    node = Rewriter.make(first.op, values, [v.type for v in values], like=first, kwargs=kwargs)
     specs = []
     for result, member in zip(node.outs, members, strict=True):
         result.spec = member.outs[0].spec

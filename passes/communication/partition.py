@@ -19,9 +19,6 @@ from shardfx.ir.ops.redistribute import Redistribution, Step
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
-from shardfx.passes.sharding.sum_placement import output_specs
-
-from .duplicate_views import twins
 
 
 @dataclass(frozen=True)
@@ -33,19 +30,19 @@ class Partition(Pass):
     establishes: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        twins(graph, context)
         needs: dict[Value, dict[Spec, list[tuple[Node | Output, list[int]]]]] = {}
         for node in graph.nodes:
             assert node.strategy is not None
             for i, (value, spec) in enumerate(zip(node.operands, node.strategy.operands, strict=True)):
                 _ask(needs, value, spec, node, i)
-        for output, spec in output_specs(graph).items():
+        for output, spec in graph.output_specs().items():
             _ask(needs, output.value, spec, output, 0)
         rewriter, users = Rewriter(graph), graph.users()
         for value in list(graph.values()):
             if value in needs:
+                hint = value.hint if value.node is not None else None
                 first = next(iter(users[value]), None)
-                Copies(value, rewriter, context.planner, context.hints.get(value), first).serve(needs[value])
+                Copies(value, rewriter, context.planner, hint, first).serve(needs[value])
         changed = rewriter.apply()
         graph.rename()
         return changed

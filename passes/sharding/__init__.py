@@ -1,1 +1,8 @@
-"""From hints to a strategy for every op."""
+"""Which part of each value a rank holds: from the user's hints to a strategy for every op."""
+
+from .bind_hints import BindHints, hint_value
+from .propagate import Propagate
+from .reassociate import Reassociate
+from .sum_placement import SumPlacement
+
+__all__ = ["BindHints", "Propagate", "Reassociate", "SumPlacement", "hint_value"]

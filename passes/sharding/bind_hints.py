@@ -1,30 +1,119 @@
-"""The user's hints, bound to values of the graph.
+"""bind-hints: the user's hints, written onto the values of the graph.
 
 Names are those of ``named_parameters()``, ``args.N``, ``kwargs.NAME``, ``targets.N``, and a module's path for its
 output; ``*`` stands for one part of a name, ``**`` for any. A spec is text (``"dp tp, -"``), a :class:`Spec`, or
 DTensor placements, one per mesh axis.
 
-An axis that cuts the leading dim of an input of the model is a *data axis*: on a parameter it says how the parameter
-is stored, not how it computes (gathered at use, its gradient reduce-scattered).
+    before   parameter %qkv.weight : f32[192, 64]                   hints: "qkv.weight": "tp, dp"
+    after    parameter %qkv.weight : f32[(3 64{tp}), 64{dp}] hint [(3 64{tp}), 64] "qkv.weight"
+
+An axis that cuts the leading dim of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from shardfx.ir.cut import Cut, Part, compound, project
+from shardfx.ir.cut import Cut
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
-from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
+from shardfx.passes.base import HINTED, Context, Pass
 
-from .fixpoint import Seed
+from .fused_layout import fused_layout
+from .seeds import BY_PASS, as_used, data_axes
+
+
+@dataclass(frozen=True)
+class BindHints(Pass):
+    """Write the user's hints onto the values that they name: on a parameter as it computes, and how it is stored."""
+
+    name: ClassVar[str] = "bind-hints"
+    establishes: ClassVar[frozenset[str]] = frozenset({HINTED})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        bound = named_values(graph, context)
+        for value, (spec, name) in bound.items():
+            value.hint, value.hinted_by = spec, name
+        store(graph, [given.value for given in graph.of_kind(InputKind.PARAMETER) if given.value in bound], context)
+        return bool(bound)
+
+
+def store(graph: Graph, parameters: Iterable[Value], context: Context) -> None:
+    """Take the hints of parameters apart: how each is stored (a fused one by its parts), and how it computes."""
+    data, users, mesh = data_axes(graph), graph.users(), graph.mesh
+    for value in parameters:
+        assert value.hint is not None
+        cuts = enumerate(value.hint.dims)
+        layouts = (fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, mesh) for d, cut in cuts)
+        value.spec = Spec(tuple(layouts))
+        value.hint = as_used(value.spec, data, value, mesh)
+
+
+def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context) -> bool:
+    """Hint a value on behalf of a pass that stands before ``propagate``; False if it has a hint, which stays.
+
+    Args:
+        spec: as in ``Hints(specs=...)``: text such as ``"tp, -"``, a :class:`Spec`, or DTensor placements.
+
+    Raises:
+        Error: the spec does not fit the value or the mesh.
+
+    Example::
+
+        hint_value(graph, graph.input("head.weight").value, "tp, -", self, context)
+    """
+    if value.hint is not None:
+        return False
+    value.hinted_by = f"{BY_PASS}{by.name}"
+    value.hint = as_spec(spec, graph.mesh, value.type.ndim, value.name)
+    if any(given.value is value for given in graph.of_kind(InputKind.PARAMETER)):
+        store(graph, [value], context)
+    return True
+
+
+def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]]:
+    """What the user's hints say of each value.
+
+    Raises:
+        Error: a pattern matches nothing, two hints disagree, an axis is unknown or used twice, ...
+    """
+    inputs = {given.name: given for given in graph.inputs}
+    names = graph.aliases
+    modules = module_outputs(graph)
+    bound: dict[Value, tuple[Spec, str]] = {}
+    for text, given in context.specs.items():
+        matcher = pattern(text)
+        hits = {names[n]: inputs[names[n]].value for n in names if matcher.fullmatch(n)}
+        values = list(hits.values()) or [v for m, vs in modules.items() if matcher.fullmatch(m) for v in vs]
+        if not values:
+            near = difflib.get_close_matches(text, [*names, *modules], 3, 0.5)
+            raise Error(
+                f"hint {text!r} matches nothing",
+                where="Hints(specs=...)",
+                expected="a name of a parameter, args.N, kwargs.NAME, targets.N or a module's path",
+                got=text,
+                remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_parameters()",
+            )
+        for value in values:
+            spec = as_spec(given, graph.mesh, value.type.ndim, text)
+            if value in bound and bound[value][0] != spec:
+                raise Error(
+                    f"two hints disagree on {value!r}",
+                    where=f"hints {bound[value][1]!r} and {text!r}",
+                    expected="one spec per value",
+                    got=f"{bound[value][0]} and {spec}",
+                    remedy="make the patterns narrower",
+                )
+            bound[value] = (spec, text)
+    return bound
 
 
 def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
@@ -75,139 +164,3 @@ def from_placements(placements: Iterable[Placement], mesh: Mesh, ndim: int, wher
         elif not isinstance(placement, Replicate):
             raise Error("a hint takes Shard and Replicate only", where=where, got=repr(placement))
     return Spec(tuple(Cut(a) for a in axes))
-
-
-def bind(
-    graph: Graph, specs: Mapping[str, Any], aliases: Mapping[str, str], rules: Mapping[Node, ShardingRule]
-) -> list[Seed]:
-    """The seeds of propagation that the hints make. Sets the stored placement of hinted parameters.
-
-    Raises:
-        Error: a pattern matches nothing, two hints disagree, an axis is unknown or used twice, ...
-    """
-    mesh = graph.mesh
-    inputs = {given.name: given for given in graph.inputs}
-    names = {**{n: n for n in inputs}, **{a: n for a, n in aliases.items() if n in inputs}}
-    modules = module_outputs(graph)
-    bound: dict[Value, tuple[str, Spec]] = {}
-    for text, hint in specs.items():
-        matcher = pattern(text)
-        hits = {names[n]: inputs[names[n]].value for n in names if matcher.fullmatch(n)}
-        values = list(hits.values()) or [v for m, vs in modules.items() if matcher.fullmatch(m) for v in vs]
-        if not values:
-            near = difflib.get_close_matches(text, [*names, *modules], 3, 0.5)
-            raise Error(
-                f"hint {text!r} matches nothing",
-                where="Hints(specs=...)",
-                expected="a name of a parameter, args.N, kwargs.NAME, targets.N or a module's path",
-                got=text,
-                remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_parameters()",
-            )
-        for value in values:
-            spec = as_spec(hint, mesh, value.type.ndim, text)
-            if value in bound and bound[value][1] != spec:
-                raise Error(
-                    f"two hints disagree on {value!r}",
-                    where=f"hints {bound[value][0]!r} and {text!r}",
-                    expected="one spec per value",
-                    got=f"{bound[value][1]} and {spec}",
-                    remedy="make the patterns narrower",
-                )
-            bound[value] = (text, spec)
-    data = data_axes(graph, {v: s for v, (_, s) in bound.items()})
-    users = graph.users()
-    seeds = []
-    kinds = {given.value: given.kind for given in graph.inputs}
-    for value, (text, spec) in bound.items():
-        if kinds.get(value) is InputKind.PARAMETER:
-            layout = Spec(
-                tuple(
-                    fused_layout(value, d, cut, set(cut.axes) - data, rules, users, mesh)
-                    for d, cut in enumerate(spec.dims)
-                )
-            )
-            value.spec = layout
-            use = Spec(tuple(strip(cut, data, value.shape[d], mesh) for d, cut in enumerate(layout.dims)))
-            seeds.append(Seed(value, use, text, operator=True))
-        else:
-            seeds.append(Seed(value, spec, text))
-    for output in graph.outputs:
-        given = inputs.get(output.name)
-        if output.kind.value == "gradient" and given is not None and given.value in bound:
-            seed = next(s for s in seeds if s.value is given.value)
-            if output.value not in bound:
-                seeds.append(Seed(output.value, seed.spec, seed.name, operator=True, closed=False))
-    return seeds
-
-
-def data_axes(graph: Graph, bound: Mapping[Value, Spec]) -> set[str]:
-    """The axes that cut the leading dim of an input of the model."""
-    return {
-        axis
-        for given in graph.inputs
-        if given.kind is InputKind.ARGUMENT and given.value in bound and given.value.type.ndim
-        for axis in bound[given.value].dims[0].axes
-    }
-
-
-def strip(cut: Cut, axes: set[str], size: int, mesh: Mesh) -> Cut:
-    """The cut without some axes."""
-    if not axes & set(cut.axes):
-        return cut
-    return compound([Part(p.size, tuple(a for a in p.axes if a not in axes)) for p in cut.sub(size)], mesh)
-
-
-def fused_layout(
-    value: Value,
-    dim: int,
-    cut: Cut,
-    operator: set[str],
-    rules: Mapping[Node, ShardingRule],
-    users: Mapping[Value, list[Node]],
-    mesh: Mesh,
-) -> Cut:
-    """How a fused weight's dim is best laid out: ``3 * 64`` rows of q, k and v cut over heads are ``(3 64{tp})``.
-
-    Follows the dim to the first op that takes it apart (a split, a view); where the plain cut does not survive
-    that, but a cut of one of its parts does, each rank stores its share of every part.
-    """
-    if not operator:
-        return cut
-    size, at, seen = value.shape[dim], dim, 0
-    while seen < 12:
-        seen += 1
-        step = _follow(value, at, rules, users)
-        if step is None:
-            return cut
-        factors, rule, value, at = step
-        if len(factors) == 1:
-            continue
-        sizes = rule.dim_sizes(factors)
-        plain = project(cut, size, sizes, mesh)
-        if plain is not None and not any(c.axes and f in rule.whole for f, c in zip(factors, plain, strict=True)):
-            return cut
-        extent = mesh.extent(cut.axes)
-        for i, factor in enumerate(factors):
-            if factor not in rule.whole and sizes[i] % extent == 0:
-                parts = [Part(s, cut.axes if j == i else ()) for j, s in enumerate(sizes)]
-                return compound(parts, mesh)
-        return cut
-    return cut
-
-
-def _follow(
-    value: Value, dim: int, rules: Mapping[Node, ShardingRule], users: Mapping[Value, list[Node]]
-) -> tuple[tuple[str, ...], ShardingRule, Value, int] | None:
-    """The next forward value that carries the dim on, where it stands there, and its factors on the way."""
-    for node in users[value]:
-        if node.phase is not Phase.FORWARD:
-            continue
-        rule = rules[node]
-        factors = rule.operands[node.operands.index(value)][dim]
-        if len(factors) != 1:
-            return factors, rule, value, dim
-        for result, dims in zip(node.results, rule.results, strict=True):
-            for d, names in enumerate(dims or ()):
-                if names == factors and result is not None:
-                    return factors, rule, result, d
-    return None

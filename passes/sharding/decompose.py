@@ -14,13 +14,10 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardfx.ir.builder import GraphBuilder
-from shardfx.ir.capture.canonical import convert_call
-from shardfx.ir.errors import Error
+from shardfx.ir.capture.splice import splice, trace_function
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
-from shardfx.ir.ops.alike import structure
+from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
 
@@ -48,27 +45,12 @@ class Expander:
         return swapped
 
     def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> list[tuple[Value, Value]]:
-        traced = self._trace(node)
-        builder = GraphBuilder(graph.mesh)
-        builder.where, builder.phase = node.where, node.phase
-        values = iter(node.operands)
-        env = builder.env
-        results: Any = None
-        for each in traced.graph.nodes:
-            if each.op == "placeholder":
-                env[each] = next(values)
-            elif each.op == "call_function":
-                env[each] = convert_call(builder, each)
-            elif each.op == "get_attr":
-                raise Error(f"the decomposition of {op_name(node.op)} holds a constant", where=str(node.where))
-            else:
-                results = torch.fx.map_arg(each.args[0], env.__getitem__)
-        for made in builder.graph.nodes:
-            made.why = f"part of {op_name(node.op)}, taken apart because a cut stands in its way"
-            rewriter.before(node, made)
-            if made.op is node.op:
-                self._final.add(made)
-        given = results if isinstance(results, (list, tuple)) else [results]
+        made, given = splice(self._trace(node), node.operands, like=node, mesh=graph.mesh)
+        for each in made:
+            each.why = f"part of {op_name(node.op)}, taken apart because a cut stands in its way"
+            rewriter.before(node, each)
+            if each.op is node.op:
+                self._final.add(each)
         swapped = [(o, n) for o, n in zip(node.results, given, strict=False) if o is not None and n is not None]
         for old, new in swapped:
             rewriter.replace(old, new)
@@ -76,13 +58,9 @@ class Expander:
         return swapped
 
     def _trace(self, node: Node) -> torch.fx.GraphModule:
-        key = structure(node)
+        key = alike(node)
         if key not in self._traced:
-            fake = [torch.empty(v.shape, dtype=v.type.dtype, device="meta") for v in node.operands]
-            traced = self._traced[key] = make_fx(self._function(node), tracing_mode="real")(*fake)
-            for made in traced.graph.nodes:
-                if made.kwargs.get("device") == torch.device("meta"):  # where it was traced, not where it will run
-                    made.kwargs = {**made.kwargs, "device": torch.device("cpu")}
+            self._traced[key] = trace_function(self._function(node), [value.type for value in node.operands])
         return self._traced[key]
 
     def _function(self, node: Node) -> Callable[..., Any]:

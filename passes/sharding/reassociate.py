@@ -1,4 +1,4 @@
-"""Sums of gradients, ordered so that partial sums meet.
+"""reassociate: sums of gradients, ordered so that partial sums meet.
 
 Where a value is used several times its gradient is a chain of adds in the order in which the uses were left. If some
 terms are partial over an axis and others are not, the order decides how often is reduced:
@@ -9,43 +9,51 @@ terms are partial over an axis and others are not, the order decides how often i
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
-from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.rewriter import Rewriter, dead_code
-
-from .fixpoint import Propagation
-from .rule_cache import RuleCache
+from shardfx.passes.base import SHARDED, Context, Pass
 
 ADD = torch.ops.aten.add.Tensor
 
 
-def reassociate(graph: Graph, state: Propagation, cache: RuleCache, cuts: dict[Node, dict[str, Cut]]) -> bool:
-    """Reorder chains of adds in the backward pass; says whether any was."""
-    users = graph.users()
-    kept = {output.value for output in graph.outputs} | state.closed
-    rewriter = Rewriter(graph)
-    inner: set[Node] = set()
-    changed = False
-    for node in reversed(graph.nodes):
-        if node in inner or not _is_sum(node):
-            continue
-        terms = _terms(node, users, kept, inner)
-        groups: dict[object, list[Value]] = {}
-        for term in terms:
-            groups.setdefault(_partial(term, state, cuts), []).append(term)
-        apart = [group for key, group in groups.items() if key and len(group) > 1]
-        if len(terms) < 3 or not apart or len(groups) < 2:
-            continue
-        changed = True
-        _rebuild(node, list(groups.values()), rewriter, cuts)
-    if changed:
-        rewriter.apply()
-        dead_code(graph)
-        cache.add(graph, state.rules)
-        state.forget_tensors()
-    return changed
+@dataclass(frozen=True)
+class Reassociate(Pass):
+    """Reorder chains of adds in the backward pass, so that partial sums are added before they are reduced."""
+
+    name: ClassVar[str] = "reassociate"
+    requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        users = graph.users()
+        kept = {output.value for output in graph.outputs}
+        kept |= {value for value in graph.values() if value.hint is not None}
+        rewriter = Rewriter(graph)
+        inner: set[Node] = set()
+        changed = False
+        for node in reversed(graph.nodes):
+            if node in inner or not _is_sum(node):
+                continue
+            terms = _terms(node, users, kept, inner)
+            groups: dict[object, list[Value]] = {}
+            for term in terms:
+                groups.setdefault(_partial(term, context), []).append(term)
+            apart = [group for key, group in groups.items() if key and len(group) > 1]
+            if len(terms) < 3 or not apart or len(groups) < 2:
+                continue
+            changed = True
+            new = _rebuild(node, list(groups.values()), rewriter)
+            new.hint, new.hinted_by = node.outs[0].hint, node.outs[0].hinted_by
+        if changed:
+            rewriter.apply()
+            dead_code(graph)
+            graph.rename()
+        return changed
 
 
 def _is_sum(node: Node) -> bool:
@@ -58,7 +66,7 @@ def _is_sum(node: Node) -> bool:
     )
 
 
-def _terms(node: Node, users: dict[Value, list[Node]], kept: set[Value], inner: set[Node]) -> list[Value]:
+def _terms(node: Node, users: dict[Value, list[Node]], kept: Container[Value], inner: set[Node]) -> list[Value]:
     """The terms of a sum: through adds whose result nothing else uses."""
     terms: list[Value] = []
     for value in node.operands:
@@ -72,22 +80,23 @@ def _terms(node: Node, users: dict[Value, list[Node]], kept: set[Value], inner: 
     return terms
 
 
-def _partial(value: Value, state: Propagation, cuts: dict[Node, dict[str, Cut]]) -> tuple[tuple[str, str], ...]:
+def _partial(value: Value, context: Context) -> tuple[tuple[str, str], ...]:
     """Over what a value is partial where it is made; seen through ops that only move elements."""
     maker = value.node
-    while maker is not None and state.rules[maker].moves_only and len(maker.operands) == 1:
+    while maker is not None and len(maker.operands) == 1 and context.cache.rule(maker).moves_only:
         value = maker.operands[0]
         maker = value.node
-    if maker is None:
+    if maker is None or maker.strategy is None:
         return ()
-    made = state.strategy(maker, cuts[maker])
-    return made.results[maker.outs.index(value)].partial
+    return maker.strategy.results[maker.outs.index(value)].partial
 
 
-def _rebuild(root: Node, groups: list[list[Value]], rewriter: Rewriter, cuts: dict[Node, dict[str, Cut]]) -> None:
+def _rebuild(root: Node, groups: list[list[Value]], rewriter: Rewriter) -> Value:
+    """The sum of the groups' sums, in the place of ``root``; its adds are computed as that was."""
+
     def add(a: Value, b: Value) -> Value:
         node = rewriter.before(root, Rewriter.make(ADD, (a, b), root.outs[0].type, like=root))
-        cuts[node] = cuts[root]
+        node.strategy, node.outs[0].spec = root.strategy, root.outs[0].spec
         return node.outs[0]
 
     sums = []
@@ -101,3 +110,4 @@ def _rebuild(root: Node, groups: list[list[Value]], rewriter: Rewriter, cuts: di
         total = add(total, other)
     rewriter.replace(root.outs[0], total)
     rewriter.erase(root)
+    return total

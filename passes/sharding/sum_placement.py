@@ -1,4 +1,4 @@
-"""Where a partial sum is reduced: at once, or behind linear ops where that moves fewer bytes.
+"""sum-placement: where a partial sum is reduced, at once or behind linear ops where that moves fewer bytes.
 
 ``dq @ wq' + dk @ wk' + dv @ wv'`` are three partial sums over tp: adding them before reducing sends a third.
 A value that is made partial may stay so (its consumers compute on the partial sums) or be reduced where it is
@@ -14,75 +14,113 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import ClassVar
 
 import networkx as nx
 
-from shardfx.ir.cut import Cut, without
-from shardfx.ir.graph import Graph, Node, Output, Value
+from shardfx.ir.cut import without
+from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.strategy import factor_cuts, partial_operands
 from shardfx.ir.spec import Spec
+from shardfx.passes.base import SHARDED, Context, Pass
 
-from .fixpoint import Propagation
+from .propagate import scattered
 
-Partial = dict[str, tuple[str, frozenset[int]]]
+
+@dataclass(frozen=True)
+class SumPlacement(Pass):
+    """Carry partial sums through linear ops where that sends less than reducing them at once."""
+
+    name: ClassVar[str] = "sum-placement"
+    requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return _Sums(graph, context).run()
 
 
 @dataclass
-class Partials:
-    """Chooses where to reduce; ``cuts`` and ``partial`` are the nodes' strategies so far, changed in place."""
+class _Sums:
+    """Chooses where to reduce, one mesh axis after the other, and writes it on the nodes."""
 
     graph: Graph
-    state: Propagation
-    cuts: dict[Node, dict[str, Cut]]
-    partial: dict[Node, Partial] = field(default_factory=dict)
+    context: Context
     users: dict[Value, list[Node]] = field(default_factory=dict)
-    outputs: set[Value] = field(default_factory=set)
+    rules: dict[Node, ShardingRule] = field(default_factory=dict)
+    reduced: dict[Value, Spec] = field(default_factory=dict)
+    """What a partial value is needed as, once it is reduced."""
+    ends: set[Value] = field(default_factory=set)
+    """Values that are reduced in any case: outputs, and those with a hint."""
 
-    def run(self) -> None:
+    def run(self) -> bool:
         self.users = self.graph.users()
-        self.outputs = {output.value for output in self.graph.outputs}
-        for axis in self.graph.mesh.space:
-            if axis.size > 1:
-                self._axis(axis.name)
+        self.rules = {node: self.context.cache.rule(node) for node in self.graph.nodes}
+        self.reduced = {value: self._needed(value) for value in self.graph.values()}
+        self.ends = {output.value for output in self.graph.outputs}
+        self.ends |= {value for value in self.graph.values() if value.hint is not None}
+        changed = [self._axis(axis.name) for axis in self.graph.mesh.space if axis.size > 1]
+        return any(changed)
 
-    def _axis(self, axis: str) -> None:
+    def _needed(self, value: Value) -> Spec:
+        """How a value is held when it is reduced: as its hint says; as it is made, but cut as the first user that
+        wants its partial sum scattered."""
+        made = value.spec
+        assert made is not None
+        if value.hint is not None:
+            return value.hint
+        if made.partial:
+            for user in self.users[value]:
+                assert user.strategy is not None
+                for operand, need in zip(user.operands, user.strategy.operands, strict=True):
+                    if operand is value and scattered(made, need.dims) != made.dims:
+                        return Spec(scattered(made, need.dims))
+        return made.reduced()
+
+    def _axis(self, axis: str) -> bool:
         """Find the values that may be partial over ``axis``, and cut the graph that they form."""
         reach: dict[Value, str] = {}
         passing: dict[Node, frozenset[int]] = {}
         for node in self.graph.nodes:
-            rule = self.state.rules[node]
-            group = self._group(node, rule, axis, reach)
+            made = node.strategy
+            assert made is not None
+            group = self._group(node, axis, reach)
             if group is not None:
                 passing[node] = group
                 kind = reach[node.operands[min(group)]]
                 for value in node.outs:
                     reach[value] = kind
                 continue
-            if any(axis in cut.axes for cut in self.cuts[node].values()):
-                made = self.state.strategy(node, self.cuts[node], self.partial.get(node))
+            if any(axis in axes for _, axes in made.cuts):
                 for value, spec in zip(node.outs, made.results, strict=True):
                     kind = dict(spec.partial).get(axis, "")
                     if kind:
                         reach[value] = kind
-        if not reach:
-            return
-        for node, group in self._stay(axis, reach, passing):
-            kind = reach[node.operands[min(group)]]
-            self.cuts[node] = {
-                f: c for f, cut in self.cuts[node].items() if (c := without(cut, axis, self.graph.mesh)).axes
-            }
-            self.partial.setdefault(node, {})[axis] = (kind, group)
+        chosen = self._stay(axis, reach, passing) if reach else []
+        for node, group in chosen:
+            self._let_pass(node, axis, reach[node.operands[min(group)]], group)
+        return bool(chosen)
 
-    def _group(self, node: Node, rule: ShardingRule, axis: str, reach: dict[Value, str]) -> frozenset[int] | None:
+    def _let_pass(self, node: Node, axis: str, kind: str, group: frozenset[int]) -> None:
+        """Compute a node on the partial sums of some operands, instead of cut over the axis."""
+        mesh, rule = self.graph.mesh, self.rules[node]
+        assert node.strategy is not None
+        cuts = {f: without(cut, axis, mesh) for f, cut in factor_cuts(rule, node, mesh).items()}
+        partial = partial_operands(node.strategy) | {axis: (kind, group)}
+        node.strategy = self.context.cache.strategy(rule, {f: c for f, c in cuts.items() if c.axes}, partial)
+        for value, spec in zip(node.outs, node.strategy.results, strict=True):
+            value.spec = spec
+
+    def _group(self, node: Node, axis: str, reach: dict[Value, str]) -> frozenset[int] | None:
         """The operands over which the node is linear, if all of them and no others may be partial over ``axis``."""
-        operands = node.operands
+        operands, rule = node.operands, self.rules[node]
         group = frozenset(i for i, v in enumerate(operands) if v in reach)
         if not group or group not in rule.linear:
             return None
         kinds = {reach[operands[i]] for i in group}
         if len(kinds) > 1 or (kinds - {"sum", "avg"} and not rule.moves_only):
             return None
-        using = {f for f, cut in self.cuts[node].items() if axis in cut.axes}
+        assert node.strategy is not None
+        using = {f for f, axes in node.strategy.cuts if axis in axes}
         for i, dims in enumerate(rule.operands):
             if i not in group and any(f in using for dim in dims for f in dim):
                 return None
@@ -103,8 +141,7 @@ class Partials:
                 flow.add_edge(value, source)  # it can stay partial only if what it is made of does
             else:
                 add_capacity(flow, "partial", value, cost)
-            is_end = value in self.outputs or value in self.state.closed
-            if is_end or any(node not in passing for node in self.users[value]):
+            if value in self.ends or any(node not in passing for node in self.users[value]):
                 flow.add_edge(value, "reduced")
         for node, group in passing.items():
             values = list(dict.fromkeys(node.operands[i] for i in group))
@@ -129,10 +166,10 @@ class Partials:
         return sorted(chosen, key=lambda pair: order[pair[0]])
 
     def _seconds(self, value: Value, axis: str, kind: str) -> float:
-        """The time to reduce a value over ``axis`` to what it is held as."""
-        held = self.state.spec_of(value)
+        """The time to reduce a value over ``axis`` to what it is needed as."""
+        held = self.reduced[value]
         dims = tuple(without(cut, axis, self.graph.mesh) for cut in held.dims)
-        return self.state.planner.seconds(value.type, Spec(dims, ((axis, kind),)), held)
+        return self.context.planner.seconds(value.type, Spec(dims, ((axis, kind),)), held)
 
 
 def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None:
@@ -141,17 +178,3 @@ def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None
     if flow.has_edge(a, b):
         capacity += flow[a][b].get("capacity", 0)
     flow.add_edge(a, b, capacity=capacity)
-
-
-def output_specs(graph: Graph) -> dict[Output, Spec]:
-    """The placement that each output must have: gradients and buffers as their input, a loss whole, results as made."""
-    stored = {given.name: given.value.spec for given in graph.inputs}
-    result: dict[Output, Spec] = {}
-    for output in graph.outputs:
-        kind = output.kind.value
-        spec = stored.get(output.name) if kind in ("gradient", "buffer") else None
-        if spec is None:
-            made = output.value.spec
-            spec = Spec.whole(output.value.type.ndim) if kind == "loss" or made is None else made.reduced()
-        result[output] = spec
-    return result

@@ -5,8 +5,8 @@
     counts["all_reduce", "dp2.tp2/dp@0"]        # Count(calls=1, nbytes=36864)
 
 Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank
-of the group sends, for the local tensors that the collective really has (padding included): (n-1)/n of the gathered or
-unreduced tensor, twice that for an all-reduce (see :mod:`shardfx.ir.ops.comm`).
+of the group sends, for the local tensors that the collective really has (padding included), by the formulas of
+:mod:`shardfx.ir.ops.sends`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardfx.ir.ops.comm import row_of_collective
+from shardfx.ir.ops.sends import sent as sent_of
+from shardfx.runtime.rendezvous import Request, listeners
 
 Key = tuple[str, str]
 
@@ -48,33 +52,27 @@ class Counts(dict[Key, Count]):
         return sum(count.nbytes for count in self.values())
 
 
-_listening: list[Counts] = []
-
-
 @contextmanager
 def count_collectives() -> Iterator[Counts]:
     """Count what runs in this process while the context is open."""
     counts = Counts()
-    _listening.append(counts)
+
+    def listen(request: Request, local: torch.Tensor, n: int) -> None:
+        counts.add(request.op, request.group, sent(request.op, local, n))
+
+    listeners.append(listen)
     try:
         with _Watch(counts):
             yield counts
     finally:
-        _listening.remove(counts)
-
-
-def record(op: str, group: str, local: torch.Tensor, n: int) -> None:
-    """Tell those who count of a collective among virtual ranks."""
-    for counts in _listening:
-        counts.add(op, group, sent(op, local, n))
+        listeners.remove(listen)
 
 
 def sent(op: str, local: torch.Tensor, n: int) -> float:
     """The bytes that one of ``n`` ranks sends; ``local`` is what it puts in."""
-    nbytes = float(local.numel() * local.element_size())
-    if op == "all_gather_into_tensor":
-        return nbytes * (n - 1)
-    return (2.0 if op == "all_reduce" else 1.0) * nbytes * (n - 1) / n
+    row = row_of_collective(op)
+    found = sent_of(1.0, n, local.nbytes) if row is None else row.sent(row.whole_of(local.nbytes, n), n)
+    return found.nbytes
 
 
 COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")

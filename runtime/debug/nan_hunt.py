@@ -7,7 +7,6 @@ What counts is where it was *made*: by a node whose operands are finite. An infi
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,8 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, Node
-from shardfx.ir.program.rank_program import Program
+from shardfx.ir.ops.local_ops import row_of
 from shardfx.runtime.rank_errors import place, target_name
-from shardfx.runtime.virtual.coroutine import COLLECTIVES, as_generator
 
 Tensor = torch.Tensor
 c10d = torch.ops._c10d_functional
@@ -37,12 +35,13 @@ class NanHunt:
         return Watcher(rank, self.inf)
 
 
-@dataclass(frozen=True)
 class Watcher:
     """Looks at one rank's program while it runs."""
 
-    rank: int
-    inf: bool
+    def __init__(self, rank: int, inf: bool) -> None:
+        self.rank, self.inf = rank, inf
+        self._seen: dict[fx.Node, tuple[int, int, str]] = {}
+        """NaNs and infs of what collectives were given, in words too: their memory may be written over by now."""
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
         """Raise if a parameter, a buffer or an argument holds NaN already, or a parameter an infinity."""
@@ -60,52 +59,52 @@ class Watcher:
 
     def __call__(self, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
         """Raise if ``node`` made a NaN, or an infinity from finite operands."""
-        if node.target in (operator.getitem, c10d.wait_tensor.default) or "empty" in str(node.target):
+        row = row_of(node.target)
+        if row is not None and (row.memory or row.name == "getitem"):
             return
+        if row is not None and row.group is not None:  # what it gives is there once it was waited for
+            for used, each in zip(node.all_input_nodes, operands, strict=True):
+                if used not in self._seen:
+                    self._seen[used] = _state(each)
+            return
+        self._remember(node, result)
         results = list(_floats(result))
         if all(bool(torch.isfinite(each).all()) for each in results):
             return
-        given = list(_floats(operands))
-        if any(_nans(each) for each in given):
+        waits = row is not None and row.name == "c10d.wait_tensor"
+        made = node.all_input_nodes[0] if waits else node
+        given = [self._state(used, each) for used, each in zip(made.all_input_nodes, operands, strict=False)]
+        if any(nans for nans, _, _ in given):
             return
-        infinite = any(_infs(each) for each in given)
+        infinite = any(infs for _, infs, _ in given)
         made_nan = any(_nans(each) for each in results)
-        if not made_nan and (not self.inf or infinite or _passes_on(node) or _writes_inf(node)):
+        if not made_nan and (not self.inf or infinite or _passes_on(made) or _writes_inf(made)):
             return
         what, source = "a NaN" if made_nan else "an inf", "infinite" if infinite else "finite"
         lines = [", ".join(map(describe, results)), "of"]
-        for used, each in zip(node.all_input_nodes, operands, strict=True):
-            lines += [f"  {used.name} {describe(tensor)}" for tensor in _floats(each)]
+        pairs = zip(made.all_input_nodes, given, strict=False)
+        lines += [f"  {used.name} {words}" for used, (_, _, words) in pairs if words]
         raise Error(
-            f"{what} was made from {source} numbers, by {target_name(node)}{_global(node)}",
-            where=place(self.rank, node),
+            f"{what} was made from {source} numbers, by {target_name(made)}{_global(made)}",
+            where=place(self.rank, made),
             expected="finite numbers",
             got=f"\n  {'':<10}".join(lines if given else lines[:1]),
             remedy=REMEDY,
         )
 
+    def _remember(self, node: fx.Node, result: Any) -> None:
+        """What goes into a collective, before it does."""
+        if any((row := row_of(user.target)) is not None and row.group is not None for user in node.users):
+            self._seen[node] = _state(result)
 
-class Stepper:
-    """Runs one real rank's program node by node, with a watcher; results are its own memory."""
+    def _state(self, node: fx.Node, held: Any) -> tuple[int, int, str]:
+        return self._seen[node] if node in self._seen else _state(held)
 
-    def __init__(self, program: Program, watcher: Watcher) -> None:
-        self._program, self._watcher = program, watcher
-        self._steps = as_generator(program.module, watcher)
-        self.node_of = self._steps.node_of
 
-    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        self._watcher.inputs(self._program.inputs, inputs)
-        call, reply = self._steps(*inputs), None
-        try:
-            while True:
-                request, tensor = call.send(reply)  # type: ignore[arg-type]
-                args = [list(arg) if isinstance(arg, tuple) else arg for arg in request.args]
-                try:
-                    reply = c10d.wait_tensor.default(request.op(tensor, *args, request.group))
-                except RuntimeError as error:
-                    call.throw(error)  # raised where the program waits, so that its node is known
-        except StopIteration as stop:
-            return [out.clone() for out in stop.value]
+def _state(held: Any) -> tuple[int, int, str]:
+    """How many NaNs and infs there are, and in words what is."""
+    tensors = list(_floats(held))
+    return sum(map(_nans, tensors)), sum(map(_infs, tensors)), ", ".join(map(describe, tensors))
 
 
 def describe(tensor: Tensor) -> str:
@@ -137,7 +136,9 @@ def _infs(tensor: Tensor) -> int:
 
 def _passes_on(node: fx.Node) -> bool:
     """Whether a collective only moves what other ranks hold: an infinity among it was theirs before."""
-    return node.target in COLLECTIVES and not {"sum", "avg"} & {arg for arg in node.args if isinstance(arg, str)}
+    row = row_of(node.target)
+    words = {arg for arg in node.args if isinstance(arg, str)}
+    return row is not None and row.group is not None and not {"sum", "avg"} & words
 
 
 def _writes_inf(node: fx.Node) -> bool:

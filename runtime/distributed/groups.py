@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 
 Axes = tuple[str, ...]
 
@@ -64,7 +64,7 @@ def initialise(device_type: str) -> None:
 
 def axes_of(graph: Graph) -> list[Axes]:
     """The sets of axes over which a graph talks, each once, in an order that is the same on all ranks."""
-    return sorted({tuple(n.kwargs["axes"]) for n in graph.nodes if isinstance(n.op, CommOp) and n.kwargs.get("axes")})
+    return sorted({tuple(n.kwargs["axes"]) for n in graph.nodes if isinstance(n.op, OwnOp) and n.kwargs.get("axes")})
 
 
 def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:

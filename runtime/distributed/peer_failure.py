@@ -19,22 +19,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
 from shardfx.ir.errors import Error
+from shardfx.ir.ops.local_ops import row_of
 from shardfx.runtime.rank_errors import failed, place, target_name
-from shardfx.runtime.virtual.coroutine import COLLECTIVES
 
 from .groups import group_timeout, leave_groups
-
-c10d = torch.ops._c10d_functional
 
 WAIT = 2.0
 """So many seconds a rank waits for word from the others before it says that there is none."""
 
-COMMUNICATES = {*COLLECTIVES, c10d.all_reduce_.default, c10d.wait_tensor.default}
+
+def _communicates(node: fx.Node) -> bool:
+    """Whether a call needs other ranks."""
+    row = row_of(node.target)
+    return row is not None and (row.group is not None or row.name == "c10d.wait_tensor")
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def ending_together(what: str = "") -> Iterator[None]:
 def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
     """Tell the others how this rank's program ended, and leave; gives the error to raise here."""
     rank, generation = dist.get_rank(), leave_count()
-    waits = bool(what) or (node is not None and node.target in COMMUNICATES and isinstance(error, RuntimeError))
+    waits = bool(what) or (node is not None and _communicates(node) and isinstance(error, RuntimeError))
     collective = f"{place(rank, None)}; {what}" if what else place(rank, node)
     if not waits:
         made = failed(rank, node, error)
@@ -91,7 +92,8 @@ def _waiting_in(node: fx.Node | None, what: str) -> str:
     """The collective that a node waits for."""
     if node is None:
         return what
-    started = node.args[0] if node.target is c10d.wait_tensor.default else node
+    row = row_of(node.target)
+    started = node.args[0] if row is not None and row.name == "c10d.wait_tensor" else node
     return target_name(started) if isinstance(started, fx.Node) else target_name(node)
 
 

@@ -1,8 +1,8 @@
-"""Programs as files: one readable Python file per rank, which runs under ``torchrun`` with nothing but torch.
+"""RankPrograms as files: one readable Python file per rank, which runs under ``torchrun`` with nothing but torch.
 
 folder/rank0.py     forward(...), as generated, with module paths and source lines
 folder/rank0.pt     its pieces of parameters and buffers, constants, and the example inputs (weights only)
-folder/pack.py    what stands before and after a collective: our own file, which needs torch only
+folder/pack.py, memory_ops.py    what stands around collectives, and destinations: our own files, with torch alone
 folder/groups.json  the process groups, in the order in which all ranks make them
 folder/run.py       torchrun --nproc-per-node N run.py
 """
@@ -18,20 +18,23 @@ import torch
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import dropout, pack
-from shardfx.ir.program.rank_program import Program
+from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
+from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
 
 from .run_template import HEADER, README, RUN
 
+FILES = ("pack", "memory_ops")
 
-def write_rank(folder: Path, rank: int, program: Program, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:
+
+def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:
     """Write one rank's program, and what it starts from."""
-    code = program.module.graph.python_code("self").src.strip("\n")
-    code = re.sub(r"\bshardfx_ir_ops_pack_(\w+)", r"pack.\1", code)
+    code = program.module().graph.python_code("self").src.strip("\n")
+    for file in FILES:
+        code = re.sub(rf"\bshardfx_ir_ops_{file}_(\w+)", rf"{file}.\1", code)
     code = code.replace("def forward(self, ", "def forward(").replace("def forward(self)", "def forward()")
-    imports = ["import pack"] if "pack." in code else []
-    imports += ["import random_ops  # defines torch.ops.shardfx"] if uses_random(program) else []
+    imports = [f"import {file}" for file in FILES if f"{file}." in code]
+    imports += [f"import {file}  # defines ops of torch.ops.shardfx" for file in own_files(program)]
     places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
     header = HEADER.format(
         rank=rank,
@@ -45,7 +48,7 @@ def write_rank(folder: Path, rank: int, program: Program, mesh: Mesh, state: Map
     torch.save(dict(state), folder / f"rank{rank}.pt")
 
 
-def write_shared(folder: Path, graph: Graph, program: Program) -> None:
+def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
     """Write what all ranks share."""
     mesh = graph.mesh
     groups: dict[str, tuple[int, ...]] = {}
@@ -54,19 +57,28 @@ def write_shared(folder: Path, graph: Graph, program: Program) -> None:
             groups.setdefault(mesh.group_name(rank, axes), mesh.group(rank, axes))
     (folder / "groups.json").write_text(json.dumps([[n, list(r)] for n, r in groups.items()], indent=1) + "\n")
     (folder / "run.py").write_text(RUN.format(size=mesh.size), encoding="utf-8")
-    used = uses_random(program)
-    text = README.format(mesh=mesh, size=mesh.size, random=" and `random_ops.py`" if used else "")
+    used = own_files(program)
+    text = README.format(mesh=mesh, size=mesh.size, own="".join(f" and `{file}.py`" for file in used))
     (folder / "README.md").write_text(text, encoding="utf-8")
-    copy(pack.__file__, folder / "pack.py")
-    if used:
-        copy(dropout.__file__, folder / "random_ops.py")
+    for file, source in {"pack": pack.__file__, "memory_ops": memory_ops.__file__, **used}.items():
+        copy(source, folder / f"{file}.py")
 
 
-def uses_random(program: Program) -> bool:
-    """Whether the program calls our own random ops."""
-    return any(getattr(node.target, "namespace", "") == "shardfx" for node in program.module.graph.nodes)
+OWN_FILES = {
+    "random_ops": (dropout.__file__, {dropout.dropout}),
+    "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
+}
+"""Files that a program needs beside it, where they are, and the ops that they define."""
+
+
+def own_files(program: RankProgram) -> dict[str, str | None]:
+    """The files with those of our own ops that the program calls."""
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    return {file: source for file, (source, ops) in OWN_FILES.items() if ops & called}
 
 
 def copy(source: str | None, target: Path) -> None:
+    """Copy a file of ours."""
     assert source is not None
-    target.write_text(Path(source).read_text(encoding="utf-8"), encoding="utf-8")
+    text = Path(source).read_text(encoding="utf-8")
+    target.write_text(text.replace("from .pack import", "from pack import"), encoding="utf-8")  # a folder, no package

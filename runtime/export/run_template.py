@@ -80,5 +80,5 @@ One file per rank, written by shardfx. They need torch and nothing else:
 - `rankN.pt`: those pieces, by name (`torch.load(..., weights_only=True)`). Put your own there, or call `forward`
   yourself.
 - `groups.json`: the names of the process groups, and the ranks in each; `run.py` shows how they are made.
-- `pack.py`{random}: what the programs call besides torch's own operators.
+- `pack.py`, `memory_ops.py`{own}: what the programs call besides torch's own operators.
 """

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, OutputKind
-from shardfx.ir.program.lower import select, write
-from shardfx.ir.program.rank_program import Code
+from shardfx.ir.graph import Graph, Input, Output, OutputKind
+from shardfx.ir.program.lower import lower, select
+from shardfx.ir.program.plain import plain
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
-from shardfx.runtime.verify.proof.interpreter import HasGraph
 
 from .fault import Fault
 from .first_change import named
@@ -33,13 +34,14 @@ class Verdict:
     how: str = "proven"
     checked: Mapping[str, int] = field(default_factory=dict)
     fault: Fault | None = None
+    claim: str = "the ranks compute what the model computes"
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
         looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
-        head = f"{self.how}: the ranks compute what the model computes" if self.ok else f"not {self.how}"
+        head = f"{self.how}: {self.claim}" if self.ok else f"not {self.how}"
         return f"{head} ({looked})" if self.ok else f"{head}\n{self.why}\n  {'checked:':<10}{looked}"
 
 
@@ -59,46 +61,113 @@ def verify(
     after: Graph,
     rules: RuleBook,
     kinds: Iterable[OutputKind],
+    program: Callable[[Graph, int], RankProgram],
     modules: Mapping[int, fx.GraphModule] | None,
     run: bool,
     stored: Mapping[str, torch.Tensor],
 ) -> Verdict:
-    """Verify the plan's own programs for outputs of some kinds, ``modules`` in the place of some of them.
+    """Verify the programs of a plan for outputs of some kinds.
+
+    Args:
+        before, after: the captured graph and the planned one.
+        program: ``program(graph, rank)``: the program of a rank that runs; of ``after``, or (with ``run``) of the same
+            plan in small.
+        modules: programs that somebody changed, in the place of those of some ranks.
+        stored: inputs whose content counts.
 
     Raises:
-        Error: ``modules`` names a rank that the mesh does not have.
+        Error: ``modules`` names a rank that the mesh does not have, or has a module of another plan.
     """
     mesh = after.mesh
     unknown = [r for r in modules or () if not (isinstance(r, int) and 0 <= r < mesh.size)]
     if unknown:
         raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
-
-    changed: dict[int, HasGraph] = dict(modules or {})
+    changed = {rank: program(after, rank).changed(module) for rank, module in (modules or {}).items()}
     small = shrink_plan.shrink(before, after, rules) if run and not changed and shrink_plan.needed(before) else None
     if small is not None and not compare.alike(small.before, small.after, small.known(stored)):
         small = None  # numbers of the program stand for sizes: a count that a sum is divided by
     if small is not None:
         before, after, stored = small.before, small.after, small.known(stored)
-
-    def program(rank: int) -> Code:
-        return write(after, rank, rules, kinds)
-
-    def alone(graph: Graph, rank: int) -> Code:
-        return write(graph, rank, rules, {OutputKind.RESULT})
-
     inputs, _, outputs = select(after, kinds)
-    if not run and mesh.size > representatives.EVERY and representatives.is_even(after):
-        fault, checked = representatives.verify(before, after, rules, alone, program, changed, inputs, outputs)
-    else:
-        own: dict[int, HasGraph] = {rank: program(rank) for rank in range(mesh.size)}
-        given = own | changed if changed else own
-        if run:
-            fault, checked = compare.verify(before, after, rules, given, own, inputs, outputs, stored)
-        else:
-            fault, checked = every_rank.verify(before, after, rules, given, inputs, outputs)
+    try:
+        fault, checked = _ask(before, after, rules, program, changed, run, stored, inputs, outputs)
+    except _Broken as broken:
+        fault, checked = broken.fault, {"ranks": mesh.size}
     if fault is not None and changed and not run:
-        fault = named(fault, {rank: program(rank) for rank in changed}, changed)
+        fault = named(fault, {rank: program(after, rank) for rank in changed}, changed)
     how = "shown on random float64 numbers" if run else "proven"
     if small is not None:
         how, checked = f"{how}, on shapes that were shrunk", {**checked, "sizes shrunk": small.sizes}
     return Verdict(fault is None, "" if fault is None else text(fault), how, checked, fault)
+
+
+def first_broken(programs: Iterable[RankProgram]) -> Fault | None:
+    """The first program that is not well formed, so that it may not compute what its plain form does."""
+    for program in programs:
+        try:
+            validate_program(program)
+        except ProgramError as error:
+            return Fault(error.what, _leads_to(program, error.node), program.rank, error.node, error.line)
+    return None
+
+
+def _leads_to(program: RankProgram, name: str) -> str:
+    """The first output of a program that is made of a call."""
+    made = {node for node in program.graph.nodes if node.name == name}
+    for node in program.graph.nodes:
+        if made & set(node.all_input_nodes):
+            made.add(node)
+    results = program.result().args[0]
+    pairs = zip(program.outputs, results, strict=False)  # type: ignore[arg-type]
+    return next((f"{output.kind.value} {output.name}" for output, node in pairs if node in made), "")
+
+
+class _Broken(Exception):
+    """A program that is not well formed."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.what)
+        self.fault = fault
+
+
+def _sound(program: RankProgram) -> RankProgram:
+    """The plain form of a program that is well formed: that is what is proven."""
+    fault = first_broken([program])
+    if fault is not None:
+        raise _Broken(fault)
+    return plain(program)
+
+
+def _ask(
+    before: Graph,
+    after: Graph,
+    rules: RuleBook,
+    program: Callable[[Graph, int], RankProgram],
+    changed: Mapping[int, RankProgram],
+    run: bool,
+    stored: Mapping[str, torch.Tensor],
+    inputs: Sequence[Input],
+    outputs: Sequence[Output],
+) -> tuple[Fault | None, dict[str, int]]:
+    """The first fault, and how much was looked at."""
+    ranks = range(after.mesh.size)
+
+    if not run and len(ranks) > representatives.EVERY and representatives.is_even(after):
+        others = {rank: _sound(each) for rank, each in changed.items()}
+        return representatives.verify(
+            before,
+            after,
+            rules,
+            lambda graph, rank: lower(graph, rank, rules, {OutputKind.RESULT}),
+            lambda rank: _sound(program(after, rank)),
+            others,
+            inputs,
+            outputs,
+        )
+    own = {rank: program(after, rank) for rank in ranks}
+    given = {**own, **changed}
+    if run:
+        for each in given.values():
+            _sound(each)
+        return compare.verify(before, after, rules, given, own if changed else given, inputs, outputs, stored)
+    return every_rank.verify(before, after, rules, {r: _sound(each) for r, each in given.items()}, inputs, outputs)

@@ -1,4 +1,4 @@
-"""What the members of a group get from a collective."""
+"""What the members of a group get from a collective, in the order of the group: deterministic."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from collections.abc import Sequence
 import torch
 
 from shardfx.ir.errors import Error
-
-from .coroutine import Request
+from shardfx.runtime.rendezvous import Request
 
 Tensor = torch.Tensor
-c10d = torch.ops._c10d_functional
 
 
-def perform(request: Request, requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Do a collective on the tensors of a group's members, in the group's order."""
-    n = len(tensors)
-    if request.op is c10d.all_reduce.default:
-        total = reduce(tensors, request.args[0])
+def perform(requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequence[Tensor | None]) -> list[Tensor]:
+    """Do a collective on the tensors of a group's members; each result goes where its rank wants it."""
+    made = _results(requests, tensors)
+    return [new if at is None else at.copy_(new.view(at.shape)) for new, at in zip(made, into, strict=True)]
+
+
+def _results(requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Tensor]:
+    first, n = requests[0], len(tensors)
+    if first.op == "all_reduce":
+        total = reduce(tensors, first.args[0])
         return [total] + [total.clone() for _ in range(n - 1)]
-    if request.op is c10d.all_gather_into_tensor.default:
+    if first.op == "all_gather_into_tensor":
         joined = torch.cat([t if t.dim() else t.reshape(1) for t in tensors])
         return [joined] + [joined.clone() for _ in range(n - 1)]
-    if request.op is c10d.reduce_scatter_tensor.default:
-        return [piece.clone() for piece in reduce(tensors, request.args[0]).chunk(n)]
+    if first.op == "reduce_scatter_tensor":
+        return [piece.clone() for piece in reduce(tensors, first.args[0]).chunk(n)]
     sent = [t.split(list(r.args[1])) for t, r in zip(tensors, requests, strict=True)]
     return [torch.cat([sent[source][k] for source in range(n)]) for k in range(n)]
 
 
 def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:
-    """Reduce in the order of the ranks: deterministic."""
+    """Reduce in the order of the ranks."""
     total = tensors[0].clone()
     for other in tensors[1:]:
         if kind in ("sum", "avg"):

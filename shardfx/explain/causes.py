@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardfx.ir.cost.replay import source_of
 from shardfx.ir.graph import Node, Value, op_name
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.text.printer import Printer
 from shardfx.passes import Context, Decision
@@ -61,7 +61,7 @@ class Trails:
                 node = value.node
                 found = self._operand(value, axis, dim)
                 if node is None or found is None:
-                    made_here = node is not None and isinstance(node.op, CommOp)
+                    made_here = node is not None and isinstance(node.op, OwnOp)
                     text = f"{node.op} makes it so: {node.why}" if made_here and node else "its op makes it so"
                     yield Because(name, text)
                     return
@@ -93,7 +93,7 @@ class Trails:
         node = value.node
         if node is None:
             return None
-        if isinstance(node.op, CommOp):
+        if isinstance(node.op, OwnOp):
             source = self.source(value)
             spec = source.spec
             if spec is None or axis not in (*spec.axes, *spec.partial_axes):

@@ -23,8 +23,8 @@ from shardfx.ir.cost.replay import source_of
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, op_name
-from shardfx.ir.ops.comm import CommOp
-from shardfx.ir.oracle.findings import rule_text
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.text.printer import Printer, size_text
 from shardfx.passes import Context
 
@@ -171,12 +171,13 @@ class _Explainer:
     def input(self, given: Input) -> Entry:
         trails = self._trails(given.value)
         cuts = "" if trails else "whole on every rank"
-        return Entry(self.printer.input(given), cuts, trails, tuple(self._after(given.value)))
+        title = f"{given.kind.value} {self.printer.use(given.value)} : {self.printer.type(given.value)}"
+        return Entry(title, cuts, trails, tuple(self._after(given.value)))
 
     def op(self, node: Node, value: Value | None = None) -> Entry:
         """The entry of a node; its trails are those of ``value`` (the first result, if not said)."""
         lines = [line for each in ([value] if value is not None else node.outs) for line in self._after(each)]
-        if isinstance(node.op, CommOp):
+        if isinstance(node.op, OwnOp):
             lines.insert(0, f"{self._sends(node)}{f': {node.why}' if node.why else ''}")
         elif node.why:
             lines.insert(0, node.why)
@@ -185,13 +186,13 @@ class _Explainer:
 
     def _line(self, node: Node) -> str:
         """The node as the graph's text has it, without strategy and source; of many collectives as one the number."""
-        if isinstance(node.op, CommOp) and len(node.operands) > MOST_USERS:
+        if isinstance(node.op, OwnOp) and len(node.operands) > MOST_USERS:
             count, axes = len(node.operands), ", ".join(node.kwargs["axes"])
             return f"%{node.name} and {count - 1} more = {node.op}({count} values, axes=[{axes}])"
         return self.printer.node(node).partition("  cuts ")[0].partition("  @ ")[0].rstrip()
 
     def _cuts(self, node: Node) -> str:
-        if node.strategy is None or isinstance(node.op, CommOp):
+        if node.strategy is None or isinstance(node.op, OwnOp):
             return ""
         entry = self.context.rules.entry(node.op)
         rule = f", of the rule {entry.text}" if entry is not None and "->" in entry.text else ""
@@ -235,7 +236,7 @@ class _Explainer:
     def _after(self, value: Value) -> Iterator[str]:
         """The communication that the value's users need, and who they are."""
         for node in self.users.get(value, ()):
-            if isinstance(node.op, CommOp):
+            if isinstance(node.op, OwnOp):
                 for copy in node.outs:
                     if self.trails.source(copy) is value:
                         yield f"then {self._sends(node)}: needed as {self.printer.type(copy)}{self._needed(copy)}"

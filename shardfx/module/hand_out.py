@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,3 +48,8 @@ def _kept_for_later() -> bool:
     """Whether this backward was asked to retain the graph."""
     known = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return known is None or bool(known())
+
+
+def hand_out(loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The loss, whose ``backward()`` gives ``grads`` to ``parameters``."""
+    return HandOut.apply(loss, grads, *parameters)  # type: ignore[no-any-return, no-untyped-call]

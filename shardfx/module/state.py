@@ -1,15 +1,142 @@
-"""Checks of a state dict that somebody wants to load."""
+"""The model's state: its parameters and buffers by its own names, whole and in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfx.compiled import Compiled
 from shardfx.ir.errors import Error
 from shardfx.ir.spec import TensorType
+from shardfx.runtime.step import STORED
+from shardfx.runtime.store import Store
 
 WHERE = "load_full_state_dict(...)"
+
+
+class ModelState:
+    """Names of the model, and the store that holds what they name.
+
+    ``extra`` is what the model's state dict has beside: parameters and buffers that no program uses.
+    """
+
+    def __init__(self, compiled: Compiled, store: Store, model: nn.Module) -> None:
+        self.compiled, self.store = compiled, store
+        self.aliases = compiled.captured.aliases
+        self.names = list(model.state_dict())
+        self.trainable = {self.aliases.get(n, n): p.requires_grad for n, p in model.named_parameters()}
+        used = {given.name for given in compiled.after.inputs}
+        self.extra = {
+            name: tensor.detach().clone()
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if self.aliases.get(name, name) not in used and not tensor.is_meta
+        }
+        self._complete = False
+
+    def load_from(self, model: nn.Module) -> None:
+        """Cut the model's own weights; those of a fake or meta model come later."""
+        named = (*model.named_parameters(), *model.named_buffers())
+        whole = {self.aliases.get(name, name): tensor for name, tensor in named}
+        if not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values()):
+            with torch.no_grad():
+                self.store.load(whole, self.trainable)
+
+    def lacking(self) -> list[str]:
+        """The parameters and buffers that there is no content for: the model was fake, or on meta."""
+        held = (self.store.parameters, self.store.buffers)
+        inputs = self.compiled.after.inputs
+        return [g.name for g in inputs if g.kind in STORED and not any(g.name in h for h in held)]
+
+    def check_complete(self) -> None:
+        """Raise where weights are missing.
+
+        Raises:
+            Error: the model was fake or on meta, and nothing was loaded.
+        """
+        if self._complete:
+            return
+        lacking = self.lacking()
+        if lacking:
+            raise Error(
+                "this plan lacks weights: the model was fake, or on meta",
+                where="pm(...)",
+                expected="real weights",
+                got=f"none for {lacking[0]} and {len(lacking) - 1} more",
+                remedy="pm.load_full_state_dict(state_dict), or parallelize a model with weights",
+            )
+        self._complete = True
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers by the model's own names."""
+        result: dict[str, torch.Tensor] = {}
+        for name in self.names:
+            known = self.aliases.get(name, name)
+            stored = known in self.store.parameters or known in self.store.buffers
+            result[name] = self.store.whole(known) if stored else self.extra[name]
+        return result
+
+    def full_grads(self) -> dict[str, torch.Tensor]:
+        """Whole gradients by the model's own names."""
+        result = {}
+        for name, pieces in self.store.parameters.items():
+            grads = [p.grad for p in pieces if p.grad is not None]
+            if len(grads) == len(pieces):
+                result[name] = self.store.whole(name, grads)
+        return result
+
+    def load_full(self, state_dict: Mapping[str, torch.Tensor], strict: bool) -> None:
+        """Load whole tensors by the model's own names."""
+        stored = {g.name: g.value.type for g in self.compiled.after.inputs if g.kind in STORED}
+        names: dict[str, list[str]] = {name: [name] for name in stored}
+        for name, known in self.aliases.items():
+            if known in stored and name != known:
+                names[known].append(name)
+        if strict:
+            wanted = {self.aliases.get(name, name) for name in self.names} | set(self.lacking())
+            needed = {name: given for name, given in names.items() if name in wanted}
+            needed |= {name: [name] for name in self.extra if name in self.names}
+            check_names(state_dict, self.names, needed, [*self.aliases, *self.extra])
+        extra = {name: TensorType(tuple(tensor.shape), tensor.dtype) for name, tensor in self.extra.items()}
+        check_types(state_dict, extra | {n: stored[k] for n, k in self.aliases.items() if k in stored} | stored)
+        whole = {
+            k: next(state_dict[n] for n in given if n in state_dict)
+            for k, given in names.items()
+            if any(n in state_dict for n in given)
+        }
+        self.store.load(whole, self.trainable)
+        self.extra |= {name: state_dict[name].detach().clone() for name in self.extra if name in state_dict}
+
+
+def register(root: nn.Module, state: ModelState) -> None:
+    """Make the stored pieces parameters and buffers of ``root``, under the model's own names."""
+    for name, pieces in state.store.parameters.items():
+        path, _, leaf = name.rpartition(".")
+        holder = _holder(root, path)
+        if len(pieces) == 1:
+            holder._parameters[leaf] = pieces[0]
+        else:
+            holder._modules[leaf] = nn.ParameterList(pieces)
+    for name, tensors in state.store.buffers.items():
+        path, _, leaf = name.rpartition(".")
+        holder = _holder(root, path)
+        for i, tensor in enumerate(tensors):
+            own = leaf if len(tensors) == 1 else f"{leaf}_{i}"
+            holder._buffers[own] = tensor
+            if name not in state.names:
+                holder._non_persistent_buffers_set.add(own)
+
+
+def _holder(root: nn.Module, path: str) -> nn.Module:
+    """The submodule of a dotted path, made where it is missing."""
+    for part in path.split(".") if path else ():
+        child = root._modules.get(part)
+        if child is None:
+            child = root._modules[part] = nn.Module()
+        root = child
+    return root
 
 
 def check_names(

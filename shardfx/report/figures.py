@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardfx.ir.cost.recorder import Peak
-from shardfx.ir.cost.replay import Work
+from shardfx.ir.cost.amounts import Cost
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.storages import Peak
 from shardfx.ir.mesh import Mesh
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-FLOPS_PER_SECOND = 100e12
-BYTES_PER_SECOND = 1.5e12
-"""Round figures of an accelerator, to be replaced by those at hand: ``pm.report(flops_per_second=...)``."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +89,25 @@ class Communication:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step on one rank, at stated rates; nothing overlaps."""
+    """Seconds of one step on one rank of a machine; nothing overlaps."""
 
-    work: Work
-    communication: float
-    flops_per_second: float = FLOPS_PER_SECOND
-    bytes_per_second: float = BYTES_PER_SECOND
+    cost: Cost
+    machine: Machine
+    mesh: Mesh
 
     @property
     def compute(self) -> float:
-        return self.work.seconds(self.flops_per_second, self.bytes_per_second)
+        """Seconds of everything but communication."""
+        return self.cost.computing(self.machine)
+
+    @property
+    def communication(self) -> float:
+        """Seconds of communication, by the links of the mesh."""
+        return self.cost.sending(self.machine, self.mesh)
 
     @property
     def total(self) -> float:
+        """Their sum."""
         return self.compute + self.communication
 
 

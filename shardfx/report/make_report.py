@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
-from shardfx.ir.cost.recorder import Peak
-from shardfx.ir.cost.replay import replay_rank, source_of
-from shardfx.ir.cost.traffic import traffic
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.replay import replay, source_of
+from shardfx.ir.cost.storages import Peak
+from shardfx.ir.cost.traffic import comm_name, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import comm
-from shardfx.ir.ops.comm import CommOp
-from shardfx.ir.ops.redistribute import Redistribution
+from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.program.rank_program import RankProgram
 
-from .figures import BYTES_PER_SECOND, FLOPS_PER_SECOND, Cause, CommRow, Communication, Estimate, Memory, Report
+from .figures import Cause, CommRow, Communication, Estimate, Memory, Report
 
 if TYPE_CHECKING:
     from shardfx.compiled import Compiled
 
 
 def make_report(
-    compiled: Compiled,
-    flops_per_second: float = FLOPS_PER_SECOND,
-    bytes_per_second: float = BYTES_PER_SECOND,
+    compiled: Compiled, program: RankProgram, machine: Machine | str | None = None, notes: Iterable[str] = ()
 ) -> Report:
-    """The report of a compiled model (see ``ParallelModule.report``)."""
+    """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
+
+    It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
+    state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs.
+    """
     graph, context = compiled.after, compiled.context
-    train = any(output.kind is OutputKind.LOSS for output in graph.outputs)
-    kinds = {OutputKind.BUFFER, *((OutputKind.LOSS, OutputKind.GRADIENT) if train else (OutputKind.RESULT,))}
+    planned = Machine.of(compiled.hints.machine)
+    device = planned if machine is None else Machine.of(machine)
+    mesh = device.connect(graph.mesh, instead_of=planned)
     with no_collection():
-        replay = replay_rank(graph, context.rules, kinds)
-        communication = Communication(tuple(comm_rows(graph, context.planner)))
+        footprint = replay(program)
+        communication = Communication(tuple(comm_rows(graph, mesh)))
     return Report(
-        graph.mesh,
+        mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
-        memory_of(graph, replay.peak),
+        memory_of(graph, footprint.peak),
         communication,
-        Estimate(replay.work, communication.seconds, flops_per_second, bytes_per_second),
-        tuple(context.notes),
+        Estimate(footprint.cost, device, mesh),
+        (*compiled.after.notes, *notes),
         dict(context.seconds),
     )
 
@@ -61,31 +64,26 @@ def memory_of(graph: Graph, peak: Peak) -> Memory:
     )
 
 
-def comm_rows(graph: Graph, planner: Redistribution) -> list[CommRow]:
-    """The collectives by axes and kind, in the order of the mesh, what sends most first."""
+def comm_rows(graph: Graph, mesh: Mesh) -> list[CommRow]:
+    """The collectives by axes and kind, in the order of the mesh, what sends most first; times are by its links."""
     outputs = {output.value: output for output in graph.outputs}
     inputs = {given.value: given.name for given in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
     for node in graph.nodes:
-        if isinstance(node.op, CommOp) and node.op is not comm.shard:
-            kind = node.op.name.removesuffix("_fused").replace("_", "-")
-            rows.setdefault((graph.mesh.sort(node.kwargs["axes"]), kind), []).append(node)
+        if is_comm(node) and not node.op.stays:
+            rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node)), []).append(node)
     made = []
     for (axes, kind), nodes in rows.items():
-        sent = [traffic(node, graph.mesh) for node in nodes]
-        causes = [cause for node in nodes for cause in causes_of(node, graph.mesh, inputs, outputs)]
+        sent = [traffic(node, mesh) for node in nodes]
+        causes = [cause for node in nodes for cause in causes_of(node, mesh, inputs, outputs)]
         causes.sort(key=lambda cause: -cause.nbytes)
         calls = sum(one.turns for one in sent)
-        seconds = sum(comm_seconds(node, planner) * one.turns for node, one in zip(nodes, sent, strict=True))
+        link = mesh.link(axes)
+        seconds = sum(
+            link.seconds(*node.op.sends(node, mesh)) * one.turns for node, one in zip(nodes, sent, strict=True)
+        )
         made.append(CommRow(axes, kind, calls, sum(one.total for one in sent), seconds, tuple(causes)))
-    return sorted(made, key=lambda row: ([graph.mesh.order(axis) for axis in row.axes], -row.nbytes))
-
-
-def comm_seconds(node: Node, planner: Redistribution) -> float:
-    """The time of a comm node by the mesh's links; those that travel together pay the latency once."""
-    kind = comm.COMM_OPS.get(node.op.name.removesuffix("_fused"), comm.all_to_all)
-    values = node.outs if kind is comm.all_gather else node.operands
-    return planner.cost(kind, node.kwargs["axes"], sum(value.local_bytes(planner.mesh) for value in values))
+    return sorted(made, key=lambda row: ([mesh.order(axis) for axis in row.axes], -row.nbytes))
 
 
 def causes_of(node: Node, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> list[Cause]:

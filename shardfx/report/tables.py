@@ -7,20 +7,24 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardfx.ir.cost.machine import DEFAULT
 from shardfx.ir.graph import op_name
 from shardfx.ir.text.printer import size_text
 
 if TYPE_CHECKING:
+    from shardfx.ir.cost.storages import Peak
+
     from .figures import Cause, CommRow, Report
 
 WIDTH = 110
-MOST_CAUSES = 4
+MOST_CAUSES, MOST_HOLDERS = 4, 6
 FORMULA = (
     "peak = parameters + buffers + constants + inputs + the largest sum of live storages over the program\n"
     "Not counted: the states of the optimizer, workspaces inside of ops, fragmentation."
@@ -88,10 +92,12 @@ def _memory(report: Report) -> list[RenderableType]:
         ("buffers", memory.buffers, "the stored shards"),
         ("constants", memory.constants, "tensors that the model made when it was captured"),
         ("inputs", memory.inputs, "this rank's part of the batch"),
+        ("gathered", peak.of("gathered"), "at the peak: stored parameters made whole"),
         ("activations", memory.activations, "at the peak: made by the forward pass, kept for the backward"),
         ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),
         ("results", peak.of("results") + peak.of("new buffers"), "at the peak: loss, results, new contents of buffers"),
-        ("temporaries", peak.of("temporaries"), "at the peak: everything else, buffers of communication too"),
+        ("communication", peak.of("communication"), "at the peak: what is packed, sent and received"),
+        ("temporaries", peak.of("temporaries"), "at the peak: everything else"),
     ):
         if size or name in ("parameters", "activations", "gradients", "temporaries"):
             made.add_row(name, size_text(size), Text(note, "dim"))
@@ -101,7 +107,40 @@ def _memory(report: Report) -> list[RenderableType]:
     made.add_row(
         Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(f"their sum, {at}".rstrip(", "))
     )
-    return [made, Text(FORMULA, "dim")]
+    machine = report.time.machine
+    share = memory.peak_bytes / machine.memory
+    of = "" if machine.name == DEFAULT else f"\n{share:.2%} of the {size_text(machine.memory)} of {machine.name}."
+    return [made, Text(FORMULA + of, "dim"), *_holders(peak)]
+
+
+def _holders(peak: Peak) -> list[RenderableType]:
+    """Who holds most at the peak, those alike in repeated layers as one."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for held in peak.held:
+        node = held.node
+        what = f"{op_name(node.op)} @ {node.where.module}" if node is not None and node.where.module else ""
+        what = what or (op_name(node.op) if node is not None else "")
+        alike.setdefault((held.category, starred(what)), []).append(held.nbytes)
+    if not alike:
+        return []
+    made = table("Held at the peak", "by", "bytes", "as", right=[1])
+    ranked = sorted(alike.items(), key=lambda item: -sum(item[1]))
+    for (category, what), sizes in ranked[:MOST_HOLDERS]:
+        made.add_row(f"{what}{times(len(sizes))}", size_text(sum(sizes)), Text(category, "dim"))
+    if len(ranked) > MOST_HOLDERS:
+        rest = sum(sum(sizes) for _, sizes in ranked[MOST_HOLDERS:])
+        made.add_row(f"and {len(ranked) - MOST_HOLDERS} more kinds", size_text(rest), "")
+    return ["", made]
+
+
+def starred(name: str) -> str:
+    """A name with its numbers as stars, so that those of repeated layers are one."""
+    return re.sub(r"(?<![^. ])\d+(?![^. ])", "*", name)
+
+
+def times(count: int) -> str:
+    """How often: nothing for once."""
+    return f" ({count}x)" if count > 1 else ""
 
 
 def _communication(report: Report) -> RenderableType:
@@ -127,9 +166,9 @@ def _causes(row: CommRow) -> Text:
     for cause in row.causes:
         module = "" if " of " in cause.what and cause.what.startswith(("gradient", "new")) else cause.module
         text = f"{cause.what} @ {module}" if module and "is stored" not in cause.what else cause.what
-        alike.setdefault(re.sub(r"(?<![^. ])\d+(?![^. ])", "*", text), []).append(cause)
+        alike.setdefault(starred(text), []).append(cause)
     ranked = sorted(alike.items(), key=lambda item: -sum(cause.nbytes for cause in item[1]))
-    lines = [f"{text}{f' ({len(causes)}x)' if len(causes) > 1 else ''}" for text, causes in ranked[:MOST_CAUSES]]
+    lines = [f"{text}{times(len(causes))}" for text, causes in ranked[:MOST_CAUSES]]
     if len(ranked) > MOST_CAUSES:
         lines.append(f"and {len(ranked) - MOST_CAUSES} more kinds")
     return Text("\n".join(lines), "dim")
@@ -137,10 +176,13 @@ def _causes(row: CommRow) -> Text:
 
 def _time(report: Report) -> list[RenderableType]:
     time = report.time
-    rates = f"{count_text(time.flops_per_second, 'FLOP/s')} and {count_text(time.bytes_per_second, 'B/s')}"
-    made = table("Time of one step (an estimate)", "", "time", "", right=[1])
+    machine = time.machine
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(w.dtype for w in time.cost.work if w.flops)]
+    rates = ", ".join(f"{count_text(machine.rate(getattr(torch, d)), 'FLOP/s')} in {d}" for d in dtypes[:2])
+    rates = f"{rates or 'no products'}, {count_text(machine.bandwidth, 'B/s')}, {seconds_text(machine.overhead)} a call"
+    made = table(f"Time of one step on {machine.name} (an estimate)", "", "time", "", right=[1])
     made.add_row(
-        "compute", seconds_text(time.compute), Text(f"{count_text(time.work.flops, 'FLOP')}, at {rates}", "dim")
+        "compute", seconds_text(time.compute), Text(f"{count_text(time.cost.flops, 'FLOP')}, at {rates}", "dim")
     )
     made.add_row("communication", seconds_text(time.communication), Text("by the links of the mesh", "dim"))
     made.add_section()

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.module.parallel_module import TRAIN
+from shardfx.module.programs import TRAIN
 
 TIMEOUT = 3
 """Of the process group, in seconds."""
@@ -75,7 +75,8 @@ def step(pm: sx.ParallelModule, mode: str) -> None:
             pm(x, y)
     else:
         if dist.get_rank() == 1:
-            MODES[mode](pm._engine.program(TRAIN)._scope)
+            source = pm._programs.step.engine.source(pm._programs.step.programs(TRAIN)[1])
+            MODES[mode](source.start.__globals__)
         pm(x, y)
 
 

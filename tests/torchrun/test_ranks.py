@@ -72,6 +72,6 @@ def test_saved_programs_compute_the_same_alone(tmp_path: Path) -> None:
     for rank in range(2):
         results = torch.load(tmp_path / f"results{rank}.pt", weights_only=True)
         assert rel_err(results["loss:loss"], loss) < 1e-12
-        for name, pieces in pm._engine.parameters.items():
-            grad = pieces[pm._engine.shards[name].by_rank[rank]].grad
+        for name, pieces in pm._state.store.parameters.items():
+            grad = pieces[pm._state.store._shards[name].by_rank[rank]].grad
             assert rel_err(results[f"gradient:{name}"], grad) < 1e-12

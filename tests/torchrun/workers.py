@@ -30,7 +30,7 @@ import tests.plans
 from shardfx.compile import compile_model
 from shardfx.compiled import Compiled
 from shardfx.ir.cut import Cut, Part
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.shards import cut_local
 from shardfx.ir.spec import Spec
 from shardfx.runtime.debug.collective_counts import count_collectives
@@ -73,8 +73,8 @@ def counts_equal_the_graph(name: str, mesh: str) -> None:
         loss = pm(*case.args, *case.targets, **case.kwargs)
     expected: Counter[tuple[str, str]] = Counter()
     for node in pm.after.nodes:
-        if isinstance(node.op, CommOp) and node.op.name != "slice":
-            op = CALLED[node.op.name.removesuffix("_fused")]
+        if isinstance(node.op, OwnOp) and not node.op.stays:
+            op = CALLED[node.op.kind]
             expected[op, pm.mesh.group_name(dist.get_rank(), node.kwargs["axes"])] += 1
     assert {key: count.calls for key, count in counts.items()} == dict(expected)
     loss.backward()
@@ -155,7 +155,7 @@ def checkpoints_move_between_plans(folder: str) -> None:
         same_state(state, model.state_dict(), 1e-6)
         assert list(pm.state_dict()) == list(model.state_dict())
         for name, parameter in pm.named_parameters():
-            if pm._engine._homes[name].kind != "guarded":
+            if pm._state.store._shards[name].kind != "guarded":
                 assert torch.equal(parameter.full_tensor(), state[name]), name
         held, moments = get_state_dict(pm, mine)
         dcp.save({"model": held, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
@@ -168,7 +168,7 @@ def checkpoints_move_between_plans(folder: str) -> None:
             same_state(other.full_state_dict(), state, 0.0)
             for (name, a), b in zip(pm.named_parameters(), other.parameters(), strict=True):
                 old, new = mine.state[a]["exp_avg_sq"], optimizer.state[b]["exp_avg_sq"]
-                assert torch.equal(pm._engine.whole(name, [old]), other._engine.whole(name, [new])), name
+                assert torch.equal(pm._state.store.whole(name, [old]), other._state.store.whole(name, [new])), name
 
 
 @worker
@@ -309,11 +309,11 @@ def compiles_whole(name: str, axis: str, backend: str) -> None:
     case = make(name)
     pm = plan(case, sx.Mesh(**{axis: 2}))
     rank = dist.get_rank()
-    engine, module = pm._engine, pm.rank_module(rank)
+    module = pm.rank_module(rank)
     examples = {f"args.{i}": t for i, t in enumerate(case.args)} | {
         f"targets.{i}": t for i, t in enumerate(case.targets)
     }
-    inputs = list(engine.rank_inputs(rank, pm._program(rank, None), examples).values())
+    inputs = list(pm._programs.step.rank_inputs(rank, pm.rank_program(rank), examples).values())
     with torch.no_grad():
         eager = module(*inputs)
         compiled = torch.compile(module, fullgraph=True, backend=backend)(*inputs)
@@ -338,7 +338,7 @@ def saves_programs(name: str, folder: str) -> None:
     loss.backward()
     assert results["loss:loss"].item() == loss.item()
     for name, parameter in pm.named_parameters():
-        assert torch.equal(results[f"gradient:{name}"], pm._engine._homes[name].unwrap(parameter.grad)), name
+        assert torch.equal(results[f"gradient:{name}"], pm._state.store._shards[name].unwrap(parameter.grad)), name
 
 
 # ---- ranks

@@ -9,7 +9,8 @@ import torch
 from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.comm import CommOp, all_gather, all_reduce, reduce_scatter
+from shardfx.ir.ops.comm import all_gather, all_reduce, reduce_scatter
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec, TensorType
 
 aten = torch.ops.aten
@@ -57,7 +58,7 @@ class Sketch:
         self.graph.nodes.append(node)
         return value
 
-    def comm(self, op: CommOp, value: Value, axes: str, spec: str, module: str, **kwargs: Any) -> Value:
+    def comm(self, op: OwnOp, value: Value, axes: str, spec: str, module: str, **kwargs: Any) -> Value:
         why = f"{value} lies otherwise than it is needed"
         return self.op(op, (value,), value.shape, spec, module, why, axes=axes.split(), **kwargs)
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.capture.repeats import find_repeats
 from shardfx.ir.capture.trace import capture
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import Spec
@@ -91,7 +93,7 @@ def test_the_graph_is_the_same(variant: str, training: bool) -> None:
     assert repeats_of(Stack(variant)) == LEFT_OUT
     short = capture(Stack(variant), Mesh(dp=2), **given(training))  # type: ignore[arg-type]
     whole = capture(Stack(variant), Mesh(dp=2), **given(training), fold=False)  # type: ignore[arg-type]
-    assert short.graph.repeats == tuple(LEFT_OUT) and not short.notes
+    assert short.graph.repeats == tuple(LEFT_OUT) and not short.graph.notes
     assert len(short.graph.nodes) < len(whole.graph.nodes)
     assert str(parse_graph(str(short.graph))) == str(short.graph)
     for graph in (short.graph, parse_graph(str(short.graph))):
@@ -145,7 +147,7 @@ def test_the_plan_and_its_reasons_are_the_same(
     monkeypatch.setattr("shardfx.compile.capture", partial(capture, fold=False))
     whole = planned(specs, variant)
     assert short._compiled.captured.graph.repeats and not whole._compiled.captured.graph.repeats
-    assert not short._compiled.context.notes
+    assert not short.after.notes
     assert str(short.before) == str(whole.before)
     assert str(short.after) == str(whole.after)
     assert short.plan == whole.plan
@@ -162,15 +164,49 @@ def test_the_plan_and_its_reasons_are_the_same(
     ],
 )
 def test_blocks_that_hints_tell_apart_are_planned_whole(more: dict[str, str], why: str) -> None:
-    (note,) = planned({**MEGATRON, **more})._compiled.context.notes
+    (note,) = planned({**MEGATRON, **more}).after.notes
     assert why in note
+
+
+class LookedAt(sx.Pass):
+    """Somebody's pass that wants to see all blocks."""
+
+    name = "looked-at"
+    before = "partition"
+
+    def run(self, graph: Graph, context: object) -> bool:
+        assert not graph.repeats
+        assert {f"blocks.{i}.up.weight" for i in range(DEPTH)} <= {given.name for given in graph.inputs}
+        return False
+
+
+def test_somebodys_own_pass_sees_all_blocks() -> None:
+    hints = sx.Hints(**given(True), specs=MEGATRON, passes=[LookedAt()])  # type: ignore[arg-type]
+    pm = sx.parallelize(Stack(), Mesh(dp=2, tp=2), hints, virtual=True)
+    assert pm._compiled.captured.graph.repeats and not pm.after.notes
+    assert str(pm.after) == str(planned(MEGATRON).after)
+
+
+def test_who_looks_at_each_pass_sees_all_blocks() -> None:
+    seen: list[bool] = []
+    hints = sx.Hints(**given(True), specs=MEGATRON)  # type: ignore[arg-type]
+    sx.parallelize(
+        Stack(), Mesh(dp=2, tp=2), hints, virtual=True, on_pass=lambda _, graph: seen.append(bool(graph.repeats))
+    )
+    assert seen and not any(seen)
+
+
+def test_a_hint_that_matches_nothing_is_told_the_names_of_all_blocks() -> None:
+    with pytest.raises(Error, match="matches nothing") as caught:
+        planned({**MEGATRON, "block.4.up.weight": "tp, -"})
+    assert "blocks.4.up.weight" in str(caught.value.remedy)
 
 
 def test_a_hint_for_each_block_is_one_for_all() -> None:
     each = {f"blocks.{i}.up.weight": "tp, -" for i in range(DEPTH)}
     specs = {**{name: spec for name, spec in MEGATRON.items() if "up" not in name}, **each}
     pm = planned(specs)
-    assert not pm._compiled.context.notes
+    assert not pm.after.notes
     assert "the hint 'blocks.3.up.weight'" in str(pm.explain("blocks.3.up.weight"))
 
 

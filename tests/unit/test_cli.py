@@ -10,6 +10,7 @@ import pytest
 
 import shardfx as sx
 from shardfx.cli import load, main, parse_mesh
+from shardfx.passes import BUILT_IN
 
 TARGET = """
 import torch
@@ -48,11 +49,12 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_plan_reports_draws_and_saves(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--mesh", "dp=2,tp=2", "--draw", "pictures", "--every-pass", "--save", "plan.json"]
+    options += ["--machine", "h100-dgx"]
     assert main(["plan", f"{target}:make", *options]) == 0
     out = capsys.readouterr().out
     assert "dp 2 x tp 2: 4 ranks" in out and "Communication of one rank" in out
     names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
-    assert names == ["01-propagate.svg", "02-partition.svg", "03-fuse-comm.svg", "after.svg", "before.svg"]
+    assert names == [*(f"{i:02}-{name}.svg" for i, name in enumerate(BUILT_IN, 1)), "after.svg", "before.svg"]
     assert sx.Plan.load(tmp_path / "plan.json").inputs["0.weight"] == "[16{tp}, 8]"
 
 
@@ -67,6 +69,7 @@ def test_explain(target: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "TARGET:make", "--mesh", "dp:2"], "the mesh cannot be read"),
         (["plan", "TARGET:make", "--mesh", "dp=3,dp=2"], "the mesh cannot be read"),
         (["plan", "TARGET:make", "--mesh", "ep=2"], "unknown mesh axis 'dp'"),
+        (["plan", "TARGET:make", "--mesh", "dp=2", "--machine", "z80"], "no machine is called 'z80'"),
         (["plan", "TARGET", "--mesh", "dp=2"], "does not name a function"),
         (["plan", "TARGET:made", "--mesh", "dp=2"], "no function 'made'"),
         (["plan", "TARGET:not_callable", "--mesh", "dp=2"], "no function 'not_callable'"),

@@ -17,8 +17,8 @@ from shardfx.ir.cut import WHOLE, Cut, Part, compound
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
 from shardfx.ir.ops import comm, redistribute
-from shardfx.ir.ops.comm import CommOp, moved
 from shardfx.ir.ops.redistribute import Redistribution, Step
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec, TensorType, coarsen, on_view, refine
 
 MESH = Mesh(a=2, b=3, c=2, one=1)
@@ -58,9 +58,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def apply(step: Step, source: Spec, shape: Sequence[int], mesh: Mesh) -> Spec:
-    return moved(
-        step.op, source, shape, mesh, axes=step.axes, dim=step.dim, to=step.to, reduce=step.reduce, view=step.view
-    )
+    keywords = {"dim": step.dim, "to": step.to, "reduce": step.reduce or "sum", "view": step.view}
+    return step.op.place(source, shape, mesh, axes=step.axes, **keywords)
 
 
 def held(placement: Spec, shape: Sequence[int], coords: Mapping[str, int]) -> frozenset[int]:
@@ -142,7 +141,7 @@ def test_coarsen_is_the_inverse_of_refine(case: Case) -> None:
 TP = Mesh(dp=2, tp=4)
 
 
-def plan(type: TensorType, source: Spec, target: Spec, mesh: Mesh = TP) -> list[tuple[CommOp, tuple[str, ...]]]:
+def plan(type: TensorType, source: Spec, target: Spec, mesh: Mesh = TP) -> list[tuple[OwnOp, tuple[str, ...]]]:
     return [(step.op, step.axes) for step in Redistribution(mesh).steps(type, source, target)]
 
 
@@ -167,7 +166,7 @@ def test_nothing_to_do() -> None:
         (spec(TP, "dp, -"), spec(TP, "tp, -"), [(comm.all_gather, ("dp",)), (comm.shard, ("tp",))]),
     ],
 )
-def test_the_cheapest_steps(source: Spec, target: Spec, expected: list[tuple[CommOp, tuple[str, ...]]]) -> None:
+def test_the_cheapest_steps(source: Spec, target: Spec, expected: list[tuple[OwnOp, tuple[str, ...]]]) -> None:
     assert plan(f32(64, 64), source, target) == expected
 
 
@@ -246,10 +245,5 @@ def test_a_comm_op_that_cannot_start_says_why() -> None:
         (comm.all_gather, cut, {"axes": ["tp"], "dim": 0, "view": [3, 3, 8]}, "plain cuts of the view (3, 3, 8)"),
     ):
         with pytest.raises(Error, match=f"{op} cannot start") as caught:
-            moved(op, source, (8, 8), TP, **kwargs)
+            op.place(source, (8, 8), TP, **kwargs)
         assert why in str(caught.value.expected)
-
-
-def test_fused_ops_move_each_operand() -> None:
-    made = moved(comm.fused[comm.all_reduce], spec(TP, "-", tp="sum"), (8,), TP, axes=["tp"], reduce="sum")
-    assert made == spec(TP, "-")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+import shardfx.ir
+import shardfx.passes
 from tests.pages import CODE, PAGES, ROOT, read, renewed
 
 DOCUMENTS = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -63,3 +66,9 @@ def test_pictures_are_of_the_plans_that_are_made_now(tmp_path: Path) -> None:
     for path in drawn:
         described = [re.search("<desc>(.*)</desc>", p.read_text()) for p in (path, ROOT / "docs/pictures" / path.name)]
         assert described[0] and described[1] and described[0][1] == described[1][1]
+
+
+@pytest.mark.parametrize("facade", [shardfx.ir, shardfx.passes])
+def test_the_names_for_plugins_are_on_their_page(facade: ModuleType) -> None:
+    page = read("docs/writing_passes.md")
+    assert not [name for name in facade.__all__ if f"`{name}`" not in page]

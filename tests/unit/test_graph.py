@@ -25,7 +25,7 @@ def graph() -> Graph:
           %0 = aten.relu(%x) : f32[4]  @ act  model.py:3
           %1 = aten.mul.Tensor(%0, %0) : f32[4]
         backward:
-          %2 = aten.cat([%0, %1], dim=0) : f32[4]
+          %2 = aten.cat([%0, %1], dim=0) : f32[8]
         outputs:
           result results.0 = %2
           result results.1 = %0

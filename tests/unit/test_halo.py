@@ -7,7 +7,7 @@ import torch
 
 from shardfx.ir.oracle.halos import Halo, halos
 from shardfx.ir.oracle.instance import instance
-from tests.instances import f
+from tests.op_calls import f
 
 aten = torch.ops.aten
 

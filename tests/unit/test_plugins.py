@@ -54,7 +54,7 @@ def test_the_packages_of_the_docs_pass_their_own_tests(installed: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "8 passed" in run.stdout
+    assert "10 passed" in run.stdout
 
 
 def test_the_command_line_lists_installed_passes(
@@ -64,7 +64,7 @@ def test_the_command_line_lists_installed_passes(
     plugins.refresh()
     assert main(["passes"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert "mb: float = 1.0" in rows["count-large"] and "shardfx-late-passes 1.0" in rows["count-large"]
+    assert "mb: float = 1.0" in rows["count-large"] and "shardfx-late-passes" in rows["count-large"]
     assert "COMM_EXPLICIT" in rows["narrow-reductions"]
     assert "built-in" in rows["propagate"]
 

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from shardfx.ir.cost.replay import replay_rank
+from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import OutputKind
-from shardfx.ir.ops.redistribute import Redistribution
-from shardfx.ir.program.lower import select
+from shardfx.ir.program.lower import lower
+from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text.parser import parse_graph
-from shardfx.module.parallel_module import TRAIN
+from shardfx.module.programs import TRAIN
 from shardfx.report.make_report import comm_rows
 from shardfx.report.tables import count_text, seconds_text
 from tests.plans import MESHES, plan
@@ -33,6 +33,8 @@ def pm() -> sx.ParallelModule:
 
 
 # ---- memory
+
+CATEGORIES = ("activations", "gathered", "gradients", "results", "new buffers", "communication", "temporaries")
 
 
 class Live(TorchDispatchMode):
@@ -55,21 +57,21 @@ class Live(TorchDispatchMode):
         return out
 
 
-def measured_peak(pm: sx.ParallelModule, rank: int) -> int:
+def measured_peak(program: RankProgram) -> int:
     """Run a rank's module on fake tensors; a collective is not waited for, for its result has the same storage."""
-    module = pm.rank_module(rank, training=True)
+    module = program.copy().module()
     for node in list(module.graph.nodes):
         if node.target is torch.ops._c10d_functional.wait_tensor.default:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     module.recompile()
-    coords = pm.mesh.coords(rank)
+    coords = program.mesh.coords(program.rank)
     with FakeTensorMode(), torch.no_grad():
         given = []
-        for each in select(pm.after, TRAIN)[0]:
+        for each in program.inputs:
             assert each.value.spec is not None
-            shape = each.value.spec.local_shape(each.value.shape, pm.mesh, coords)
+            shape = each.value.spec.local_shape(each.value.shape, program.mesh, coords)
             given.append(torch.empty(shape, dtype=each.value.type.dtype))
         with Live(given) as live:
             module(*given)
@@ -86,11 +88,10 @@ def measured_peak(pm: sx.ParallelModule, rank: int) -> int:
     ],
 )
 def test_the_peak_is_what_a_run_holds(name: str, mesh: sx.Mesh) -> None:
-    """Up to what helpers of communication hold inside."""
     pm = plan(make(name), mesh)
     for rank in (0, pm.mesh.size - 1):
-        replay = replay_rank(pm.after, pm._compiled.context.rules, TRAIN, rank)
-        assert replay.peak.nbytes == pytest.approx(measured_peak(pm, rank), rel=0.01)
+        program = lower(pm.after, rank, pm._compiled.context.rules, TRAIN)
+        assert replay(program).peak.nbytes == measured_peak(program)
 
 
 def test_memory_by_category(pm: sx.ParallelModule) -> None:
@@ -106,7 +107,7 @@ def test_memory_by_category(pm: sx.ParallelModule) -> None:
     parameters = sum(local(name) for name in dict(make("gpt_separate").model.named_parameters()))
     assert memory.parameters == memory.gradients == parameters
     assert memory.inputs == local("args.0") + local("targets.0") == 2 * 4 * 16 * 8
-    held = sum(memory.peak.of(c) for c in ("activations", "gradients", "temporaries", "results", "new buffers"))
+    held = sum(memory.peak.of(c) for c in CATEGORIES)
     assert held == memory.peak.nbytes > memory.activations > 0
     assert memory.peak_bytes == memory.parameters + memory.buffers + memory.inputs + memory.constants + held
     assert memory.end_bytes == memory.parameters + memory.buffers + memory.gradients
@@ -139,8 +140,7 @@ outputs:
 
 def test_communication_is_counted_by_the_formulas() -> None:
     graph = parse_graph(GRAPH)
-    planner = Redistribution(graph.mesh)
-    rows = {(row.axes, row.kind): row for row in comm_rows(graph, planner)}
+    rows = {(row.axes, row.kind): row for row in comm_rows(graph, graph.mesh)}
     gather, reduce = rows[("dp",), "all-gather"], rows[("tp",), "all-reduce"]
     assert gather.nbytes == 3 / 4 * 512 * 8 * 4  # (n-1)/n of the gathered piece
     assert reduce.nbytes == 2 * 1 / 2 * 16 * 8 * 4  # twice (n-1)/n of the value
@@ -169,15 +169,19 @@ def test_causes_name_the_parameters(pm: sx.ParallelModule) -> None:
 
 def test_flops_are_those_of_the_matrix_products() -> None:
     """Forward and backward of an MLP: 3 products of 2 m k n each, but for the input, which needs no gradient."""
-    work = plan(make("mlp3"), sx.Mesh(tp=1)).report().time.work
+    cost = plan(make("mlp3"), sx.Mesh(tp=1)).report().time.cost
     shapes = [tuple(p.shape) for name, p in make("mlp3").model.named_parameters() if name.endswith("weight")]
-    assert work.flops == sum(2 * 8 * n * k * (3 if i else 2) for i, (n, k) in enumerate(shapes))
+    assert cost.flops == sum(2 * 8 * n * k * (3 if i else 2) for i, (n, k) in enumerate(shapes))
 
 
-def test_time_is_an_estimate_at_stated_rates(pm: sx.ParallelModule) -> None:
-    slow, fast = pm.report(flops_per_second=1e9, bytes_per_second=1e15).time, pm.report().time
-    assert slow.compute == pytest.approx(slow.work.flops / 1e9, rel=0.01)
-    assert slow.total == slow.compute + slow.communication > fast.total > fast.communication > 0
+def test_time_is_that_of_the_machine(pm: sx.ParallelModule) -> None:
+    fast, h100 = pm.report(), pm.report("h100-dgx")
+    slow = pm.report(sx.Machine("slow", {"float64": 1e9}, 1e15, 1e9, sx.Machine.load("h100-dgx").links)).time
+    assert slow.compute == pytest.approx(slow.cost.flops / 1e9, rel=0.01)
+    assert slow.total == slow.compute + slow.communication > fast.time.total > fast.time.communication > 0
+    assert fast.time.communication == pytest.approx(fast.communication.seconds), "by the graph as by the program"
+    assert h100.mesh["tp"].link.bandwidth == 450e9 and h100.communication.nbytes == fast.communication.nbytes
+    assert h100.time.communication < fast.time.communication and "of the 80.0 GB of h100-dgx" in str(h100)
 
 
 def test_the_text(pm: sx.ParallelModule) -> None:
@@ -186,10 +190,12 @@ def test_the_text(pm: sx.ParallelModule) -> None:
         "Plan  dp 2 x tp 2: 4 ranks",
         "peak = parameters + buffers",
         "gradient of layers.*.fc1.weight (2x)",
-        "Time of one step (an estimate)",
-        "at 100 TFLOP/s and 1.5 TB/s",
+        "Time of one step on accelerator (an estimate)",
+        "at 100 TFLOP/s in float64, 1.5 TB/s",
+        "Held at the peak",
+        "aten.gelu @ layers.* (2x)",
         "nothing overlaps",
-        "Passes  propagate",
+        "Passes  bind-hints",
     ):
         assert words in text
     assert "Warnings" not in text and max(map(len, text.splitlines())) <= 110
@@ -203,7 +209,7 @@ def test_warnings_are_in_the_report() -> None:
         name = "note"
 
         def run(self, graph: Any, context: Any) -> bool:
-            context.notes.append("something to know")
+            graph.notes.append("something to know")
             return False
 
     pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(torch.randn(4, 4),), passes=[Note()]))
@@ -244,9 +250,10 @@ def test_a_deep_program_is_replayed_once_per_distinct_call() -> None:
     for layers in (100, 400):
         graph = parse_graph(deep(layers))
         started = time.process_time()
-        replay = replay_rank(graph, default_rules(), {OutputKind.RESULT})
-        comm_rows(graph, Redistribution(graph.mesh))
+        footprint = replay(lower(graph, 0, default_rules(), {OutputKind.RESULT}))
+        comm_rows(graph, graph.mesh)
         seconds.append(time.process_time() - started)
         piece = 32 * 512 * 4
-        assert replay.peak.nbytes == 3 * piece  # a sum, a partial sum, and a slice or its reduction: whatever the depth
+        # A sum, a partial sum, and a slice or its reduction: whatever the depth.
+        assert footprint.peak.nbytes == 3 * piece
     assert seconds[1] < max(12 * seconds[0], 2.0)

@@ -19,7 +19,8 @@ from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import replicated, rule
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from tests.instances import f, of_case, picked
+from tests.instances import of_case, picked
+from tests.op_calls import f
 from tests.zoo import CASES
 
 aten = torch.ops.aten

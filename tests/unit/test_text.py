@@ -17,6 +17,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_graph
@@ -28,9 +29,10 @@ EXAMPLE = """\
 mesh dp=2, tp=2, mb=Time(4)
 link tp bandwidth=300000000000.0, latency=2e-06
 established COMM_EXPLICIT, SHARDED
+note "a \\"block\\" was traced once"
 source model.py "/models/gpt/model.py"
 source losses/model.py "/models/losses/model.py"
-parameter %layers.0.w1.weight : bf16[(3 64{tp}), 16]
+parameter %layers.0.w1.weight : bf16[(3 64{tp}), 16] hint [(3 64{tp}), 16] "layers.*" also lm_head.weight, "0.w"
 parameter %"0" : f32[]
 buffer %norm.running_mean : f32[16]
 argument %args.0 : bf16[8{mb,dp}, 16]
@@ -40,17 +42,17 @@ constant %constant.6 : f64[64, 64]
 seed %seed : i64[]
 forward:
   %0 = aten.t(%layers.0.w1.weight) : bf16[16, (3 64{tp})]
-  %1 = aten.mm(%args.0, %0) : bf16[8{dp}, (3 64{tp})]  cuts m{dp} n{tp}  @ layers.0  model.py:42
+  %1 = aten.mm(%args.0, %0) : bf16[8{dp}, (3 64{tp})] hint [8, 192] ""  cuts m{dp} n{tp}  @ layers.0  model.py:42
   %2, _, %4 = aten.native_layer_norm_backward(%1, %1, [192], %1, %1, None, None, [True, False, True]) : \
 bf16[8{dp}, 192] +{tp}, _, bf16[192] +{dp,tp}  cuts -  \
-needs [8{dp}, 192], [8, (3 64{tp})], [8, 192], [8, 192]  stage=1  @ model.py:7
+needs [8{dp}, 192], [8, (3 64{tp})], [8, 192], [8, 192]  {lane=1, "a b"="x", half=0.5, on=True}  stage=1  @ model.py:7
   %5 = comm.all_reduce(%2, axes=[tp], reduce=sum) : bf16[8{dp}, 192]  @ layers.0  losses/model.py:1  # 1.5 kB
 backward:
   %6 = aten.add.Tensor(%5, %5, alpha=-0.5) : bf16[8{dp}, 192]
 forward:
   %7 = aten.cat([%5, %6], 1) : bf16[8{dp}, 384] max{tp}
 outputs:
-  loss loss = %7
+  loss loss = %7 : [8{dp}, 384]
   result results.0 = %6
   gradient layers.0.w1.weight = %4
   buffer "a name" = %norm.running_mean
@@ -93,7 +95,11 @@ def test_the_documented_form_reads_back() -> None:
         == Mesh(dp=2, tp=2, mb=Time(4), links={"tp": Link(3e11, 2e-6)})
     )
     assert graph.established == {"COMM_EXPLICIT", "SHARDED"}
+    assert graph.notes == ['a "block" was traced once']
     weight, bare = graph.inputs[:2]
+    assert weight.aliases == ("lm_head.weight", "0.w")
+    assert graph.aliases["lm_head.weight"] == graph.aliases["layers.0.w1.weight"] == "layers.0.w1.weight"
+    assert (weight.value.hint, weight.value.hinted_by) == (weight.value.spec, "layers.*")
     assert (weight.kind, weight.name) == (InputKind.PARAMETER, "layers.0.w1.weight")
     assert weight.value.type == TensorType((192, 16), torch.bfloat16)
     assert weight.value.spec == Spec((Cut(("tp",), (Part(3), Part(64, ("tp",)))), WHOLE))
@@ -105,6 +111,9 @@ def test_the_documented_form_reads_back() -> None:
     assert large.constant is None
     _, mm, norm, reduced, added, cat = graph.nodes
     assert mm.op is aten.mm.default
+    assert (mm.outs[0].hint, mm.outs[0].hinted_by) == (Spec.whole(2), "")
+    assert norm.attrs == {"lane": 1, "a b": "x", "half": 0.5, "on": True}
+    assert [output.spec for output in graph.outputs] == [Spec((Cut(("dp",)), WHOLE)), None, None, None]
     assert mm.where == Where("layers.0", "/models/gpt/model.py", 42)
     assert mm.strategy == Strategy(
         (Spec((Cut(("mb", "dp")), WHOLE)), Spec((WHOLE, Cut(("tp",), (Part(3), Part(64, ("tp",))))))),
@@ -284,8 +293,8 @@ def test_an_op_comes_back(op: Any) -> None:
     assert there_and_back(one_op(op)).nodes[0].op is op
 
 
-@pytest.mark.parametrize("op", comm.COMM_OPS.values(), ids=str)
-def test_a_comm_op_comes_back(op: comm.CommOp) -> None:
+@pytest.mark.parametrize("op", comm.OWN_OPS.values(), ids=str)
+def test_a_comm_op_comes_back(op: OwnOp) -> None:
     kwargs: dict[str, Any] = {"axes": ["tp"], "dim": 0, "to": 1, "reduce": "max", "view": [2, 2, 4], "note": None}
     graph = one_op(op, **kwargs)
     assert f"{op}(%x, axes=[tp], dim=0, to=1, reduce=max, view=[2, 2, 4], note=None)" in str(graph)
@@ -339,6 +348,41 @@ def test_a_strategy_comes_back() -> None:
     assert [node.strategy for node in there_and_back(graph).nodes] == [gather.strategy, relu.strategy]
 
 
+ATTRS = st.one_of(st.integers(), st.floats(), st.booleans(), st.text())
+
+
+@given(st.dictionaries(st.text(), ATTRS, max_size=3), st.text(), st.text(), st.lists(st.text(min_size=1), unique=True))
+def test_any_attribute_comes_back(attrs: dict[str, Any], made_by: str, why: str, names: list[str]) -> None:
+    """Also next to one another, also of a factor that is called as an attribute begins."""
+    graph = one_op(aten.relu.default)
+    (node,) = graph.nodes
+    node.attrs, node.made_by, node.why = attrs, made_by, why
+    node.outs[0].spec = graph.inputs[0].value.spec = Spec.whole(2)
+    node.outs[0].hint, node.outs[0].hinted_by = Spec((Cut(("tp",)), WHOLE)), why
+    node.strategy = Strategy((Spec.whole(2),), (Spec.whole(2),), (("by", ()), ("needs", ("tp",)), ("stage", ())))
+    graph.inputs[0].aliases = tuple(names)
+    graph.outputs = [Output(OutputKind.LOSS, made_by, node.outs[0], Spec((WHOLE, Cut(("tp",)))))]
+    graph.notes = [made_by, why]
+    text = print_graph(graph, reasons=True)
+    for back in (parse_graph(text), graph.copy()):
+        assert print_graph(back, reasons=True) == text
+        (found,) = back.nodes
+        assert alike(dict(found.attrs), attrs) or all(alike(found.attrs[key], attrs[key]) for key in attrs)
+        assert (found.made_by, found.why, found.strategy) == (made_by, why, node.strategy)
+        assert (found.outs[0].hint, found.outs[0].hinted_by) == (node.outs[0].hint, why)
+        assert (back.inputs[0].aliases, back.outputs[0].spec) == (tuple(names), graph.outputs[0].spec)
+        assert back.notes == graph.notes
+    (silent,) = parse_graph(print_graph(graph)).nodes
+    assert (silent.made_by, silent.why) == ("", "")
+
+
+def test_an_attribute_without_a_text_is_an_error() -> None:
+    graph = one_op(aten.relu.default)
+    graph.nodes[0].attrs = {"lanes": [1, 2]}  # type: ignore[dict-item]
+    with pytest.raises(Error, match="attribute 'lanes' of a node has no text"):
+        print_graph(graph)
+
+
 def test_an_argument_without_a_text_is_an_error() -> None:
     with pytest.raises(Error, match="has no text") as caught:
         print_graph(one_op(aten.relu.default, {"a": 1}))
@@ -358,7 +402,7 @@ HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
         ("mesh dp=2.5", 1, "a number of ranks, or Time(turns)", "2.5"),
         ("mesh dp=0", 1, "an int of at least 1, or Time(turns)", 0),
         ("mesh dp=2\nlink tp bandwidth=1.0, latency=0.0", 2, "among ['dp']", ["tp"]),
-        ("mesh dp=2\nnonsense", 2, "mesh, link, unplaced, established, repeat, source, parameter, ", "nonsense"),
+        ("mesh dp=2\nnonsense", 2, "mesh, link, unplaced, established, note, repeat, source, parameter, ", "nonsense"),
         ("mesh dp=2\nsideways:", 2, "forward, backward, update or outputs", "sideways"),
         ("mesh dp=2\nargument %x f32[8]", 2, "':'", "f32"),
         ("mesh dp=2\nargument %x : f33[8]", 2, "a dtype such as f16, ", "f33"),
@@ -375,6 +419,9 @@ HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
         (HEAD + "  %0 = aten.relu(%x : f32[8{dp}, 4]", 4, "')'", ":"),
         (HEAD + "  %0 = aten.relu(%x, torch.nn)", 4, "a value, a number", "torch.nn"),
         (HEAD + "  %0, %1 = aten.relu(%x) : f32[8{dp}, 4]", 4, "a type for each of 2 results", "1 types"),
+        (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] {lane=[1]}", 4, "an int, float, bool or string", "["),
+        (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] hint [8{dp}, 4]", 4, "in quotes who hints so", "the end"),
+        (HEAD + "outputs:\n  loss y = %x : [8, 4] x", 5, "the end of the line", "x"),
         (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] stage=x", 4, "a stage's number", "x"),
         (HEAD + "outputs:\n  outcome y = %x", 5, "one of result, loss, gradient, buffer", "outcome"),
     ],

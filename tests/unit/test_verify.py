@@ -14,6 +14,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.rulebook import default_rules
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_graph
 from shardfx.ir.validate import validate_graph
@@ -25,17 +26,18 @@ RIGHT = """
 mesh dp=2, tp=2
 established COMM_EXPLICIT, SHARDED
 parameter %w : f32[16{dp}, (3 4{tp})]
+parameter %v : f32[(3 4{tp}), 12]
 argument %x : f32[8{dp}, 16]
 forward:
   %0 = comm.all_gather(%w, axes=[dp], dim=0) : f32[16, (3 4{tp})]
   %1 = aten.mm(%x, %0) : f32[8{dp}, (3 4{tp})]  cuts m{dp} n{tp}
-  %2, _, %4 = aten.native_layer_norm_backward(%1, %1, [12], %1, %1, None, None, [True, False, True]) : \
-f32[8{dp}, 12] +{tp}, _, f32[12] +{dp,tp}
+  %2 = aten.mm(%1, %v) : f32[8{dp}, 12] +{tp}  cuts m{dp} k{tp}
+  %4 = aten.sum.dim_IntList(%2, [0]) : f32[12] +{dp,tp}  cuts k0{dp}
   %5 = comm.reduce_scatter(%2, axes=[tp], dim=1, reduce=sum) : f32[8{dp}, 12{tp}]
   %6 = comm.all_to_all(%5, axes=[tp], dim=1, to=0) : f32[8{dp,tp}, 12]
   %7 = comm.all_gather(%1, axes=[tp], dim=2, view=[8, 3, 4]) : f32[8{dp}, 12]
   %8 = comm.slice(%7, axes=[tp], dim=1) : f32[8{dp}, 12{tp}]
-  %9, %10 = comm.all_reduce_fused(%2, %4, axes=[tp]) : f32[8{dp}, 12], f32[12] +{dp}
+  %9, %10 = comm.all_reduce(%2, %4, axes=[tp]) : f32[8{dp}, 12], f32[12] +{dp}
 outputs:
   result results.0 = %6
 """
@@ -78,6 +80,7 @@ def changed(old: str, new: str) -> Graph:
 def test_right_graphs_pass() -> None:
     validate_graph(chain(3))
     validate_graph(parse_graph(RIGHT))
+    validate_graph(parse_graph(RIGHT), rules=default_rules())
 
 
 def test_the_error_names_the_pass_the_node_and_the_source() -> None:
@@ -233,7 +236,9 @@ def test_operands_are_as_needed_once_communication_is_explicit() -> None:
         ("dim=0) : f32[16, (3", "dim=0) : f32[16{dp}, (3", "does not lead to %0", "[16, (3 4{tp})]"),
         ("axes=[dp], dim=0", "axes=[tp], dim=0", "cannot start from %w", "a dim 0 whose minor axes are axes {tp}"),
         ("axes=[dp], dim=0", "axes=[dp], dim=2", "cannot start from %w", "a dim of 0 .. 1"),
-        ("axes=[dp], dim=0", "axes=[dp], dim=0, how=7", "cannot start from %w", ""),
+        ("axes=[dp], dim=0", "axes=[dp], dim=0, how=7", "does not take the keyword how", "axes, dim; perhaps view"),
+        ("axes=[dp], dim=0", "axes=[dp]", "needs the keyword dim", "axes, dim; perhaps view"),
+        ("dim=1, to=0", "dim=1, reduce=sum", "does not take the keyword reduce", "axes, dim, to; perhaps view"),
         ("axes=[dp], dim=0", "dim=0", "the axes of comm.all_gather", "of dp, tp"),
         ("axes=[dp], dim=0", "axes=[dp, dp], dim=0", "the axes of comm.all_gather", "of dp, tp"),
         ("reduce=sum", "reduce=max", "cannot start from %2", "a value that is partial (max) over axes {tp}"),
@@ -243,7 +248,7 @@ def test_operands_are_as_needed_once_communication_is_explicit() -> None:
         ("dim=1) : f32[8{dp}, 12{tp}]", "dim=1) : f32[8{dp}, 24{tp}]", "changes the type of %7", ""),
         ("f32[12] +{dp}\n", "f32[12]\n", "does not lead to %10", "[12] +{dp}"),
         ("%2, %4, axes", "%2, axes", "does not have a result for each operand", ""),
-        ("%7 = comm.all_gather(%1,", "%7 = comm.all_gather(%1, %1,", "does not have one operand", ""),
+        ("%7 = comm.all_gather(%1,", "%7 = comm.all_gather(%1, %1,", "does not have a result for each operand", ""),
     ],
 )
 def test_a_comm_op_leads_to_its_result(old: str, new: str, what: str, expected: str) -> None:

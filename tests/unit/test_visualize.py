@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from shardfx.ir.cost.traffic import by_axes, is_comm, traffic
+from shardfx.ir.cost.traffic import by_axes, traffic
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.mesh import Mesh, Time
-from shardfx.ir.ops.comm import CommOp, all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from shardfx.ir.ops.comm import all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize import draw_folder, draw_graph
 from shardfx.visualize.layout.arrange import plan
@@ -205,7 +207,7 @@ def test_all_communication_is_drawn() -> None:
         (shard, "-", "tp", {"dim": 0}, 0),
     ],
 )
-def test_bytes_that_a_rank_sends(op: CommOp, source: str, target: str, kwargs: dict[str, int], sent: float) -> None:
+def test_bytes_that_a_rank_sends(op: OwnOp, source: str, target: str, kwargs: dict[str, int], sent: float) -> None:
     s = Sketch()
     s.mesh = s.graph.mesh = Mesh(dp=2, tp=4, mb=Time(8))
     value = s.input(InputKind.ARGUMENT, "args.0", (64,), source)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.oracle.discover import Discovery
-from shardfx.ir.oracle.findings import rule_text
-from shardfx.ir.oracle.findings_store import Store
+from shardfx.ir.oracle.findings import FindingsFolder
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.small_instance import small_sizes
+from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import TensorType
 
 
@@ -194,27 +194,27 @@ def test_discovery_leaves_the_users_random_numbers_alone() -> None:
 
 def test_what_is_kept_is_read_and_what_is_broken_is_made_again(tmp_path: Path) -> None:
     made = node(ops.row_softmax.default, (6, 4), (4,))
-    first = Discovery(Store(tmp_path)).rule(made)
+    first = Discovery(FindingsFolder(tmp_path)).rule(made)
     (path,) = tmp_path.glob("*.json")
     good = json.loads(path.read_text())
     assert good["key"]["op"] == "shardfx_tests.row_softmax.default"
-    assert Discovery(Store(tmp_path)).rule(made) == first
+    assert Discovery(FindingsFolder(tmp_path)).rule(made) == first
     wrong = json.loads(path.read_text())
     wrong["found"]["cuts"][0].update(operands=[[1, 1], [0, 1]], results=[[1, 1]])  # as if the op had been another one
     nonsense = json.loads(path.read_text())
     nonsense["found"]["cuts"][0]["operands"] = [[7, 1], [9, 1]]
     for text in ("", "{", "[]", "null", '{"key": 1}', path.read_text()[:80], json.dumps(wrong), json.dumps(nonsense)):
         path.write_text(text)
-        assert Discovery(Store(tmp_path)).rule(made) == first
+        assert Discovery(FindingsFolder(tmp_path)).rule(made) == first
         assert json.loads(path.read_text()) == good
     path.write_bytes(b"\xff\xfe\x00")
-    assert Discovery(Store(tmp_path)).rule(made) == first
+    assert Discovery(FindingsFolder(tmp_path)).rule(made) == first
 
 
 def test_a_folder_that_cannot_be_written_is_no_mistake(tmp_path: Path) -> None:
     file = tmp_path / "a file"
     file.write_text("")
-    assert Discovery(Store(file)).rule(node(ops.row_softmax.default, (6, 4), (4,))) is not None
+    assert Discovery(FindingsFolder(file)).rule(node(ops.row_softmax.default, (6, 4), (4,))) is not None
 
 
 def test_small_sizes_divide_as_the_large_ones_do() -> None:

@@ -13,8 +13,7 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.graph import Graph
 from shardfx.passes import Context
-from shardfx.runtime.rendezvous import run
-from shardfx.runtime.virtual.coroutine import as_generator
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
 X = torch.randn(8, 6, dtype=torch.float64)
 Y = torch.randint(0, 4, (8,))
@@ -216,7 +215,8 @@ def run_modules(pm: sx.ParallelModule, modules: list[torch.fx.GraphModule]) -> N
         names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
         given = {g.name.replace(".", "_"): g for g in pm.after.inputs}
         inputs.append([cut_local(state[given[n].name], given[n].value.spec, pm.mesh, rank) for n in names])
-    run([as_generator(m) for m in modules], inputs, pm.mesh)
+    programs = {rank: pm.rank_program(rank).changed(module) for rank, module in enumerate(modules)}
+    VirtualEngine(pm.mesh).run(programs, dict(enumerate(inputs)))
 
 
 def test_a_rank_that_raises_is_named_with_those_that_wait_for_it() -> None:

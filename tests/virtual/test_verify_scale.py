@@ -10,7 +10,8 @@ from torch import fx
 
 import shardfx as sx
 from benchmarks.mutants import planned
-from shardfx.ir.ops import comm_local, pack
+from shardfx.ir.ops import pack
+from shardfx.ir.program.lower import Lowering
 from shardfx.runtime.verify.proof import representatives
 from tests.mutants import MUTATIONS, Programs
 from tests.plans import MESHES, plan
@@ -76,37 +77,18 @@ def test_code_generation_that_is_wrong_on_one_rank(
         pm = plan(make("mlp3"), MESHES["dp2tp2"], specs=whole_bias)
     else:
         pm = planned("gpt_fused@dp2tp2+sequence")
-    call = comm_local.LOWER["slice" if function is pack.take else "all_gather"]
+    call = Lowering.call
 
-    def damaged(writer: Any, node: Any) -> None:
-        before = writer.call
+    def other(self: Lowering, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if self.rank == wrong and target is function:
+            args = (*args[:3], *_other(args[3:]))
+        return call(self, target, *args, **kwargs)
 
-        def other(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            if writer.rank == wrong and target is function:
-                args = (*args[:3], *_other(args[3:]))
-            return before(target, *args, **kwargs)
-
-        writer.call = other
-        call(writer, node)
-        pending = writer.env[node.outs[0]]
-        if isinstance(pending, comm_local.Pending):
-            finish = pending.finish
-            writer.env[node.outs[0]] = comm_local.Pending(lambda: _with(writer, other, finish))
-        writer.call = before
-
-    monkeypatch.setitem(comm_local.LOWER, "slice" if function is pack.take else "all_gather", damaged)
+    monkeypatch.setattr(Lowering, "call", other)
     verdict = pm.verify()
     assert not verdict
     assert verdict.fault is not None and verdict.fault.rank == wrong
     assert verdict.fault.output and verdict.fault.where
-
-
-def _with(writer: Any, other: Any, finish: Callable[[], Any]) -> Any:
-    before, writer.call = writer.call, other
-    try:
-        return finish()
-    finally:
-        writer.call = before
 
 
 def _other(args: tuple[Any, ...]) -> tuple[Any, ...]:

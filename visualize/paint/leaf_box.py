@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardfx.ir.cost.traffic import comm_name, traffic
+from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.graph import Phase
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.traits import base_name, is_heavy, is_own
@@ -49,7 +49,7 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
         several = f" of {parts}" if parts > 1 else ""
         sent = f"{axes}  {size_text(one.nbytes)}" if one.nbytes else axes
         plain_lines = [Row([Run(plain(_line(line, mesh)), ink)], mono=True) for line in box.lines[:MOST_TAGS]]
-        return [Row([Run(comm_name(one.name) + several, ink, True)], TITLE), Row([Run(sent, ink)]), *plain_lines]
+        return [Row([Run(one.name + several, ink, True)], TITLE), Row([Run(sent, ink)]), *plain_lines]
     title = [Run(shorten(box.title, 34), ink, True)]
     if box.label:
         title = [Run(shorten(box.label, 28), ink, True), Run("  " + shorten(box.title, 30), MUTED)]
@@ -168,7 +168,7 @@ def comm_shape(canvas: Canvas, body: Rect, name: str, axes: Sequence[str], mesh:
         "reduce-scatter": [(x, y), (r, y), (r - slant, b), (x + slant, b)],
         "all-to-all": [(x + slant, y), (r, y), (r - slant, b), (x, b)],
         "slice": [(x, y), (r - slant, y), (r, m), (r - slant, b), (x, b)],
-    }.get(comm_name(name), [(x + slant, y), (r - slant, y), (r, m), (r - slant, b), (x + slant, b), (x, m)])
+    }.get(name, [(x + slant, y), (r - slant, y), (r, m), (r - slant, b), (x + slant, b), (x, m)])
     d = "M" + "L".join(f"{number(px)} {number(py)}" for px, py in corners) + "Z"
     colours = [axis_colour(mesh, axis) for axis in axes] or [MUTED]
     fill = colours[0]

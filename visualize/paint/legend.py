@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardfx.ir.cost.traffic import by_axes, comm_name, is_comm
+from shardfx.ir.cost.traffic import by_axes, comm_name
 from shardfx.ir.graph import InputKind, Phase
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.layout.geometry import Rect
@@ -149,9 +150,7 @@ def totals_card(picture: Picture) -> Card:
 
 def comm_card(picture: Picture) -> Card:
     """The shapes of the communication ops that there are."""
-    kinds = dict.fromkeys(
-        comm_name(str(node.op).removeprefix("comm.")) for node in picture.graph.nodes if is_comm(node)
-    )
+    kinds = dict.fromkeys(comm_name(node) for node in picture.graph.nodes if is_comm(node))
     entries = [
         LegendEntry(
             [Run(name, INK, True), Run(f"   {MEANING.get(name, '')}", MUTED)], _comm_icon(name, picture.graph.mesh)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from shardfx.ir.cost.traffic import is_comm, traffic
+from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.scene.boxes import Box, Kind
 
@@ -88,4 +89,10 @@ def _source(nodes: Iterable[Node]) -> list[str]:
 
 
 def _reasons(nodes: Iterable[Node]) -> list[str]:
-    return [f"why: {why}" for why in list(dict.fromkeys(node.why for node in nodes if node.why))[:6]]
+    """What passes said of the nodes: why, which pass made them, and its own remarks."""
+    nodes = list(nodes)
+    lines = [f"why: {why}" for why in list(dict.fromkeys(node.why for node in nodes if node.why))[:6]]
+    makers = dict.fromkeys(node.made_by for node in nodes if node.made_by)
+    lines += [f"made by pass {', '.join(makers)}"] if makers else []
+    remarks = dict.fromkeys(f"{key}={value}" for node in nodes for key, value in node.attrs.items())
+    return lines + ([f"remarks: {', '.join(list(remarks)[:6])}"] if remarks else [])

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from shardfx.ir.cost.traffic import is_comm
 from shardfx.ir.graph import Node, Phase
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import base_name, is_heavy, is_own, is_view
 
 from .boxes import Box, Kind, Lane

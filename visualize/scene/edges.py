@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from shardfx.ir.cost.traffic import comm_name, is_comm, traffic
+from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.paint.style import TIMES
 
@@ -108,8 +109,8 @@ def comm_lines(nodes: Iterable[Node], graph: Graph) -> list[BoxLine]:
     for node in nodes:
         if is_comm(node):
             one = traffic(node, graph.mesh)
-            calls[comm_name(one.name), one.axes] += one.turns
-            sent[comm_name(one.name), one.axes] += int(one.total)
+            calls[one.name, one.axes] += one.turns
+            sent[one.name, one.axes] += int(one.total)
     return [
         BoxLine("comm", f"{number} {TIMES} {name}  {size_text(sent[name, axes])}", axes=axes)
         for (name, axes), number in calls.items()

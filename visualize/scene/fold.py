@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, Value
-from shardfx.ir.ops.traits import is_own
+from shardfx.ir.ops.alike import key_of
 
 LONGEST_PATTERN = 8
 ENDS = (InputKind.ARGUMENT, InputKind.TARGET)
@@ -186,21 +186,20 @@ def signature(module: Module, inputs: Mapping[Value, Input], home: Mapping[Node,
     inside: dict[Value, tuple[int, int]] = {}
     outside: dict[Value, int] = {}
     prefix = len(module.path)
+
+    def seen(value: Value) -> Hashable:
+        """A value by its place in the block, or as what comes in from outside; with type and placement."""
+        place: Hashable = inside.get(value)
+        if place is None:
+            given = inputs.get(value)
+            kind = given.kind if given is not None and given.kind not in ENDS else None
+            place = outside.setdefault(value, len(outside)), kind
+        return place, value.type, value.spec
+
     items: list[Hashable] = []
     for i, node in enumerate(module.nodes):
-        operands: list[Hashable] = []
-        for value in node.operands:
-            if value in inside:
-                operands.append(inside[value])
-            else:
-                given = inputs.get(value)
-                kind = given.kind if given is not None and given.kind not in ENDS else None
-                operands.append((outside.setdefault(value, len(outside)), kind, value.type, value.spec))
         for j, result in enumerate(node.results):
             if result is not None:
                 inside[result] = (i, j)
-        results = tuple((r.type, r.spec) if r is not None else None for r in node.results)
-        options = tuple((key, str(arg)) for key, arg in node.kwargs.items()) if is_own(node) else ()
-        relative = home[node][prefix:]
-        items.append((relative, node.op, node.stage, tuple(operands), results, options))
+        items.append((home[node][prefix:], node.stage, key_of(node, seen)))
     return tuple(items)

@@ -1,70 +1,105 @@
-"""Scaled dot-product attention: batch and heads may be cut; query heads may share key heads in groups."""
+"""Scaled dot-product attention: batch, heads and query rows may be cut; query heads may share key heads in groups.
+
+q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask -> out[b (h r) s v!], logsumexp[b (h r) s]
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
-from shardfx.ir.graph import Node
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
+from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.rules.template import tensor_slots
 
 aten = torch.ops.aten
 
 
-def _factors(node: Node, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[dict[str, int], Dim]:
-    repeat = q[1] // k[1]
+def _rule(node: Node, operands: str, results: str, free: str) -> ShardingRule:
+    """The rule of a node, each of whose tensors is one of ``q k v o`` (the output), ``l`` (logsumexp), ``m`` (mask) or
+    ``-`` (anything whole); ``free`` factors are cut where each query sees all keys."""
+    slots = tensor_slots(node)
+    at = {kind: value for kind, value in zip(operands, slots, strict=True) if value is not None}
+    q, k, v = at["q"].shape, at["k"].shape, at["v"].shape
+    groups = q[1] // k[1]
     sizes = {"b": q[0], "h": k[1], "s": q[2], "t": k[2], "e": q[3], "v": v[3]}
-    if repeat > 1:
-        sizes["r"] = repeat
-    return sizes, ("h", "r") if repeat > 1 else ("h",)
-
-
-def _mask(shape: tuple[int, ...], heads: Dim, q: tuple[int, ...]) -> tuple[Dim, ...]:
+    heads: Dim = ("h", "r") if groups > 1 else ("h",)
+    if groups > 1:
+        sizes["r"] = groups
+    dims: dict[str, tuple[Dim, ...]] = {
+        "q": (("b",), heads, ("s",), ("e",)),
+        "k": (("b",), ("h",), ("t",), ("e",)),
+        "v": (("b",), ("h",), ("t",), ("v",)),
+        "o": (("b",), heads, ("s",), ("v",)),
+        "l": (("b",), heads, ("s",)),
+    }
     full: tuple[Dim, ...] = (("b",), heads, ("s",), ("t",))
-    lead = 4 - len(shape)
-    return tuple(() if s == 1 else full[lead + i] for i, s in enumerate(shape))
 
+    def of(kind: str, value: Value) -> tuple[Dim, ...]:
+        if kind == "m":
+            return tuple(() if size == 1 else dim for size, dim in zip(value.shape[::-1], full[::-1], strict=False))[
+                ::-1
+            ]
+        return dims[kind] if kind in dims else ((),) * value.type.ndim
 
-def _whole(node: Node, *free: str) -> frozenset[str]:
-    """Queries (and in the gradient keys) may be cut where each query sees all keys, but not where it sees those
-    before."""
-    return frozenset("stev") - (set() if argument(node, "is_causal") else set(free))
-
-
-def attention(node: Node) -> ShardingRule:
-    """``q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask -> out[b (h r) s v!], lse[b (h r) s]``; causal: s!"""
-    q, k, v = (value.shape for value in node.operands[:3])
-    sizes, heads = _factors(node, q, k, v)
-    operands: list[tuple[Dim, ...]] = [
-        (("b",), heads, ("s",), ("e",)),
-        (("b",), ("h",), ("t",), ("e",)),
-        (("b",), ("h",), ("t",), ("v",)),
-    ]
-    operands += [_mask(m.shape, heads, q) for m in node.operands[3:]]
+    whole = frozenset("stev") - (frozenset() if argument(node, "causal", "is_causal") else frozenset(free))
+    if draw_slot(node) is not None:  # what is drawn is a box of the whole, and heads that share a key head are not
+        whole |= {"r"}
     return ShardingRule(
-        tuple(operands), ((("b",), heads, ("s",), ("v",)), (("b",), heads, ("s",))), sizes, _whole(node, "s")
+        tuple(of(kind, value) for kind, value in zip(operands, slots, strict=True) if value is not None),
+        tuple(None if v is None else of(kind, v) for kind, v in zip(results, node.results, strict=False)),
+        sizes,
+        whole,
+        (frozenset({0}),) if operands[0] == "o" else (),
     )
 
 
-def attention_backward(node: Node) -> ShardingRule:
-    _, q, k, v, out, lse, *rest = tensor_slots(node)
-    assert q and k and v and out and lse
-    sizes, heads = _factors(node, q.shape, k.shape, v.shape)
-    qd: tuple[Dim, ...] = (("b",), heads, ("s",), ("e",))
-    kd: tuple[Dim, ...] = (("b",), ("h",), ("t",), ("e",))
-    vd: tuple[Dim, ...] = (("b",), ("h",), ("t",), ("v",))
-    od: tuple[Dim, ...] = (("b",), heads, ("s",), ("v",))
-    operands = [od, qd, kd, vd, od, od[:3], *[_mask(m.shape, heads, q.shape) for m in rest if m is not None]]
-    return ShardingRule(tuple(operands), (qd, kd, vd), sizes, _whole(node, "s", "t"), (frozenset({0}),))
+def forward(node: Node) -> ShardingRule:
+    """Keys are whole; queries may be cut, unless each sees the keys before it."""
+    return _rule(node, "qkvm-"[: len(tensor_slots(node))], "ol", "s")
+
+
+def backward(node: Node) -> ShardingRule:
+    """Linear in the gradient; those of keys and values (and of a mask that broadcasts) are sums over the queries."""
+    return _rule(node, "oqkvolm-"[: len(tensor_slots(node))], "qkvm", "st")
+
+
+def attention_local(emit: Emit) -> Any:
+    """Dropout draws for where in the whole ``[b, h, s, t]`` this rank's queries and keys begin."""
+    slot, args = draw_slot(emit.node), list(emit.args)
+    if slot is not None:
+        q = emit.node.operands.index(argument(emit.node, "q"))
+        k = emit.node.operands.index(argument(emit.node, "k"))
+        args[slot + 1 :] = [[*(_first(emit, q, dim) for dim in range(3)), _first(emit, k, 2)]]
+    return emit.call(emit.node.op, *args, **emit.kwargs)
+
+
+def _first(emit: Emit, operand: int, dim: int) -> int:
+    """The first index that a rank holds of a dim, of which it holds neighbours alone."""
+    assert emit.node.strategy is not None
+    parts = emit.node.strategy.operands[operand].dims[dim].parts
+    if any(part.axes and math.prod(p.size for p in parts[:i]) > 1 for i, part in enumerate(parts)):
+        raise Error(
+            "attention with dropout cannot be cut so that a rank holds several stretches of a dim",
+            where=str(emit.node.where),
+            expected="one stretch of batch, heads and query rows a rank",
+            got=emit.node.strategy.operands[operand].text(emit.node.operands[operand].shape),
+            remedy="hint a plain cut, or call dropout on the weights outside of F.scaled_dot_product_attention",
+        )
+    return emit.operand_bounds(operand, dim)[0]
 
 
 RULES: tuple[RuleEntry, ...] = (
-    rule(aten._scaled_dot_product_flash_attention_for_cpu.default, attention, contiguous=Contiguous.LAST_DIM),
-    rule(
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        attention_backward,
-        contiguous=Contiguous.LAST_DIM,
-    ),
+    rule(attention, forward, local=attention_local, contiguous=Contiguous.LAST_DIM),
+    rule(attention_backward, backward, local=attention_local, contiguous=Contiguous.LAST_DIM),
+    rule(aten._scaled_dot_product_flash_attention_for_cpu.default, forward, contiguous=Contiguous.LAST_DIM),
+    rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, backward, contiguous=Contiguous.LAST_DIM),
 )

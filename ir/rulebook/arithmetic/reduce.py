@@ -3,89 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardfx.ir.graph import Node
 from shardfx.ir.rules.book import RuleEntry, rule
-from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 
 prims = torch.ops.prims
 aten = torch.ops.aten
-
-
-def reduction(kind: str, *, linear: bool = False) -> Callable[[Node], ShardingRule]:
-    """Reduce over the dims of the second argument (all, if there is none); ``keepdim`` leaves a dim of one."""
-
-    def make(node: Node) -> ShardingRule:
-        shape = node.operands[0].shape
-        ndim = len(shape)
-        given = dim_argument(node)
-        if given is None or given == []:
-            dims = set(range(ndim))
-        else:
-            dims = {d % max(ndim, 1) for d in (given if isinstance(given, (list, tuple)) else [given])}
-        kept = node.outs[0].type.ndim == ndim
-        names: list[Dim] = [(f"d{i}",) for i in range(ndim)]
-        sizes = {f"d{i}": s for i, s in enumerate(shape)}
-        result = [() if i in dims else names[i] for i in range(ndim) if kept or i not in dims]
-        return ShardingRule(
-            (tuple(names),),
-            (tuple(result),) * len(node.results),
-            sizes,
-            linear=(frozenset({0}),) if linear else (),
-            reduce=kind,
-        )
-
-    make.__name__ = f"reduce_{kind}"
-    return make
-
-
-def dim_argument(node: Node) -> Any:
-    """The value of the argument that the op's schema calls ``dim``: None where it has none, or none is given."""
-    for i, argument in enumerate(node.op._schema.arguments):
-        if argument.name in ("dim", "dims"):
-            return node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-    return None
-
-
-def along(*, linear: tuple[frozenset[int], ...] = ()) -> Callable[[Node], ShardingRule]:
-    """Ops that need one dim whole (softmax, cumsum, sort, argmax): the others pass."""
-
-    def make(node: Node) -> ShardingRule:
-        shape = node.operands[0].shape
-        ndim = len(shape)
-        dim = dim_argument(node)
-        names: list[Dim] = [(f"d{i}",) for i in range(ndim)]
-        sizes = {f"d{i}": s for i, s in enumerate(shape)}
-        if dim is None or dim == []:
-            results_of_all = tuple(((),) * v.type.ndim if v is not None else None for v in node.results)
-            return ShardingRule((tuple(names),), results_of_all, sizes, frozenset(sizes), linear)
-        whole = {f"d{d % ndim}" for d in (dim if isinstance(dim, (list, tuple)) else [dim])} if ndim else set()
-        results: list[tuple[Dim, ...] | None] = []
-        for value in node.results:
-            if value is None:
-                results.append(None)
-            elif value.shape == shape:
-                results.append(tuple(names))
-            elif value.type.ndim == ndim:
-                out: list[Dim] = []
-                for i, size in enumerate(value.shape):
-                    if f"d{i}" in whole:
-                        sizes[f"k{i}"] = size
-                        whole = whole | {f"k{i}"}
-                        out.append((f"k{i}",))
-                    else:
-                        out.append(names[i])
-                results.append(tuple(out))
-            else:
-                results.append(tuple(n for n in names if n[0] not in whole))
-        return ShardingRule(tuple(tuple(names) for _ in node.operands), tuple(results), sizes, frozenset(whole), linear)
-
-    make.__name__ = "along"
-    return make
 
 
 def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -111,10 +37,6 @@ def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.
     return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
 
 
-def _mean_all(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _mean(x, dtype=dtype)
-
-
 def _var(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> torch.Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
@@ -131,32 +53,44 @@ def _var_mean(
     return var, mean if keepdim else mean.reshape(var.shape)
 
 
-KEEP = along()
-KEEP_LINEAR = along(linear=(frozenset({0}),))
+def resized(node: Node) -> str:
+    """One or the other, by what becomes of the sizes."""
+    return ALONG if node.outs[0].shape == node.operands[0].shape else RESIZED
+
+
+DOWN = "d.. k@dim -> d.. 1@dim, ..."
+"""Over the dims that an argument names, all if it names none, is reduced; ``keepdim`` leaves dims of size one."""
+DOWN_WHOLE = "d.. k@dim! -> d.. 1@dim, ..."
+"""The same where they must be whole."""
+ALONG = "d.. k@dim!, ... -> d.. k@dim, ..."
+"""The dims that the argument names are whole, the others pass."""
+RESIZED = "d.. k@dim! -> d.. o@dim!, ..."
+"""The same, with other sizes of them in the results."""
 
 RULES: tuple[RuleEntry, ...] = (
-    rule((aten.sum.dim_IntList, aten.sum.default, prims.sum), reduction("sum", linear=True)),
-    rule((aten.nansum, aten.count_nonzero), reduction("sum")),
-    rule(aten.any, reduction("max")),
-    rule(aten.all, reduction("min")),
-    rule(aten.aminmax, reduction("min, max")),
-    rule((aten.amax, aten.max.default), reduction("max")),
-    rule((aten.amin, aten.min.default), reduction("min")),
-    rule((aten.prod.default, aten.prod.dim_int), reduction("product")),
-    rule((aten.max.dim, aten.min.dim, aten.argmax, aten.argmin), KEEP),
-    rule(aten.mean.dim, KEEP_LINEAR, expand=_mean),
-    rule(aten.var.correction, KEEP, expand=_var),
-    rule(aten.var_mean.correction, KEEP, expand=_var_mean),
-    rule(prims.var, KEEP),
-    rule(aten.mean.default, KEEP_LINEAR, expand=_mean_all),
-    rule(aten.cumsum, KEEP_LINEAR),
-    rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp), KEEP),
-    rule((aten.sort, aten.topk, aten.median, aten.nanmedian, aten.kthvalue, aten.mode, aten.norm), KEEP),
-    rule(aten.hash_tensor, KEEP),
-    rule((aten._fft_r2c, aten._fft_c2r, aten._fft_c2c), KEEP_LINEAR),
-    rule(aten._softmax.default, KEEP, expand=_softmax),
-    rule(aten._log_softmax.default, KEEP, expand=_log_softmax),
-    rule(aten._safe_softmax.default, KEEP, expand=True),
-    rule(aten._log_softmax_backward_data.default, KEEP_LINEAR, expand=_log_softmax_backward),
-    rule(aten._softmax_backward_data.default, KEEP_LINEAR, expand=_softmax_backward),
+    rule((aten.sum.dim_IntList, aten.sum.default), DOWN, linear="0"),
+    rule(prims.sum, "d.. k@dims -> d..", linear="0"),
+    rule((aten.nansum, aten.count_nonzero), DOWN),
+    rule(aten.any, DOWN, reduce="max"),
+    rule(aten.all, DOWN, reduce="min"),
+    rule(aten.aminmax, DOWN, reduce="min, max"),
+    rule((aten.amax, aten.max.default), DOWN, reduce="max"),
+    rule((aten.amin, aten.min.default), DOWN, reduce="min"),
+    rule((aten.prod.default, aten.prod.dim_int), DOWN, reduce="product"),
+    rule((aten.max.dim, aten.min.dim, aten.argmax, aten.argmin), DOWN_WHOLE),
+    rule((aten.median, aten.nanmedian, aten.kthvalue, aten.mode, aten.norm, aten.hash_tensor), DOWN_WHOLE),
+    rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0", expand=_mean),
+    rule(aten.var.correction, DOWN_WHOLE, expand=_var),
+    rule(aten.var_mean.correction, DOWN_WHOLE, expand=_var_mean),
+    rule(prims.var, "d.. k@dims! -> d.."),
+    rule(aten.cumsum, ALONG, linear="0"),
+    rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort), ALONG),
+    rule(aten.topk, RESIZED),
+    rule((aten._fft_r2c, aten._fft_c2r), resized, linear="0"),
+    rule(aten._fft_c2c, ALONG, linear="0"),
+    rule(aten._softmax.default, ALONG, expand=_softmax),
+    rule(aten._log_softmax.default, ALONG, expand=_log_softmax),
+    rule(aten._safe_softmax.default, ALONG, expand=True),
+    rule(aten._log_softmax_backward_data.default, ALONG, linear="0", expand=_log_softmax_backward),
+    rule(aten._softmax_backward_data.default, ALONG, linear="0", expand=_softmax_backward),
 )

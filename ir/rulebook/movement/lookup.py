@@ -1,4 +1,4 @@
-"""Lookups: embedding, gather, index, and the loss over class indices.
+"""Lookups: embedding, gather, index; what is in a table, and where in a sorted one.
 
 Where the dim that is looked up is cut, each rank finds what lies in its own range and gives nothing for the
 rest: the sum over the ranks is the answer. That is the vocabulary-parallel embedding of Megatron-LM
@@ -7,248 +7,136 @@ rest: the sum over the ranks is the answer. That is the vocabulary-parallel embe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardfx.ir.graph import Node, Value
-from shardfx.ir.rulebook.dims import argument
-from shardfx.ir.rules.book import Contiguous, RuleEntry, replicated, rule
-from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
-from shardfx.ir.rules.template import Template
+from shardfx.ir.graph import Node
+from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, indexed, words
+from shardfx.ir.rules.book import RuleEntry, replicated, rule
+from shardfx.ir.rules.local import Emit, mine, nothing, others_zero
+from shardfx.ir.rules.sharding_rule import SAME, ShardingRule
+from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
 
 
-def _mine(emit: Emit, index: Any, start: int, length: int) -> tuple[Any, Any]:
-    """The index within this rank's range (clamped), and where it lies outside."""
-    local = emit.call(aten.sub.Tensor, index, start) if start else index
-    low = emit.call(aten.lt.Scalar, local, 0)
-    high = emit.call(aten.ge.Scalar, local, length)
-    return emit.call(aten.clamp.default, local, 0, max(length - 1, 0)), emit.call(aten.logical_or.default, low, high)
+def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
+    """The local call of an op that looks up its argument number ``at`` in one dim of its first operand."""
 
+    def local(emit: Emit) -> Any:
+        x = emit.node.operands[0]
+        dim = 0 if rows else at_dim(emit, x)
+        start, length = emit.operand_bounds(0, dim) if x.shape else (0, 0)
+        if not x.shape or length == x.shape[dim]:
+            return emit.call(emit.node.op, *emit.args, **emit.kwargs)
+        if length == 0:
+            return nothing(emit, emit.args[0])
+        index, outside = mine(emit, emit.args[at], start, length)
+        return others_zero(emit, emit.call(emit.node.op, *emit.args[:at], index), outside, rows=rows)
 
-def embedding_local(emit: Emit) -> Any:
-    start, length = emit.operand_bounds(0, 0)
-    weight, index = emit.args[:2]
-    if length == emit.node.operands[0].shape[0]:
-        return emit.call(emit.node.op, *emit.args, **emit.kwargs)
-    if length == 0:
-        return emit.call(aten.new_zeros.default, weight, list(emit.result_shape(0)))
-    local, outside = _mine(emit, index, start, length)
-    found = emit.call(aten.embedding.default, weight, local)
-    return emit.call(aten.masked_fill.Scalar, found, emit.call(aten.unsqueeze.default, outside, -1), 0)
-
-
-def embedding_backward(node: Node) -> ShardingRule:
-    """``n.. d, n.. -> v d``; where gradients are divided by how often an index occurs, n is whole."""
-    n = "n..!" if argument(node, "scale_grad_by_freq") else "n.."
-    return Template(f"{n} d, {n} -> v d", linear="0")(node)
+    return local
 
 
 def embedding_backward_local(emit: Emit) -> Any:
+    """The gradient of the rank's own rows."""
     start, length = emit.result_bounds(0, 0)
     grad, index, rows, padding, scale = emit.args[:5]
     if length == rows:
         return emit.call(emit.node.op, *emit.args)
     if length == 0:
-        return emit.call(aten.new_zeros.default, grad, list(emit.result_shape(0)))
-    local, outside = _mine(emit, index, start, length)
-    masked = emit.call(aten.masked_fill.Scalar, grad, emit.call(aten.unsqueeze.default, outside, -1), 0)
+        return nothing(emit, grad)
+    local, outside = mine(emit, index, start, length)
+    masked = others_zero(emit, grad, outside, rows=True)
     inside = padding - start if start <= padding < start + length else -1
     return emit.call(aten.embedding_dense_backward.default, masked, local, length, inside, scale)
 
 
-def gather(node: Node) -> ShardingRule:
+def gather(node: Node) -> ShardingRule | str:
     """``x[v, n..], index[i, n..] -> y[i, n..]`` at the gathered dim; v is looked up."""
-    x, index = (v.shape for v in node.operands)
-    dim = node.args[1] % max(len(x), 1)
-    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
-    sizes = {f"d{i}": s for i, s in enumerate(index)}
-    whole = {f"d{i}" for i in range(len(x)) if i != dim and x[i] != index[i]}
-    operand = list(names)
-    for i in range(len(x)):
-        if i == dim or x[i] != index[i]:
-            operand[i] = (f"v{i}",)
-            sizes[f"v{i}"] = x[i]
-            if i != dim:
-                whole.add(f"v{i}")
-    return ShardingRule((tuple(operand), tuple(names)), (tuple(names),), sizes, frozenset(whole), (frozenset({0}),))
-
-
-def gather_local(emit: Emit) -> Any:
-    x = emit.node.operands[0].shape
-    dim = emit.node.args[1] % max(len(x), 1)
-    start, length = emit.operand_bounds(0, dim) if x else (0, 0)
-    if not x or length == x[dim]:
-        return emit.call(emit.node.op, *emit.args, **emit.kwargs)
-    if length == 0:
-        return emit.call(aten.new_zeros.default, emit.args[0], list(emit.result_shape(0)))
-    local, outside = _mine(emit, emit.args[2], start, length)
-    found = emit.call(aten.gather.default, emit.args[0], dim, local)
-    return emit.call(aten.masked_fill.Scalar, found, outside, 0)
-
-
-def index_tensor(node: Node) -> ShardingRule:
-    """``x[i, j]``: indexed dims are whole, the dims of the (broadcast) index and the other dims may be cut."""
-    x = node.operands[0].shape
-    indices = node.args[1]
-    at = [i for i, index in enumerate(indices) if index is not None]
-    kept = [i for i in range(len(x)) if i not in at]
-    if any(index.type.dtype in (torch.bool, torch.uint8) for index in indices if index is not None):
-        raise NotImplementedError
-    sizes = {f"x{i}": s for i, s in enumerate(x)}
-    shape = torch.broadcast_shapes(*(indices[i].shape for i in at))
-    sizes.update({f"i{j}": s for j, s in enumerate(shape)})
-    together = at == list(range(at[0], at[0] + len(at)))
-    lead = [i for i in kept if i < at[0]] if together else []
-    broadcast: tuple[Dim, ...] = tuple((f"i{j}",) for j in range(len(shape)))
-    result = (
-        *((f"x{i}",) for i in lead),
-        *broadcast,
-        *((f"x{i}",) for i in kept if i not in lead),
-    )
-    operands: list[tuple[Dim, ...]] = [tuple((f"x{i}",) for i in range(len(x)))]
-    for i in at:
-        own = indices[i].shape
-        skip = len(shape) - len(own)
-        operands.append(tuple(() if s == 1 and shape[skip + j] != 1 else (f"i{skip + j}",) for j, s in enumerate(own)))
-    whole = frozenset(f"x{i}" for i in at)
-    return ShardingRule(tuple(operands), (result,), sizes, whole, (frozenset({0}),), moves_only=True)
-
-
-def index_select(node: Node) -> ShardingRule:
-    x = node.operands[0].shape
+    x, index = (value.shape for value in node.operands)
     if not x:
+        return replicated(node, "0")
+    dim = argument(node, "dim") % len(x)
+    other = [i for i in range(len(x)) if x[i] != index[i] and i != dim]
+    table = (f"v{i}!" if i in other else f"v{i}" if i == dim else f"d{i}" for i in range(len(x)))
+    result = words(f"d{i}!" if i in other else f"d{i}" for i in range(len(x)))
+    return f"{words(table)}, {result} -> {result}"
+
+
+def index_tensor(node: Node) -> str | None:
+    """``x[i, j]``: indexed dims are whole, the dims of the (broadcast) index and the other dims may be cut."""
+    found = indexed(node, "x")
+    return f"{found.table}, {found.indices} -> {words(found.result)}" if found is not None else None
+
+
+def masked_index(node: Node) -> ShardingRule | Template:
+    """``x[indices]`` where a mask says so, else a number."""
+    found = indexed(node, "d")
+    if found is None or found.kept:
         return replicated(node)
-    dim = node.args[1] % len(x)
-    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
-    sizes = {f"d{i}": s for i, s in enumerate(x)}
-    sizes["i"] = node.operands[1].type.numel
-    result = tuple(("i",) if i == dim else n for i, n in enumerate(names))
-    return ShardingRule(
-        (tuple(names), (("i",),) * node.operands[1].type.ndim),
-        (result,),
-        sizes,
-        frozenset({f"d{dim}"}),
-        (frozenset({0}),),
+    result = words(found.result)
+    return template(
+        f"{found.table}, ~{result}, {found.indices} -> {result}", "0" if argument(node, "fill") == 0 else ""
     )
 
 
-NOTHING = -100
-"""The index that a local loss ignores: never a class of the rank's."""
+def isin(node: Node) -> Template:
+    """What is in any part of a table is in it."""
+    return template("d.., t.. -> d..", reduce="min" if argument(node, "invert") else "max")
 
 
-def nll_forward_local(emit: Emit) -> Any:
-    dim = 1 if emit.node.operands[0].type.ndim > 1 else 0
-    start, length = emit.operand_bounds(0, dim)
-    logp, target, weight, reduction, ignore = emit.args[:5]
-    if length == emit.node.operands[0].shape[dim]:
-        return emit.call(emit.node.op, *emit.args)
-    local = _nll_local_target(emit, target, start, length, ignore)
-    return emit.call(emit.node.op, logp, local, weight, reduction, NOTHING)
+def searchsorted(node: Node) -> str:
+    """One table for all, or one for each row; a place among sorted numbers needs all of them."""
+    table, x = (value.type.ndim for value in node.operands[:2])
+    return "t!, d.., t! -> d.." if table == 1 and x != 1 else "d.. t!, d.. k, d.. t! -> d.. k"
 
 
-def _nll_local_target(emit: Emit, target: Any, start: int, length: int, ignore: int) -> Any:
-    local, outside = _mine(emit, target, start, length)
-    ignored = emit.call(aten.eq.Scalar, target, ignore)
-    return emit.call(aten.masked_fill.Scalar, local, emit.call(aten.logical_or.default, outside, ignored), NOTHING)
+def histc(node: Node) -> str:
+    """Counts add up, if the bins do not depend on the values."""
+    return "d.. -> bins!" if argument(node, "min") != argument(node, "max") else "d..! -> bins!"
 
 
-def nll_backward_local(emit: Emit) -> Any:
-    dim = 1 if emit.node.operands[1].type.ndim > 1 else 0
-    start, length = emit.operand_bounds(1, dim)
-    grad, logp, target, weight, reduction, ignore, total = emit.args[:7]
-    if length == emit.node.operands[1].shape[dim]:
-        return emit.call(emit.node.op, *emit.args)
-    local = _nll_local_target(emit, target, start, length, ignore)
-    return emit.call(emit.node.op, grad, logp, local, weight, reduction, NOTHING, total)
+def embedding_bag(node: Node) -> str:
+    """``w[v!, d], ... -> y[b!, d]`` and what the bags are, which every rank has; d may be cut."""
+    columns = node.operands[0].shape[1]
+    results = (
+        f"r{i}! d" if len(value.shape) == 2 and value.shape[1] == columns else f"r{i}_..!"
+        for i, value in enumerate(node.outs)
+    )
+    return f"v! d, {', '.join(f'o{i}!' for i in range(len(given_tensors(node)) - 1))} -> {', '.join(results)}"
 
 
-def nll(node: Node) -> ShardingRule:
-    """The *summed* negative log likelihood (capture makes the mean a quotient).
-
-    ``x[n c s..], t[n s..] -> sum, weight``
-    """
-    x = node.operands[0].shape
-    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
-    sizes = {f"d{i}": s for i, s in enumerate(x)}
-    dim = 1 if len(x) > 1 else 0
-    target = tuple(n for i, n in enumerate(names) if i != dim)
-    operands: list[tuple[Dim, ...]] = [tuple(names), target]
-    if len(node.operands) > 2:
-        operands.append((names[dim],))
-    reduction = node.args[3]
-    loss = target if reduction == 0 else ()
-    whole = frozenset() if reduction != 1 else frozenset(sizes)
-    linear: tuple[frozenset[int], ...] = (frozenset({0}),) if reduction == 0 and len(x) > 1 else ()
-    if len(operands) > 2 and reduction != 1:
-        linear += (frozenset({2}),)
-    return ShardingRule(tuple(operands), (loss, ()), sizes, whole, linear)
-
-
-def nll_backward(node: Node) -> ShardingRule:
-    """``grad, x[n c s..], t[n s..], total -> gx[n c s..]``: every row on its own, given the total weight."""
-    x = node.operands[1].shape
-    names: list[Dim] = [(f"d{i}",) for i in range(len(x))]
-    sizes = {f"d{i}": s for i, s in enumerate(x)}
-    dim = 1 if len(x) > 1 else 0
-    target = tuple(n for i, n in enumerate(names) if i != dim)
-    grad = target if node.operands[0].type.ndim else ()
-    operands: list[tuple[Dim, ...]] = [grad, tuple(names), target]
-    if len(node.operands) > 4:
-        operands.append((names[dim],))
-    operands.append(())
-    linear = (frozenset({0}), frozenset({3})) if len(node.operands) > 4 else (frozenset({0}),)
-    return ShardingRule(tuple(operands), (tuple(names),), sizes, linear=linear)
-
-
-def margin_loss(backward: bool) -> Any:
-    """``multi_margin_loss``, ``multilabel_margin_loss``: every row on its own; in a mean the number of rows counts."""
-
-    def make(node: Node) -> ShardingRule:
-        base = replicated(node)
-        x = node.operands[1 if backward else 0].shape
-        weight = 2 if node.op.overloadpacket is aten.multi_margin_loss else 3
-        weighted = node.op.overloadpacket in (aten.multi_margin_loss, aten.multi_margin_loss_backward)
-        linear: tuple[frozenset[int], ...] = (frozenset({0}),) if backward else ()
-        if weighted and len(node.operands) > weight:
-            linear += (frozenset({weight}),)
-        if len(x) < 2 or argument(node, "reduction") == 1:
-            return ShardingRule(base.operands, base.results, base.sizes, base.whole, linear)
-        rows = {"n": x[0], **base.sizes}
-
-        def dims(value: Value, own: tuple[Dim, ...]) -> tuple[Dim, ...]:
-            return (("n",), *own[1:]) if value.shape and value.shape[0] == x[0] and value.type.ndim <= 2 else own
-
-        operands = tuple(
-            own if weighted and i == weight else dims(value, own)
-            for i, (value, own) in enumerate(zip(node.operands, base.operands, strict=True))
-        )
-        results = tuple(
-            dims(v, own) if v is not None and own is not None else None
-            for v, own in zip(node.results, base.results, strict=True)
-        )
-        return ShardingRule(operands, results, rows, base.whole, linear)
-
-    make.__name__ = "margin_loss"
-    return make
+def embedding_bag_backward(node: Node) -> Template:
+    """The gradient of the table, by what bag each index is in: the indices may be cut, as counts and maxima may not."""
+    summed = argument(node, "mode") in (0, 1) and not argument(node, "scale_grad_by_freq")
+    i = "i" if summed else "i!"
+    most = node.operands[5]
+    weighted = len(node.operands) > 6
+    text = f"b! d, {i}, o!, {i}, s!, {'b! d' if most.shape == node.operands[0].shape else 'm..!'}, {i} -> v! d"
+    return template(text, "0|6" if weighted else "0")
 
 
 RULES: tuple[RuleEntry, ...] = (
-    rule(aten.embedding.default, "v d, n.. -> n.. d", linear="0", local=embedding_local),
-    rule(aten.embedding_dense_backward.default, embedding_backward, local=embedding_backward_local),
-    rule(aten.gather.default, gather, local=gather_local),
-    rule(aten.index.Tensor, index_tensor),
-    rule(aten.index_select.default, index_select),
-    rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_forward_local),
+    rule(aten.embedding.default, "v d, n.. -> n.. d", linear="0", local=own_part(1, rows=True)),
+    # Where gradients are divided by how often an index occurs, n is whole.
     rule(
-        (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default),
-        nll_backward,
-        local=nll_backward_local,
-        contiguous=Contiguous.ALL,
+        aten.embedding_dense_backward.default,
+        "n..!scale_grad_by_freq d, n.. -> v d",
+        linear="0",
+        local=embedding_backward_local,
     ),
-    rule((aten.multi_margin_loss, aten.multilabel_margin_loss_forward), margin_loss(backward=False)),
-    rule((aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward), margin_loss(backward=True)),
+    rule((aten._embedding_bag, aten._embedding_bag_forward_only), embedding_bag, reduce=SAME),
+    rule(aten._embedding_bag_per_sample_weights_backward, "b! d, v! d, i, o!, i -> i", linear="0|1"),
+    rule(aten._embedding_bag_backward, embedding_bag_backward),
+    rule(aten.gather.default, gather, linear="0", local=own_part(2)),
+    rule(aten.index.Tensor, index_tensor, linear="0", moves_only=True),
+    rule(aten.index_select.default, "d.. v@dim!, ~i -> d.. i@dim", linear="0"),
+    rule(aten.take, "x..!, i.. -> i..", linear="0"),
+    rule(aten._unsafe_masked_index, masked_index),
+    rule(aten.isin.Tensor_Tensor, isin),
+    rule(aten.bucketize.Tensor, "d.., t! -> d.."),
+    rule(aten.searchsorted.Tensor, searchsorted),
+    rule(aten.histc, histc),
 )

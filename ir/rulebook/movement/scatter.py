@@ -7,208 +7,84 @@ the gradient of a lookup may be cut as the lookup is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument, names
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.rulebook.dims import argument, given_tensors, indexed, untouched, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
-from shardfx.ir.rules.local import Emit
-from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
+from shardfx.ir.rules.local import add_once
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
 
-BOTH = (frozenset({0, 1}),)
 
-
-def scatter(node: Node) -> ShardingRule:
+def scatter(node: Node) -> ShardingRule | Template:
     """``x[d..], index[i, d..], src[i, d..] -> y[d..]``: the scattered dim of x is whole, i is if nothing is added."""
-    x = node.operands[0].shape
+    x, index, *src = (value.shape for value in node.operands)
     if not x:
-        return replicated(node)
-    dim = node.args[1] % len(x)
-    dims, sizes = names(x)
-    whole: set[str] = {f"d{dim}"}
-    index, *src = node.operands[1:]
-    short: list[Dim] = list(dims) if index.shape else []
-    for i, size in enumerate(index.shape):
-        if i == dim or size != x[i]:
-            sizes[f"i{i}"] = size
-            short[i] = (f"i{i}",)
-            whole.add(f"d{i}")
-            if i != dim or not adds(node) or any(v.shape != index.shape for v in src):
-                whole.add(f"i{i}")
-    operands: list[tuple[Dim, ...]] = [tuple(dims), tuple(short)]
-    for t, value in enumerate(src):
-        own: list[Dim] = []
-        for i, size in enumerate(value.shape):
-            fits = size == index.shape[i]
-            own.append(short[i] if fits else (f"s{t}_{i}",))
-            if not fits:
-                sizes[f"s{t}_{i}"] = size
-                whole |= {f"s{t}_{i}", *short[i]}
-        operands.append(tuple(own))
-    return ShardingRule(tuple(operands), (tuple(dims),), sizes, frozenset(whole), _linear(node))
+        return replicated(node, together(node))
+    dim = argument(node, "dim") % len(x)
+    shared = [size == x[i] and i != dim for i, size in enumerate(index)]
+    whole = {f"d{i}" for i, each in enumerate(shared) if not each} | {f"d{dim}"}
+    whole |= {f"i{i}" for i in range(len(index)) if i != dim or not adds(node) or any(each != index for each in src)}
+    part = [f"d{i}" if each else f"i{i}" for i, each in enumerate(shared)]
+    values = []
+    for given in src:
+        fits = [size == index[i] for i, size in enumerate(given)]
+        values.append([part[i] if each else f"s{i}!" for i, each in enumerate(fits)])
+        whole |= {part[i] for i, each in enumerate(fits) if not each}
+    tensors = [words((f"d{i}" for i in range(len(x))), whole), words(part, whole), *(words(v, whole) for v in values)]
+    return template(f"{', '.join(tensors)} -> {tensors[0]}", together(node))
 
 
 def adds(node: Node) -> bool:
     """Whether values are added to what is there."""
-    if argument(node, "accumulate"):
-        return True
-    return node.op.overloadpacket in (aten.scatter_add, aten.index_add)
+    return bool(argument(node, "accumulate")) or node.op.overloadpacket in (aten.scatter_add, aten.index_add)
 
 
-def _linear(node: Node) -> tuple[frozenset[int], ...]:
+def together(node: Node) -> str:
     """Tensor and values may be partial sums together, unless more than moved or added."""
-    packet = node.op.overloadpacket
-    if packet in (aten.scatter_reduce, aten.index_reduce):
-        return (frozenset({0, 2}),) if argument(node, "reduce") in ("sum", "mean") else ()
-    last = len(node.operands) - 1
+    if node.op.overloadpacket in (aten.scatter_reduce, aten.index_reduce):
+        return "0&2" if argument(node, "reduce") in ("sum", "mean") else ""
     value = argument(node, "value")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return (frozenset({0}),) if value == 0 else ()
-    return (frozenset({0, last}),)
+    number = value is not None and not isinstance(value, Value)
+    return "0&2" if not number else "0" if value == 0 else ""
 
 
-def add_once(emit: Emit) -> Any:
-    """What is added to is added by the rank that holds the first part of the index; the others add to zeros."""
-    if not any(_index_starts(emit)):
-        return emit.call(emit.node.op, *emit.args, **emit.kwargs)
-    zeros = emit.call(aten.zeros_like.default, emit.args[0])
-    return emit.call(emit.node.op, zeros, *emit.args[1:], **emit.kwargs)
-
-
-def _index_starts(emit: Emit) -> list[int]:
-    """Where this rank's part of the values begins, in the dims that the tensor has not."""
-    makers = {aten.index_put: index_put, aten._unsafe_index_put: index_put, aten.index_add: index_write}
-    made = makers.get(emit.node.op.overloadpacket, scatter)(emit.node)
-    own = {f for dim in made.operands[0] for f in dim}
-    starts = []
-    for t, dims in enumerate(made.operands[1:], 1):
-        for d, dim in enumerate(dims):
-            if any(f not in own for f in dim):
-                starts.append(emit.operand_bounds(t, d)[0])
-    return starts
-
-
-def index_put(node: Node) -> ShardingRule:
-    """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is whole if nothing is added."""
-    x, values = node.operands[0].shape, node.operands[-1].shape
-    indices = node.args[1]
-    at = [i for i, index in enumerate(indices) if index is not None]
-    if len(at) == 1 and indices[at[0]].type.dtype is torch.bool:
-        return masked_put(node, at[0], indices[at[0]].shape)
-    if not at or any(indices[i].type.dtype in (torch.bool, torch.uint8) for i in at):
-        return replicated(node)
-    kept = [i for i in range(len(x)) if i not in at]
-    shape = torch.broadcast_shapes(*(indices[i].shape for i in at))
-    dims, sizes = names(x)
-    index_dims, index_sizes = names(shape, "i")
-    sizes.update(index_sizes)
-    together = at == list(range(at[0], at[0] + len(at)))
-    lead = [i for i in kept if i < at[0]] if together else []
-    full = [*(dims[i] for i in lead), *index_dims, *(dims[i] for i in kept if i not in lead)]
-    extent = [sizes[d[0]] for d in full]
-    skip = len(full) - len(values)
-    if skip < 0:
-        return replicated(node)
-    operands: list[tuple[Dim, ...]] = [tuple(dims)]
-    for i in at:
-        own = indices[i].shape
-        gap = len(shape) - len(own)
-        operands.append(tuple(() if s == 1 and shape[gap + j] != 1 else index_dims[gap + j] for j, s in enumerate(own)))
-    operands.append(tuple(() if s == 1 and extent[skip + j] != 1 else full[skip + j] for j, s in enumerate(values)))
-    whole = {f"d{i}" for i in at}
-    if not adds(node):
-        whole |= set(index_sizes)
-    last = len(node.operands) - 1
-    return ShardingRule(tuple(operands), (tuple(dims),), sizes, frozenset(whole), (frozenset({0, last}),))
-
-
-def masked_put(node: Node, at: int, mask: tuple[int, ...]) -> ShardingRule:
-    """``x[.., mask, ..] = v``: v has one value for all that is masked, or the masked dims are whole."""
-    x, values = node.operands[0].shape, node.operands[-1].shape
-    dims, sizes = names(x)
-    full = [*dims[:at], None, *dims[at + len(mask) :]]
-    given: list[Dim] = []
-    whole = frozenset[str]()
-    for own, size in zip(full[len(full) - len(values) :], values, strict=True):
-        if own is None and size != 1:
-            sizes["masked"] = size
-            own = ("masked",)
-            whole = frozenset({"masked", *(f"d{at + i}" for i in range(len(mask)))})
-        given.append(() if size == 1 or own is None else own)
-    operands = (tuple(dims), tuple(dims[at : at + len(mask)]), tuple(given))
-    return ShardingRule(operands, (tuple(dims),), sizes, whole, (frozenset({0, 2}),))
-
-
-def index_write(node: Node) -> ShardingRule:
+def index_write(node: Node) -> Template:
     """``x[d.., i!], index[n], values[d.., n] -> y``: index_add, index_copy, index_fill, index_reduce."""
-    x = node.operands[0].shape
-    if not x:
+    index = "~n" if adds(node) and node.operands[1].shape else "~n!"
+    values = ("d.. n@dim" if value.shape else "~" for value in node.operands[2:])
+    return template(f"{', '.join(['d.. v@dim!', index, *values])} -> d.. v@dim", together(node))
+
+
+def index_put(node: Node) -> ShardingRule | Template:
+    """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is whole if nothing is added."""
+    indices, values = argument(node, "indices"), node.operands[-1].shape
+    linear = f"0&{len(given_tensors(node)) - 1}"
+    masks = [i for i, each in enumerate(indices) if each is not None and each.type.dtype is torch.bool]
+    if masks and sum(each is not None for each in indices) == 1:
+        return template(masked(node, masks[0]), linear)
+    found = indexed(node, "d", "" if adds(node) else "!")
+    if found is None or len(values) > len(found.result):
         return replicated(node)
-    dim = node.args[1] % len(x)
-    dims, sizes = names(x)
-    sizes["n"] = node.operands[1].type.numel
-    whole = {f"d{dim}"}
-    index: tuple[Dim, ...] = (("n",),) * node.operands[1].type.ndim
-    operands: list[tuple[Dim, ...]] = [tuple(dims), index]
-    for value in node.operands[2:]:
-        operands.append(tuple(("n",) if i == dim else n for i, n in enumerate(dims)) if value.shape else ())
-    if not adds(node) or not index:
-        whole.add("n")
-    return ShardingRule(tuple(operands), (tuple(dims),), sizes, frozenset(whole), _linear(node))
+    return template(f"{found.table}, {found.indices}, ~{words(found.result)} -> {found.table}", linear)
 
 
-def written(node: Node) -> ShardingRule:
-    """``select_scatter``, ``slice_scatter``: the dim that is written to is whole."""
-    x, src = node.operands[0].shape, node.operands[1].shape
-    dim = int(argument(node, "dim")) % len(x)
-    dims, sizes = names(x)
-    part: list[Dim] = [n for i, n in enumerate(dims) if i != dim]
-    whole = {f"d{dim}"}
-    if len(src) == len(x):
-        sizes["s"] = src[dim]
-        part.insert(dim, ("s",))
-        whole.add("s")
-    return ShardingRule((tuple(dims), tuple(part)), (tuple(dims),), sizes, frozenset(whole), BOTH, moves_only=True)
-
-
-def flat(node: Node) -> ShardingRule:
-    """Ops that count through all elements: nothing is cut, but tensor and values may be partial sums together."""
-    base = replicated(node)
-    floats = [i for i, value in enumerate(node.operands) if value.type.dtype.is_floating_point]
-    return ShardingRule(base.operands, base.results, base.sizes, base.whole, (frozenset(floats),))
-
-
-def take(node: Node) -> ShardingRule:
-    """The whole of x is looked up, flat; the index may be cut."""
-    x, index = (value.shape for value in node.operands)
-    dims, sizes = names(x)
-    places, more = names(index, "i")
-    whole = frozenset(sizes)
-    return ShardingRule((tuple(dims), tuple(places)), (tuple(places),), {**sizes, **more}, whole, (frozenset({0}),))
-
-
-def masked_index(node: Node) -> ShardingRule:
-    """``x[indices]`` where a mask says so, else a number."""
-    x, mask = node.operands[0].shape, node.operands[1].shape
-    indices = node.args[2]
-    at = [i for i, index in enumerate(indices) if index is not None]
-    if len(at) != len(x):
-        return replicated(node)
-    shape = node.outs[0].shape
-    dims, sizes = names(x)
-    result, more = names(shape, "i")
-
-    def lying(own: tuple[int, ...]) -> tuple[Dim, ...]:
-        gap = len(shape) - len(own)
-        return tuple(() if s == 1 and shape[gap + j] != 1 else result[gap + j] for j, s in enumerate(own))
-
-    operands = (tuple(dims), lying(mask), *(lying(indices[i].shape) for i in at))
-    linear = (frozenset({0}),) if argument(node, "fill") == 0 else ()
-    return ShardingRule(operands, (tuple(result),), {**sizes, **more}, frozenset(sizes), linear)
+def masked(node: Node, at: int) -> str:
+    """``x[.., mask, ..] = v``: v has one value for all that is masked, or the masked dims are whole."""
+    x, values = (node.operands[i].type.ndim for i in (0, -1))
+    mask = argument(node, "indices")[at].type.ndim
+    dims = [f"d{i}" for i in range(x)]
+    full = [*dims[:at], "m!", *dims[at + mask :]]
+    place = at - len(full) + values
+    each = place >= 0 and node.operands[-1].shape[place] != 1
+    if not each:
+        full[at] = "1"
+    whole = set(dims[at : at + mask]) if each else set()
+    given = ", ".join(["~"] * at + [words(dims[at : at + mask], whole)])
+    return f"{words(dims, whole)}, {given}, ~{words(full)} -> {words(dims, whole)}"
 
 
 RULES: tuple[RuleEntry, ...] = (
@@ -217,10 +93,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.index_put, aten._unsafe_index_put), index_put, local=add_once),
     rule(aten.index_add, index_write, local=add_once),
     rule((aten.index_copy, aten.index_fill, aten.index_reduce), index_write),
-    rule((aten.select_scatter, aten.slice_scatter), written),
-    rule(aten.take, take),
-    rule(aten._unsafe_masked_index, masked_index),
-    rule((aten.put, aten.masked_scatter, aten._unsafe_masked_index_put_accumulate), flat),
-    rule((aten.diagonal_scatter, aten.as_strided_scatter), flat),
-    rule(aten.masked_scatter_backward, flat),
+    rule((aten.put, aten.masked_scatter, aten.masked_scatter_backward, aten.diagonal_scatter), untouched),
+    rule((aten._unsafe_masked_index_put_accumulate, aten.as_strided_scatter), untouched),
 )

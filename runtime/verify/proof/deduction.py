@@ -9,7 +9,7 @@ the same functions of the rule book that the oracle executes against the whole o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from shardfx.ir.cut import Cut, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.traits import with_defaults
+from shardfx.ir.program.devices import kernel_forms
 from shardfx.ir.rules.book import RuleBook, perform, replicated
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -28,10 +30,11 @@ from shardfx.ir.spec import Spec
 
 from .terms import Universe
 
-Origins = tuple[tuple[str, frozenset[tuple[int, str]]], ...]
-"""For each axis over which a fact is partial: the (term, factor) sums of which this is one rank's share.
+Origins = tuple[tuple[str, frozenset[tuple[int, str, Cut]]], ...]
+"""For each axis over which a fact is partial: the (term, factor) sums of which this is one rank's share, and by the cut
+of the factor which piece of what is summed it is.
 
-Shares add up to the whole only if they are shares of one sum.
+Shares add up to the whole only if they are shares of one sum, and pieces of one cut.
 """
 
 
@@ -53,6 +56,7 @@ class Deduction:
     mesh: Mesh
     _rules: dict[Node, ShardingRule] = field(default_factory=dict)
     _known: dict[tuple[Node, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
+    _cut: dict[tuple[Node, Strategy], Mapping[str, tuple[str, Cut]]] = field(default_factory=dict)
 
     def rule(self, node: Node) -> ShardingRule:
         if node not in self._rules:
@@ -92,6 +96,26 @@ class Deduction:
             if made.operands == specs:
                 yield made
 
+    def _pieces(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, Cut]]:
+        """For each axis that cuts a factor: the factor, and how it is cut over all of its axes.
+
+        A share of a sum is one piece of the box that is summed. Which one follows from the rank's coordinates and this
+        cut: pieces of ``8{dp,tp}`` are not those of ``8{tp,dp}``, nor those of ``(2{dp} 4{tp})``.
+        """
+        key = (node, made)
+        if key not in self._cut:
+            rule, found = self.rule(node), dict[str, tuple[str, Cut]]()
+            for value, spec, dims in zip(node.operands, made.operands, rule.operands, strict=True):
+                for size, cut, dim in zip(value.shape, spec.dims, dims, strict=True):
+                    projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim and cut.axes else None
+                    for factor, one in zip(dim, projected or (), strict=False):
+                        found.update((axis, (factor, one)) for axis in one.axes)
+            for factor, axes in made.cuts:  # which no operand has
+                for axis in axes:
+                    found.setdefault(axis, (factor, Cut(axes)))
+            self._cut[key] = found
+        return self._cut[key]
+
     def _free(self, node: Node, rule: ShardingRule, cuts: dict[str, Cut]) -> Iterator[dict[str, Cut]]:
         """Cuts of the factors that no operand has: none, or as the plan claims of the result."""
         result = rule.results[0]
@@ -114,7 +138,7 @@ class Deduction:
     def results(self, node: Node, made: Strategy, facts: Sequence[Fact]) -> list[Fact | None]:
         """The facts of a node's results."""
         rule = self.rule(node)
-        cut = {axis: factor for factor, axes in made.cuts for axis in axes}
+        pieces = self._pieces(node, made)
         specs = iter(made.results)
         found: list[Fact | None] = []
         for value in node.results:
@@ -124,8 +148,8 @@ class Deduction:
             spec, term = next(specs), self.universe.of[value]
             origins = []
             for axis, _ in spec.partial:
-                if axis in cut:
-                    origins.append((axis, frozenset({(term, cut[axis])})))
+                if axis in pieces:
+                    origins.append((axis, frozenset({(term, *pieces[axis])})))
                 else:
                     shares = [o for f in facts for a, o in f.origins if a == axis]
                     origins.append((axis, frozenset().union(*shares)))
@@ -169,8 +193,10 @@ class Expected(Share):
         return ExpectedCall(op, args, kwargs)
 
 
-def written(node: Node, made: Strategy, operands: Sequence[fx.Node], mesh: Mesh, rank: int, book: RuleBook) -> Any:
-    """One rank's version of a node: a :class:`Call`, or one of the operands."""
+def written(
+    node: Node, made: Strategy, operands: Sequence[fx.Node], mesh: Mesh, rank: int, book: RuleBook
+) -> Iterator[Any]:
+    """One rank's version of a node: an :class:`ExpectedCall`, or one of the operands; and by the kernels of devices."""
     copy = Node(node.op, node.args, node.kwargs, node.results, strategy=made)
     given = iter(operands)
 
@@ -179,7 +205,13 @@ def written(node: Node, made: Strategy, operands: Sequence[fx.Node], mesh: Mesh,
 
     args = substitute(node.args, next_operand)
     kwargs = {k: substitute(a, next_operand) for k, a in node.kwargs.items()}
-    return perform(book.entry(node.op), Expected(copy, mesh, mesh.coords(rank), args, kwargs))
+    share = Expected(copy, mesh, mesh.coords(rank), args, kwargs)
+    call = perform(book.entry(node.op), share)
+    if not isinstance(call, ExpectedCall):
+        yield call
+        return
+    for form in kernel_forms(share, (call.op, call.args, call.kwargs)):
+        yield ExpectedCall(*form)
 
 
 def same(expected: Any, actual: Any, root: dict[fx.Node, fx.Node]) -> bool:
@@ -204,10 +236,7 @@ def same(expected: Any, actual: Any, root: dict[fx.Node, fx.Node]) -> bool:
 
 
 def normal(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, defaults among them."""
+    """The arguments by name, defaults among them; a device is no part of what is computed."""
     if not isinstance(op, torch._ops.OpOverload):
         return {str(i): a for i, a in enumerate(args)} | dict(kwargs)
-    schema = op._schema.arguments
-    found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    found.update((argument.name, arg) for argument, arg in zip(schema, args, strict=False))
-    return found | dict(kwargs)
+    return {name: arg for name, arg in with_defaults(op, args, kwargs).items() if name != "device"}

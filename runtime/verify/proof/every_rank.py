@@ -29,7 +29,8 @@ from .deduction import Deduction
 from .interpreter import HasGraph, Proof, Rank
 from .meeting import LockStep
 from .numbering import Numbering
-from .terms import Universe, Unjustified, build, differing
+from .same_function import same_function
+from .terms import Universe
 
 
 def verify(
@@ -71,15 +72,10 @@ def begin(
 ) -> Proof | Fault:
     """A proof, begun with that the planned graph is the same function of the inputs as the captured one; or the fault
     that it is not."""
-    try:
-        universe = universe or build(before, after, book)
-    except Unjustified as error:
-        return Fault(str(error))
-    counts |= {"terms": len(universe.terms.types), "decompositions": universe.decompositions}
-    if universe.trusted:
-        counts["decompositions too large to compare"] = universe.trusted
-    other = differing(universe, outputs)
-    if other is not None:
-        what = "the planned graph computes another function of the inputs than the captured one"
-        return Fault(what, f"{other.kind.value} {other.name}", None, other.value.name, str(other.value.where))
-    return Proof(after, universe, Deduction(universe, book, after.mesh), Numbering(universe, after.mesh))
+    found = same_function(before, after, book, outputs, universe)
+    if isinstance(found, Fault):
+        return found
+    counts |= {"terms": len(found.terms.types), "decompositions": found.decompositions}
+    if found.trusted:
+        counts["decompositions too large to compare"] = found.trusted
+    return Proof(after, found, Deduction(found, book, after.mesh), Numbering(found, after.mesh))

@@ -266,8 +266,8 @@ class Rank:
             held = ", ".join(f.spec.text(v.shape) for f, v in zip(facts, maker.operands, strict=True))
             why = f"{op_name(maker.op)} cannot be computed from {held}: its rule knows no such cut"
         for made in ways:
-            expected = written(maker, made, operands, deduction.mesh, self.rank, deduction.book)
-            if same(expected, node, self.root) or same(_swapped(expected), node, self.root):
+            forms = written(maker, made, operands, deduction.mesh, self.rank, deduction.book)
+            if any(same(form, node, self.root) or same(_swapped(form), node, self.root) for form in forms):
                 drawn = self.proof.drawn.setdefault(maker.args[3], made.results[0]) if maker.op is dropout else None
                 if drawn not in (None, made.results[0]):
                     return [], f"this mask was drawn elsewhere for {drawn}: other boxes are other random numbers"

@@ -27,7 +27,7 @@ from typing import Any
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Failed, Fault, place
@@ -112,7 +112,7 @@ def verify(
 
 def _neighbours(graph: Graph, rank: int) -> set[int]:
     """A rank and those with which it communicates."""
-    axes = {tuple(node.kwargs["axes"]) for node in graph.nodes if isinstance(node.op, CommOp) and node.kwargs["axes"]}
+    axes = {tuple(node.kwargs["axes"]) for node in graph.nodes if isinstance(node.op, OwnOp) and node.kwargs["axes"]}
     return {rank, *(member for each in axes for member in graph.mesh.group(rank, each))}
 
 
@@ -142,7 +142,7 @@ class Fragments:
     def _ranks(self, node: Node) -> Sequence[int]:
         """All ranks where the op communicates; one for each place along its own axes where its rule writes its code."""
         mesh = self._graph.mesh
-        if isinstance(node.op, CommOp) or node.strategy is None:
+        if isinstance(node.op, OwnOp) or node.strategy is None:
             return range(mesh.size)
         entry = self._book.entry(node.op)
         if entry is None or entry.local is None:
@@ -210,8 +210,8 @@ def _silent(graph: Graph) -> Graph:
     found = graph.copy()
     same: dict[Value, Value] = {}
     for node in found.nodes:
-        if isinstance(node.op, CommOp):
+        if isinstance(node.op, OwnOp):
             same.update(zip(node.outs, node.operands, strict=True))
-    found.nodes = [node for node in found.nodes if not isinstance(node.op, CommOp)]
+    found.nodes = [node for node in found.nodes if not isinstance(node.op, OwnOp)]
     found.outputs = [Output(o.kind, o.name, same.get(o.value, o.value)) for o in found.outputs]
     return found

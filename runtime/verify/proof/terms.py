@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.capture.canonical import convert_call
 from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_name, substitute
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec, TensorType
 
@@ -150,7 +150,7 @@ def build(before: Graph, after: Graph, book: RuleBook) -> Universe:
     universe = Universe(terms, of, {})
     seen: set[tuple[int | None, ...]] = set()
     for node in after.nodes:
-        if isinstance(node.op, CommOp):
+        if isinstance(node.op, OwnOp):
             of.update(zip(node.outs, (of[v] for v in node.operands), strict=True))
             continue
         made = terms.apply(node, of.__getitem__)

@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
-from shardfx.ir.ops.comm import CommOp
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.program.plain import plain
+from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import Share, is_cut
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
-from shardfx.runtime.rendezvous import run
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.first_change import where
-from shardfx.runtime.verify.proof.interpreter import HasGraph
 from shardfx.runtime.verify.proof.terms import widened
-from shardfx.runtime.virtual.coroutine import as_generator
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
 from .whole import Draw, distance, first_difference, run_whole
 
@@ -54,8 +53,8 @@ def verify(
     before: Graph,
     after: Graph,
     book: RuleBook,
-    modules: Mapping[int, HasGraph],
-    own: Mapping[int, HasGraph],
+    modules: Mapping[int, RankProgram],
+    own: Mapping[int, RankProgram],
     inputs: Sequence[Input],
     outputs: Sequence[Output],
     known: Mapping[str, Tensor],
@@ -73,13 +72,12 @@ def verify(
     whole = run_whole(sample.before, sample.inputs, by_boxes(sample.after))
     expected = {(o.kind, o.name): whole[o.value] for o in sample.before.outputs}
     given = [[cut_local(sample.inputs[g.name], _spec(g.value), mesh, r) for g in inputs] for r in range(mesh.size)]
-    programs: list[Any] = [_widened(modules[r]) if sample.wide else modules[r] for r in range(mesh.size)]
+    programs = [_widened(modules[r]) if sample.wide else modules[r] for r in range(mesh.size)]
     try:
-        with torch.no_grad():
-            got = run([as_generator(p) for p in programs], [[t.clone() for t in g] for g in given], mesh)
+        got = _run(programs, given)
     except (Error, RuntimeError, IndexError, TypeError, ValueError) as error:
         return Fault(f"the programs do not run to their end: {error}"), counts
-    for rank, results in enumerate(got):
+    for rank, results in got.items():
         if len(results) != len(outputs):
             return Fault(f"the program returns {len(results)} values, not {len(outputs)}", rank=rank), counts
     for i, output in enumerate(outputs):
@@ -110,8 +108,8 @@ def _located(
     fault: Fault,
     sample: Sample,
     book: RuleBook,
-    modules: Mapping[int, HasGraph],
-    own: Mapping[int, HasGraph],
+    modules: Mapping[int, RankProgram],
+    own: Mapping[int, RankProgram],
     given: Sequence[Sequence[Tensor]],
 ) -> Fault:
     """The same fault, at the first node that differs."""
@@ -123,11 +121,7 @@ def _located(
         what = f"{fault.what}, first seen at %{found.value.name} on rank {found.rank}"
         return Fault(what, fault.output, fault.rank, found.value.name, str(found.value.where))
     mine, theirs = ([_every(ms[r], sample.wide) for r in range(len(given))] for ms in (own, modules))
-    with torch.no_grad():
-        values = [
-            run([as_generator(m) for m, _ in ms], [[t.clone() for t in g] for g in given], sample.after.mesh)
-            for ms in (mine, theirs)
-        ]
+    values = [_run([program for program, _ in ms], given) for ms in (mine, theirs)]
     apart: list[tuple[int, bool, int, str]] = []
     for rank, (_, names) in enumerate(theirs):
         right = dict(zip(mine[rank][1], values[0][rank], strict=True))
@@ -142,34 +136,23 @@ def _located(
     return Fault(fault.what, fault.output, rank, name, where(node))
 
 
-@dataclass(frozen=True)
-class Bare:
-    """A graph to be run here: a GraphModule would also write and compile its code."""
-
-    graph: fx.Graph
-    root: HasGraph
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.root, name)
+def _run(programs: Sequence[RankProgram], given: Sequence[Sequence[Tensor]]) -> Mapping[int, Sequence[Tensor]]:
+    """Run all programs on copies of their inputs."""
+    mesh = programs[0].mesh
+    inputs = {rank: [t.clone() for t in each] for rank, each in enumerate(given)}
+    return VirtualEngine(mesh).run(dict(enumerate(programs)), inputs)
 
 
-def _every(module: HasGraph, wide: bool) -> tuple[Any, list[str]]:
-    """The module returning every value that it computes, and their names."""
-    made = _widened(module) if wide else _copy(module)
+def _every(program: RankProgram, wide: bool) -> tuple[RankProgram, list[str]]:
+    """The program returning every value that it computes, each in memory of its own, and their names."""
+    made = plain(_widened(program) if wide else program)
     nodes = [n for n in made.graph.nodes if n.op == "call_function"]
-    end = next(n for n in made.graph.nodes if n.op == "output")
-    end.args = (tuple(nodes),)
+    made.result().args = (tuple(nodes),)
     return made, [n.name for n in nodes]
 
 
-def _copy(module: HasGraph) -> Any:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return Bare(graph, module)
-
-
-def _widened(module: HasGraph) -> Any:
-    made = _copy(module)
+def _widened(program: RankProgram) -> RankProgram:
+    made = program.copy()
     for node in made.graph.nodes:
         node.args, node.kwargs = widened(tuple(node.args)), widened(dict(node.kwargs))
     return made
@@ -253,7 +236,7 @@ def _wide(graph: Graph) -> Graph:
 
 def by_boxes(after: Graph) -> Draw:
     """Draws a mask of the whole as the ranks of the plan draw it, box by box."""
-    drawn = {n.args[3]: n for n in after.nodes if not isinstance(n.op, CommOp) and n.op is dropout}
+    drawn = {n.args[3]: n for n in after.nodes if not isinstance(n.op, OwnOp) and n.op is dropout}
 
     def draw(node: Node, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         x, p, seed, number, *_ = args

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.builder import makes_of_nothing
 from shardfx.ir.cut import Cut, Part
 from shardfx.ir.graph import Graph, Node, Value, substitute
-from shardfx.ir.ops.comm import CommOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec, TensorType
 
@@ -78,7 +79,7 @@ class Sizes:
         for value in graph.values():
             self.dims(value)
         for node in graph.nodes:
-            if isinstance(node.op, CommOp):
+            if isinstance(node.op, OwnOp):
                 for a, b in zip(node.operands, node.outs, strict=True):
                     for x, y in zip(self.dims(a), self.dims(b), strict=True):
                         self.unite(x, y)
@@ -291,7 +292,7 @@ class Sizes:
                 )
                 operands, results = pairs
                 twin.strategy = type(node.strategy)(operands, results, node.strategy.cuts)
-            if isinstance(node.op, CommOp):
+            if isinstance(node.op, OwnOp):
                 if "view" in node.kwargs:
                     groups = self._group(node.kwargs["view"], self.dims(node.operands[0]))
                     view = tuple(math.prod(map(self.of, group)) for group in groups)
@@ -331,7 +332,7 @@ def _runs(node: Node) -> bool:
 
     op = aten.reshape.default if node.op is aten.view.default else node.op
     kwargs = {k: substitute(a, fake) for k, a in node.kwargs.items()}
-    if "device" in kwargs:
+    if makes_of_nothing(op):
         kwargs["device"] = torch.device(device)
     try:
         out = op(*substitute(node.args, fake), **kwargs)

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, substitute
+from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.comm import CommOp
 from shardfx.ir.ops.dropout import dropout
-from shardfx.ir.program.lower import generate
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.program.lower import lower
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.shards import cut_local
 from shardfx.ir.spec import Spec
-from shardfx.runtime.rendezvous import run
 from shardfx.runtime.virtual.collectives import reduce
-from shardfx.runtime.virtual.coroutine import as_generator
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def run_whole(graph: Graph, inputs: Mapping[str, torch.Tensor], draw: Draw | Non
         env[given.value] = inputs[given.name]
     with torch.no_grad():
         for node in graph.nodes:
-            if isinstance(node.op, CommOp):
+            if isinstance(node.op, OwnOp):
                 for value, source in zip(node.outs, node.operands, strict=True):
                     env[value] = env[source]
                 continue
@@ -67,15 +66,14 @@ def run_ranks(graph: Graph, rules: RuleBook, inputs: Mapping[str, torch.Tensor])
     """Every value of the graph as each rank holds it."""
     copy = graph.copy()
     copy.outputs = [Output(OutputKind.RESULT, v.name, v) for node in copy.nodes for v in node.outs]
-    programs = [generate(copy, rank, rules, {OutputKind.RESULT}) for rank in range(graph.mesh.size)]
-    given = [
-        [cut_local(inputs[g.name], _spec(g.value), graph.mesh, rank) for g in program.inputs]
-        for rank, program in enumerate(programs)
-    ]
-    with torch.no_grad():
-        outs = run([as_generator(p.module) for p in programs], given, graph.mesh)
+    programs = {rank: lower(copy, rank, rules, {OutputKind.RESULT}) for rank in range(graph.mesh.size)}
+    given = {
+        rank: [cut_local(inputs[g.name], _spec(g.value), graph.mesh, rank) for g in program.inputs]
+        for rank, program in programs.items()
+    }
+    outs = VirtualEngine(graph.mesh).run(programs, given)
     values = [v for node in graph.nodes for v in node.outs]
-    return {value: [out[i] for out in outs] for i, value in enumerate(values)}
+    return {value: [outs[rank][i] for rank in programs] for i, value in enumerate(values)}
 
 
 def first_difference(
@@ -117,14 +115,3 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _spec(value: Value) -> Spec:
     return value.spec if value.spec is not None else Spec.whole(value.type.ndim)
-
-
-def random_inputs(graph: Graph, known: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole inputs of a graph by name: those that are known, constants, and a fixed seed."""
-    inputs = dict(known)
-    for given in graph.inputs:
-        if given.kind is InputKind.SEED:
-            inputs[given.name] = torch.tensor(1234)
-        elif given.constant is not None:
-            inputs[given.name] = given.constant
-    return inputs

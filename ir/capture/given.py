@@ -1,0 +1,94 @@
+"""What is given to capture: models of several kinds, wherever they are, and their example inputs."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardfx.ir.errors import Error
+
+
+def as_module(model: object) -> nn.Module:
+    """The module of a model: an ``nn.Module`` (an ``fx.GraphModule`` is one), or a ``torch.export.ExportedProgram``.
+
+    Raises:
+        Error: it is something else, or an exported program whose shapes are not all known.
+    """
+    if isinstance(model, torch.export.ExportedProgram):
+        if model.range_constraints:
+            raise Error(
+                "this ExportedProgram has dynamic shapes",
+                expected="a program exported without dynamic_shapes=",
+                got=", ".join(f"{name} in {bounds}" for name, bounds in model.range_constraints.items()),
+                remedy="export it again for the shapes of the global batch",
+            )
+        module = model.module()
+        for name in ("train", "eval"):  # torch refuses to switch: what was exported is the same in both modes
+            setattr(module, name, types.MethodType(_stay, module))
+        return module
+    if not isinstance(model, nn.Module):
+        raise Error(
+            "this is no model",
+            expected="an nn.Module, an fx.GraphModule, or a torch.export.ExportedProgram",
+            got=type(model).__name__,
+            remedy=_remedy(model),
+        )
+    return model
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def _remedy(model: object) -> str:
+    if isinstance(model, fx.Graph):
+        return "fx.GraphModule(root, graph) makes a module of a graph"
+    if isinstance(model, type):
+        return f"make one: {model.__name__}(...)"
+    return "wrap it in an nn.Module whose forward calls it" if callable(model) else "pass the module itself"
+
+
+def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """A deep copy, with what ``memo`` says in place of tensors."""
+    with warnings.catch_warnings():  # of torch's own class, when torch's own trees of arguments are copied
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        return copy.deepcopy(module, memo)
+
+
+def on_cpu(model: nn.Module, tensors: Sequence[torch.Tensor], stack: ExitStack) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model and examples that are on another device than the CPU (or on ``meta``), as fakes on the CPU.
+
+    So what is captured names no device, and is the same for all; on ``meta`` some ops have no autograd kernel. An
+    example that is given twice becomes two: a program of one would take both inputs for the same.
+    """
+    everything = [*model.parameters(), *model.buffers(), *tensors]
+    mode = next((t.fake_mode for t in everything if isinstance(t, FakeTensor)), None)
+    seen: set[int] = set()
+    distinct = []
+    for tensor in tensors:
+        distinct.append(tensor.detach().clone() if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    if mode is None and all(t.device.type == "cpu" for t in everything):
+        return model, distinct
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        memo: dict[int, object] = {id(t): _fake(t) for t in (*model.parameters(), *model.buffers())}
+        distinct = [_fake(t) for t in distinct]
+    model = copied(model, memo)
+    stack.enter_context(mode)
+    return model, distinct
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake CPU tensor in place of one that is elsewhere; any other as it is."""
+    if tensor.device.type == "cpu":
+        return tensor
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -1,0 +1,85 @@
+"""Ops of the exported program that stay one op of the graph, whatever torch would make of them on some device.
+
+aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfx.ir.ops.fused_attention import attention
+
+aten = torch.ops.aten
+
+
+def whole_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` as the op of the graph, which wants ``[batch, heads, rows, columns]``.
+
+    Dims before these become one batch; where there are fewer, there is one head. What broadcasts is expanded, but for
+    a single key head, which is a group by itself.
+    """
+    dims = query.dim()
+    q, k, v = (_with_heads(t, dims) for t in (query, key, value))
+    lead = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
+    q, k, v = (_broadcast(t, lead).reshape(-1, *t.shape[-3:]) for t in (q, k, v))
+    if not enable_gqa and not (k.shape[1] == v.shape[1] and k.shape[1] in (1, q.shape[1])):
+        heads = max(t.shape[1] for t in (q, k, v))
+        q, k, v = (t.expand(-1, heads, -1, -1) for t in (q, k, v))
+    mask = None if attn_mask is None else _mask(attn_mask, dims, lead)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    out: Tensor = attention(q, k, v, mask, is_causal, scale, float(dropout_p))[0]
+    if dims > 4:
+        return out.reshape(*lead, *out.shape[1:])
+    for _ in range(4 - dims):
+        out = out.squeeze(-3)
+    return out
+
+
+def _with_heads(tensor: Tensor, dims: int) -> Tensor:
+    """A tensor of at least four dims: batch, heads, rows, columns."""
+    for _ in range(4 - dims):
+        tensor = tensor.unsqueeze(-3)
+    return tensor
+
+
+def _broadcast(tensor: Tensor, lead: Sequence[int]) -> Tensor:
+    """A tensor with these dims before its last three."""
+    return tensor if tensor.shape[:-3] == tuple(lead) else tensor.expand(*lead, *tensor.shape[-3:])
+
+
+def _mask(mask: Tensor, dims: int, lead: Sequence[int]) -> Tensor:
+    """A mask as one of two or four dims."""
+    if mask.dim() <= 2:
+        return mask if mask.dim() == 2 else mask.unsqueeze(0)
+    if dims > 4 and mask.dim() >= 4:
+        return _broadcast(mask, lead).reshape(-1, *mask.shape[-3:])
+    return mask.unsqueeze(-3 if dims == 3 else 0) if mask.dim() == 3 else mask
+
+
+KEPT: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: whole_attention}
+"""What each op of the exported program becomes."""
+
+
+def keep_whole(exported: torch.fx.GraphModule) -> None:
+    """Call the ops of the graph in place of torch's composite ones."""
+    for node in exported.graph.nodes:
+        if node.target in KEPT and all(
+            arg.meta["val"].is_floating_point() for arg in node.all_input_nodes[:3] if "val" in arg.meta
+        ):
+            node.target = KEPT[node.target]
+    exported.recompile()

@@ -1,0 +1,99 @@
+"""Amounts of work: what a call, a node or a program computes, touches and sends. They add, and multiply by a count.
+
+>>> step = 80 * block + head
+>>> step.flops, step.sent["tp",].nbytes, step.seconds(machine, mesh)
+(1.2e15, 3.1e10, 4.7)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.sends import Sent
+
+from .machine import Machine
+
+Axes = tuple[str, ...]
+
+
+class Work(NamedTuple):
+    """The work of one call: operations (of matrix products and the like), bytes read and written, and the dtype."""
+
+    flops: float
+    touched: float
+    dtype: torch.dtype = torch.float32
+
+    def seconds(self, machine: Machine) -> float:
+        """What takes longer, computing or reading and writing, and what any call takes."""
+        computing = self.flops / machine.rate(self.dtype) if self.flops else 0.0
+        return max(computing, self.touched / machine.bandwidth) + machine.overhead
+
+
+@dataclass(frozen=True)
+class Cost:
+    """How often each piece of work is done, and what is sent over which axes: of a call, a node, a block, a program.
+
+    The pieces of work stay apart, because some wait for arithmetic and others for memory: the time of a sum is the sum
+    of the times.
+    """
+
+    work: Mapping[Work, float] = field(default_factory=dict)
+    sent: Mapping[Axes, Sent] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> float:
+        """Operations of all calls."""
+        return sum(work.flops * count for work, count in self.work.items())
+
+    @property
+    def touched(self) -> float:
+        """Bytes that all calls read and write."""
+        return sum(work.touched * count for work, count in self.work.items())
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that a rank sends, over all axes."""
+        return sum(sent.nbytes for sent in self.sent.values())
+
+    def __add__(self, other: Cost) -> Cost:
+        """Both, one after the other."""
+        return total((self, other))
+
+    def __mul__(self, count: float) -> Cost:
+        """The same, ``count`` times."""
+        return Cost(
+            {work: times * count for work, times in self.work.items()},
+            {axes: sent.times(count) for axes, sent in self.sent.items()},
+        )
+
+    __rmul__ = __mul__
+
+    def computing(self, machine: Machine) -> float:
+        """Seconds of everything but communication."""
+        return sum(work.seconds(machine) * count for work, count in self.work.items())
+
+    def sending(self, machine: Machine, mesh: Mesh) -> float:
+        """Seconds of communication, by the links of the mesh; those that it does not state are the machine's."""
+        linked = machine.connect(mesh)
+        return sum(linked.link(axes).seconds(*sent) for axes, sent in self.sent.items())
+
+    def seconds(self, machine: Machine, mesh: Mesh) -> float:
+        """Their sum: nothing overlaps."""
+        return self.computing(machine) + self.sending(machine, mesh)
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """The sum of many costs."""
+    work: dict[Work, float] = {}
+    sent: dict[Axes, Sent] = {}
+    for cost in costs:
+        for piece, count in cost.work.items():
+            work[piece] = work.get(piece, 0) + count
+        for axes, more in cost.sent.items():
+            sent[axes] = sent.get(axes, Sent()) + more
+    return Cost(work, sent)

@@ -1,0 +1,85 @@
+"""How fast the machine at hand is: the best of a few runs of one op, each long enough to be timed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LONG, RUNS = 0.02, 5
+"""Seconds that a run should take, and how many of them."""
+LARGEST = 8192
+"""Rows and columns of the largest matrix that is tried."""
+
+
+def flops_by_dtype(device: torch.device) -> dict[torch.dtype, float]:
+    """Operations a second of a square matrix product, by dtype: of the largest one that is quick enough."""
+    return {dtype: _product_rate(dtype, device) for dtype in DTYPES}
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    size, best = 256, 0.0
+    while True:
+        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        out = torch.empty_like(a)
+        seconds = _fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)  # type: ignore[misc]
+        best = max(best, 2.0 * size**3 / seconds)
+        if seconds > LONG or size >= LARGEST:
+            return best
+        size *= 2
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes, of memory that no cache holds."""
+    nbytes = 1 << (28 if device.type == "cpu" else 30)
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2.0 * nbytes / _fastest(lambda: target.copy_(source), device)
+
+
+def call_overhead(device: torch.device) -> float:
+    """Seconds that an op on next to nothing takes, in a row of them."""
+    x, many = torch.zeros(8, device=device), 2000
+
+    def row() -> None:
+        for _ in range(many):
+            x.add_(1.0)
+
+    return _fastest(row, device) / many
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory of the device, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few runs; the first one, which warms up, does not count."""
+    times = []
+    for _ in range(RUNS + 1):
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - started)
+        if sum(times) > RUNS * LONG and len(times) > 2:
+            break
+    return min(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,207 @@
+"""What a call makes, found by running each distinct one once on tensors without content.
+
+>>> calls = FakeCalls()
+>>> x = Layout((64, 32), (32, 1), torch.float32)
+>>> calls.made(aten.t.default, (x,), {})        # a view of its operand 0
+Made(results=Result(Layout((32, 64), (1, 32), ...), owner=0), fresh=(), inside=0, flops=0)
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardfx.ir.ops.local_ops import row_of
+
+from . import flops
+
+c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def dense(cls, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+        """One element behind the other."""
+        strides = itertools.accumulate([1, *reversed(shape[1:])], lambda a, b: a * max(b, 1))
+        return cls(tuple(shape), tuple(strides)[: len(shape)][::-1], dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its distinct elements: a dim that is expanded counts once."""
+        sizes = (size for size, stride in zip(self.shape, self.stride, strict=True) if stride or not size)
+        return self.dtype.itemsize * torch.Size(sizes).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A tensor that a call gives: its layout, and the number of the operand, or of the fresh memory, it lies in."""
+
+    layout: Layout
+    owner: int
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a call makes.
+
+    Args:
+        results: the results, nested as the call gives them.
+        fresh: the bytes of each piece of memory that the call allocates and gives out.
+        inside: the most bytes that it holds at once while it runs, what it gives out with it.
+        flops: operations of matrix products and the like.
+        writes: whether it writes, into fresh memory or that of an operand.
+    """
+
+    results: Any
+    fresh: tuple[int, ...] = ()
+    inside: int = 0
+    flops: float = 0.0
+    writes: bool = False
+
+
+def aliases(target: Any) -> int | str | None:
+    """The operand, by place or name, that a call gives back as its result (``mm.out``: ``"out"``), None: not certain.
+
+    Such a call allocates nothing, though on tensors without content it may seem to. Of others, what they share is seen
+    when they run: ``reshape`` may copy.
+    """
+    if target is c10d.wait_tensor.default:
+        return 0
+    schema = target._schema if isinstance(target, torch._ops.OpOverload) else None
+    if schema is None or len(schema.returns) != 1:
+        return None
+    memory = _written(schema.returns[0])
+    found = ((i, a) for i, a in enumerate(schema.arguments) if memory & _written(a))
+    return next((a.name if a.kwarg_only else i for i, a in found), None)
+
+
+def observed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Layout | None:
+    """The operand that a call only looks at and gives back (what a user's pass puts in to measure): it is not run."""
+    row = row_of(target)
+    if row is None or not row.shares or row.into is not None or row.plain is None:
+        return None
+    plain = row.plain(tuple(args), dict(kwargs))
+    return plain if isinstance(plain, Layout) else None
+
+
+def _written(part: Any) -> frozenset[str]:
+    """The memory that an argument or a result of a schema stands for, if it is written."""
+    info = part.alias_info
+    return frozenset(info.before_set) if info is not None and info.is_write else frozenset()
+
+
+class FakeCalls:
+    """Runs calls on fake tensors, and remembers what each made of operands that lie so."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Made] = {}
+        self._mode = FakeTensorMode()
+
+    def made(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Made:
+        """What a call makes; tensors among the arguments are given as :class:`Layout`."""
+        key = (target, _key(args), _key(kwargs))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._run(target, args, kwargs)
+        return found
+
+    def _run(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Made:
+        same = observed(target, args, kwargs)
+        if same is not None:
+            number = next(i for i, each in enumerate(leaves((args, kwargs), Layout)) if each is same)
+            return Made(Result(same, number))
+        fakes: list[torch.Tensor] = []
+
+        def fake(layout: Layout) -> torch.Tensor:
+            fakes.append(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
+            return fakes[-1]
+
+        with self._mode:
+            given, named = change(args, fake, Layout), change(dict(kwargs), fake, Layout)
+            with _Watch(fakes) as watch:
+                out = target(*given, **named)
+        owners = {f.untyped_storage()._cdata: i for i, f in enumerate(fakes)}
+        fresh: dict[int, int] = {}
+
+        def result(tensor: torch.Tensor) -> Result:
+            layout = Layout(tuple(map(int, tensor.shape)), tensor.stride(), tensor.dtype)
+            storage = tensor.untyped_storage()
+            if storage._cdata in owners:
+                return Result(layout, owners[storage._cdata])
+            fresh.setdefault(storage._cdata, storage.nbytes())
+            return Result(layout, list(fresh).index(storage._cdata), fresh=True)
+
+        results, sizes = change(out, result, torch.Tensor), tuple(fresh.values())
+        return Made(results, sizes, max(watch.most, sum(sizes)), watch.flops, watch.writes or bool(sizes))
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at the ops of a call: their operations, whether they write, and the fresh storages there are at once."""
+
+    def __init__(self, operands: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operands = {tensor.untyped_storage()._cdata for tensor in operands}
+        self._tensors: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
+        self.most, self.flops, self.writes = 0, 0.0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named, same, count = kwargs or {}, aliases(func), flops.formula(func)
+        out = func(*args, **named)
+        if same is not None:
+            out = named[same] if isinstance(same, str) else args[same]
+        if count is not None:
+            self.flops += float(count(*args, **named, out_val=out))
+        self.writes = self.writes or func._schema.is_mutable
+        for tensor in leaves(out, torch.Tensor):
+            storage = tensor.untyped_storage()
+            self._tensors.append((weakref.ref(tensor), storage._cdata, storage.nbytes()))
+        self._tensors = [each for each in self._tensors if each[0]() is not None]
+        there = {key: size for _, key, size in self._tensors if key not in self._operands}
+        self.most = max(self.most, sum(there.values()))
+        return out
+
+
+def change(nest: Any, with_: Callable[[Any], Any], kind: type) -> Any:
+    """The same nest of lists, tuples and dicts with everything of a kind changed."""
+    if isinstance(nest, kind):
+        return with_(nest)
+    if isinstance(nest, (list, tuple)):
+        return [change(each, with_, kind) for each in nest]
+    if isinstance(nest, dict):
+        return {key: change(each, with_, kind) for key, each in nest.items()}
+    return nest
+
+
+def leaves(nest: Any, kind: type) -> Iterator[Any]:
+    """Everything of a kind in a nest of lists, tuples and dicts."""
+    if isinstance(nest, kind):
+        yield nest
+    elif isinstance(nest, (list, tuple)):
+        for each in nest:
+            yield from leaves(each, kind)
+    elif isinstance(nest, dict):
+        yield from leaves(list(nest.values()), kind)
+
+
+def _key(arg: Any) -> Any:
+    """Equal for arguments that make a call do the same."""
+    if isinstance(arg, (list, tuple)):
+        return tuple(_key(each) for each in arg)
+    if isinstance(arg, dict):
+        return tuple((key, _key(each)) for key, each in arg.items())
+    return (type(arg), arg) if arg.__hash__ else repr(arg)

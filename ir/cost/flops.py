@@ -1,0 +1,40 @@
+"""How many operations an op does: torch's own table, and what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+
+aten = torch.ops.aten
+
+
+def _attention(q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
+    return sdpa_flop_count(q.shape, *_of_each_query_head(q, k, v))
+
+
+def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
+    return sdpa_backward_flop_count(grad.shape, q.shape, *_of_each_query_head(q, k, v))
+
+
+def _of_each_query_head(q: Any, k: Any, v: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of keys and values as if each query head had its own, which is what the count asks for."""
+    return tuple((t.shape[0], q.shape[1], *t.shape[2:]) for t in (k, v))
+
+
+FLOPS: dict[Any, Callable[..., Any]] = {
+    attention: _attention,
+    attention_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}
+"""What torch's own table of flops leaves out."""
+
+
+def formula(target: Any) -> Callable[..., Any] | None:
+    """What counts the operations of a call of ``target`` from its arguments and ``out_val``; None for one without."""
+    return FLOPS.get(target) or flop_registry.get(getattr(target, "overloadpacket", None))

@@ -1,0 +1,184 @@
+"""What a rank runs on: how fast it computes, reads and writes, and what connects it to the others.
+
+>>> machine = Machine.load("h100-dgx")              # a file of machines/, or the path of one like them
+>>> machine.rate(torch.bfloat16), machine.connect(Mesh(dp=4, tp=8))["tp"].link.bandwidth
+(989000000000000.0, 450000000000.0)
+>>> Machine.measure().save("mine.json")             # a few seconds on the machine at hand
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from shardfx.ir.errors import Error
+from shardfx.ir.mesh import Link, Mesh
+
+from . import calibrate
+
+FOLDER = Path(__file__).parent / "machines"
+DEFAULT = "accelerator"
+"""Round figures of no device in particular: what counts where nobody names one."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """What connects ranks whose numbers lie within one block of ``ranks`` (None: any ranks)."""
+
+    name: str
+    link: Link
+    ranks: int | None = None
+
+    def reaches(self, span: int) -> bool:
+        """Whether groups that lie within aligned blocks of ``span`` ranks stay within it."""
+        return self.ranks is None or self.ranks % span == 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and its surroundings, by rates that it reaches at best.
+
+    Args:
+        name: what it is called in reports.
+        flops: operations a second on matrix products, by dtype (``"bfloat16"``).
+        bandwidth: bytes a second that an op reads and writes.
+        memory: bytes of memory that a rank has.
+        links: what connects ranks, the nearest first; the last one connects all.
+        overhead: seconds that a call takes whatever it does.
+        source: where the figures come from.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    memory: float
+    links: tuple[Level, ...]
+    overhead: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        rates = {**{f"flops {dtype}": rate for dtype, rate in self.flops.items()}, "bandwidth": self.bandwidth}
+        rates["memory"] = self.memory
+        for what, rate in rates.items():
+            if not (rate > 0 and math.isfinite(rate)):
+                raise Error(f"machine {self.name!r}: {what} must be positive", expected="a number above 0", got=rate)
+        for dtype in self.flops:
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise Error(
+                    f"machine {self.name!r}: unknown dtype", expected="a dtype of torch, as bfloat16", got=dtype
+                )
+        if not self.flops or not self.overhead >= 0:
+            raise Error(
+                f"machine {self.name!r} needs a rate and an overhead that is not negative",
+                expected="flops={dtype: rate, ...}, overhead=seconds",
+                got=f"flops={dict(self.flops)}, overhead={self.overhead}",
+            )
+        if not self.links or self.links[-1].ranks is not None:
+            raise Error(
+                f"machine {self.name!r}: the last link must connect all ranks",
+                expected="links, the last one without ranks",
+                got=[level.name for level in self.links],
+            )
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Operations a second in a dtype; of one that is not listed, as in the slowest."""
+        return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
+
+    def connect(self, mesh: Mesh, instead_of: Machine | None = None) -> Mesh:
+        """The mesh with this machine's links on the axes that state none (or that have those of another machine).
+
+        Ranks are numbered along the mesh, the last axis fastest, and fill one block of ranks after the other: an axis
+        has the nearest link that reaches over all of its groups.
+        """
+        others = instead_of.connect(mesh.with_links({})) if instead_of is not None else None
+        links, span = {}, 1
+        for axis in reversed(mesh.axes):
+            span *= 1 if axis.time else axis.size
+            unsaid = axis.link == Link() or (others is not None and axis.link == others[axis.name].link)
+            near = next(level.link for level in self.links if level.reaches(span))
+            links[axis.name] = near if unsaid else axis.link
+        return mesh.with_links(links)
+
+    # ---- from where -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, given: Machine | str | None) -> Machine:
+        """A machine as hints give it: itself, a name or path, or None for the round figures."""
+        return given if isinstance(given, Machine) else cls.load(DEFAULT if given is None else given)
+
+    @classmethod
+    def load(cls, name: str | Path) -> Machine:
+        """A machine of known figures by its name, or one from a file.
+
+        Raises:
+            Error: there is no such machine, or the file does not describe one.
+        """
+        known = sorted(path.stem for path in FOLDER.glob("*.json"))
+        path = FOLDER / f"{name}.json" if name in known else Path(name)
+        if not path.is_file():
+            raise Error(
+                f"no machine is called {str(name)!r}",
+                expected=f"one of {', '.join(known)}, or the path of a JSON file like theirs",
+                got=str(name),
+                remedy="measure the one at hand: sx.Machine.measure()",
+            )
+        return cls.parse(path.read_text(encoding="utf-8"), where=str(path))
+
+    @classmethod
+    def parse(cls, text: str, where: str = "") -> Machine:
+        """The inverse of :meth:`json`."""
+        try:
+            fields = json.loads(text)
+            links = [dict(level) for level in fields.pop("links")]
+            levels = tuple(Level(x.pop("name"), ranks=x.pop("ranks", None), link=Link(**x)) for x in links)
+            return cls(**fields, links=levels)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise Error(
+                "this is no description of a machine",
+                where=where,
+                expected="a JSON object as Machine.json() writes it",
+                got=f"{type(error).__name__}: {error}",
+            ) from None
+
+    @classmethod
+    def measure(cls, device: str | torch.device | None = None, name: str = "") -> Machine:
+        """The machine at hand, measured for a few seconds: matrix products by dtype, a copy of memory, a small op.
+
+        What connects ranks is not measured, for there is one process: that of the nearest known machine is taken.
+
+        Args:
+            device: what computes; by default CUDA where there is one, else the CPU.
+            name: what to call it.
+        """
+        at = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        like = cls.load("cpu-laptop" if at.type == "cpu" else "h100-dgx")
+        return cls(
+            name or f"measured {at.type}",
+            {str(dtype).removeprefix("torch."): rate for dtype, rate in calibrate.flops_by_dtype(at).items()},
+            calibrate.memory_bandwidth(at),
+            calibrate.memory_bytes(at),
+            like.links,
+            calibrate.call_overhead(at),
+            f"measured with torch {torch.__version__} on {calibrate.device_name(at)}; links as of {like.name}",
+        )
+
+    def json(self) -> str:
+        """The machine as text: a file for :meth:`load`."""
+        fields = asdict(self)
+        fields["links"] = [
+            {"name": x.name, **({"ranks": x.ranks} if x.ranks is not None else {}), **asdict(x.link)}
+            for x in self.links
+        ]
+        return json.dumps(fields, indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`json` to a file."""
+        Path(path).write_text(self.json() + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.json()

@@ -1,0 +1,67 @@
+"""The price of a planned node: what the rank that holds most computes, touches and sends for it.
+
+    >>> prices = Prices(graph.mesh, rules)
+    >>> prices.of(node)                                       # an mm of [256{dp}, 64{tp}] and [64{tp}, 64]
+    Cost(work={Work(flops=524288.0, touched=..., dtype=torch.float32): 1}, sent={})
+    >>> total(prices.of(node) for node in graph.nodes).seconds(Machine.load("h100-dgx"), graph.mesh)
+
+A node is lowered alone, as it would be within its program, and replayed: what is priced is what runs. Operands are
+taken to lie densely in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import alike
+from shardfx.ir.program.lower import lower
+from shardfx.ir.rules.book import RuleBook
+
+from .amounts import Cost
+from .replay import replay
+
+
+def price(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
+    """What rank 0, which holds most, does each time that the node is done.
+
+    The node has a strategy (or, where it needs none, placements on its values); it may stand in a graph in which
+    communication is not explicit yet.
+    """
+    specs = node.strategy.operands if node.strategy is not None else tuple(value.spec for value in node.operands)
+    twins: dict[Value, Value] = {}
+    for value, spec in zip(node.operands, specs, strict=True):
+        twins.setdefault(value, Value(value.type, None, 0, f"operand{len(twins)}", spec))
+    alone = replace(node, args=substitute(node.args, twins.__getitem__), results=[])
+    alone.kwargs = {key: substitute(arg, twins.__getitem__) for key, arg in node.kwargs.items()}
+    given = node.strategy.results if node.strategy is not None else tuple(value.spec for value in node.outs)
+    placed = dict(zip(node.outs, given, strict=True))
+    alone.results = [None if v is None else Value(v.type, alone, v.index, v.name, placed[v]) for v in node.results]
+    graph = Graph(
+        mesh,
+        [Input(InputKind.ARGUMENT, twin.name, twin) for twin in twins.values()],
+        [alone],
+        [Output(OutputKind.RESULT, f"results.{i}", value) for i, value in enumerate(alone.outs)],
+    )
+    return replay(lower(graph, 0, book, {OutputKind.RESULT})).cost
+
+
+class Prices:
+    """Prices on one mesh, each found once: nodes of one op, types, placements and other arguments cost the same."""
+
+    def __init__(self, mesh: Mesh, book: RuleBook) -> None:
+        self._mesh, self._book = mesh, book
+        self._known: dict[Any, Cost] = {}
+
+    def of(self, node: Node) -> Cost:
+        """The price of a node (see :func:`price`)."""
+        placed = node.strategy or (tuple(v.spec for v in node.operands), tuple(v.spec for v in node.outs))
+        key = (alike(node), placed)
+        if key not in self._known:
+            self._known[key] = price(node, self._mesh, self._book)
+        return self._known[key]
+
+    def __len__(self) -> int:
+        return len(self._known)

@@ -1,0 +1,100 @@
+"""The memory of a program that was replayed: which storages there are, how long, what for, and how much at once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from shardfx.ir.graph import Node
+
+from .amounts import Cost, total
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block of memory: its bytes, the calls in which it is made and used last, what it is for, who made it.
+
+    ``category`` is "gradients", "results", "new buffers" (they stay to the end), "gathered" (stored parameters made
+    whole), "activations" (made by the forward pass, used last by the backward), "communication" or "temporaries".
+    ``node`` is the planned node that the call was lowered from.
+    """
+
+    nbytes: int
+    born: int
+    last: int
+    category: str
+    node: Node | None
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something that is held at a moment: what it is for, its bytes, and the node that made it."""
+
+    category: str
+    nbytes: int
+    node: Node | None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most is held, beside the inputs: ``held``, the largest first."""
+
+    nbytes: int = 0
+    node: Node | None = None
+    held: tuple[Held, ...] = ()
+
+    def of(self, category: str) -> int:
+        """The bytes of one category."""
+        return sum(held.nbytes for held in self.held if held.category == category)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a program holds and costs, call by call.
+
+    Call ``i`` is ``calls[i]``, a node of the program's fx graph. Inputs are not counted: they belong to the caller.
+    ``inside[i]`` are the bytes that the call holds while it runs beyond what it gives out.
+    """
+
+    calls: tuple[fx.Node, ...]
+    storages: tuple[Storage, ...]
+    costs: tuple[Cost, ...]
+    inside: tuple[int, ...]
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """The bytes that are there when each call is done, and nothing that it used last has gone yet."""
+        steps = [0] * (len(self.calls) + 1)
+        for storage in self.storages:
+            steps[storage.born] += storage.nbytes
+            steps[storage.last + 1] -= storage.nbytes
+        return tuple(itertools.accumulate(steps[:-1]))
+
+    @cached_property
+    def cost(self) -> Cost:
+        """What the whole program computes, touches and sends."""
+        return total(self.costs)
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The call during which most is held: what it uses, and what it makes, is there at once."""
+        if not self.calls:
+            return Peak()
+        top = max(range(len(self.calls)), key=lambda i: self.live[i] + self.inside[i])
+        made_by = self.calls[top].meta.get("shardfx")
+        there = [Held(s.category, s.nbytes, s.node) for s in self.storages if s.born <= top <= s.last and s.nbytes]
+        if self.inside[top]:
+            there.append(Held("temporaries", self.inside[top], made_by))
+        there.sort(key=lambda held: -held.nbytes)
+        return Peak(self.live[top] + self.inside[top], made_by, tuple(there))
+
+    def at(self, call: str) -> int:
+        """The bytes that are there when a call of this name is done."""
+        return self.live[self._places[call]]
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {node.name: i for i, node in enumerate(self.calls)}

@@ -1,0 +1,181 @@
+"""Nodes and values: what a program is made of.
+
+    %3 = aten.mm(%1, %2) : f32[64{dp}, 512{tp}]    @ layers.0.w1  model.py:42
+
+A :class:`Node` applies an op to :class:`Value` s and makes others. Placements stand on the values, and on the node as
+its :class:`Strategy`: how it is computed, what it needs and gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from .mesh import Mesh
+from .spec import Spec, TensorType
+
+
+class Phase(StrEnum):
+    """The part of a step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a node comes from in the user's own code."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+    def __str__(self) -> str:
+        name = self.file.rsplit("/", 1)[-1]
+        return "  ".join(part for part in (self.module, f"{name}:{self.line}" if name else "") if part)
+
+
+NOWHERE = Where()
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a node is computed: the spec it needs of each tensor operand and gives to each result.
+
+    ``cuts`` says which factor of the op's rule is cut over which axes.
+    """
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+Attr = int | float | bool | str
+"""What an attribute of a node may be."""
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One tensor of the program: result ``index`` of ``node``, or (``node`` is None) an input of the graph.
+
+    ``spec`` is how it is placed, once that is decided. ``hint`` is how somebody wants it to be used, and ``hinted_by``
+    who: the hint's pattern, or a pass. A value that a node makes is then held so; of a parameter ``spec`` says how it
+    is stored and ``hint`` how it computes.
+    """
+
+    type: TensorType
+    node: Node | None = None
+    index: int = 0
+    name: str = ""
+    spec: Spec | None = None
+    hint: Spec | None = None
+    hinted_by: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self.type.shape
+
+    @property
+    def where(self) -> Where:
+        """The source of the node that makes it; of an input its name."""
+        return self.node.where if self.node is not None else Where(module=self.name)
+
+    def copied(self, node: Node | None) -> Value:
+        """The same value as a result of another node."""
+        return Value(self.type, node, self.index, self.name, self.spec, self.hint, self.hinted_by)
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        """What the rank that holds most of the value holds of it (in one turn)."""
+        numel = self.spec.local_numel(self.shape, mesh) if self.spec is not None else self.type.numel
+        return numel * self.type.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"%{self.name or '?'}"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One application of an op. ``args`` and ``kwargs`` nest Values in lists and tuples, as the op's schema does.
+
+    ``attrs`` are a pass's own remarks (``{"lane": 1}``): the text, copies and rewrites keep them, and no op reads them.
+    ``made_by`` is the pass that made the node, "" for capture; ``why`` says why, in words.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Value | None] = field(default_factory=list)
+    phase: Phase = Phase.FORWARD
+    where: Where = NOWHERE
+    stage: int | None = None
+    strategy: Strategy | None = None
+    why: str = ""
+    attrs: Mapping[str, Attr] = field(default_factory=dict)
+    made_by: str = ""
+
+    @property
+    def operands(self) -> list[Value]:
+        """The tensors that go in, in the order of the arguments (a value that is used twice stands twice)."""
+        found: list[Value] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect(tuple(self.kwargs.values()), found)
+        return found
+
+    @property
+    def outs(self) -> list[Value]:
+        """The results that are tensors."""
+        return [value for value in self.results if value is not None]
+
+    @property
+    def name(self) -> str:
+        """The name of its first result."""
+        return self.outs[0].name if self.outs else op_name(self.op)
+
+    def copied(self, change: Callable[[Value], Any]) -> Node:
+        """Another node of the same content with fresh results, and ``change`` of each operand."""
+        new = Node(self.op, substitute(self.args, change), {k: substitute(a, change) for k, a in self.kwargs.items()})
+        for name in KEPT:
+            setattr(new, name, getattr(self, name))
+        new.attrs = dict(self.attrs)
+        new.results = [None if v is None else v.copied(new) for v in self.results]
+        return new
+
+    def __repr__(self) -> str:
+        return f"<{op_name(self.op)} {', '.join(map(repr, self.outs))}>"
+
+
+KEPT = ("phase", "where", "stage", "strategy", "why", "made_by")
+"""What a copy of a node has as it is, beside its op, arguments, results and attributes."""
+
+
+def _collect(args: Iterable[Any], found: list[Value]) -> None:
+    for arg in args:
+        if isinstance(arg, Value):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            _collect(arg, found)
+
+
+def substitute(arg: Any, change: Callable[[Value], Any]) -> Any:
+    """The same nest of arguments with every Value changed."""
+    if isinstance(arg, Value):
+        return change(arg)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(substitute(a, change) for a in arg)
+    return arg
+
+
+def op_name(op: Any) -> str:
+    """``aten.mm``, ``aten.add.Tensor``, ``comm.all_reduce``: the default overload's name is left out."""
+    if isinstance(op, torch._ops.OpOverload):
+        namespace, name = op.name().split("::")
+        return f"{namespace}.{name}"
+    return str(op)

@@ -1,0 +1,311 @@
+"""Attention as one op, forward and backward, on any device: ``softmax(q k' * scale + mask) v``.
+
+    out[b h s v], logsumexp[b h s] = shardfx.attention(q[b h s e], k[b g t e], v[b g t v], mask, causal, scale, ...)
+
+The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask has 2 or 4 dims that broadcast to
+``[b, h, s, t]``: bool (False is left out) or of the dtype of ``q`` (added). ``causal``: query ``i`` sees the keys up to
+``i``. A query that sees no key gets zeros, and a logsumexp of 0. ``scale`` is ``1 / sqrt(e)`` where it is None. Dropout
+with probability ``p`` draws by seed, number, and where in the whole ``[b, h, s, t]`` a rank's ``box`` begins.
+
+Torch's fused kernels compute it where they can, and :func:`forward_by_hand` where not. All of them give the same
+logsumexp, so that a forward by one may have its backward by another. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
+_DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[]"
+_library = torch.library.Library("shardfx", "FRAGMENT")
+_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_HOW}, {_DRAW}) -> (Tensor out, Tensor logsumexp)")
+_library.define(
+    f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {_HOW}, "
+    f"bool of_mask=False, {_DRAW}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask)"
+)
+
+ALIGNED = 32
+"""The rows of a logsumexp in torch's memory-efficient kernel come in so many."""
+GOLDEN = -0x61C8864680B583EB
+"""2**64 over the golden ratio, as splitmix64 steps."""
+
+
+# ---- by hand -------------------------------------------------------------------------------------------------
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores are added up, and of the logsumexp."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def bias_of(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as something to add: 0 where it is True, -inf where it is False."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """``[b h s t]``, minus infinity where a query does not see a key."""
+    dtype = wide(q.dtype)
+    scores = (q.to(dtype) @ per_query_head(k, q).to(dtype).mT) * scale_of(q, scale)
+    bias = bias_of(mask, dtype)
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        sees = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~sees, -torch.inf)
+    return scores
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """What scores are multiplied by."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def per_query_head(k: Tensor, q: Tensor) -> Tensor:
+    """Keys or values with a head for each query head."""
+    return k.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] != q.shape[1] else k
+
+
+def per_key_head(grad: Tensor, k: Tensor) -> Tensor:
+    """The gradient of keys or values from one with a head for each query head."""
+    return grad.unflatten(1, (k.shape[1], -1)).sum(2) if k.shape[1] != grad.shape[1] else grad
+
+
+def forward_by_hand(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    keep: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention op by op; ``keep`` (bool, ``[b, h, s, t]``) says what dropout leaves of the weights."""
+    scores = _scores(q, k, mask, causal, scale)
+    logsumexp = scores.logsumexp(-1)
+    logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0)
+    weights = _kept((scores - logsumexp[..., None]).exp(), keep, p)
+    return (weights @ per_query_head(v, q).to(weights.dtype)).to(q.dtype), logsumexp
+
+
+def backward_by_hand(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    of_mask: bool,
+    keep: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and (if asked for) of the mask, op by op, from what the forward gave."""
+    dtype = wide(q.dtype)
+    weights = (_scores(q, k, mask, causal, scale) - logsumexp[..., None]).exp()
+    wide_grad = grad.to(dtype)
+    of_weights = _kept(wide_grad @ per_query_head(v, q).to(dtype).mT, keep, p)
+    of_scores = weights * (of_weights - (wide_grad * out.to(dtype)).sum(-1, keepdim=True))
+    grad_q = of_scores @ per_query_head(k, q).to(dtype) * scale_of(q, scale)
+    grad_k = per_key_head(of_scores.mT @ q.to(dtype), k) * scale_of(q, scale)
+    grad_v = per_key_head(_kept(weights, keep, p).mT @ wide_grad, v)
+    grad_mask = q.new_empty(0)
+    if of_mask and mask is not None:
+        grad_mask = of_scores.sum_to_size(*mask.shape).to(mask.dtype)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_mask
+
+
+def _kept(weights: Tensor, keep: Tensor | None, p: float) -> Tensor:
+    return weights if keep is None else weights * keep * (1.0 / (1.0 - p) if p < 1 else 0.0)
+
+
+def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box: Sequence[int]) -> Tensor | None:
+    """What dropout leaves (bool, ``[b, h, s, t]``): each element by a hash of seed, number and its place in the whole.
+
+    So ranks agree however they hold the whole, and a backward that is cut otherwise than its forward too.
+    """
+    if p == 0 or seed is None:
+        return None
+    state = _mix(_mix(seed.to(q.device)) + number)
+    shape = (*q.shape[:3], k.shape[2])
+    for dim, (size, first) in enumerate(zip(shape, box or (0,) * 4, strict=True)):
+        place = torch.arange(first, first + size, device=q.device).view(-1, *[1] * (3 - dim))
+        state = _mix(state + place * GOLDEN)
+    return (state >> 11) & (2**53 - 1) >= int(p * 2**53)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    """Fused kernels want a last dim of stride one; that for the CPU gives wrong numbers for any other."""
+    return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
+
+
+# ---- torch's kernels -------------------------------------------------------------------------------------------
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, p: float) -> str:
+    """Which kernel of torch's takes the call: ``cpu``, ``flash``, ``efficient``, or none (``""``)."""
+    if p != 0 or q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
+        return ""
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.shape[-1] % 8:
+        return ""
+    cuda = torch.backends.cuda
+    groups = k.shape[1] != q.shape[1]
+    square = not causal or q.shape[2] == k.shape[2]
+    if mask is None and square and cuda.can_use_flash_attention(cuda.SDPAParams(q, k, v, None, 0.0, causal, groups)):
+        return "flash"
+    k, v = per_query_head(k, q), per_query_head(v, q)
+    return "efficient" if cuda.can_use_efficient_attention(cuda.SDPAParams(q, k, v, None, 0.0, causal, False)) else ""
+
+
+def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | None:
+    """A mask as a kernel wants it: the memory-efficient one in full, with rows of a multiple of 16 in memory."""
+    bias = bias_of(mask, q.dtype)
+    if bias is None or kernel == "cpu":
+        return bias
+    keys = k.shape[2]
+    return F.pad(bias.expand(*q.shape[:3], keys), (0, -keys % 16))[..., :keys]
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+    number: int = 0,
+    box: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    q, k, v = _dense(q, k, v)
+    kernel = _kernel(q, k, v, mask, causal, p)
+    if not kernel:
+        return forward_by_hand(q, k, v, mask, causal, scale, drawn(q, k, p, seed, number, box), p)
+    bias = _bias(q, k, mask, kernel)
+    if kernel == "cpu":
+        op = aten._scaled_dot_product_flash_attention_for_cpu.default
+        made = op(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    elif kernel == "flash":
+        made = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
+    else:
+        op, many = aten._scaled_dot_product_efficient_attention.default, [per_query_head(t, q) for t in (k, v)]
+        made = op(q, *many, bias, True, 0.0, causal, scale=scale)
+    return made[0], made[1][:, :, : q.shape[2]]
+
+
+def _attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    of_mask: bool = False,
+    p: float = 0.0,
+    seed: Tensor | None = None,
+    number: int = 0,
+    box: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad, q, k, v, out = _dense(grad, q, k, v, out)
+    kernel = "" if of_mask else _kernel(q, k, v, mask, causal, p)
+    if not kernel:
+        keep = drawn(q, k, p, seed, number, box)
+        return backward_by_hand(grad, q, k, v, out, logsumexp, mask, causal, scale, of_mask, keep, p)
+    bias, state = _bias(q, k, mask, kernel), [torch.zeros((), dtype=torch.int64, device=q.device)] * 2
+    if kernel == "cpu":
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        made = op(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
+    elif kernel == "flash":
+        op, sizes = aten._scaled_dot_product_flash_attention_backward.default, (None, None, q.shape[2], k.shape[2])
+        made = op(grad, q, k, v, out, logsumexp, *sizes, 0.0, causal, *state, scale=scale)
+    else:
+        op, many = aten._scaled_dot_product_efficient_attention_backward.default, [per_query_head(t, q) for t in (k, v)]
+        rows = F.pad(logsumexp, (0, -q.shape[2] % ALIGNED), value=torch.inf)
+        wanted = [True, True, True, False]
+        made = op(grad, q, *many, bias, out, rows, *state, 0.0, wanted, causal, scale=scale)
+        made = (made[0], per_key_head(made[1], k), per_key_head(made[2], v))
+    return (*made[:3], q.new_empty(0))
+
+
+# ---- shapes alone, and the gradient ----------------------------------------------------------------------------
+
+
+def _attention_meta(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: Any = None, *draw: Any
+) -> tuple[Tensor, Tensor]:
+    lies = _rows_first if not (draw and draw[0]) and _kernels_take(q, k, v) else torch.Tensor.new_empty
+    return lies(q, (*q.shape[:3], v.shape[-1])), lies(q, tuple(q.shape[:3]), dtype=wide(q.dtype))
+
+
+def _kernels_take(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.shape[-1] == v.shape[-1] and bool(q.numel()) and bool(k.numel())
+
+
+def _rows_first(x: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
+    """As torch's kernels lay out ``[b, h, s, ...]``: a row of all heads behind the other."""
+    return x.new_empty((shape[0], shape[2], shape[1], *shape[3:]), **options).transpose(1, 2)
+
+
+def _backward_meta(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor | None = None, *how: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_mask = how[2] if len(how) > 2 else False
+    grad_mask = mask.new_empty(mask.shape) if of_mask and mask is not None else q.new_empty(0)
+    by_kernel = not of_mask and not (len(how) > 3 and how[3]) and _kernels_take(q, k, v)
+    lies = _rows_first if by_kernel else torch.Tensor.new_empty
+    return lies(q, tuple(q.shape)), lies(k, tuple(k.shape)), lies(v, tuple(v.shape)), grad_mask
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention", _attention, _key)
+    _library.impl("attention_backward", _attention_backward, _key)
+_library.impl("attention", _attention_meta, "Meta")
+_library.impl("attention_backward", _backward_meta, "Meta")
+
+attention = torch.ops.shardfx.attention.default
+attention_backward = torch.ops.shardfx.attention_backward.default
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, causal, scale, p, seed, number, box = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, seed)
+    ctx.how, ctx.draw = (causal, scale), (p, number, box)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 10
+    q, k, v, out, logsumexp, mask, seed = ctx.saved_tensors
+    p, number, box = ctx.draw
+    of_mask = mask is not None and ctx.needs_input_grad[3]
+    grads = attention_backward(grad, q, k, v, out, logsumexp, mask, *ctx.how, of_mask, p, seed, number, box)
+    return (*grads[:3], grads[3] if of_mask else None, *[None] * 6)
+
+
+torch.library.register_autograd("shardfx::attention", _gradient, setup_context=_setup, lib=_library)

@@ -1,0 +1,116 @@
+"""Destinations: memory as operands of a rank's program.
+
+    flat = memory.empty([48], torch.float32)
+    part = memory.part(flat, 1, 0, [8, 6])             a destination: where a value is to lie
+    grad = aten.mm.out(t, x, out=part)                 a value, in that memory
+    full = memory.join(flat, [grad], 1)                all of it, once its parts are there; this copies nothing
+    sent = c10d.all_reduce_(full, 'sum', group)        reduced where it lies
+
+Fresh memory costs page faults: among processes of one machine a gather into it takes two to three times as long as
+into memory that was used before (``python -m benchmarks.collectives``). What stands behind ``empty`` is the engine's
+matter. Under ``torch.compile``, which plans memory itself, each call is its plain form. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
+
+from .pack import flatten, unflatten
+
+c10d = torch.ops._c10d_functional
+Tensor = torch.Tensor
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Memory whose content is of no interest yet."""
+    return torch.empty(list(shape), dtype=dtype, device=device)
+
+
+def part(flat: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
+    """The place of a tensor in flat memory: ``offset`` elements behind the begin of each of ``pieces`` ranks' parts.
+
+    With several pieces the rows of each stand together, as a reduce-scatter wants them: the result is then seen as
+    ``[pieces, rows of a piece, ...]``.
+    """
+    per = flat.numel() // pieces
+    seen = list(shape) if pieces == 1 else [pieces, shape[0] // pieces, *shape[1:]]
+    strides = [1] * len(seen)
+    for dim in range(len(seen) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * seen[dim + 1]
+    if pieces > 1:
+        strides[0] = per
+    return flat.as_strided(seen, strides, flat.storage_offset() + offset)
+
+
+def write(to: Tensor, x: Tensor) -> Tensor:
+    """``x``, in the memory of ``to``."""
+    if is_compiling():
+        return x
+    return to.copy_(x if x.shape == to.shape else x.reshape(to.shape))
+
+
+def mm_pieces(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
+    """A matrix product whose rows lie in several pieces: ``to`` is ``[pieces, rows of a piece, columns]``."""
+    if is_compiling():
+        return torch.mm(a, b)
+    for rows, piece in zip(a.chunk(to.shape[0]), to, strict=True):
+        torch.mm(rows, b, out=piece)
+    return to
+
+
+def join(flat: Tensor, values: Sequence[Tensor], pieces: int) -> Tensor:
+    """Flat memory whose parts are ``values`` by now."""
+    return flatten(values, pieces) if is_compiling() else flat
+
+
+def adjoin(tensors: Sequence[Tensor]) -> Tensor:
+    """Several tensors as one; without a copy where they lie one behind the other already, as stored parameters may."""
+    first = tensors[0]
+    if is_compiling() or isinstance(first, FakeTensor):  # which lies nowhere
+        return flatten(tensors, 1)
+    end = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return flatten(tensors, 1)
+        end += tensor.numel() * tensor.element_size()
+    total = (end - first.data_ptr()) // first.element_size()
+    if first.untyped_storage().nbytes() - first.storage_offset() * first.element_size() < end - first.data_ptr():
+        return flatten(tensors, 1)
+    return first.as_strided((total,), (1,))
+
+
+def spread(flat: Tensor, buffer: Tensor, shapes: Sequence[Sequence[int]], pieces: int) -> list[Tensor]:
+    """Tensors whose pieces stand rank by rank in ``buffer``, each whole, one behind the other in ``flat``."""
+    if is_compiling():
+        return unflatten(buffer, shapes, pieces)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    parts = buffer.view(pieces, -1).split([size // pieces for size in sizes], 1)
+    made = []
+    for view, each, shape in zip(flat.split(sizes), parts, shapes, strict=True):
+        view.view(pieces, -1).copy_(each)
+        made.append(view.view(list(shape)))
+    return made
+
+
+def all_reduce_(x: Tensor, reduce: str, group: str) -> Tensor:
+    """Reduce ``x`` over a group where it lies."""
+    functional = c10d.all_reduce if is_compiling() else c10d.all_reduce_
+    result: Tensor = functional(x, reduce, group)
+    return result
+
+
+def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Tensor:
+    """Gather the pieces of a group into ``out``."""
+    if is_compiling():
+        return c10d.all_gather_into_tensor(x, ranks, group)  # type: ignore[no-any-return]
+    return c10d.all_gather_into_tensor_out(x, ranks, group, out=out)  # type: ignore[no-any-return]
+
+
+def own(x: Any) -> Any:
+    """A copy, in memory of its own: what a program gives away."""
+    return x.clone()

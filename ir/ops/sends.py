@@ -1,0 +1,55 @@
+"""What communication sends: the one place of the formula.
+
+For ``n`` ranks, and a *whole* of ``b`` bytes (the gathered, unreduced or exchanged local value), one rank sends
+
+    all-gather, reduce-scatter, all-to-all, broadcast    (n-1)/n b     in log2(n) messages, one behind the other
+    all-reduce                                         2 (n-1)/n b     in twice as many (Patarasu and Yuan, 2009)
+    slice                                                  nothing
+
+The factor, and which values are the whole, are facts of an op's row (:class:`shardfx.ir.ops.table.OwnOp`). The planner
+asks before a node is there, report and pictures ask of a node, a replay and the run-time counts of a call on real
+tensors; all of them by the row. How long it takes says the link (:meth:`shardfx.ir.mesh.Link.seconds`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from shardfx.ir.graph import Node
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import Spec
+
+from .traits import base_name
+
+
+class Sent(NamedTuple):
+    """What one rank sends: messages that wait for one another, and bytes. They add."""
+
+    messages: float = 0.0
+    nbytes: float = 0.0
+
+    def __add__(self, other: tuple[object, ...]) -> Sent:
+        """Both, one after the other."""
+        assert isinstance(other, Sent)
+        return Sent(self.messages + other.messages, self.nbytes + other.nbytes)
+
+    def times(self, count: float) -> Sent:
+        """The same, ``count`` times."""
+        return Sent(self.messages * count, self.nbytes * count)
+
+
+def sent(factor: float, ranks: int, whole: float) -> Sent:
+    """What one of so many ranks sends, where (n-1)/n of ``whole`` bytes go round ``factor`` times."""
+    return Sent(factor * math.log2(ranks), factor * whole * (ranks - 1) / ranks)
+
+
+def is_comm(node: Node) -> bool:
+    """Whether the node moves data between ranks (or keeps a rank's share of it)."""
+    return base_name(node).startswith("comm.")
+
+
+def turns_of(node: Node, mesh: Mesh) -> int:
+    """How many times a node is done in a step: once for each turn of the time axes that cut what it takes."""
+    spec: Spec | None = node.operands[0].spec if node.operands else None
+    return mesh.extent(axis for axis in (spec.axes if spec is not None else ()) if mesh[axis].time)

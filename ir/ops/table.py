@@ -1,0 +1,144 @@
+"""Our own ops as rows: what a graph's ``comm.*`` and ``memory.*`` nodes are, and what only rank programs call.
+
+A new op of the graph is an :class:`OwnOp`: its keywords, its effect on placements, what it sends, which op leads back,
+how one rank does it, and its shape in pictures. A new call of programs is a :class:`LocalOp`: which argument names the
+group it speaks to, which operand's memory its result is written into, whether it may share memory, and which call it
+is where every value has memory of its own. Text, validation, lowering, cost, proof and pictures read the rows, and
+name no op themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import fx
+
+from shardfx.ir.cut import Coords
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import Spec
+
+from .sends import Sent, sent
+
+
+class RankEmit(Protocol):
+    """What a row's ``local`` writes one rank's version of a node with (made by :mod:`shardfx.ir.program.lower`)."""
+
+    node: Node
+    mesh: Mesh
+    coords: Coords
+    args: tuple[Any, ...]
+
+    def call(self, op: Any, *args: Any, gives: Sequence[int] | None = None) -> Any:
+        """Write a call; ``gives`` is the shape of its result, where a later pass wants to know it."""
+
+    def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
+        """The local shape of a value that is held by a spec."""
+
+
+@dataclass(frozen=True)
+class Keyword:
+    """A keyword of an own op: ``kind`` is ``axes`` (mesh axes), ``dim``, ``word`` (a reduction) or ``sizes``."""
+
+    kind: str
+    needed: bool = True
+
+
+Place = Callable[..., Spec]
+"""``place(source, shape, mesh, **keywords)``: the placement that the op makes; an Error where it cannot start there."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnOp:
+    """An op of the graph that is not torch's. Operand k gives result k.
+
+    Args:
+        name: as it is printed, ``comm.all_reduce``.
+        keywords: which there are, and of which kind.
+        place: the effect on placements.
+        factor, whole: a rank sends ``factor * (n - 1) / n`` of the local bytes of its ``operands`` or ``results``.
+        adjoint: the row that goes back (a law test runs both).
+        local: one rank's version; gives what stands for each result.
+        glyph: its shape in pictures: ``join``, ``split``, ``sum`` or ``turn``.
+    """
+
+    name: str
+    keywords: Mapping[str, Keyword]
+    place: Place
+    factor: float
+    whole: str
+    adjoint: str
+    local: Callable[[RankEmit], Sequence[Any]]
+    glyph: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def kind(self) -> str:
+        """The name without its namespace: ``all_reduce``."""
+        return self.name.partition(".")[2]
+
+    @property
+    def stays(self) -> bool:
+        """Whether nothing is sent."""
+        return self.factor == 0.0
+
+    def whole_bytes(self, node: Node, mesh: Mesh) -> int:
+        """The bytes that are gathered, unreduced or exchanged, on the rank that holds most."""
+        values = node.operands if self.whole == "operands" else node.outs
+        return sum(value.local_bytes(mesh) for value in values)
+
+    def whole_of(self, put_in: float, ranks: int) -> float:
+        """The bytes of the whole from those that one rank puts in."""
+        return put_in if self.whole == "operands" else put_in * ranks
+
+    def sends(self, node: Node, mesh: Mesh) -> Sent:
+        """What a rank sends each time that a node of this op is done."""
+        return self.sent(self.whole_bytes(node, mesh), mesh.extent(node.kwargs["axes"]))
+
+    def sent(self, nbytes: float, ranks: int) -> Sent:
+        """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged."""
+        return sent(self.factor, ranks, nbytes)
+
+
+Written = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A call: its function, arguments and keywords."""
+Plain = Callable[[tuple[Any, ...], dict[str, Any]], "Written | Any"]
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """A call of rank programs that is no op of the model.
+
+    Args:
+        name: as programs print it, ``memory.part``.
+        function: what runs, with torch alone.
+        group: where the name of the group stands, for what starts a collective and is waited for.
+        into: the operand (or keyword) whose memory the result is written into.
+        reads_into: what lies there is read as well.
+        shares: the result may be in an operand's memory, without being written there.
+        moves: elements only move: it can be executed on element numbers.
+        plain: of the arguments, the call that gives the same value in memory of its own, or the operand that is it
+            already; None where this call is such a one.
+        memory: the result is memory, and no value.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    group: int | None = None
+    into: int | str | None = None
+    reads_into: bool = False
+    shares: bool = False
+    moves: bool = False
+    plain: Plain | None = None
+    memory: bool = False
+
+    def destination(self, node: fx.Node) -> fx.Node | None:
+        """The operand whose memory is written."""
+        if self.into is None:
+            return None
+        found = node.kwargs.get(self.into) if isinstance(self.into, str) else node.args[self.into]
+        return found if isinstance(found, fx.Node) else None

@@ -1,0 +1,151 @@
+"""A rank's program in Python: a ``GraphModule`` that can be copied, pickled, transformed and compiled."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shardfx.ir.graph import Node, Where, op_name
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a call comes from: the planned value and op, and the user's line. Plain data, in ``meta["shardfx"]``."""
+
+    value: str
+    op: str
+    where: Where
+    phase: str
+    attrs: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def of(node: Node) -> Origin:
+        """The origin of what is made of a planned node."""
+        return Origin(node.name, op_name(node.op), node.where, node.phase.value)
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """Writes each line's comment behind it."""
+
+    comments: Mapping[str, str]
+
+    def __call__(self, body: list[str]) -> list[str]:
+        statements: list[str] = []
+        for text in body:
+            if not text.strip():
+                continue
+            if text.startswith(";") and statements:
+                statements[-1] = statements[-1].rstrip("\n") + text
+            else:
+                statements.append(text)
+        lines = []
+        for text in statements:
+            match = re.match(r"(\w+) = ", text)
+            comment = self.comments.get(match.group(1), "") if match else ""
+            lines.append(f"{text.rstrip()}  # {comment}\n" if comment else f"{text.rstrip()}\n")
+        return lines
+
+
+class RankModule(fx.GraphModule):
+    """The ``GraphModule`` of one rank's program."""
+
+    @staticmethod
+    def of(graph: fx.Graph, rank: int, comments: Mapping[str, str], constants: Mapping[str, Any]) -> RankModule:
+        """A module of a copy of ``graph``, whose nodes remember their :class:`Origin`."""
+        copied, env = fx.Graph(), dict[fx.Node, Any]()
+        for node in graph.nodes:
+            twin = env[node] = copied.node_copy(node, env.__getitem__)
+            made = node.meta.get("shardfx")
+            twin.meta = {k: v for k, v in node.meta.items() if k != "shardfx"}
+            if made is not None:
+                twin.meta["shardfx"] = Origin.of(made) if isinstance(made, Node) else made
+        copied.on_generate_code(_always(Annotate(dict(comments))))
+        root = nn.Module()
+        for name, value in constants.items():
+            _put(root, name, value)
+        module = RankModule(root, copied, class_name=f"Rank{rank}")
+        module.meta["rank"] = rank
+        return module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        calls = [
+            (n.op, n.name, _target_text(n.target), _plain(n.args), _plain(n.kwargs), n.meta.get("shardfx"))
+            for n in self.graph.nodes
+        ]
+        constants = {str(n.target): _get(self, str(n.target)) for n in self.graph.nodes if n.op == "get_attr"}
+        transform = getattr(self.graph._codegen, "_body_transformer", None)
+        comments = transform.comments if isinstance(transform, Annotate) else {}
+        return _restore, (int(self.meta.get("rank", 0)), calls, dict(comments), constants, self.training)
+
+
+@dataclass(frozen=True)
+class _Ref:
+    name: str
+
+
+def _plain(arg: Any) -> Any:
+    def plain(each: Any) -> Any:
+        return _Ref(each.name) if isinstance(each, fx.Node) else each
+
+    return fx.node.map_aggregate(arg, plain)
+
+
+def _target_text(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops:{target}"
+    return f"{target.__module__}:{target.__qualname__}"
+
+
+def _target(op: str, text: str) -> Any:
+    if op != "call_function":
+        return text
+    module, _, path = text.partition(":")
+    found: Any = torch.ops if module == "torch.ops" else importlib.import_module(module)
+    return operator.attrgetter(path)(found)
+
+
+def _restore(
+    rank: int, calls: list[tuple[Any, ...]], comments: dict[str, str], constants: dict[str, Any], training: bool
+) -> RankModule:
+    graph, env = fx.Graph(), dict[str, fx.Node]()
+
+    def node_of(arg: Any) -> Any:
+        return env[arg.name] if isinstance(arg, _Ref) else arg
+
+    for op, name, target, args, kwargs, origin in calls:
+        given, named = fx.node.map_aggregate(args, node_of), fx.node.map_aggregate(kwargs, node_of)
+        env[name] = graph.create_node(op, _target(op, target), given, named, name)
+        if origin is not None:
+            env[name].meta["shardfx"] = origin
+    module = RankModule.of(graph, rank, comments, constants)
+    return module.train(training)
+
+
+def _always(annotate: Annotate) -> Any:
+    return lambda _: annotate
+
+
+def _put(root: nn.Module, path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    for part in parents:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root._modules[part]  # type: ignore[assignment]
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        root.register_buffer(leaf, value)
+    else:
+        setattr(root, leaf, value)
+
+
+def _get(root: Any, path: str) -> Any:
+    return operator.attrgetter(path)(root)

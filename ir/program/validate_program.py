@@ -1,0 +1,209 @@
+"""Is a rank's program well formed? Memory that is written over is not read again, and nothing escapes in it.
+
+A program's values are values: what a call gives stays what it is until it is last used. Destinations make that a
+condition on memory, which this module checks, so that whoever reads, proves or prices a program may take each call for
+its plain form (:mod:`.plain`):
+
+- nothing is read after its memory was written over;
+- nothing is written into the memory of an input;
+- parts of one memory that live together do not overlap, and ``memory.join`` joins just the parts that were written;
+- no two results, and no result and input, share memory, where the result becomes its receiver's own;
+- a collective's result is not touched before it was waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node, OutputKind
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.table import LocalOp
+
+from .rank_program import RankProgram
+from .sharing import GivenAway, Sharing, destination
+
+PLACES = ("memory.part", "memory.join")
+"""What takes memory as memory."""
+Slot = tuple[int, int, int]
+"""Of flat memory: pieces, first element of each, elements in each."""
+
+
+KINDS = {"c10d.all_reduce_": "c10d.all_reduce", "c10d.all_gather_into": "c10d.all_gather_into_tensor"}
+"""What is the same collective, seen from the other ranks."""
+
+
+class ProgramError(Error):
+    """A program that is not well formed: at which node, and on which line of the model."""
+
+    node: str = ""
+    line: str = ""
+
+
+def order_of_collectives(program: RankProgram) -> list[str]:
+    """What is asked of which group, in order: the same on all its ranks."""
+    found = []
+    for node in program.graph.nodes:
+        row = row_of(node.target)
+        if row is not None and row.group is not None:
+            found.append(f"{KINDS.get(row.name, row.name)} on {node.args[row.group]}")
+    return found
+
+
+def validate_program(program: RankProgram, after: str | None = None, *, ends: bool = True) -> None:
+    """Check ``program``; ``after`` is the rank pass that left it. ``ends``: results must be their receivers' own.
+
+    Raises:
+        Error: naming the rank, the call, the line of the model that it comes from, and what is wrong with it.
+    """
+    _Walk(program, after, ends).run()
+
+
+class _Walk:
+    def __init__(self, program: RankProgram, after: str | None, ends: bool) -> None:
+        self.program, self.after, self.ends = program, after, ends
+        self.nodes = list(program.graph.nodes)
+        self.share = Sharing(self.nodes)
+        self.dead: dict[fx.Node, fx.Node] = {}
+        """Values whose memory was written over, and by which call."""
+        self.live: dict[fx.Node, list[fx.Node]] = {}
+        """By root: the values there so far."""
+        self.pending: set[fx.Node] = set()
+        self.slots: dict[fx.Node, tuple[fx.Node, Slot]] = {}
+        """Of parts, and of what was written into them: the flat memory and the place in it."""
+
+    def run(self) -> None:
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self._define(node)
+            elif node.op == "output":
+                self._output(node)
+            else:
+                self._call(node)
+
+    def _call(self, node: fx.Node) -> None:
+        row: LocalOp | None = row_of(node.target)
+        into = destination(node)
+        target = node.target
+        if row is None and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            self._fail(f"{target} changes a tensor in place", node, expected="an op that does not, or a destination")
+        keeps = () if into is None or (row is not None and row.reads_into) else (into,)
+        for used in node.all_input_nodes:
+            if used in keeps:
+                continue
+            if used in self.dead:
+                self._fail(
+                    f"{used.name} is read after its memory was written over",
+                    node,
+                    expected=f"{used.name} read before {self.dead[used].name}",
+                    got=f"{self.dead[used].format_node()}",
+                )
+            if used in self.pending and not (row is not None and row.name == "c10d.wait_tensor"):
+                self._fail(f"{used.name} is used before it is waited for", node, expected=f"a wait for {used.name}")
+            source = row_of(used.target)
+            if source is not None and source.memory and not (row is not None and row.name in PLACES):
+                self._fail(f"{used.name} is read, which is memory without content", node)
+        if row is not None and row.name == "memory.part":
+            self._part(node)
+        if into is not None:
+            self._write(node, into)
+        if row is not None and row.name == "memory.join":
+            self._join(node)
+        if row is not None and row.group is not None:
+            self.pending.add(node)
+        self._define(node)
+
+    def _define(self, node: fx.Node) -> None:
+        self.live.setdefault(self.share.root(node), []).append(node)
+
+    def _part(self, node: fx.Node) -> None:
+        args: Any = node.args
+        flat, pieces, offset, shape = args
+        self.slots[node] = (flat, (pieces, offset, torch.Size(shape).numel() // max(pieces, 1)))
+
+    def _write(self, node: fx.Node, into: fx.Node) -> None:
+        """What lies in the memory that is written now is gone."""
+        root = self.share.root(into)
+        if not self.share.owned(into):
+            self._fail(
+                f"{into.name} is written over, which is an input's memory",
+                node,
+                expected="memory that this program made: memory.empty, or a result that nothing else needs",
+                got=into.format_node() or into.name,
+            )
+        slot = self.slots.get(into)
+        for other in self.live.get(root, ()):
+            if other is into and slot is None:
+                self.dead[other] = node
+                continue
+            row = row_of(other.target)
+            if row is not None and row.memory:
+                continue  # memory as such has no content to lose
+            theirs = self.slots.get(other)
+            if slot is not None and theirs is not None and slot[0] is theirs[0] and not _overlap(slot[1], theirs[1]):
+                continue
+            self.dead.setdefault(other, node)
+        if slot is not None:
+            self.slots[node] = slot
+
+    def _join(self, node: fx.Node) -> None:
+        """The joined values lie in this memory, one behind the other, and fill it."""
+        args: Any = node.args
+        flat, values, pieces = args
+        at = 0
+        for value in values:
+            slot = self.slots.get(value)
+            if slot is None or slot[0] is not flat or slot[1][:2] != (pieces, at):
+                self._fail(
+                    f"{value.name} does not lie where {node.name} joins it",
+                    node,
+                    expected=f"element {at} of each of {pieces} pieces of {flat}",
+                    got="other memory" if slot is None else f"element {slot[1][1]} of {slot[1][0]} pieces of {slot[0]}",
+                )
+            at += slot[1][2]
+        size = flat.args[0] if isinstance(flat, fx.Node) and flat.args else None
+        if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * pieces:
+            self._fail(f"{node.name} joins {at} elements of each piece", node, expected=f"all {size[0]} of {flat}")
+
+    def _output(self, node: fx.Node) -> None:
+        given = node.args[0]
+        results: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
+        given_away = GivenAway(self.share)
+        for output, result in zip(self.program.outputs, results, strict=False):
+            if not isinstance(result, fx.Node):
+                continue
+            if result in self.dead:
+                self._fail(f"{result.name} is returned after its memory was written over", self.dead[result])
+            if result in self.pending:
+                self._fail(f"{result.name} is returned before it is waited for", node)
+            row = row_of(result.target)
+            if row is not None and row.memory:
+                self._fail(f"{result.name} is returned, which is memory without content", node)
+            if self.ends and not given_away.take(result) and output.kind is OutputKind.GRADIENT:
+                self._fail(
+                    f"gradient {output.name} shares the memory of an input or of another result",
+                    result,
+                    expected="memory of its own: memory.own",
+                    got=result.format_node() or result.name,
+                )
+
+    def _fail(self, what: str, node: fx.Node, *, expected: object = None, got: object = None) -> NoReturn:
+        made = node.meta.get("shardfx")
+        line = str(made.where) if isinstance(made, Node) else ""
+        error = ProgramError(
+            f"the program is wrong after rank pass {self.after!r}: {what}" if self.after else what,
+            where="; ".join(part for part in (f"rank {self.program.rank}", f"node {node.name!r}", line) if part),
+            expected=expected,
+            got=got,
+            remedy=f"rank pass {self.after!r} left it so: mend it there" if self.after else None,
+        )
+        error.node, error.line = node.name, line
+        raise error
+
+
+def _overlap(a: Slot, b: Slot) -> bool:
+    return a[0] != b[0] or (a[1] < b[1] + b[2] and b[1] < a[1] + a[2])

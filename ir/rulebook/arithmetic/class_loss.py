@@ -1,0 +1,66 @@
+"""Losses over class indices. Where the classes are cut, each rank counts the rows whose class it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardfx.ir.graph import Node
+from shardfx.ir.rulebook.dims import argument, packed
+from shardfx.ir.rules.book import RuleEntry, rule
+from shardfx.ir.rules.local import Emit, mine
+from shardfx.ir.rules.template import Template, template
+
+aten = torch.ops.aten
+
+NOTHING = -100
+"""The index that a local loss ignores: never a class of the rank's."""
+
+
+def nll(node: Node) -> Template:
+    """The *summed* negative log likelihood (capture makes the mean a quotient).
+
+    ``x[n c s..], t[n s..], weight[c] -> sum, total weight``
+    """
+    ndim, each = node.operands[0].type.ndim, argument(node, "reduction") == 0
+    mark = "!reduction=1"
+    n, s = (f"n{mark}" if ndim > 1 else "", f"s..{mark}" if ndim > 2 else "")
+    linear = "" if argument(node, "reduction") == 1 else "0|2" if each and ndim > 1 else "2"
+    return template(f"{n} c{mark} {s}, {n} {s}, c -> {f'{n} {s}' if each else ''}, ", linear)
+
+
+def nll_backward(node: Node) -> Template:
+    """Every row on its own, given the total weight."""
+    ndim = node.operands[1].type.ndim
+    n, s = ("n" if ndim > 1 else "", "s.." if ndim > 2 else "")
+    grad = f"{n} {s}" if node.operands[0].shape else ""
+    return template(f"{grad}, {n} c {s}, {n} {s}, c, -> {n} c {s}", "0|3")
+
+
+def nll_local(emit: Emit) -> Any:
+    """The loss of the rows whose class is one of the rank's; forward, and backward behind a gradient."""
+    at = len(emit.node.outs) % 2  # the place of x: the forward gives two results, the backward takes one tensor more
+    x = emit.node.operands[at]
+    dim = 1 if x.type.ndim > 1 else 0
+    start, length = emit.operand_bounds(at, dim)
+    if length == x.shape[dim]:
+        return emit.call(emit.node.op, *emit.args)
+    target, weight, reduction, ignore, *total = emit.args[at + 1 :]
+    local, outside = mine(emit, target, start, length)
+    ignored = emit.call(aten.eq.Scalar, target, ignore)
+    local = emit.call(aten.masked_fill.Scalar, local, emit.call(aten.logical_or.default, outside, ignored), NOTHING)
+    return emit.call(emit.node.op, *emit.args[: at + 1], local, weight, reduction, NOTHING, *total)
+
+
+ROWS, ALIKE = "~n..!reduction=1 c!", "~n.. c"
+"""Every row on its own; in a mean the number of rows counts."""
+
+RULES: tuple[RuleEntry, ...] = (
+    rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_local),
+    packed((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_backward, local=nll_local),
+    rule(aten.multi_margin_loss, f"{ROWS}, n.., ~c -> n..", linear="2"),
+    rule(aten.multi_margin_loss_backward, f"n.., {ROWS}, n.., ~c -> {ALIKE}", linear="0|3"),
+    rule(aten.multilabel_margin_loss_forward, f"{ROWS}, {ALIKE} -> n.., {ALIKE}"),
+    rule(aten.multilabel_margin_loss_backward, f"n.., {ROWS}, {ALIKE}, {ALIKE} -> {ALIKE}", linear="0"),
+)

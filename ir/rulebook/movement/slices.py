@@ -1,0 +1,126 @@
+"""Parts of tensors, and tensors of parts: slice, select, split, cat, stack, and their gradients.
+
+A part that is one of the equal blocks of a dim keeps the cuts within the block: ``(c! k) -> k``. Else the dim is whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, moves, untouched
+from shardfx.ir.rules.book import RuleEntry, rule
+from shardfx.ir.rules.local import Emit
+
+aten = torch.ops.aten
+
+WHOLE, BLOCKS, PART = "d.. k@dim!", "d.. (c! k)@dim", "d.. k@dim"
+REST = "d.. o@dim!"
+
+
+def _range(node: Node, size: int) -> tuple[int, int, int]:
+    """Start, end and step of a slice of a dim of this size."""
+    start, end, step = (argument(node, name) for name in ("start", "end", "step"))
+    start = 0 if start is None else start
+    end = size if end is None else end
+    start = max(start + size, 0) if start < 0 else min(start, size)
+    end = max(end + size, 0) if end < 0 else min(end, size)
+    return start, max(end, start), step
+
+
+def _aligned(start: int, end: int, step: int, size: int) -> bool:
+    length = end - start
+    return step == 1 and length > 0 and size % length == 0 and start % length == 0
+
+
+def _ends(node: Node) -> tuple[Value, Value]:
+    """What a slice is of, and the slice: in the gradient the result and the operand."""
+    ends = (node.operands[0], node.outs[0])
+    return ends if node.op is aten.slice.Tensor else ends[::-1]
+
+
+def slice_(node: Node) -> str:
+    """Of a tensor a part; or into zeros a part is written."""
+    large, small = _ends(node)
+    dim = argument(node, "dim")
+    size = large.shape[dim]
+    if small.shape[dim] == size:
+        forms = [PART, PART]
+    else:
+        forms = [BLOCKS, PART] if _aligned(*_range(node, size), size) else [WHOLE, REST]
+    return " -> ".join(forms if large is node.operands[0] else reversed(forms))
+
+
+def slice_local(emit: Emit) -> Any:
+    """The part of a rank's elements that is in the slice."""
+    large, _ = _ends(emit.node)
+    dim = at_dim(emit, large)
+    start, end, step = _range(emit.node, large.shape[dim])
+    held, part = emit.operand_shape(0), emit.result_shape(0)
+    back = large is not emit.node.operands[0]
+    if (start, end, step) == (0, large.shape[dim], 1) and not back:
+        return emit.args[0]
+    if back:
+        held, part = part, held
+    if _aligned(start, end, step, large.shape[dim]) and held[dim] != large.shape[dim]:
+        start = start // (end - start) * part[dim]
+        end = start + part[dim]
+    return emit.call(emit.node.op, emit.args[0], *([list(held)] if back else []), dim, start, end, step)
+
+
+def _pieces(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, str]:
+    """The dims of pieces that lie one behind the other, and of all together."""
+    sizes = {shape[dim] if len(shape) == ndim else 0 for shape in shapes}
+    if len(sizes) == 1 and 0 not in sizes:
+        return ", ".join([PART] * len(shapes)), BLOCKS
+    own = (f"d.. p{i}@dim!" if len(shape) == ndim else f"p{i}!" for i, shape in enumerate(shapes))
+    return ", ".join(own), WHOLE
+
+
+def split(node: Node) -> str:
+    """Equal pieces keep the cuts within a piece: ``(c! k) -> k, k, k``."""
+    x = node.operands[0]
+    pieces, together = _pieces([v.shape for v in node.outs], argument(node, "dim") % x.type.ndim, x.type.ndim)
+    return f"{together} -> {pieces}"
+
+
+def split_local(emit: Emit) -> Any:
+    dim = at_dim(emit, emit.node.operands[0])
+    lengths = [emit.result_shape(i)[dim] for i in range(len(emit.node.outs))]
+    return emit.call(aten.split_with_sizes.default, emit.args[0], lengths, dim)
+
+
+def cat(node: Node) -> str:
+    """Equal operands keep their cuts: ``k, k, k -> (c! k)``."""
+    out = node.outs[0]
+    pieces, together = _pieces([v.shape for v in node.operands], argument(node, "dim") % out.type.ndim, out.type.ndim)
+    return f"{pieces} -> {together}"
+
+
+def chunk_cat(node: Node) -> str:
+    """Tensors are padded and cut into chunks from one dim on; the dims before it pass."""
+    lead = f"d*{argument(node, 'dim') % node.operands[0].type.ndim}"
+    return f"{', '.join(f'{lead} x{i}_..!' for i in range(len(given_tensors(node))))} -> {lead} y..!"
+
+
+RULES: tuple[RuleEntry, ...] = (
+    moves((aten.slice.Tensor, aten.slice_backward), slice_, local=slice_local),
+    moves(aten.narrow_copy, f"{WHOLE} -> {REST}"),
+    moves(aten.select.int, f"{WHOLE} -> d.."),
+    moves(aten.select_backward, f"d.. -> {WHOLE}", shape_arg=1),
+    moves((aten.unbind, aten.unbind_copy), f"{WHOLE} -> d.., ..."),
+    rule(aten.stack, f"d.., ... -> {WHOLE}", linear="&", moves_only=True),
+    moves(
+        (aten.split.Tensor, aten.split_with_sizes, aten.unsafe_split.Tensor, aten.split_with_sizes_copy),
+        split,
+        local=split_local,
+    ),
+    rule(aten.cat, cat, linear="&", moves_only=True),
+    rule(aten._chunk_cat, chunk_cat, linear="&"),
+    rule(aten.block_diag, untouched),
+    # The dim that is written to is whole.
+    rule(aten.select_scatter, f"{WHOLE}, d.. -> {WHOLE}", linear="0&1", moves_only=True),
+    rule(aten.slice_scatter, f"{WHOLE}, {REST} -> {WHOLE}", linear="0&1", moves_only=True),
+)

@@ -1,0 +1,47 @@
+"""How a node is computed if its operands stay as they are placed."""
+
+from __future__ import annotations
+
+from shardfx.ir.cut import Cut, project
+from shardfx.ir.graph import Node, Strategy
+from shardfx.ir.mesh import Mesh
+
+from .sharding_rule import ShardingRule
+from .strategy import strategy
+
+APPROXIMATE = "approximate"
+"""The attribute of a node by which a pass says that partial sums may pass it, though the sum is then a rounded one."""
+
+
+def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[int]) -> bool:
+    """Whether the node may be computed with these operands partial: what it gives is then partial too."""
+    if node.attrs.get(APPROXIMATE):
+        return True
+    return group in rule.linear and (kind in ("sum", "avg") or rule.moves_only)
+
+
+def as_placed(rule: ShardingRule, node: Node, mesh: Mesh) -> Strategy:
+    """The strategy of a node that is cut as its operands are, as far as its rule allows.
+
+    Where two operands want one axis or factor, it is cut as the first; what is not allowed is needed whole, or reduced.
+    """
+    cuts: dict[str, Cut] = {}
+    taken: set[str] = set()
+    asked: dict[tuple[str, str], set[int]] = {}
+    for index, (value, dims) in enumerate(zip(node.operands, rule.operands, strict=True)):
+        if value.spec is None:
+            continue
+        for d, dim in enumerate(dims):
+            projected = project(value.spec.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
+            for factor, cut in zip(dim, projected or (), strict=False):
+                if cut.axes and factor not in rule.whole and factor not in cuts and not taken & set(cut.axes):
+                    cuts[factor] = cut
+                    taken.update(cut.axes)
+        for pair in value.spec.partial:
+            asked.setdefault(pair, set()).add(index)
+    partial = {
+        axis: (kind, frozenset(group))
+        for (axis, kind), group in asked.items()
+        if axis not in taken and passes_partial(rule, node, kind, frozenset(group))
+    }
+    return strategy(rule, cuts, mesh, partial)

@@ -1,0 +1,264 @@
+"""What a node, a value, an input or an output has beside its types, as one table: word, writer, reader.
+
+    %1 = aten.mm(%x, %0) : f32[8{dp}, 4] hint [8, 4] "layers.*"  cuts m{dp}  {lane=1}  stage=2  by "my-pass"  @ layers.0
+    parameter %tok.weight : f32[64, 8] also lm_head.weight
+    loss loss = %7 : []
+
+An attribute begins with its word and ends before the next one's. To say something new in the text is a row here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Input, Node, Output, Strategy, Value, Where
+from shardfx.ir.ops.table import OwnOp
+
+from .arguments import read_argument, read_axes, read_spec, write_argument, write_axes, write_spec
+from .lexer import Line
+from .scope import BARE_NAME, BARE_SOURCE, PrintScope, ReadScope, quoted, unquoted
+
+S = TypeVar("S")
+INLINE = 16
+"""The contents of a constant are written if it has no more elements than this."""
+WIDTH = 64
+"""The column at which sources begin, where the line is shorter."""
+WHERE = re.compile(r'("(?:[^"\\]|\\.)*"|[^\s"#:]+)(?::(\d+))?(?:\s+|$)')
+
+
+@dataclass(frozen=True)
+class Attribute(Generic[S]):
+    """One thing that a line may say of its subject.
+
+    ``write`` gives what stands behind the word, None where there is nothing to say; ``read`` stands on the token behind
+    the word. What is ``asked`` for is written on request only. ``gap`` is what parts it from what stands before, and
+    ``column`` where it begins at least.
+    """
+
+    word: str
+    write: Callable[[S, PrintScope], str | None]
+    read: Callable[[S, Line, ReadScope], None]
+    asked: bool = False
+    gap: str = "  "
+    column: int = 0
+
+
+def write_attributes(
+    line: str, table: Sequence[Attribute[S]], subject: S, scope: PrintScope, asked: bool = False
+) -> str:
+    """The line, and behind it what ``table`` says of the subject; with ``asked`` also what nobody needs to know."""
+    for each in table:
+        text = each.write(subject, scope) if asked or not each.asked else None
+        if text is not None:
+            line = f"{line.ljust(each.column)}{each.gap}{each.word}{text}"
+    return line
+
+
+def read_attributes(table: Sequence[Attribute[S]], subject: S, line: Line, scope: ReadScope) -> None:
+    """Read what ``table`` knows, in any order, as far as the line has it."""
+    while line.kind in ("word", "mark"):
+        found = next((each for each in table if each.word == line.token), None)
+        if found is None:
+            return
+        line.next()
+        found.read(subject, line, scope)
+
+
+# ---- nodes -------------------------------------------------------------------------------------------------
+
+
+def _write_cuts(node: Node, scope: PrintScope) -> str | None:
+    """``cuts m{dp} k{tp}  needs [...], [...]``: what is not said is as the values are placed."""
+    strategy = node.strategy
+    if strategy is None or (isinstance(node.op, OwnOp) and _says_nothing(node, strategy)):
+        return None
+    text = " ".join(_factor(factor) + write_axes(axes) for factor, axes in strategy.cuts) or "-"
+    for word, specs, values in (
+        ("needs", strategy.operands, node.operands),
+        ("gives", strategy.results, node.outs),
+    ):
+        if specs != tuple(value.spec for value in values):
+            shapes = [value.shape for value in values] + [()] * (len(specs) - len(values))
+            said = [write_spec(spec, shape) for spec, shape in zip(specs, shapes, strict=False)]
+            text += f"  {word} {', '.join(said) or '-'}"
+    return f" {text}"
+
+
+def _read_cuts(node: Node, line: Line, scope: ReadScope) -> None:
+    cuts = []
+    if not line.accept("-"):
+        while line.kind == "string" or (line.kind == "word" and line.token not in RESERVED):
+            cuts.append((line.name("a factor"), read_axes(line, scope)))
+    given: dict[str, tuple[Any, ...]] = {}
+    for word, values in (("needs", node.operands), ("gives", node.outs)):
+        given[word] = tuple(value.spec for value in values)
+        if line.accept(word):
+            given[word] = () if line.accept("-") else tuple(line.many(lambda: read_spec(line, scope)[1], ""))
+    node.strategy = Strategy(given["needs"], given["gives"], tuple(cuts))
+
+
+def _factor(name: str) -> str:
+    return json.dumps(name) if name in RESERVED else quoted(name, BARE_NAME)
+
+
+def _says_nothing(node: Node, strategy: Strategy) -> bool:
+    """Whether the strategy is that of a comm op: no factor is cut, operands and results are as they are placed."""
+    return strategy == strategy_of_comm(node)
+
+
+def strategy_of_comm(node: Node) -> Strategy | None:
+    """The strategy of a comm op, which follows from the placements of its values; None while one is not placed."""
+    needs, gives = (tuple(v.spec for v in values if v.spec is not None) for values in (node.operands, node.outs))
+    complete = len(needs) == len(node.operands) and len(gives) == len(node.outs)
+    return Strategy(needs, gives) if complete else None
+
+
+def _write_attrs(node: Node, scope: PrintScope) -> str | None:
+    for key, value in node.attrs.items():
+        if type(value) not in (int, float, bool, str):
+            raise Error(
+                f"attribute {key!r} of a node has no text",
+                where=str(node.where),
+                expected="an int, float, bool or str",
+                got=f"{value!r} of type {type(value).__name__}",
+            )
+    said = (f"{quoted(key, BARE_NAME)}={write_argument(value, scope)}" for key, value in node.attrs.items())
+    return f"{', '.join(said)}}}" if node.attrs else None
+
+
+def _read_attrs(node: Node, line: Line, scope: ReadScope) -> None:
+    def entry() -> tuple[str, Any]:
+        key = line.name("an attribute such as lane=1")
+        line.expect("=")
+        token = line.token
+        value = read_argument(line, scope)
+        if type(value) not in (int, float, bool, str):
+            line.fail("an int, float, bool or string", token)
+        return key, value
+
+    node.attrs = dict(line.many(entry, "}"))
+
+
+def _write_stage(node: Node, scope: PrintScope) -> str | None:
+    return None if node.stage is None else f"={node.stage}"
+
+
+def _read_stage(node: Node, line: Line, scope: ReadScope) -> None:
+    line.expect("=")
+    node.stage = line.number_of(int, "a stage's number")
+
+
+def _write_made_by(node: Node, scope: PrintScope) -> str | None:
+    return f" {json.dumps(node.made_by)}" if node.made_by else None
+
+
+def _read_made_by(node: Node, line: Line, scope: ReadScope) -> None:
+    node.made_by = line.name("the name of the pass that made it")
+
+
+def _write_why(node: Node, scope: PrintScope) -> str | None:
+    return f" {json.dumps(node.why)}" if node.why else None
+
+
+def _read_why(node: Node, line: Line, scope: ReadScope) -> None:
+    node.why = json.loads(line.take("string", "the reason in quotes"))
+
+
+def _write_where(node: Node, scope: PrintScope) -> str | None:
+    where = node.where
+    parts = [quoted(where.module, BARE_SOURCE)] if where.module else []
+    if where.file:
+        parts.append(f"{quoted(scope.labels[where.file], BARE_SOURCE)}:{where.line}")
+    return f" {'  '.join(parts)}" if parts else None
+
+
+def _read_where(node: Node, line: Line, scope: ReadScope) -> None:
+    module, file, number = "", "", 0
+    line.at = line.start if line.kind else line.at
+    while match := WHERE.match(line.text, line.at):
+        line.at = match.end()
+        name = unquoted(match[1])
+        if match[2] is None:
+            module = name
+        else:
+            file, number = scope.files.get(name, name), int(match[2])
+    line.next()
+    node.where = Where(module, file, number)
+
+
+NODE: tuple[Attribute[Node], ...] = (
+    Attribute("cuts", _write_cuts, _read_cuts),
+    Attribute("{", _write_attrs, _read_attrs),
+    Attribute("stage", _write_stage, _read_stage),
+    Attribute("by", _write_made_by, _read_made_by, asked=True),
+    Attribute("why", _write_why, _read_why, asked=True),
+    Attribute("@", _write_where, _read_where, column=WIDTH),
+)
+RESERVED = frozenset({"needs", "gives", *(each.word for each in NODE)})
+"""The words that end a list of factors; a factor of such a name stands in quotes."""
+
+
+# ---- values, inputs, outputs -------------------------------------------------------------------------------
+
+
+def _write_hint(value: Value, scope: PrintScope) -> str | None:
+    if value.hint is None:
+        return None
+    return f" {write_spec(value.hint, value.shape)} {json.dumps(value.hinted_by)}"
+
+
+def _read_hint(value: Value, line: Line, scope: ReadScope) -> None:
+    value.hint = read_spec(line, scope)[1]
+    value.hinted_by = json.loads(line.take("string", "in quotes who hints so"))
+
+
+VALUE: tuple[Attribute[Value], ...] = (Attribute("hint", _write_hint, _read_hint, gap=" "),)
+
+
+def _write_aliases(given: Input, scope: PrintScope) -> str | None:
+    return f" {', '.join(quoted(name, BARE_NAME) for name in given.aliases)}" if given.aliases else None
+
+
+def _read_aliases(given: Input, line: Line, scope: ReadScope) -> None:
+    given.aliases = tuple(line.many(lambda: line.name("another name of the input"), ""))
+
+
+def _write_constant(given: Input, scope: PrintScope) -> str | None:
+    constant = given.constant
+    if constant is None or constant.numel() > INLINE or constant.is_meta or isinstance(constant, FakeTensor):
+        return None
+    return f" {write_argument(constant.detach().tolist(), scope)}"
+
+
+def _read_constant(given: Input, line: Line, scope: ReadScope) -> None:
+    type = given.value.type
+    content = read_argument(line, scope)
+    try:
+        given.constant = torch.tensor(content, dtype=type.dtype).reshape(type.shape)
+    except (RuntimeError, TypeError, ValueError) as error:
+        line.fail(f"{type.numel} numbers for shape {type.shape}", error)
+
+
+INPUT: tuple[Attribute[Input], ...] = (
+    Attribute("also", _write_aliases, _read_aliases, gap=" "),
+    Attribute("=", _write_constant, _read_constant, gap=" "),
+)
+
+
+def _write_output_spec(output: Output, scope: PrintScope) -> str | None:
+    return None if output.spec is None else f" {write_spec(output.spec, output.value.shape)}"
+
+
+def _read_output_spec(output: Output, line: Line, scope: ReadScope) -> None:
+    output.spec = read_spec(line, scope)[1]
+
+
+OUTPUT: tuple[Attribute[Output], ...] = (Attribute(":", _write_output_spec, _read_output_spec, gap=" "),)

@@ -1,0 +1,5 @@
+"""Is this graph well formed?"""
+
+from .validator import COMM_EXPLICIT, SHARDED, Validator, validate_graph
+
+__all__ = ["COMM_EXPLICIT", "SHARDED", "Validator", "validate_graph"]

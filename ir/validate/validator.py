@@ -1,0 +1,96 @@
+"""Is this graph a program, are its nodes what their ops give, and do their placements fit together?
+
+It runs after every pass, so it is one walk; nodes alike are looked into once, and text is written only for the node
+that is wrong::
+
+    the graph is wrong after pass 'fuse-comm': %3 is used before it is defined
+      where:    %4 = aten.relu(%3) : f32[64{dp}, 512]    @ layers.0.act  model.py:42
+      expected: a value that an input or an earlier node defines
+      got:      %3, which a later node defines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.rules.book import RuleBook
+
+from .comm_nodes import check_comm
+from .complaint import Complaint
+from .definitions import Definitions
+from .node_types import check_types
+from .placements import check_cuts, check_outputs, check_values
+
+SHARDED = "SHARDED"
+"""Once this is established, every value has a placement and every node a strategy."""
+COMM_EXPLICIT = "COMM_EXPLICIT"
+"""Once this is established, every operand has the placement that its node needs: what differs is a ``comm`` node."""
+
+
+def validate_graph(graph: Graph, after: str | None = None, rules: RuleBook | None = None) -> None:
+    """Raise for the first thing that is wrong with ``graph``; ``after`` names the pass that has just run.
+
+    With ``rules`` the cuts and placements of nodes are held to the rules of their ops.
+
+    Raises:
+        Error: a value is used before it is defined, two nodes share a result, a result is not what its op gives, a
+            placement does not fit its tensor or its mesh; once ``SHARDED`` is established, a node has no strategy, or
+            one that its op's rule does not allow; a node gets (once ``COMM_EXPLICIT`` is) or gives another placement
+            than its strategy says; a comm op has other keywords than it takes, or does not lead from its operand's
+            placement to its result's; an output leaves otherwise than it must, partial for example.
+
+    Example::
+
+        validate_graph(graph, after="propagate", rules=context.rules)
+    """
+    Validator(rules).check(graph, after)
+
+
+class Validator:
+    """Checks graphs one after the other, and remembers which nodes it found right."""
+
+    def __init__(self, rules: RuleBook | None = None) -> None:
+        self._rules = rules
+        self._right: dict[tuple[Mesh, bool, bool], set[Hashable]] = {}
+        self._typed: set[Hashable] = set()
+
+    def check(self, graph: Graph, after: str | None = None) -> None:
+        """Raise for the first thing that is wrong with ``graph``: see :func:`validate_graph`."""
+        wrong = Complaint(graph, after)
+        placed, explicit = SHARDED in graph.established, COMM_EXPLICIT in graph.established
+        right = self._right.setdefault((graph.mesh, placed, explicit), set())
+        definitions = Definitions(graph, wrong, placed)
+        for given in graph.inputs:
+            definitions.input(given)
+        for node in graph.nodes:
+            operands = node.operands
+            definitions.node(node, operands)
+            key = alike(node, placed=True), tuple(node.attrs.items())
+            if key not in right:
+                self._node(node, operands, graph, wrong)
+                right.add(key)
+        for output in graph.outputs:
+            definitions.output(output)
+        if explicit:
+            check_outputs(graph, wrong)
+
+    def _node(self, node: Node, operands: list[Value], graph: Graph, wrong: Complaint) -> None:
+        placed, explicit = SHARDED in graph.established, COMM_EXPLICIT in graph.established
+        key = alike(node)
+        if key not in self._typed:
+            check_types(node, wrong)
+            self._typed.add(key)
+        made = node.strategy
+        if made is not None:
+            check_values(node, operands, made, explicit, wrong)
+        elif placed:
+            expected = "a strategy: how it is cut, what it needs and gives"
+            wrong.fail("a node has no strategy", node, expected=expected, got="none")
+        if isinstance(node.op, OwnOp):
+            check_comm(node, node.op, operands, graph.mesh, wrong)
+        elif made is not None and placed and self._rules is not None:
+            check_cuts(node, made, self._rules, graph.mesh, wrong)

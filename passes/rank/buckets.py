@@ -1,0 +1,102 @@
+"""buckets: what is reduced together is computed where it is reduced.
+
+    grad = aten.mm(t, x)                            flat = memory.empty([48], float32)
+    flat = pack.flatten([grad], 1)            ->    part = memory.part(flat, 1, 0, [8, 6])
+    sent = c10d.all_reduce(flat, 'sum', ...)        grad = aten.mm.out(t, x, out=part)
+                                                    full = memory.join(flat, [grad], 1)
+                                                    sent = c10d.all_reduce(full, 'sum', ...)
+
+A matrix product that is used for nothing else is computed into the bucket, anything else is written there when it is
+made, so that its own memory is let go at once. DistributedDataParallel's gradients are views of buckets likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from shardfx.ir.graph import Node
+from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.program.rank_program import RankProgram
+
+from .rank_pass import RankContext, RankPass
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+REDUCTIONS = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
+
+
+@dataclass(frozen=True)
+class Buckets(RankPass):
+    """Compute what is reduced together into one memory."""
+
+    name: ClassVar[str] = "buckets"
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Make the buckets."""
+        coords, changed = program.mesh.coords(program.rank), False
+        for node in list(program.graph.nodes):
+            made = node.meta.get("shardfx")
+            if node.target is not pack.flatten or len(node.users) != 1 or not isinstance(made, Node):
+                continue
+            if next(iter(node.users)).target not in REDUCTIONS:
+                continue
+            tensors, pieces = node.args
+            if len(set(tensors)) != len(tensors) or any(each.op == "placeholder" for each in tensors):
+                continue
+            shapes = [v.spec.local_shape(v.shape, program.mesh, coords) for v in made.operands if v.spec is not None]
+            if len(shapes) != len(tensors):
+                continue
+            _bucket(program.graph, node, tensors, shapes, pieces, made.operands[0].type.dtype, context.device)
+            changed = True
+        return changed
+
+
+def _bucket(
+    graph: fx.Graph,
+    flat: fx.Node,
+    tensors: Sequence[fx.Node],
+    shapes: Sequence[tuple[int, ...]],
+    pieces: int,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Put memory in place of a concatenation."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sizes = [torch.Size(shape).numel() // pieces for shape in shapes]
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = graph.call_function(target, args, kwargs)
+        made.meta["shardfx"] = flat.meta["shardfx"]
+        return made
+
+    with graph.inserting_before(min(tensors, key=order.__getitem__)):
+        memory = call(memory_ops.empty, [sum(sizes) * pieces], dtype, device)
+    written, at = [], 0
+    for tensor, shape, size in zip(tensors, shapes, sizes, strict=True):
+        if tensor.target is aten.mm.default and list(tensor.users) == [flat]:
+            with graph.inserting_before(tensor):
+                part = call(memory_ops.part, memory, pieces, at, list(shape))
+                a, b = tensor.args
+                if pieces == 1:
+                    into = graph.call_function(aten.mm.out, (a, b), {"out": part})
+                else:
+                    into = graph.call_function(memory_ops.mm_pieces, (a, b, part))
+            into.meta = dict(tensor.meta)
+            tensor.replace_all_uses_with(into)
+            graph.erase_node(tensor)
+        else:
+            with graph.inserting_after(tensor):
+                part = call(memory_ops.part, memory, pieces, at, list(shape))
+            with graph.inserting_after(part):
+                into = call(memory_ops.write, part, tensor)
+        written.append(into)
+        at += size
+    with graph.inserting_before(flat):
+        joined = call(memory_ops.join, memory, written, pieces)
+        joined.meta["shape"] = (sum(sizes) * pieces,)
+    flat.replace_all_uses_with(joined)
+    graph.erase_node(flat)

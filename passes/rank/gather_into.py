@@ -1,0 +1,65 @@
+"""gather-into: what is gathered comes into memory that stays.
+
+    sent = all_gather_into_tensor(w, 2, ...)      memory = memory.empty([16, 6], float32)
+                                             ->   sent = c10d.all_gather_into(w, 2, ..., out=memory)
+
+Fresh memory is dear where the system hands it out page by page: on CPUs. On other devices torch itself keeps memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from shardfx.ir.graph import Node
+from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.program.rank_program import RankProgram
+
+from .rank_pass import RankContext, RankPass
+
+c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class GatherInto(RankPass):
+    """Gather into memory that the program asks for; stored parameters that lie side by side are not joined first."""
+
+    name: ClassVar[str] = "gather-into"
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Give gathers destinations."""
+        changed = False
+        for node in list(program.graph.nodes):
+            made = node.meta.get("shardfx")
+            if not isinstance(made, Node) or not made.operands:
+                continue
+            dtype = made.operands[0].type.dtype
+            if node.target is c10d.all_gather_into_tensor.default and "shape" in node.meta:
+                memory = _before(node, memory_ops.empty, list(node.meta["shape"]), dtype, context.device)
+                _swap(node, memory_ops.all_gather_into, node.args, {"out": memory})
+            elif node.target is pack.unflatten and node.args[2] != 1:
+                shapes: Any = node.args[1]
+                sizes = [torch.Size(shape).numel() for shape in shapes]
+                memory = _before(node, memory_ops.empty, [sum(sizes)], dtype, context.device)
+                _swap(node, memory_ops.spread, (memory, *node.args), {})
+            elif node.target is pack.flatten and node.args[1] == 1:
+                _swap(node, memory_ops.adjoin, node.args[:1], {})
+            else:
+                continue
+            changed = True
+        return changed
+
+
+def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args)
+    made.meta["shardfx"] = node.meta["shardfx"]
+    return made
+
+
+def _swap(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Another call in a node's place."""
+    node.target, node.args, node.kwargs = target, args, kwargs

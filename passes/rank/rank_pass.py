@@ -1,0 +1,114 @@
+"""Rank passes: from one rank's program to a better one, before it runs.
+
+A rank pass is a frozen dataclass whose fields are its options, as a pass on the planned graph is. It sees one rank's
+program alone; so that all ranks stay in step it must leave the order of collectives as it is, and nothing that it does
+may hang on the rank's number. After each of them the program is validated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.validate_program import order_of_collectives, validate_program
+from shardfx.passes.base import PassError
+from shardfx.passes.options import options_of
+
+
+@dataclass
+class RankContext:
+    """What rank passes know beside the program: the planned graph, the kind of device, and what they noted."""
+
+    graph: Graph
+    device: str = "cpu"
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RankPass:
+    """One thing that may be done to a rank's program.
+
+    Subclass it as a frozen dataclass, give it a ``name``, and write :meth:`run`::
+
+        @dataclass(frozen=True)
+        class CountCalls(sx.RankPass):
+            name: ClassVar[str] = "count-calls"
+
+            def run(self, program, context):
+                context.notes.append(f"{len(program.graph.nodes)} calls on rank {program.rank}")
+                return False
+    """
+
+    name: ClassVar[str] = ""
+    requires: ClassVar[frozenset[str]] = frozenset()
+    establishes: ClassVar[frozenset[str]] = frozenset()
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Change ``program.graph``, a ``torch.fx.Graph``; says whether it did."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{self.name}{options_of(self)}"
+
+
+def run_rank_passes(program: RankProgram, passes: Iterable[RankPass], context: RankContext) -> RankProgram:
+    """Run ``passes`` over ``program`` in place, validating it after each; gives the program.
+
+    Raises:
+        Error: a pass stands too early, fails, or leaves a program that is wrong: naming the pass, the node and what is
+            wrong with it.
+    """
+    established: set[str] = set()
+    ran: list[str] = []
+    order = order_of_collectives(program)
+    for each in passes:
+        if not isinstance(each, RankPass):
+            raise Error(
+                "this is not a rank pass",
+                where="Hints(rank_passes=...)",
+                expected="an instance of a subclass of shardfx.RankPass, such as MyPass()",
+                got=repr(each),
+            )
+        missing = each.requires - established
+        if missing:
+            raise Error(
+                f"rank pass {each.name!r} stands too early",
+                expected=f"{', '.join(sorted(missing))} established before it",
+                got=f"{', '.join(ran) or 'nothing'} before it",
+                remedy="move it behind the pass that establishes that",
+            )
+        try:
+            changed = each.run(program, context)
+        except Error:
+            raise
+        except Exception as error:
+            raise PassError(
+                f"rank pass {each.name!r} failed: {type(error).__name__}: {error}",
+                where=f"rank {program.rank}, after {', '.join(ran) or 'lowering'}",
+                remedy="if it is your own pass, see the traceback above; else please report it",
+            ) from error
+        if changed:
+            validate_program(program, after=each.name, ends=False)
+            _same_order(order, order_of_collectives(program), each, program)
+        established |= each.establishes
+        ran.append(each.name)
+    validate_program(program, after=ran[-1] if ran else None, ends="OWN_OUTPUTS" in established)
+    return program
+
+
+def _same_order(before: Sequence[str], after: Sequence[str], each: RankPass, program: RankProgram) -> None:
+    """The collectives of each group keep their order: else ranks would wait for one another."""
+    if before == after:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    raise Error(
+        f"rank pass {each.name!r} changes the order of collectives",
+        where=f"rank {program.rank}, collective {at}",
+        expected=before[at] if at < len(before) else "no further collective",
+        got=after[at] if at < len(after) else "no further collective",
+        remedy="keep the order of collectives: it must be the same on all ranks (passes on the graph may change it)",
+    )

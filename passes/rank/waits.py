@@ -1,0 +1,67 @@
+"""waits: a collective is waited for just before its result is first needed.
+
+start = all_reduce(mm, ...)          start = all_reduce(mm, ...)
+done = wait_tensor(start)            other = aten.mm(a, b)            computed while it travels
+other = aten.mm(a, b)          ->    done = wait_tensor(start)
+sum = aten.add(done, other)          sum = aten.add(done, other)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.rank_program import RankProgram
+
+from .rank_pass import RankContext, RankPass
+
+
+@dataclass(frozen=True)
+class Waits(RankPass):
+    """Move each wait, and what unpacks its result, to the first use of that."""
+
+    name: ClassVar[str] = "waits"
+    establishes: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Move the waits."""
+        nodes = list(program.graph.nodes)
+        place = {node: float(i) for i, node in enumerate(nodes)}
+        changed = False
+        for i, node in enumerate(nodes):
+            if not _is(node, "c10d.wait_tensor"):
+                continue
+            chain = _behind(node, nodes[i + 1 :])
+            users = [user for each in chain for user in each.users if user not in chain]
+            if not users:
+                continue
+            first = min(users, key=place.__getitem__)
+            if chain[-1].next is first:
+                continue
+            for each in chain:
+                first.prepend(each)
+                place[each] = place[first] - 0.5
+            changed = True
+        return changed
+
+
+def _behind(wait: fx.Node, following: list[fx.Node]) -> list[fx.Node]:
+    """The wait, and what is made of nothing but its result for the same op of the plan: unpacking."""
+    chain = [wait]
+    made = wait.meta.get("shardfx")
+    for node in following:
+        if made is None or node.meta.get("shardfx") is not made:
+            break
+        row = row_of(node.target)
+        if row is None or not (row.moves or row.name == "getitem") or not set(node.all_input_nodes) <= set(chain):
+            break
+        chain.append(node)
+    return chain
+
+
+def _is(node: fx.Node, name: str) -> bool:
+    row = row_of(node.target) if node.op == "call_function" else None
+    return row is not None and row.name == name

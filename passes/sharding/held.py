@@ -1,0 +1,108 @@
+"""What every value holds while hints are handed on: a cut per dim, and the hint that each axis of it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardfx.ir.cut import WHOLE, Cut
+from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
+from shardfx.ir.spec import Spec
+from shardfx.passes.rule_cache import RuleCache
+
+
+class NodeTensor(NamedTuple):
+    """A tensor of a node, with the factors of its dims."""
+
+    value: Value
+    dims: tuple[Dim, ...]
+    is_operand: bool
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The hint that an axis came from; ``operator``: a parameter's, which says how ops are cut."""
+
+    hint: str
+    operator: bool
+
+
+WEAK = Origin("", False)
+
+
+@dataclass
+class Held:
+    """The cuts that values hold, and the rules of the nodes between them.
+
+    A ``closed`` value has a hint, and is never changed.
+    """
+
+    graph: Graph
+    cache: RuleCache
+    rules: dict[Node, ShardingRule] = field(default_factory=dict)
+    cuts: dict[Value, list[Cut]] = field(default_factory=dict)
+    closed: set[Value] = field(default_factory=set)
+    origin: dict[tuple[Value, str], Origin] = field(default_factory=dict)
+    _tensors: dict[Node, list[NodeTensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.changed_graph()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the graph."""
+        return self.graph.mesh
+
+    def changed_graph(self) -> None:
+        """The graph was changed: new nodes get rules, operands are looked up anew."""
+        self._tensors.clear()
+        for node in self.graph.nodes:
+            if node not in self.rules:
+                self.rules[node] = self.cache.rule(node)
+
+    def tensors(self, node: Node) -> list[NodeTensor]:
+        """The operands and results of a node with their factors."""
+        found = self._tensors.get(node)
+        if found is None:
+            rule = self.rules[node]
+            found = [NodeTensor(v, dims, True) for v, dims in zip(node.operands, rule.operands, strict=True)]
+            pairs = zip(node.results, rule.results, strict=True)
+            found += [NodeTensor(v, dims, False) for v, dims in pairs if v is not None and dims is not None]
+            self._tensors[node] = found
+        return found
+
+    def take_over(self, old: Value, new: Value) -> None:
+        """``new`` stands for ``old`` from now on: it holds the same."""
+        if old in self.cuts:
+            self.cuts[new] = self.cuts.pop(old)
+        if old in self.closed:
+            self.closed.add(new)
+        for axis in self.mesh.names:
+            if (old, axis) in self.origin:
+                self.origin[new, axis] = self.origin.pop((old, axis))
+
+    def of(self, value: Value) -> list[Cut]:
+        """The cut of each dim; the list may be changed."""
+        held = self.cuts.get(value)
+        if held is None:
+            held = self.cuts[value] = [WHOLE] * value.type.ndim
+        return held
+
+    def spec(self, value: Value) -> Spec:
+        """The placement that a value holds."""
+        return Spec(tuple(self.of(value)))
+
+    def having(self, node: Node, axis: str, factor: str) -> list[Value]:
+        """The tensors of a node that hold a cut of a factor over an axis."""
+        found = []
+        for value, dims, _ in self.tensors(node):
+            held = self.cuts.get(value, ())
+            if any(axis in cut.axes and factor in dims[d] for d, cut in enumerate(held)):
+                found.append(value)
+        return found
+
+    def is_strong(self, value: Value, axis: str) -> bool:
+        """Whether a value's cut over an axis comes from a hint on a parameter."""
+        return self.origin.get((value, axis), WEAK).operator

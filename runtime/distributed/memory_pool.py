@@ -1,0 +1,56 @@
+"""What stands behind ``memory.empty`` on a real rank: memory that stays between steps.
+
+It is lent to whoever asks and taken back when nobody holds it, as torch does on a GPU. What a step hands out
+(gradients) are views of it; where somebody still holds one, the next step gets other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+_number = count()
+
+
+@dataclass
+class _Lent:
+    flat: Tensor
+    storage: Any
+    alone: int
+    used: bool = True
+
+
+class MemoryPool:
+    """Flat memory by size and dtype."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Lent] = []
+
+    def next_step(self) -> None:
+        """Let go of what the last step did not ask for."""
+        self._kept = [each for each in self._kept if each.used]
+        for each in self._kept:
+            each.used = False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        """As :func:`shardfx.ir.ops.memory_ops.empty`: memory that nobody holds."""
+        numel = torch.Size(shape).numel()
+        for each in self._kept:
+            if each.flat.numel() == numel and each.flat.dtype is dtype and _use_count(each.storage) == each.alone:
+                each.used = True
+                return each.flat.view(shape)
+        flat = torch.empty(numel, dtype=dtype, device=device)
+        storage = flat.untyped_storage()
+        self._kept.append(_Lent(flat, storage, _use_count(storage)))
+        return flat.view(shape)
+
+
+def _use_count(storage: Any) -> int:
+    """How many tensors share a storage; where torch does not say, always another number."""
+    known = getattr(torch._C, "_storage_Use_Count", None)
+    return int(known(storage._cdata)) if known is not None else next(_number)

@@ -1,0 +1,156 @@
+"""The store of one rank: its pieces of parameters and buffers, as DTensors.
+
+Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_grad_norm_`` and
+``torch.distributed.checkpoint`` work as they do elsewhere. What is asked of all ranks (``load``, ``whole``,
+``assemble``) must be called on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, InputKind
+from shardfx.ir.ops.comm import all_gather
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.shards import Shards, cut_local
+from shardfx.ir.spec import Spec
+
+from .dtensor_shard import DTensorShard
+from .groups import device_mesh, make_groups
+from .peer_failure import ending_together
+
+Tensor = torch.Tensor
+c10d = torch.ops._c10d_functional
+
+
+class ProcessStore:
+    """This process's pieces."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.graph, self.device, self.mesh = graph, device, graph.mesh
+        self.parameters: dict[str, list[nn.Parameter]] = {}
+        self.buffers: dict[str, list[Tensor]] = {}
+        self.rank = dist.get_rank()
+        whole_mesh = device_mesh(self.mesh, device.type)
+        with ending_together("comparing the ranks' plans"):
+            self._agree()
+        self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self._shards: dict[str, DTensorShard] = {}
+        for given in self._inputs:
+            type_ = given.value.type
+            self._shards[given.name] = DTensorShard.of(
+                _spec(given), type_.shape, type_.dtype, self.mesh, whole_mesh, self.rank
+            )
+
+    def _agree(self) -> None:
+        """All ranks have made the same plan: else they would wait for one another for ever."""
+        lines = [f"{n.op} {n.kwargs} {[v.type for v in n.outs]}" for n in self.graph.nodes if isinstance(n.op, OwnOp)]
+        lines += [f"{g.name} {g.value.type} {g.value.spec}" for g in self.graph.inputs]
+        mine = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        every: list[str | None] = [None] * self.mesh.size
+        dist.all_gather_object(every, mine)
+        other = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
+        if other:
+            raise Error(
+                "the ranks have made different plans",
+                where=f"ranks 0 and {other[0]}",
+                expected="the same model, mesh, hints and shapes of example inputs on all ranks",
+                got=f"{len(set(every))} different plans",
+                remedy="let nothing in the model or the hints depend on the rank; examples are of the global batch",
+            )
+
+    def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
+        """Cut rank 0's whole parameters and buffers into the stored pieces; what is stored already is written over."""
+        memory = {} if self.parameters else self._neighbours()
+        for given in self._inputs:
+            name = given.name
+            if name not in whole:
+                continue
+            tensor = whole[name].detach()
+            if isinstance(tensor, DTensor):
+                tensor = tensor.full_tensor()
+            tensor = tensor.to(self.device, copy=True).contiguous()
+            with ending_together(f"the broadcast of {name!r}"):
+                dist.broadcast(tensor, 0)
+            piece, shard = cut_local(tensor, _spec(given), self.mesh, self.rank), self._shards[name]
+            held = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
+            if name in held:
+                shard.unwrap(held[name][0].detach()).copy_(piece)
+            elif given.kind is InputKind.PARAMETER:
+                own = memory[name].copy_(piece) if name in memory else piece.clone()
+                self.parameters[name] = [nn.Parameter(shard.wrap(own), requires_grad=trainable.get(name, True))]
+            else:
+                self.buffers[name] = [shard.wrap(piece.clone()) if _spec(given).axes else piece.clone()]
+
+    def _neighbours(self) -> dict[str, Tensor]:
+        """Memory for parameters that are gathered together: side by side, so that nothing is copied before a gather."""
+        stored = {given.value: given for given in self.graph.of_kind(InputKind.PARAMETER)}
+        found: dict[str, Tensor] = {}
+        for node in self.graph.nodes:
+            together = [stored[value] for value in node.operands if value in stored]
+            if node.op is not all_gather or len(node.operands) == 1 or len(together) < len(node.operands):
+                continue
+            if any(given.name in found for given in together):
+                continue
+            shapes = [_spec(g).local_shape(g.value.shape, self.mesh, self.mesh.coords(self.rank)) for g in together]
+            sizes = [torch.Size(shape).numel() for shape in shapes]
+            flat = torch.empty(sum(sizes), dtype=node.operands[0].type.dtype, device=self.device)
+            for given, shape, part in zip(together, shapes, flat.split(sizes), strict=True):
+                found[given.name] = part.view(shape)
+        return found
+
+    def to(self, device: torch.device) -> None:
+        """Move what is stored: to where it is, for the process group serves one kind of device."""
+        assert device.type == self.device.type
+
+    def piece(self, name: str, rank: int) -> Tensor:
+        """This rank's piece, plain and local."""
+        held = self.parameters.get(name) or self.buffers[name]
+        return self._shards[name].unwrap(held[0].detach())
+
+    def commit(self, name: str, rank: int, new: Tensor) -> None:
+        """Keep a buffer's new content."""
+        self._shards[name].unwrap(self.buffers[name][0]).copy_(new)
+
+    def as_gradient(self, name: str, piece: Tensor) -> Tensor:
+        """A gradient as a DTensor, as its parameter is."""
+        return self._shards[name].wrap(piece)
+
+    def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
+        """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
+        held = pieces if pieces is not None else self.parameters.get(name) or self.buffers[name]
+        given = next(g for g in self._inputs if g.name == name)
+        return self.assemble(_spec(given), given.value.shape, [self._shards[name].unwrap(held[0].detach())])
+
+    def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
+        """Every rank's piece, padded to one size, then put where it belongs. All ranks call it alike."""
+        piece = pieces[0]
+        axes = self.mesh.sort(spec.axes)
+        if not axes:
+            return piece.clone()
+        largest = spec.local_numel(shape, self.mesh)
+        padded = piece.new_zeros(largest)
+        padded[: piece.numel()].copy_(piece.reshape(-1))
+        make_groups(self.mesh, [axes])
+        n, group = self.mesh.extent(axes), self.mesh.group_name(self.rank, axes)
+        with ending_together("gathering a whole tensor"):
+            everyone = c10d.wait_tensor.default(c10d.all_gather_into_tensor.default(padded, n, group))
+        shards = Shards.of(spec, shape, self.mesh)
+        found: dict[int, Tensor] = {}
+        for rank, sent in zip(self.mesh.group(self.rank, axes), everyone.split(largest), strict=True):
+            which = shards.by_rank[rank]
+            local = shards.local_shapes[which]
+            found[which] = sent[: torch.Size(local).numel()].reshape(local)
+        return shards.join([found[i] for i in range(shards.count)])
+
+
+def _spec(given: Input) -> Spec:
+    assert given.value.spec is not None
+    return given.value.spec

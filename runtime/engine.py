@@ -1,0 +1,66 @@
+"""Engines run rank programs, and nothing else: all ranks in this process, or this process's own.
+
+An engine says only *how* a call is done: which memory stands behind ``memory.empty``, how a backend reduces and
+scatters. What is called, in which order and on which memory, is the program's. An engine is made at the first call of
+a plan, and keeps no state of the model: that is the store's (:mod:`.store`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from shardfx.ir.graph import Input
+from shardfx.ir.program.rank_program import RankProgram
+
+Tensor = torch.Tensor
+
+
+class RankWatch(Protocol):
+    """Looks at one rank's program while it runs."""
+
+    def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
+        """What goes in."""
+
+    def __call__(self, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
+        """What a call made of its operands. A collective's result is there at its wait."""
+
+
+class Watch(Protocol):
+    """Looks at programs while they run: a NaN hunt, a measurement."""
+
+    def watch(self, rank: int) -> RankWatch:
+        """One for each rank."""
+
+
+class Engine(Protocol):
+    """Runs programs."""
+
+    device: torch.device
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that run in this process."""
+
+    def seed(self) -> Tensor:
+        """A step's seed, the same on all ranks; ``torch.manual_seed`` makes it reproducible."""
+
+    def run(
+        self,
+        programs: Mapping[int, RankProgram],
+        inputs: Mapping[int, Sequence[Tensor]],
+        watch: Watch | None = None,
+    ) -> Mapping[int, Sequence[Tensor]]:
+        """Run one program for each of ``ranks``; gives what each returns.
+
+        Raises:
+            Error: a program raises, or members of a group ask for different collectives.
+        """
+
+
+def seed_tensor() -> Tensor:
+    """A fresh seed from torch's default generator."""
+    return torch.randint(2**62, ())

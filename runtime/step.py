@@ -1,0 +1,162 @@
+"""Programs, a store and an engine as one call: inputs by name in, the distinct pieces of every output back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.shards import Shards
+
+from .engine import Engine, Watch
+from .store import Store
+
+Kinds = frozenset[OutputKind]
+Results = dict[tuple[OutputKind, str], list[torch.Tensor]]
+STORED = (InputKind.PARAMETER, InputKind.BUFFER)
+
+
+@dataclass
+class Step:
+    """The programs of one planned graph on a store.
+
+    Args:
+        graph: planned.
+        program: ``program(rank, kinds)``: the program of a rank for the outputs of some kinds, made anew.
+        store: of parameters and buffers.
+        make_engine: called at the first run.
+    """
+
+    graph: Graph
+    program: Callable[[int, Kinds], RankProgram]
+    store: Store
+    make_engine: Callable[[], Engine]
+    changed: dict[tuple[int, Kinds], RankProgram] = field(default_factory=dict)
+    """Programs that somebody put in the place of the plan's own."""
+    _engine: Engine | None = None
+    _programs: dict[Kinds, dict[int, RankProgram]] = field(default_factory=dict)
+    _shards: dict[str, Shards] = field(default_factory=dict)
+    _constants: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the programs; made when first asked for."""
+        if self._engine is None:
+            self._engine = self.make_engine()
+        return self._engine
+
+    def programs(self, kinds: Kinds) -> Mapping[int, RankProgram]:
+        """The programs that run in this process, by rank."""
+        if kinds not in self._programs:
+            made = {r: self.changed.get((r, kinds)) or self.program(r, kinds) for r in self.engine.ranks}
+            self._programs[kinds] = made
+        return self._programs[kinds]
+
+    def put(self, rank: int, kinds: Kinds, program: RankProgram) -> None:
+        """Run ``program`` on a rank from now on."""
+        self.changed[rank, kinds] = program
+        self._programs.pop(kinds, None)
+
+    def renew(self, make_engine: Callable[[], Engine]) -> None:
+        """Another engine and new programs from now on."""
+        self.make_engine, self._engine = make_engine, None
+        self._programs.clear()
+
+    def run(self, kinds: Kinds, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> Results:
+        """Run the ranks of this process on whole inputs, or on this rank's own part of each; new buffers are stored.
+
+        Gives the distinct pieces of every output (under ``torchrun`` this rank's own).
+        """
+        programs = self.programs(kinds)
+        first = next(iter(programs.values()))
+        seed = self.engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
+        cut: dict[tuple[str, int], torch.Tensor] = {}
+        with torch.no_grad():
+            given = {
+                rank: [self._piece(g, rank, inputs, seed, cut) for g in program.inputs]
+                for rank, program in programs.items()
+            }
+            outs = self.engine.run(programs, given, watch)
+            results: Results = {}
+            for i, output in enumerate(first.outputs):
+                pieces: dict[int, torch.Tensor] = {}
+                layout = self.layout(output)
+                for rank, out in sorted(outs.items()):
+                    if layout.by_rank[rank] not in pieces:
+                        pieces[layout.by_rank[rank]] = out[i]
+                        if output.kind is OutputKind.BUFFER:
+                            self.store.commit(output.name, rank, out[i])
+                found = [pieces[index] for index in sorted(pieces)]
+                if output.kind is OutputKind.GRADIENT:
+                    found = [self.store.as_gradient(output.name, piece) for piece in found]
+                results[output.kind, output.name] = found
+        return results
+
+    def layout(self, output: Output) -> Shards:
+        """Which ranks hold which pieces of an output."""
+        key = f"{output.kind.value} {output.name}"
+        if key not in self._shards:
+            assert output.value.spec is not None
+            self._shards[key] = Shards.of(output.value.spec, output.value.shape, self.graph.mesh)
+        return self._shards[key]
+
+    def whole(self, output: Output, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of an output."""
+        assert output.value.spec is not None
+        return self.store.assemble(output.value.spec, output.value.shape, pieces)
+
+    def shards(self, given: Input) -> Shards:
+        """Which ranks hold which pieces of an input."""
+        if given.name not in self._shards:
+            assert given.value.spec is not None
+            self._shards[given.name] = Shards.of(given.value.spec, given.value.shape, self.graph.mesh)
+        return self._shards[given.name]
+
+    def _piece(
+        self,
+        given: Input,
+        rank: int,
+        inputs: Mapping[str, torch.Tensor],
+        seed: torch.Tensor | None,
+        cut: dict[tuple[str, int], torch.Tensor],
+    ) -> torch.Tensor:
+        """What a rank starts from: ranks that hold the same share one tensor."""
+        name = given.name
+        if given.kind in STORED:
+            return self.store.piece(name, rank)
+        if given.kind is InputKind.SEED:
+            assert seed is not None
+            return seed
+        known = self._constants if given.kind is InputKind.CONSTANT else cut
+        which = self.shards(given).by_rank[rank]
+        if (name, which) not in known:
+            whole = given.constant if given.kind is InputKind.CONSTANT else inputs[name]
+            if whole is None:
+                raise Error(f"constant {name!r} has no content", where="a graph read from text")
+            device = self._engine.device if self._engine is not None else whole.device
+            whole = whole.to(device)
+            is_local = tuple(whole.shape) != given.value.shape
+            known[name, which] = whole if is_local else self.shards(given).cut(whole, which)
+        return known[name, which]
+
+    def local_shapes(self, given: Input) -> set[tuple[int, ...]]:
+        """The shapes that a rank of this process may pass for an input beside the global one."""
+        if len(self.engine.ranks) > 1 or self.graph.mesh.size == 1:
+            return set()
+        shards = self.shards(given)
+        return {shards.local_shapes[shards.by_rank[rank]] for rank in self.engine.ranks}
+
+    def rank_inputs(
+        self, rank: int, program: RankProgram, inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """What a rank's program starts from, by input name, as far as it is known here."""
+        seed, found = torch.zeros((), dtype=torch.int64), {}
+        for given in program.inputs if rank in self.engine.ranks else ():
+            held = (self.store.parameters, self.store.buffers) if given.kind in STORED else (inputs,)
+            if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in held):
+                found[given.name] = self._piece(given, rank, inputs, seed, {}).cpu().clone()
+        return found

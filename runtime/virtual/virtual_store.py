@@ -1,0 +1,73 @@
+"""The store of virtual ranks: each distinct shard once, shared by the ranks that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardfx.ir.graph import Graph, InputKind
+from shardfx.ir.shards import Shards
+from shardfx.ir.spec import Spec
+
+Tensor = torch.Tensor
+
+
+class VirtualStore:
+    """All shards, in this process."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.mesh, self.device = graph.mesh, device
+        self.parameters: dict[str, list[nn.Parameter]] = {}
+        self.buffers: dict[str, list[Tensor]] = {}
+        self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        placed = [(given.name, given.value, given.value.spec) for given in self._inputs]
+        self._shards = {name: Shards.of(spec, value.shape, graph.mesh) for name, value, spec in placed if spec}
+
+    def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
+        """Cut whole parameters and buffers into the stored shards; what is stored already is written over."""
+        for given in self._inputs:
+            if given.name not in whole:
+                continue
+            layout, tensor = self._shards[given.name], whole[given.name].detach()
+            pieces = [layout.cut(tensor, i).to(self.device, copy=True) for i in range(layout.count)]
+            held = self.parameters.get(given.name) or self.buffers.get(given.name)
+            if held:
+                for old, new in zip(held, pieces, strict=True):
+                    old.detach().copy_(new)
+            elif given.kind is InputKind.PARAMETER:
+                grad = trainable.get(given.name, True)
+                self.parameters[given.name] = [nn.Parameter(p, requires_grad=grad) for p in pieces]
+            else:
+                self.buffers[given.name] = pieces
+
+    def to(self, device: torch.device) -> None:
+        """Move what is stored; parameters stay the same objects."""
+        self.device = device
+        for pieces in self.parameters.values():
+            for piece in pieces:
+                piece.data = piece.data.to(device)
+        self.buffers = {name: [tensor.to(device) for tensor in tensors] for name, tensors in self.buffers.items()}
+
+    def piece(self, name: str, rank: int) -> Tensor:
+        """What a rank holds; ranks that hold the same share one tensor."""
+        held = self.parameters.get(name) or self.buffers[name]
+        return held[self._shards[name].by_rank[rank]].detach()
+
+    def commit(self, name: str, rank: int, new: Tensor) -> None:
+        """Keep a buffer's new content."""
+        self.buffers[name][self._shards[name].by_rank[rank]].copy_(new)
+
+    def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
+        """The whole tensor from its shards."""
+        held = pieces if pieces is not None else self.parameters.get(name) or self.buffers[name]
+        return self._shards[name].join([piece.detach() for piece in held])
+
+    def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
+        """The whole of a value from its distinct pieces."""
+        return Shards.of(spec, shape, self.mesh).join(pieces)
+
+    def as_gradient(self, name: str, piece: Tensor) -> Tensor:
+        """The piece as it is."""
+        return piece

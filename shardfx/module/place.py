@@ -1,0 +1,74 @@
+"""Where a plan runs: on virtual ranks in this process, or as one rank of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardfx.compile import default_rank_passes
+from shardfx.hints import Hints
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph
+from shardfx.passes.rank import RankPass
+from shardfx.plugins import as_rank_passes
+from shardfx.runtime.engine import Engine
+from shardfx.runtime.module_engine import ModuleEngine
+from shardfx.runtime.store import Store
+from shardfx.runtime.virtual.collectives import perform
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine
+from shardfx.runtime.virtual.virtual_store import VirtualStore
+
+
+@dataclass(frozen=True)
+class Place:
+    """Makes stores and engines of one kind. Nothing of ``torch.distributed`` is touched for virtual ranks."""
+
+    virtual: bool
+    device: torch.device
+
+    def moved(self, device: torch.device) -> Place:
+        """The same ranks on another device.
+
+        Raises:
+            Error: a real rank's process group is for one kind of device.
+        """
+        if not self.virtual:
+            raise Error(
+                "real ranks stay on the device that their process group is for",
+                where="pm.to(device)",
+                expected=self.device.type,
+                got=device.type,
+                remedy="Hints(device=...), when the model is parallelized",
+            )
+        return replace(self, device=device)
+
+    def make_store(self, graph: Graph) -> Store:
+        """A store for the parameters and buffers of a planned graph."""
+        if self.virtual:
+            return VirtualStore(graph, self.device)
+        from shardfx.runtime.distributed.process_store import ProcessStore
+
+        return ProcessStore(graph, self.device)
+
+    def make_engine(self, graph: Graph) -> Engine:
+        """An engine that runs the programs of a planned graph."""
+        if self.virtual:
+            return VirtualEngine(graph.mesh, self.device)
+        from shardfx.runtime.distributed.process_engine import ProcessEngine
+
+        return ProcessEngine(graph, self.device)
+
+    def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
+        """An engine that runs programs as modules, through ``torch.compile(**options)``."""
+        return ModuleEngine(self.make_engine(graph), graph.mesh, options, perform if self.virtual else None)
+
+    def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
+        """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""
+        return default_rank_passes(hints, self.device.type)
+
+    def own_rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
+        """The user's."""
+        return as_rank_passes(hints.rank_passes)

@@ -1,0 +1,119 @@
+"""The rank programs of a compiled model: lowered when asked for, changed by rank passes, proven, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from shardfx.compiled import Compiled
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.program.lower import lower
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.passes.rank import RankContext, RankPass, built_in, run_rank_passes
+from shardfx.runtime.engine import Engine
+from shardfx.runtime.step import Kinds, Step
+from shardfx.runtime.store import Store
+from shardfx.runtime.verify.verdict import Verdict, verify
+
+TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
+LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
+INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
+
+
+class Programs:
+    """What runs for one compiled model, on a store."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        device: str,
+        rank_passes: Sequence[RankPass],
+        store: Store,
+        engine: Callable[[], Engine],
+    ) -> None:
+        self.compiled, self.device, self.rank_passes = compiled, device, tuple(rank_passes)
+        self.step = Step(compiled.after, self.program, store, engine)
+        self.notes: dict[str, None] = {}
+        """What rank passes noted, each once."""
+        self.unproven: set[int] = set()
+        """Ranks that run programs which nobody has proven."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a loss."""
+        return any(output.kind is OutputKind.LOSS for output in self.compiled.after.outputs)
+
+    def kinds(self, training: bool | None = None) -> Kinds:
+        """The outputs of the program that is meant: of training, where there is a loss."""
+        return TRAIN if (self.trains if training is None else training) else INFER
+
+    def program(self, rank: int, kinds: Kinds) -> RankProgram:
+        """The plan's own program of a rank."""
+        return self.made(self.compiled.after, rank, kinds)
+
+    def made(self, graph: Graph, rank: int, kinds: Iterable[OutputKind]) -> RankProgram:
+        """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
+        self._check(rank, graph)
+        context = RankContext(graph, self.device)
+        program = lower(graph, rank, self.compiled.context.rules, kinds, torch.device(self.device))
+        made = run_rank_passes(program, self.rank_passes, context)
+        self.notes.update(dict.fromkeys(context.notes))
+        return made
+
+    def running(self, rank: int, kinds: Kinds) -> RankProgram:
+        """The program that runs on a rank: the plan's own, or what somebody put in its place."""
+        return self.step.changed.get((rank, kinds)) or self.program(rank, kinds)
+
+    def verify(
+        self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
+    ) -> Verdict:
+        """Whether the programs compute what the model computes."""
+        kinds, after = self.kinds(), self.compiled.after
+
+        def program(graph: Graph, rank: int) -> RankProgram:
+            return self.running(rank, kinds) if graph is after else self.made(graph, rank, kinds)
+
+        rules = self.compiled.context.rules
+        return verify(self.compiled.before, after, rules, kinds, program, modules, run, known)
+
+    def use(self, modules: Mapping[int, fx.GraphModule], proven: bool, known: Mapping[str, torch.Tensor]) -> None:
+        """Run ``modules`` from now on, in the place of the programs of their ranks.
+
+        Raises:
+            Error: they do not compute what the model computes (unless ``proven`` is False).
+        """
+        kinds = self.kinds()
+        changed = {rank: self.program(rank, kinds).changed(module) for rank, module in modules.items()}
+        if proven:
+            verdict = self.verify(modules, False, known)
+            if not verdict:
+                raise Error(
+                    "these programs are not the model, or cannot be proven to be",
+                    where="pm.use(modules=...)",
+                    expected="programs that pm.verify(modules=...) proves",
+                    got=verdict.why,
+                    remedy="mend them; or pm.use(modules, proven=False) runs them as they are",
+                )
+        self.unproven = (self.unproven - set(modules)) | (set() if proven else set(modules))
+        for rank, program in changed.items():
+            self.step.put(rank, kinds, program)
+
+    def warnings(self) -> list[str]:
+        """What is to be said of the programs: notes of rank passes, and which of them nobody has proven."""
+        unproven = [
+            f"rank {rank} runs an unproven program (pm.use(..., proven=False))" for rank in sorted(self.unproven)
+        ]
+        return [*self.notes, *unproven]
+
+    def compile_with(self, make_engine: Callable[[], Engine], user: Sequence[RankPass]) -> None:
+        """From now on programs whose memory torch.compile plans, run by another engine."""
+        self.rank_passes = (*built_in(self.device, compiled=True), *user)
+        self.step.renew(make_engine)
+
+    def _check(self, rank: int, graph: Graph) -> None:
+        if not (isinstance(rank, int) and 0 <= rank < graph.mesh.size):
+            known = f"0 .. {graph.mesh.size - 1}"
+            raise Error(f"no rank {rank} on this mesh", where="rank_module(...)", expected=known, got=rank)

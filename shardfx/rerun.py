@@ -1,0 +1,91 @@
+"""The passes of a plan run again, one by one: for pictures, for what a pass changed, and for which pass is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Value
+from shardfx.ir.text import print_graph
+from shardfx.passes import steps
+from shardfx.runtime.verify.verdict import Verdict
+
+from .compile import new_context, no_collection
+from .compiled import Compiled
+from .proving import prove
+
+
+def rerun(compiled: Compiled, graph: Graph) -> Iterator[str]:
+    """Run the passes again on a copy of the captured graph; gives each one's name when it has run (``name-2`` for the
+    second of that name)."""
+    context = new_context(compiled.hints, graph, compiled.context.rules)
+    counts: dict[str, int] = {}
+    with warnings.catch_warnings(), no_collection():
+        warnings.simplefilter("ignore")  # they were said the first time
+        for each in steps(graph, compiled.passes, context):
+            again = counts[each.name] = counts.get(each.name, 0) + 1
+            yield each.name if again == 1 else f"{each.name}-{again}"
+
+
+def after_each_pass(compiled: Compiled) -> dict[str, Graph]:
+    """The graph after each pass, by the pass's name."""
+    graph = compiled.before.copy()
+    return {name: graph.copy() for name in rerun(compiled, graph)}
+
+
+def diff(compiled: Compiled, name: str) -> str:
+    """What a pass changed: a unified diff of the graph's text before and after it; empty if it changed nothing.
+
+    Values keep the numbers that they had before the pass; those that it made are called ``%new0``, ``%new1``, ...
+
+    Raises:
+        Error: no pass of the plan has this name.
+    """
+    graph = compiled.before.copy()
+    names, text = _state(graph)
+    seen = []
+    for ran in rerun(compiled, graph):
+        if ran == name:
+            return "\n".join(
+                difflib.unified_diff(text, _named_as(graph, names), f"before {name}", f"after {name}", "", "", 2, "")
+            )
+        names, text = _state(graph)
+        seen.append(ran)
+    near = difflib.get_close_matches(name, seen, 1)
+    raise Error(
+        f"no pass {name!r} in this plan",
+        where="pm.diff",
+        expected=f"one of {', '.join(seen)}",
+        got=name,
+        remedy=f"did you mean {near[0]!r}?" if near else None,
+    )
+
+
+def _state(graph: Graph) -> tuple[dict[Value, str], list[str]]:
+    """What each value is called, and the lines of the graph."""
+    return {value: value.name for value in graph.values()}, print_graph(graph, sources=False).splitlines()
+
+
+def _named_as(graph: Graph, names: dict[Value, str]) -> list[str]:
+    """The lines of a graph whose values are called as before, and new ones ``new0``, ``new1``, ..."""
+    fresh = (f"new{number}" for number in range(1 << 62))
+    for value in graph.values():
+        value.name = names.get(value) or next(fresh)
+    return print_graph(graph, sources=False).splitlines()
+
+
+def verify_every_pass(compiled: Compiled) -> Verdict:
+    """Whether the graph is the captured program after each pass; names the first pass after which it is not."""
+    graph = compiled.before.copy()
+    passed = 0
+    for name in rerun(compiled, graph):
+        verdict = prove(compiled.before, graph, compiled.context.rules)
+        if not verdict:
+            return replace(
+                verdict, why=f"after pass {name!r}: {verdict.why}", checked={"passes": passed, **verdict.checked}
+            )
+        passed += 1
+    return Verdict(True, checked={"passes": passed})

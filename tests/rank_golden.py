@@ -1,0 +1,41 @@
+"""Golden texts of rank passes: a program as it is lowered, and after each pass. ``python -m tests.rank_golden`` renews.
+
+``tests/golden/rank_passes/<case>.graph.txt`` is the planned graph, ``<case>.txt`` the programs of rank 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardfx.ir.graph import OutputKind
+from shardfx.ir.program.lower import lower
+from shardfx.ir.program.program_text import parse_program
+from shardfx.ir.rulebook import default_rules
+from shardfx.ir.text import parse_graph
+from shardfx.passes.rank import RankContext, built_in, run_rank_passes
+
+FOLDER = Path(__file__).parent / "golden" / "rank_passes"
+CASES = sorted(path.name.removesuffix(".graph.txt") for path in FOLDER.glob("*.graph.txt"))
+
+
+def made(case: str) -> str:
+    """The program after each pass; each is read back from the text of the one before."""
+    graph = parse_graph((FOLDER / f"{case}.graph.txt").read_text(encoding="utf-8"))
+    program = lower(graph, 1, default_rules(), set(OutputKind))
+    texts = [f"lowered:\n{program}"]
+    for each in built_in("cpu"):
+        before = str(program)
+        program = run_rank_passes(parse_program(before, graph), [each], RankContext(graph))
+        same = str(program) == before
+        texts.append(f"{each}:{' nothing changes' if same else chr(10) + str(program)}")
+    return "\n".join(text.rstrip("\n") + "\n" for text in texts)
+
+
+def main() -> None:
+    """Write all texts anew."""
+    for case in CASES:
+        (FOLDER / f"{case}.txt").write_text(made(case), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

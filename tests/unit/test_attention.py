@@ -1,0 +1,244 @@
+"""Attention as one op: its kernels beside torch's attention, what capture keeps, what a device's program calls."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.capture.trace import capture
+from shardfx.ir.cost.recorder import FLOPS
+from shardfx.ir.graph import Graph, Node, OutputKind
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn, forward_by_hand
+from shardfx.ir.ops.traits import is_heavy, positional, with_defaults
+from shardfx.ir.program.lower import lower
+from shardfx.ir.rulebook import default_rules
+from shardfx.runtime.verify.sample.whole import run_whole
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.2}
+
+
+def masks(dtype: torch.dtype, s: int, t: int) -> list[Tensor | None]:
+    seen = torch.rand(2, 1, s, t) > 0.3
+    seen[0, 0, 1] = False  # a query that sees no key
+    return [None, torch.randn(s, t, dtype=dtype), seen, torch.randn(1, 4, 1, t, dtype=dtype)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("lengths", [(6, 6), (6, 9), (9, 6)])
+@pytest.mark.parametrize("heads", [4, 2, 1])
+def test_it_is_torchs_attention(device: str, dtype: torch.dtype, lengths: tuple[int, int], heads: int) -> None:
+    """Forward, logsumexp and all gradients, that of a mask too."""
+    torch.manual_seed(0)
+    s, t = lengths
+    for columns, causal, mask, of_mask in itertools.product((8, 5), (False, True), masks(dtype, s, t), (False, True)):
+        if (causal and mask is not None) or (of_mask and (mask is None or mask.dtype == torch.bool)):
+            continue
+        shapes = (2, 4, s, 8), (2, heads, t, 8), (2, heads, t, columns)
+        inputs = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+        q, k, v = inputs
+        if mask is not None:
+            mask = mask.detach().to(device).requires_grad_(of_mask)
+            inputs += [mask] * of_mask
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=heads != 4)
+        out, logsumexp = attention(q, k, v, mask, causal)
+        grad = torch.randn_like(out)
+        pairs = zip(torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
+        for ours, theirs in [(out, expected), *pairs]:
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            assert (ours - theirs).abs().max() < CLOSE[dtype]
+        assert (logsumexp - forward_by_hand(q, k, v, mask, causal, None)[1]).abs().max() < CLOSE[dtype]
+
+
+def test_dropout_leaves_the_same_however_the_whole_is_cut() -> None:
+    q, k, seed = torch.zeros(4, 4, 16, 1), torch.zeros(4, 4, 32, 1), torch.tensor(7)
+    whole = drawn(q, k, 0.25, seed, 3, [])
+    piece = drawn(q[:2, :2, :8], k[:2, :2, :16], 0.25, seed, 3, [2, 1, 8, 16])
+    assert whole is not None and piece is not None
+    assert torch.equal(piece, whole[2:, 1:3, 8:, 16:])
+    assert abs(whole.double().mean() - 0.75) < 0.02
+    other = drawn(q, k, 0.25, seed, 4, [])
+    assert other is not None and 0.6 < (whole == other).double().mean() < 0.65  # 0.75**2 + 0.25**2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_and_its_gradient(device: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 6, 8, dtype=torch.float64, device=device, requires_grad=True) for h in (4, 2, 2))
+    seed = torch.tensor(5, device=device)
+    out, _ = attention(q, k, v, None, True, None, 0.25, seed, 3)
+    keep = drawn(q, k, 0.25, seed, 3, [])
+    assert keep is not None
+    scores = (q @ k.repeat_interleave(2, 1).mT) * 8**-0.5
+    seen = torch.ones(6, 6, dtype=torch.bool, device=device).tril()
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1) * keep / 0.75
+    expected = weights @ v.repeat_interleave(2, 1)
+    grad = torch.randn_like(out)
+    for ours, theirs in zip(
+        [out, *torch.autograd.grad(out, (q, k, v), grad)],
+        [expected, *torch.autograd.grad(expected, (q, k, v), grad)],
+        strict=True,
+    ):
+        assert (ours - theirs).abs().max() < 1e-12
+
+
+# ---- capture -------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Attention on what stands in for projections, with gradients to see."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], mask: Tensor | None = None, **options: object) -> None:
+        super().__init__()
+        self.given = nn.ParameterList(torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        if mask is not None and mask.is_floating_point():
+            self.mask: Tensor | None = nn.Parameter(mask)
+        else:
+            self.register_buffer("mask", mask)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.given
+        out: Tensor = F.scaled_dot_product_attention(q * x, k, v, attn_mask=self.mask, **self.options)  # type: ignore
+        return out
+
+
+def attentions(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if "attention" in str(node.op)]
+
+
+ONE, BIAS, SEEN = torch.randn(5, dtype=torch.float64), torch.randn(4, 6, 5, dtype=torch.float64), torch.rand(6, 5) > 0.3
+FOUR = [(2, 4, 6, 8), (2, 4, 5, 8), (2, 4, 5, 8)]
+FORMS: dict[str, tuple[list[tuple[int, ...]], Tensor | None, dict[str, object]]] = {
+    "plain": (FOUR, None, {}),
+    "causal": (FOUR, None, {"is_causal": True}),
+    "scale": (FOUR, None, {"scale": 0.3}),
+    "groups": ([(2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 8)], None, {"enable_gqa": True}),
+    "one key head": ([(2, 4, 6, 8), (2, 1, 5, 8), (2, 1, 5, 8)], None, {}),
+    "one query head": ([(2, 1, 6, 8), (2, 4, 5, 8), (1, 4, 5, 8)], None, {}),
+    "one dim of a mask": (FOUR, ONE, {}),
+    "three dims of a mask": (FOUR, BIAS, {}),
+    "bool mask": (FOUR, SEEN, {}),
+    "mask of another dtype": (FOUR, BIAS.float(), {}),
+    "no heads": ([(4, 6, 8), (4, 5, 8), (4, 5, 8)], BIAS, {}),
+    "one sequence": ([(6, 8), (5, 8), (5, 3)], SEEN, {}),
+    "two batches": ([(3, 2, 4, 6, 8), (3, 2, 4, 5, 8), (1, 2, 4, 5, 8)], torch.rand(2, 1, 6, 5) > 0.3, {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_capture_keeps_it_whole(form: str) -> None:
+    torch.manual_seed(0)
+    shapes, mask, options = FORMS[form]
+    model, x = Attends(shapes, mask, **options), torch.rand(1, dtype=torch.float64)
+    captured = capture(model, Mesh(dp=2), args=(x,), loss=lambda out: (out**2).sum())
+    assert [str(node.op) for node in attentions(captured.graph)] == [
+        "shardfx.attention.default",
+        "shardfx.attention_backward.default",
+    ]
+    assert all(is_heavy(node) for node in attentions(captured.graph))
+    (model(x) ** 2).sum().backward()
+    inputs = {**dict(model.named_parameters()), **dict(model.named_buffers()), "args.0": x}
+    inputs |= {g.name: g.constant for g in captured.graph.inputs if g.constant is not None}
+    values = run_whole(captured.graph, inputs)
+    gradients = {o.name: values[o.value] for o in captured.graph.outputs if o.kind is OutputKind.GRADIENT}
+    assert gradients.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        bound = 1e-5 if parameter.dtype == torch.float32 else 1e-12
+        assert (gradients[name] - parameter.grad).abs().max() < bound
+
+
+class OfOneDevice(nn.Module):
+    """Attention by the name of one device's kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(2, 4, 6, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q * x
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True, scale=0.3)[0]
+        return out
+
+
+def test_the_kernel_of_a_device_is_attention_again() -> None:
+    captured = capture(OfOneDevice(), Mesh(dp=2), args=(torch.rand(1, dtype=torch.float64),), loss=torch.sum)
+    forward, backward = attentions(captured.graph)
+    assert forward.op is attention and forward.args[3:] == (None, True, 0.3)
+    assert str(backward.op) == "shardfx.attention_backward.default" and backward.args[6:] == (None, True, 0.3)
+
+
+class Block(nn.Module):
+    """Attention with dropout, behind a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.lin(x), 0.1)
+        return x + F.scaled_dot_product_attention(h, h, h, dropout_p=0.2)
+
+
+def test_repeated_blocks_draw_by_numbers_of_their_own() -> None:
+    """Blocks that were left out and put back are as if each had been traced; a backward has its forward's number."""
+    model = nn.Sequential(nn.Sequential(*(Block() for _ in range(9))))
+    texts = {}
+    for fold in (True, False):
+        captured = capture(model, Mesh(dp=2), args=(torch.randn(2, 4, 6, 8),), loss=torch.sum, fold=fold)
+        assert not captured.notes
+        texts[fold] = str(captured.graph)
+    assert texts[True] == texts[False]
+    numbers = [with_defaults(n.op, n.args, n.kwargs)["number"] for n in attentions(captured.graph)]
+    assert numbers == [*range(2, 20, 2), *range(18, 0, -2)]
+
+
+def test_flops_are_those_of_each_query_head() -> None:
+    """Groups save memory, and no arithmetic."""
+    q, k = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 5, 8)
+    grad, product = torch.empty(2, 4, 6, 8), 2 * 2 * 4 * 6 * 5 * 8
+    assert FLOPS[attention](q, k, k) == 2 * product
+    assert FLOPS[attention_backward](grad, q, k, k) == 5 * product
+
+
+def test_a_text_has_its_defaults_left_out() -> None:
+    given = with_defaults(attention, (1, 2, 3), {"causal": True})
+    assert positional(attention, given) == (1, 2, 3, None, True)
+    assert positional(attention, given | {"causal": False}) == (1, 2, 3)
+
+
+# ---- what a program calls -----------------------------------------------------------------------------------------
+
+
+def code_on(model: nn.Module, device: str) -> str:
+    given = sx.Hints(args=(torch.rand(1, dtype=torch.float64),), loss=lambda out: out.sum())
+    planned = sx.parallelize(model, Mesh(dp=2), given).after
+    assert attentions(planned)
+    kinds = {OutputKind.LOSS, OutputKind.GRADIENT}
+    return lower(planned, 0, default_rules(), kinds, torch.device(device)).module().code
+
+
+@pytest.mark.parametrize(
+    "form", ["plain", "causal", "groups", "one dim of a mask", "bool mask", "three dims of a mask"]
+)
+def test_each_device_has_its_own_kernel(form: str) -> None:
+    """Torch's own for the CPU where it takes the call: not with a bool mask, nor for the gradient of a mask."""
+    shapes, mask, options = FORMS[form]
+    model = Attends(shapes, mask, **options)
+    code = code_on(model, "cpu")
+    of_mask = mask is not None and mask.is_floating_point()
+    assert ("flash_attention_for_cpu.default" in code) == (form != "bool mask")
+    assert ("flash_attention_for_cpu_backward.default" in code) == (mask is None)
+    assert ("shardfx.attention_backward" in code) == (of_mask or form == "bool mask")
+    assert "device(type='cpu')" in code and "cuda" not in code
+    code = code_on(model, "cuda")
+    assert "device(type='cuda')" in code and "'cpu'" not in code
+    assert "flash" not in code and "shardfx.attention_backward" in code and "shardfx.attention.default" in code

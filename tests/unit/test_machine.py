@@ -1,0 +1,132 @@
+"""Machines: known ones, text and back, links by the place of an axis, plans and times that follow them, bad figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardfx as sx
+from shardfx.ir.cost.amounts import Cost, Work, total
+from shardfx.ir.cost.machine import FOLDER, Machine
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.sends import Sent
+
+KNOWN = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_machine_is_read_and_written(name: str, tmp_path: Path) -> None:
+    machine = sx.Machine.load(name)
+    assert machine.name == name and machine.source
+    assert Machine.parse(str(machine)) == machine
+    machine.save(tmp_path / "mine.json")
+    assert Machine.load(tmp_path / "mine.json") == machine
+
+
+def test_the_machines_that_are_promised_are_there() -> None:
+    assert {"h100-dgx", "a100-dgx", "cpu-laptop"} <= set(KNOWN)
+    h100 = Machine.load("h100-dgx")
+    assert h100.rate(torch.bfloat16) == 989e12
+    assert h100.rate(torch.int8) == min(h100.flops.values()), "a dtype that is not listed counts as the slowest"
+
+
+def test_an_axis_has_the_nearest_link_that_reaches_over_its_groups() -> None:
+    h100 = Machine.load("h100-dgx")
+    near, far = (level.link for level in h100.links)
+
+    def links(mesh: sx.Mesh) -> list[sx.Link]:
+        return [axis.link for axis in h100.connect(mesh).axes]
+
+    assert links(sx.Mesh(dp=4, tp=8)) == [far, near]
+    assert links(sx.Mesh(dp=2, mb=sx.Time(3), tp=4)) == [near, near, near], "turns take no ranks"
+    assert links(sx.Mesh(dp=8, tp=2)) == [far, near]
+    assert links(sx.Mesh(tp=6)) == [far], "groups of 6 do not fill nodes of 8"
+    own = sx.Link(1e9, 1e-6)
+    stated = h100.connect(sx.Mesh(dp=4, tp=8, links={"tp": own}))
+    assert stated["tp"].link == own and stated["dp"].link == far
+    assert h100.connect(stated) == stated
+    a100 = Machine.load("a100-dgx")
+    assert a100.connect(h100.connect(sx.Mesh(dp=4, tp=8)), instead_of=h100) == a100.connect(sx.Mesh(dp=4, tp=8))
+    assert a100.connect(stated, instead_of=h100)["tp"].link == own
+
+
+def test_measuring_takes_seconds_and_gives_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardfx.ir.cost.calibrate.LARGEST", 256)
+    machine = sx.Machine.measure("cpu", name="here")
+    assert machine.name == "here" and set(machine.flops) == {"float64", "float32", "bfloat16", "float16"}
+    assert 1e8 < machine.bandwidth < 1e13 and machine.memory > 1e8 and 0 < machine.overhead < 1e-2
+    assert Machine.parse(machine.json()) == machine and "links as of cpu-laptop" in machine.source
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bandwidth": 0}, "bandwidth must be positive"),
+        ({"flops": {"float32": -1}}, "flops float32 must be positive"),
+        ({"flops": {"floof": 1}}, "unknown dtype"),
+        ({"flops": {}}, "needs a rate"),
+        ({"overhead": -1}, "an overhead that is not negative"),
+        ({"links": []}, "the last link must connect all ranks"),
+        ({"links": [{"name": "a", "bandwidth": 0}]}, "a link needs a positive bandwidth"),
+        ({"color": "green"}, "no description of a machine"),
+    ],
+)
+def test_a_description_that_is_wrong_is_an_error(change: dict[str, object], said: str) -> None:
+    fields = json.loads(Machine.load("accelerator").json()) | change
+    with pytest.raises(sx.Error, match=said):
+        Machine.parse(json.dumps(fields))
+
+
+def test_text_that_is_no_machine_and_names_of_none_are_errors() -> None:
+    with pytest.raises(sx.Error, match="no description of a machine"):
+        Machine.parse("flops: many")
+    with pytest.raises(sx.Error, match="no machine is called 'h1000'") as caught:
+        sx.Hints(machine="h1000")
+    assert "h100-dgx" in str(caught.value.expected)
+
+
+def test_plans_are_made_for_the_machine() -> None:
+    """The graph's mesh has the machine's links, in its text too; the user's own mesh stays as it was."""
+    mesh, x = sx.Mesh(dp=2, tp=8), torch.randn(4, 16)
+    pm = sx.parallelize(
+        torch.nn.Linear(16, 8), mesh, sx.Hints(args=(x,), specs={"args.0": "dp, -"}, machine="h100-dgx")
+    )
+    assert pm.after.mesh["tp"].link.bandwidth == 450e9 and pm.after.mesh["dp"].link.bandwidth == 50e9
+    assert "link tp bandwidth=450000000000.0" in str(pm.after) and mesh == sx.Mesh(dp=2, tp=8)
+    assert torch.allclose(pm(x), pm(x))
+
+
+# ---- amounts
+
+
+def test_costs_add_and_multiply() -> None:
+    heavy, light = Work(4e12, 1e9), Work(0.0, 6e9)
+    block = Cost({heavy: 1, light: 2}, {("tp",): Sent(2.0, 1e9)})
+    twice = block + block
+    assert twice == 2 * block == block * 2 == total([block, block])
+    assert (twice.flops, twice.touched, twice.nbytes) == (8e12, 26e9, 2e9)
+    assert (block + Cost(sent={("dp",): Sent(1.0, 5.0)})).sent == {("tp",): Sent(2.0, 1e9), ("dp",): Sent(1.0, 5.0)}
+
+
+def test_seconds_are_what_takes_longer_of_each_call() -> None:
+    machine = Machine("m", {"float32": 1e12}, 1e9, 1e9, Machine.load("h100-dgx").links, overhead=0.5)
+    cost = Cost({Work(4e12, 1e9): 1, Work(0.0, 6e9): 2}, {("tp",): Sent(2.0, 1e9)})
+    assert cost.computing(machine) == 4 + 2 * 6 + 3 * 0.5, "not the larger of the sums"
+    mesh = sx.Mesh(tp=4, links={"tp": sx.Link(1e9, 0.25)})
+    assert cost.sending(machine, mesh) == 2 * 0.25 + 1
+    assert cost.seconds(machine, mesh) == cost.computing(machine) + 1.5
+    assert cost.sending(machine, sx.Mesh(tp=4)) == pytest.approx(2 * 4e-6 + 1e9 / 450e9), "the machine's own link"
+
+
+def test_formulas_of_communication() -> None:
+    assert comm.all_reduce.sent(100.0, 4) == Sent(4.0, 150.0)
+    assert comm.all_gather.sent(100.0, 4) == comm.reduce_scatter.sent(100.0, 4) == Sent(2.0, 75.0)
+    assert comm.shard.sent(100.0, 4) == comm.all_gather.sent(100.0, 1) == Sent(0.0, 0.0)
+    assert comm.all_gather.whole_of(25.0, 4) == comm.all_reduce.whole_of(100.0, 4) == 100.0
+    for name in ("all_gather_into_tensor_out", "c10d.all_gather_into", "all_gather_into_tensor_coalesced"):
+        assert comm.row_of_collective(name) is comm.all_gather
+    assert comm.row_of_collective("c10d.all_reduce_") is comm.all_reduce
+    assert comm.row_of_collective("all_to_all_single") is comm.all_to_all and comm.row_of_collective("send") is None

@@ -1,0 +1,272 @@
+"""Rank passes: what is computed into buckets, reduced where it lies, gathered into memory; and what must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import fx
+
+import shardfx as sx
+from shardfx.ir.graph import Graph, Output, OutputKind, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.program.plain import plain
+from shardfx.ir.program.program_text import parse_program
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.validate_program import validate_program
+from shardfx.ir.spec import TensorType
+from shardfx.passes.rank import InPlace, OwnOutputs, RankContext, RankPass, run_rank_passes
+from shardfx.runtime.distributed.memory_pool import MemoryPool
+from tests.plans import plan
+from tests.rank_golden import CASES, FOLDER, made
+from tests.zoo import make
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+MESH = Mesh(dp=2)
+GROUP = "dp2/dp@0"
+Write = Callable[[fx.Graph, fx.Node, fx.Node], tuple[fx.Node, ...]]
+
+
+def program(write: Write) -> RankProgram:
+    """A program that a test writes, of inputs ``a`` and ``b``, with gradients as results."""
+    graph = fx.Graph()
+    results = write(graph, graph.placeholder("a"), graph.placeholder("b"))
+    graph.output(results)
+    value = Value(TensorType((2, 2), torch.float32))
+    outputs = tuple(Output(OutputKind.GRADIENT, str(i), value) for i in range(len(results)))
+    return RankProgram(0, MESH, graph, (), outputs)
+
+
+def after(each: RankPass, write: Write) -> str:
+    made = program(write)
+    run_rank_passes(made, [each], RankContext(Graph(MESH)))
+    return str(made.graph)
+
+
+def reduced(graph: fx.Graph, x: Any) -> fx.Node:
+    started = graph.call_function(c10d.all_reduce.default, (x, "sum", GROUP))
+    return graph.call_function(c10d.wait_tensor.default, (started,))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_texts(case: str) -> None:
+    """If a change is meant: ``python -m tests.rank_golden`` writes them anew."""
+    assert made(case) == (FOLDER / f"{case}.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["gpt_fused", "resnet", "dropout_mlp"])
+def test_the_text_of_a_program_is_read_back(name: str) -> None:
+    pm = plan(make(name), sx.Mesh(dp=2, tp=2))
+    for rank in (0, 3):
+        text = str(pm.rank_program(rank))
+        again = parse_program(text, pm.after)
+        assert str(again) == text and again.module().code == pm.rank_module(rank).code
+        validate_program(again)
+
+
+def test_a_text_that_is_no_program_of_the_plan_is_an_error() -> None:
+    pm = plan(make("mlp3"), MESH)
+    text = str(pm.rank_program(0))
+    for damaged, what in (
+        (text.replace("program 1:", "program 9:"), "of another version"),
+        (text.replace("dp=2", "dp=4"), "for another mesh"),
+        (text.replace('"fc1.weight"', '"fc9.weight"'), "of another plan"),
+        (text.replace("aten.relu", "aten.rulu"), "cannot be read"),
+        (text.partition("return")[0], "cut short"),
+    ):
+        with pytest.raises(sx.Error, match=what):
+            parse_program(damaged, pm.after)
+
+
+def test_fresh_memory_is_reduced_where_it_lies() -> None:
+    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        product = graph.call_function(aten.mm.default, (a, b))
+        return (reduced(graph, graph.call_function(aten.t.default, (product,))),)
+
+    assert "memory_ops.all_reduce_" in after(InPlace(), write)
+
+
+def test_an_input_is_not_reduced_where_it_lies() -> None:
+    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        return (reduced(graph, graph.call_function(aten.t.default, (a,))),)
+
+    assert "memory_ops.all_reduce_" not in after(InPlace(), write)
+
+
+def test_what_is_used_later_is_not_reduced_where_it_lies() -> None:
+    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        product = graph.call_function(aten.mm.default, (a, b))
+        seen = graph.call_function(aten.t.default, (product,))
+        whole = reduced(graph, product)
+        return whole, graph.call_function(aten.add.Tensor, (seen, whole))
+
+    assert "memory_ops.all_reduce_" not in after(InPlace(), write)
+
+
+def test_gradients_that_share_memory_are_copied() -> None:
+    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        product = graph.call_function(aten.mm.default, (a, b))
+        return product, graph.call_function(aten.t.default, (product,)), graph.call_function(aten.t.default, (a,))
+
+    made = program(write)
+    run_rank_passes(made, [OwnOutputs()], RankContext(Graph(MESH)))
+    a, b = torch.rand(2, 2), torch.rand(2, 2)
+    first, second, third = made.module()(a, b)
+    assert torch.equal(first.t(), second) and torch.equal(third, a.t())
+    assert len({t.untyped_storage().data_ptr() for t in (first, second, third, a)}) == 4
+
+
+def test_products_are_computed_into_their_bucket() -> None:
+    case = make("gpt_fused")
+    text = str(plan(case, sx.Mesh(dp=2)).rank_program(0))
+    assert text.count("aten.mm.out(") >= 4 * 2 + 1
+    assert "pack.flatten(" not in text and "c10d.all_reduce(" not in text
+    text = str(plan(case, sx.Mesh(dp=2), specs={"layers.*.fc*.weight": "dp, -"}).rank_program(0))
+    assert "memory.mm_pieces(" in text and "memory.adjoin(" in text
+
+
+def test_a_valid_program_computes_what_its_plain_form_does() -> None:
+    case = make("mlp3")
+    pm = plan(case, sx.Mesh(dp=2))
+    programs = {rank: pm.rank_program(rank) for rank in range(2)}
+    assert "memory." not in str(plain(programs[0])) and "memory." in str(programs[0])
+    pm(*case.args, *case.targets).backward()
+    mine = pm.full_grads()
+    pm.zero_grad()
+    pm.use({rank: plain(each).module() for rank, each in programs.items()})
+    pm(*case.args, *case.targets).backward()
+    assert all(torch.equal(mine[name], grad) for name, grad in pm.full_grads().items())
+
+
+def wrong(write: Write) -> str:
+    with pytest.raises(sx.Error) as caught:
+        validate_program(program(write))
+    return str(caught.value)
+
+
+def flat(graph: fx.Graph, *offsets: int) -> tuple[fx.Node, list[fx.Node]]:
+    memory = graph.call_function(memory_ops.empty, ([8], torch.float32))
+    return memory, [graph.call_function(memory_ops.part, (memory, 1, at, [2, 2])) for at in offsets]
+
+
+def test_what_a_program_may_not_do() -> None:
+    def read_late(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        product = graph.call_function(aten.mm.default, (a, b))
+        sent = graph.call_function(memory_ops.all_reduce_, (product, "sum", GROUP))
+        done = graph.call_function(c10d.wait_tensor.default, (sent,))
+        return (graph.call_function(aten.add.Tensor, (done, product)),)
+
+    def unwaited(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        sent = graph.call_function(c10d.all_reduce.default, (a, "sum", GROUP))
+        return (graph.call_function(aten.add.Tensor, (sent, b)),)
+
+    def over_an_input(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        return (graph.call_function(aten.mm.out, (a, b), {"out": a}),)
+
+    def twice(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        memory, (first, second) = flat(graph, 0, 2)
+        values = [graph.call_function(memory_ops.write, (at, a)) for at in (first, second)]
+        return (graph.call_function(memory_ops.join, (memory, values, 1)),)
+
+    def elsewhere(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        memory, (first, second) = flat(graph, 0, 4)
+        values = [graph.call_function(memory_ops.write, (at, a)) for at in (second, first)]
+        return (graph.call_function(memory_ops.join, (memory, values, 1)),)
+
+    def empty(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        memory, _ = flat(graph)
+        return (graph.call_function(aten.neg.default, (memory,)),)
+
+    def given_away(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        return (graph.call_function(aten.t.default, (a,)),)
+
+    def changes(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        return (graph.call_function(aten.add_.Tensor, (a, b)),)
+
+    assert "is read after its memory was written over" in wrong(read_late)
+    assert "before it is waited for" in wrong(unwaited)
+    assert "an input's memory" in wrong(over_an_input)
+    assert "is read after its memory was written over" in wrong(twice)
+    assert "does not lie where" in wrong(elsewhere)
+    assert "memory without content" in wrong(empty)
+    assert "shares the memory of an input" in wrong(given_away)
+    assert "changes a tensor in place" in wrong(changes)
+
+
+@dataclass(frozen=True)
+class Spoil(RankPass):
+    """Reads what was reduced in place, or turns two collectives round."""
+
+    name: ClassVar[str] = "spoil"
+    how: str = "read"
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        calls = [n for n in program.graph.nodes if n.target is memory_ops.all_reduce_]
+        if self.how == "raise":
+            raise KeyError("no such node")
+        if self.how == "turn":
+            first, second = calls[:2]
+            first.args, second.args = (first.args[0], *second.args[1:]), (second.args[0], *first.args[1:])
+            second.update_arg(2, "dp2/tp@0")
+            return True
+        for user in list(next(iter(calls[0].users)).users):
+            user.replace_input_with(next(iter(calls[0].users)), calls[0].args[0])
+        return True
+
+
+def test_a_rank_pass_that_breaks_a_program_is_named() -> None:
+    for how, what in (("read", "after rank pass 'spoil'"), ("turn", "order of collectives"), ("raise", "KeyError")):
+        pm = plan(make("mlp3"), MESH, rank_passes=[Spoil(how)])
+        with pytest.raises(sx.Error, match=what) as caught:
+            pm.rank_module(1)
+        assert "'spoil'" in str(caught.value) and "rank 1" in str(caught.value)
+    with pytest.raises(sx.Error, match="not a rank pass"):
+        plan(make("mlp3"), MESH, rank_passes=[object()])
+
+
+def test_parts_in_pieces_are_laid_out_as_flatten_lays_out() -> None:
+    shapes, tensors = [(4, 3), (2,)], [torch.rand(4, 3), torch.rand(2)]
+    memory = memory_ops.empty([14], torch.float32)
+    at = 0
+    for shape, tensor in zip(shapes, tensors, strict=True):
+        memory_ops.write(memory_ops.part(memory, 2, at, shape), tensor)
+        at += tensor.numel() // 2
+    assert torch.equal(memory, pack.flatten(tensors, 2))
+    a, b = torch.rand(4, 5), torch.rand(5, 3)
+    memory_ops.mm_pieces(a, b, memory_ops.part(memory, 2, 0, (4, 3)))
+    assert torch.equal(memory, pack.flatten([a @ b, tensors[1]], 2))
+
+
+def test_neighbours_are_joined_without_a_copy() -> None:
+    whole = torch.arange(10.0)
+    a, b = whole[:6].view(2, 3), whole[6:]
+    assert memory_ops.adjoin([a, b]).data_ptr() == whole.data_ptr()
+    assert torch.equal(memory_ops.adjoin([a, b]), whole)
+    assert torch.equal(memory_ops.adjoin([b, a]), torch.cat([b, a.reshape(-1)]))
+    assert torch.equal(memory_ops.adjoin([a.t(), b]), torch.cat([a.t().reshape(-1), b]))
+
+
+def test_a_pool_lends_what_nobody_holds_and_lets_go_of_what_is_not_asked_for() -> None:
+    pool = MemoryPool()
+    first, second = pool.empty([2, 3], torch.float32), pool.empty([6], torch.float32)
+    assert first.data_ptr() != second.data_ptr()
+    at = first.data_ptr()
+    del first
+    assert pool.empty([6], torch.float32).data_ptr() == at
+    pool.next_step()
+    assert pool.empty([6], torch.float32).data_ptr() == at  # the second is held
+    pool.next_step()
+    del second
+    assert [each.flat.data_ptr() for each in pool._kept] == [at]
+
+
+def test_what_is_spread_is_what_unflatten_makes_of_it() -> None:
+    shapes = [(4, 3), (2,), (6, 1, 2)]
+    buffer = pack.flatten([torch.rand(shape) for shape in shapes], 2)
+    memory = memory_ops.empty([buffer.numel()], torch.float32)
+    spread = memory_ops.spread(memory, buffer, shapes, 2)
+    assert all(map(torch.equal, spread, pack.unflatten(buffer, shapes, 2)))

@@ -1,0 +1,210 @@
+"""Rank modules are fx GraphModules like any other: copied, pickled, transformed, compiled; changed, proven and run."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import pickle
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import shardfx as sx
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.rank_module import Origin
+from shardfx.runtime.virtual.virtual_engine import VirtualEngine
+from tests.plans import plan
+from tests.zoo import make
+
+aten = torch.ops.aten
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+X, Y = torch.randn(8, 6), torch.randint(0, 4, (8,))
+
+
+def planned(mesh: sx.Mesh, **more: Any) -> sx.ParallelModule:
+    torch.manual_seed(0)
+    hints = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), specs={"args.0": "dp, -"}, **more)
+    return sx.parallelize(MLP(), mesh, hints, virtual=True)
+
+
+def one_rank(pm: sx.ParallelModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A module that needs no other rank, and what goes in."""
+    module, state = pm.rank_module(0), {**pm.full_state_dict(), "args.0": X, "targets.0": Y}
+    return module, [state[given.name] for given in pm.rank_program(0).inputs]
+
+
+def same(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_module_is_copied_and_pickled() -> None:
+    module, inputs = one_rank(planned(sx.Mesh(dp=1)))
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert again.code == module.code and same(again(*inputs), module(*inputs))
+        origins = [node.meta.get("shardfx") for node in again.graph.nodes]
+        assert any(isinstance(each, Origin) and each.where.module == "up" for each in origins)
+
+
+def test_modules_of_many_ranks_come_back_and_are_proven() -> None:
+    pm = planned(sx.Mesh(dp=2))
+    changed = {rank: pickle.loads(pickle.dumps(copy.deepcopy(pm.rank_module(rank)))) for rank in range(2)}
+    assert pm.verify(modules=changed)
+    pm.use(changed)
+    loss = pm(X, Y)
+    assert torch.allclose(loss, planned(sx.Mesh(dp=2))(X, Y))
+
+
+def test_a_module_is_transformed() -> None:
+    module, inputs = one_rank(planned(sx.Mesh(dp=1)))
+    assert same(fx.Transformer(module).transform()(*inputs), module(*inputs))
+
+    def twice(x: Tensor) -> Tensor:
+        return aten.relu.default(x)
+
+    def clamped(x: Tensor) -> Tensor:
+        return aten.clamp_min.default(x, 0)
+
+    assert fx.replace_pattern(module, twice, clamped)
+    assert "clamp_min" in module.code and torch.allclose(
+        module(*inputs)[0], one_rank(planned(sx.Mesh(dp=1)))[0](*inputs)[0]
+    )
+
+
+def test_a_module_prints_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    planned(sx.Mesh(dp=1)).rank_module(0).graph.print_tabular()
+    assert "aten.relu.default" in capsys.readouterr().out
+
+
+def test_a_module_compiles_whole() -> None:
+    module, inputs = one_rank(planned(sx.Mesh(dp=1)))
+    with torch.no_grad():
+        assert same(torch.compile(module, fullgraph=True, backend="eager")(*inputs), module(*inputs))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_steps_go_through_torch_compile(backend: str) -> None:
+    pm, reference = planned(sx.Mesh(dp=2)), planned(sx.Mesh(dp=2))
+    pm.compile(backend=backend)
+    text = str(pm.rank_program(1))
+    assert "memory." not in text and "all_reduce_(" not in text
+    pm(X, Y).backward()
+    reference(X, Y).backward()
+    assert all(torch.allclose(pm.full_grads()[n], g) for n, g in reference.full_grads().items())
+    assert pm.verify()
+
+
+def test_a_program_that_is_not_the_model_is_not_run() -> None:
+    pm = planned(sx.Mesh(dp=2))
+    wrong = pm.rank_module(1)
+    relu = next(node for node in wrong.graph.nodes if node.target is aten.relu.default)
+    relu.target = aten.abs.default
+    wrong.recompile()
+    with pytest.raises(sx.Error, match="not the model") as caught:
+        pm.use({1: wrong})
+    assert "up" in str(caught.value) or "relu" in str(caught.value)
+    right = pm(X, Y)
+    pm.use({1: wrong}, proven=False)
+    assert not torch.equal(pm(X, Y), right)
+    assert not pm.verify()
+    assert any("unproven" in warning and "rank 1" in warning for warning in pm.report().warnings)
+
+
+def test_a_module_of_another_plan_is_an_error() -> None:
+    other = plan(make("mlp3"), sx.Mesh(dp=2)).rank_module(1)
+    for ask in (lambda pm: pm.use({1: other}), lambda pm: pm.verify(modules={1: other})):
+        with pytest.raises(sx.Error, match="not a program of this plan"):
+            ask(planned(sx.Mesh(dp=2)))
+    with pytest.raises(sx.Error, match="no rank 7"):
+        planned(sx.Mesh(dp=2)).use({7: other})
+
+
+TIMES: dict[str, float] = {}
+
+
+@sx.observes
+def noted(x: Any, name: str) -> Any:
+    TIMES[name] = time.perf_counter()
+    return x
+
+
+@dataclass(frozen=True)
+class TimeCollectives(sx.RankPass):
+    """Notes when each collective starts and when it was waited for."""
+
+    name: ClassVar[str] = "time-collectives"
+
+    def run(self, program: Any, context: Any) -> bool:
+        for node in list(program.graph.nodes):
+            row = row_of(node.target)
+            if row is None or row.name != "c10d.wait_tensor":
+                continue
+            for at, label in ((node.args[0].args[0], "starts"), (node, "is there")):
+                with program.graph.inserting_after(at):
+                    seen = program.graph.call_function(noted, (at, f"{node.name} {label}"))
+                at.replace_all_uses_with(seen, delete_user_cb=lambda user, seen=seen: user is not seen)
+        return True
+
+
+def test_a_users_rank_pass_runs_and_is_proven() -> None:
+    pm, reference = planned(sx.Mesh(dp=2), rank_passes=[TimeCollectives()]), planned(sx.Mesh(dp=2))
+    TIMES.clear()
+    assert torch.equal(pm(X, Y), reference(X, Y))
+    assert TIMES and len(TIMES) % 2 == 0
+    assert pm.verify() and "noted" in str(pm.rank_program(0))
+
+
+@pytest.mark.parametrize("name", ["gpt_fused", "resnet", "hf_t5", "dropout_mlp"])
+def test_what_runs_is_what_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: dict[int, str] = {}
+    run = VirtualEngine.run
+
+    def noting(self: VirtualEngine, programs: Any, inputs: Any, watch: Any = None) -> Any:
+        ran.update({rank: str(program) for rank, program in programs.items()})
+        return run(self, programs, inputs, watch)
+
+    monkeypatch.setattr(VirtualEngine, "run", noting)
+    case = make(name)
+    pm = plan(case, sx.Mesh(dp=2, tp=2))
+    assert pm._programs.step._engine is None
+    pm(*case.args, *case.targets, **case.kwargs)
+    assert ran == {rank: str(pm.rank_program(rank)) for rank in range(4)}
+    assert operator.countOf([rank in ran for rank in range(4)], True) == 4
+
+
+def test_another_dtype_is_another_plan() -> None:
+    pm = planned(sx.Mesh(dp=2))
+    assert pm.to("cpu") is pm and pm(X, Y).isfinite()
+    with pytest.raises(sx.Error, match="dtypes that it was captured in"):
+        pm.double()
+
+
+def test_a_plan_for_another_device_names_it() -> None:
+    """What is planned here may run elsewhere: its programs ask for memory there."""
+    text = str(planned(sx.Mesh(dp=2), device="meta").rank_program(0))
+    assert '"meta"' in text and '"cpu"' not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_plan_moves_to_a_gpu() -> None:
+    pm, reference = planned(sx.Mesh(dp=2)).to("cuda"), planned(sx.Mesh(dp=2))
+    loss = pm(X.cuda(), Y.cuda())
+    loss.backward()
+    reference(X, Y).backward()
+    for name, grad in reference.full_grads().items():
+        torch.testing.assert_close(pm.full_grads()[name].cpu(), grad)
