@@ -60,6 +60,7 @@ class GraphBuilder:
         return node.results if many else node.results[0]
 
     def input(self, kind: InputKind, name: str, type: TensorType, constant: torch.Tensor | None = None) -> Value:
+        """A new input of the graph, behind those that are there; gives its value."""
         value = Value(type, None, 0, name)
         self.graph.inputs.append(Input(kind, name, value, constant))
         return value

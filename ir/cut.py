@@ -39,6 +39,8 @@ class Cut:
         return self.parts or (Part(size, self.axes),)
 
     def text(self, size: int | str) -> str:
+        """The dim as it is printed: ``64{tp}``, or ``(3 64{tp})`` where it is compound. ``size`` is the global size,
+        or "."."""
         if self.parts:
             return "(" + " ".join(_sized(p.size, p.axes) for p in self.parts) + ")"
         return _sized(size, self.axes)

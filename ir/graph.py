@@ -91,7 +91,7 @@ class Graph:
     """A program on a mesh. ``str(graph)`` is its legal, parseable text (see :mod:`shardfx.ir.text.printer`).
 
     ``established`` is what passes have brought about, ``notes`` what capture and passes have to say to the user,
-    ``repeats`` the equal blocks that are left out (see :mod:`.unfold`).
+    ``repeats`` the equal blocks that are left out (see :mod:`.repeat`).
     """
 
     printer: ClassVar[Callable[[Graph], str]]

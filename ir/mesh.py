@@ -96,6 +96,7 @@ class Mesh:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
+        """The names of all axes, outermost first."""
         return tuple(axis.name for axis in self.axes)
 
     @cached_property

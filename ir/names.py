@@ -43,9 +43,11 @@ def _left(forward: list[Node], start: int, end: int, path: str) -> bool:
 
 
 def prefixes(path: str) -> list[str]:
+    """The module at the path and those around it, outermost first: ``a.b`` gives ``a``, ``a.b``."""
     parts = path.split(".") if path else []
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def within(module: str, path: str) -> bool:
+    """Whether a module is the one at ``path``, or lies in it."""
     return module == path or module.startswith(path + ".")

@@ -2,7 +2,7 @@
 
 A graph with this line holds the blocks ``layers.0``, ``layers.1``, ``layers.78`` and ``layers.79`` around those that
 are left out, and each of these is ``layers.1`` again, with its own parameters and its own neighbours. So a graph of 80
-blocks is traced and planned at the cost of four. :mod:`shardfx.ir.unfold` puts the blocks back.
+blocks is traced and planned at the cost of four. :mod:`shardfx.ir.unfolding.unfold` puts the blocks back.
 """
 
 from __future__ import annotations

@@ -30,10 +30,13 @@ class Shards:
 
     @property
     def count(self) -> int:
+        """How many distinct pieces there are: replicas count once."""
         return len(self.boxes)
 
     @staticmethod
     def of(spec: Spec, shape: Sequence[int], mesh: Mesh) -> Shards:
+        """The pieces of a tensor of a global shape under a spec, numbered in the order of the first rank that holds
+        each."""
         boxes: dict[Box, int] = {}
         by_rank, shapes = [], []
         for rank in range(mesh.size):
@@ -65,6 +68,8 @@ class Shards:
 
 
 def cut_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
+    """The elements of ``whole``, seen in the shape ``view``, that lie in a box of it; in the local shape. A view
+    where that is possible."""
     x = whole.reshape(view)
     for dim, (start, length) in enumerate(box):
         if length != x.shape[dim]:

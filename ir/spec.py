@@ -37,14 +37,17 @@ class TensorType:
 
     @property
     def ndim(self) -> int:
+        """How many dims."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
+        """How many elements, over all ranks."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all elements, over all ranks."""
         return self.numel * self.dtype.itemsize
 
 
@@ -89,10 +92,12 @@ class Spec:
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
+        """The axes over which it is partial, of whatever reduction."""
         return tuple(axis for axis, _ in self.partial)
 
     @property
     def is_whole(self) -> bool:
+        """Whether every rank holds all of it, and no partial result."""
         return not self.partial and not any(cut.axes for cut in self.dims)
 
     def reduced(self) -> Spec:
@@ -100,6 +105,7 @@ class Spec:
         return Spec(self.dims) if self.partial else self
 
     def with_dim(self, dim: int, cut: Cut) -> Spec:
+        """The same spec with another cut of one dim."""
         return Spec((*self.dims[:dim], cut, *self.dims[dim + 1 :]), self.partial)
 
     def box(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
@@ -126,6 +132,7 @@ class Spec:
         return math.prod(self.local_shape(shape, mesh, dict.fromkeys(mesh.names, 0)))
 
     def text(self, shape: Sequence[int] | None = None, dtype: str = "") -> str:
+        """The spec as it is printed: ``f32[64{dp}, 256] +{tp}``; ``.`` for sizes where no shape is given."""
         sizes: Sequence[int | str] = shape if shape is not None else ["."] * len(self.dims)
         body = ", ".join(cut.text(size) for cut, size in zip(self.dims, sizes, strict=True))
         by_op: dict[str, list[str]] = {}

@@ -65,6 +65,7 @@ class Decision:
 
     @property
     def source(self) -> str:
+        """Where the cut comes from, in words: the tensor and the op that carried it on, or the hint."""
         if self.node is None or self.near is None:
             return self.how
         return f"{self.near!r} through {op_name(self.node.op)} @ {self.node.where} ({self.how})"

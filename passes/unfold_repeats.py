@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.repeat import Repeat
-from shardfx.ir.twin import Twin, Unfolded
-from shardfx.ir.unfold import unfold
+from shardfx.ir.unfolding.twin import Twin, Unfolded
+from shardfx.ir.unfolding.unfold import unfold
 
 from .base import Context, Decision, Pass
 

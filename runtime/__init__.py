@@ -1,1 +1,20 @@
-"""How programs run, and the proof that they are the model."""
+"""How programs run, and the proof that they are the model: the names that a writer of engines or rank passes needs
+(docs/writing_passes.md)."""
+
+from .debug.collective_counts import count_collectives
+from .engine import Engine, RankWatch, Watch
+from .store import Store
+from .verify.verdict import Verdict
+from .virtual.virtual_engine import VirtualEngine
+from .virtual.virtual_store import VirtualStore
+
+__all__ = [
+    "Engine",
+    "RankWatch",
+    "Store",
+    "Verdict",
+    "VirtualEngine",
+    "VirtualStore",
+    "Watch",
+    "count_collectives",
+]

@@ -72,6 +72,11 @@ class Groups:
         self._known: dict[str, tuple[int, ...]] = {}
 
     def members(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of that name in which ``rank`` is, in the group's order.
+
+        Raises:
+            Error: the mesh has no such group, or the rank is not in it.
+        """
         if name not in self._known:
             shape, _, rest = name.partition("/")
             axes = tuple(rest.partition("@")[0].split("."))

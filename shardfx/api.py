@@ -12,7 +12,7 @@ from shardfx.ir.capture.given import as_module
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.unfold import whole
+from shardfx.ir.unfolding.unfold import whole
 from shardfx.module.modes import OtherMode, without_weights
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
+from shardfx.demo.run_demo import demo
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Mesh, Time
 from shardfx.module.parallel_module import ParallelModule
@@ -42,7 +43,7 @@ from .plugins import all_passes
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code."""
-    arguments = parser().parse_args(argv)
+    arguments = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardfxWarning)  # the report has them
@@ -59,7 +60,7 @@ def console() -> Console:
     return Console(width=None if tty else 120, emoji=False, highlight=False)
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="shardfx", description="A graph-level parallelizing compiler for PyTorch.")
     made.add_argument("--version", action="version", version=f"shardfx {version()}")
     commands = made.add_subparsers(required=True, metavar="COMMAND")
@@ -69,14 +70,14 @@ def parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    demo = command("demo", run_demo, "train a small model on 4 virtual ranks beside one device, prove it, draw it")
+    demo = command("demo", _demo, "train a small model on 4 virtual ranks beside one device, prove it, draw it")
     demo.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: 40)")
     demo.add_argument(
         "--out", type=Path, default=Path("demo_out"), metavar="DIR", help="where to write (default: demo_out)"
     )
     command("passes", run_passes, "list the passes that there are, built-in ones and those of plugins")
-    plan = command("plan", run_plan, "plan a model, and say what the plan costs")
-    explain = command("explain", run_explain, "say why something is cut as it is")
+    plan = command("plan", _plan, "plan a model, and say what the plan costs")
+    explain = command("explain", _explain, "say why something is cut as it is")
     for each in (plan, explain):
         each.add_argument("target", metavar="MODULE:FUNCTION", help="a function that returns (model, hints)")
         each.add_argument("--mesh", required=True, help="the axes of ranks, outermost first: dp=2,tp=2")
@@ -88,9 +89,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run_demo(arguments: argparse.Namespace, out: Console) -> int:
-    from shardfx.demo.run_demo import demo
-
+def _demo(arguments: argparse.Namespace, out: Console) -> int:
     return demo(out, arguments.out, arguments.steps)
 
 
@@ -120,7 +119,7 @@ def summary(kind: type[Pass]) -> str:
     return "" if text.startswith(f"{kind.__name__}(") else " ".join(text.split())  # a dataclass without one
 
 
-def run_plan(arguments: argparse.Namespace, out: Console) -> int:
+def _plan(arguments: argparse.Namespace, out: Console) -> int:
     pm = planned(arguments)
     out.print(pm.report())
     if arguments.draw is not None:
@@ -131,7 +130,7 @@ def run_plan(arguments: argparse.Namespace, out: Console) -> int:
     return 0
 
 
-def run_explain(arguments: argparse.Namespace, out: Console) -> int:
+def _explain(arguments: argparse.Namespace, out: Console) -> int:
     out.print(str(planned(arguments).explain(arguments.name)), markup=False, soft_wrap=True)
     return 0
 

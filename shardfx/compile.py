@@ -16,7 +16,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.unfold import whole
+from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import (
     BUILT_IN,
     COMM_EXPLICIT,

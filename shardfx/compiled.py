@@ -7,7 +7,7 @@ from functools import cached_property
 
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph
-from shardfx.ir.unfold import whole
+from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import Context, Pass
 
 from .hints import Hints

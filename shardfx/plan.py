@@ -77,7 +77,7 @@ class Plan:
         Raises:
             Error: another mesh; or another model, or other shapes of inputs.
         """
-        here, there = shape_of(graph.mesh), shape_of(self.mesh)
+        here, there = repr(graph.mesh), repr(self.mesh)
         if here != there:
             raise Error("the plan is one for another mesh", where="Hints(specs=plan.specs)", expected=there, got=here)
         found = fingerprint(graph)
@@ -210,10 +210,6 @@ def version() -> str:
         return importlib.metadata.version("shardfx")
     except importlib.metadata.PackageNotFoundError:
         return "0"
-
-
-def shape_of(mesh: Mesh) -> str:
-    return repr(mesh)
 
 
 def some(names: list[str]) -> str:

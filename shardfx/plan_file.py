@@ -65,10 +65,10 @@ def read_plan(path: str | Path) -> PlanFields:
             got=f"version {content.get('version')}, written by shardfx {content.get('shardfx')}",
             remedy="make the plan anew, or read it with that version of shardfx",
         )
-    return fields_of(content, where)
+    return _fields_of(content, where)
 
 
-def fields_of(content: dict[str, Any], where: str) -> PlanFields:
+def _fields_of(content: dict[str, Any], where: str) -> PlanFields:
     try:
         axes = {_text_of("name", a["name"]): _size(a) for a in _list(content["mesh"])}
         links = {a["name"]: Link(a["bandwidth"], a["latency"]) for a in content["mesh"]}

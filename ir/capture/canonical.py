@@ -27,6 +27,11 @@ OF_A_DEVICE = ("device", "pin_memory")
 
 
 def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
+    """Write a call of the traced graph as nodes of ours, in canonical form; gives the result, or the list of them.
+
+    Raises:
+        Error: the call is none of an op of torch.
+    """
     if node.target is operator.getitem:
         source, index = node.args
         return builder.env[source][index]  # type: ignore[index]

@@ -39,6 +39,8 @@ class ModelAndLoss(nn.Module):
         self.results = results
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The model's tensors, behind the loss where there is one. ``tensors`` are the leaves of arguments and
+        targets."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)

@@ -4,7 +4,7 @@ The model runs once without numbers, and what it calls is written on a :class:`.
 blocks of one list (``model.layers.3`` to ``model.layers.79``) whose parts of the tape are call by call the same:
 parameters of the same place and kind, and whatever comes from the block before comes from the same call of it.
 :func:`shorten` keeps four blocks around those that are left out; the tape of what is left must then be the first tape
-without the others. :mod:`shardfx.ir.unfold` puts them back into the graph, when it is planned.
+without the others. :mod:`shardfx.ir.unfolding.unfold` puts them back into the graph, when it is planned.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def inherit_sources(graph: Graph, loss: Where | None) -> None:
 
 
 def source_of(node: torch.fx.Node) -> Where:
+    """The module and the line of the user's code that a traced node comes from; "" and 0 where torch does not say."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     path = next(reversed(stack.values()))[0] if stack else ""
     module = path.removeprefix(PREFIX) if path.startswith(PREFIX) else "" if path == "model" else path

@@ -24,13 +24,13 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.unfold import Irregular, check_regular
+from shardfx.ir.unfolding.regular import Irregular
+from shardfx.ir.unfolding.unfold import check_regular
 
 from .convert import Names, convert
-from .given import as_module, on_cpu
+from .given import as_module, explain, on_cpu, reject_unknown_shapes
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
-from .refusals import explain, reject_unknown_shapes
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 
 aten = torch.ops.aten

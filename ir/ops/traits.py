@@ -53,6 +53,7 @@ def base_name(node: Node) -> str:
 
 @cache
 def base_name_of(op: Any) -> str:
+    """The name of an op without namespace and overload: ``mm``, ``add``; one of our own in full."""
     name = op_name(op)
     if name.startswith(OWN) or not isinstance(op, torch._ops.OpOverload):
         return name

@@ -3,10 +3,10 @@
     book = default_rules().with_fallback(Discovery(FindingsFolder(default_folder())).entry)
     book.entry(torch.ops.mylib.row_softmax.default).make(node)      # a b! -> a b!
 
-All one-axis cuts and partial sums that give the whole result are searched (:mod:`.search`), on a small instance of the
-node (:mod:`.shrink`); those that go together are the rule (:mod:`.findings`), which is then checked as every other rule
-is (:mod:`.soundness`), on other values. Findings are kept on disk (:mod:`.store`), and checked again when they are
-read: an op may have been changed since.
+All one-axis cuts and partial sums that give the whole result are searched (:mod:`.cut_search`), on a small instance of
+the node (:mod:`.small_instance`); those that go together are the rule (:mod:`.findings`), which is then checked as
+every other rule is (:mod:`.soundness`), on other values. Findings are kept on disk (:mod:`.findings`), and checked
+again when they are read: an op may have been changed since.
 
 An op that cannot be told on small tensors has no rule: one that fails on them, draws random numbers, gives different
 results for the same arguments, changes its arguments, or takes too long.

@@ -6,7 +6,7 @@ the rows ``i * stride - before`` to ``i * stride + after`` of the operand, as fa
     >>> halos(instance(aten.convolution.default, (x, w, None, [1], [1], [1], False, [0], 1)))
     [Halo(operand=0, dim=2, result=0, result_dim=2, stride=1, before=1, after=1)]
 
-What needs its own row only is no halo but a cut (:mod:`.search`), and what needs all rows is neither.
+What needs its own row only is no halo but a cut (:mod:`.cut_search`), and what needs all rows is neither.
 """
 
 from __future__ import annotations

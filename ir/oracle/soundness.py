@@ -186,4 +186,5 @@ class Executor(Share):
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """The op's result on this rank's pieces."""
         return call(op, args, kwargs)

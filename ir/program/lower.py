@@ -161,9 +161,11 @@ class LocalEmit(Share):
     kwargs: dict[str, Any]
 
     def call(self, op: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
+        """Append a call to the rank's program; ``gives`` is the local shape of its result, where that is known."""
         return self.lowering.call(op, *args, gives=gives, **kwargs)
 
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
+        """The local shape of a value that is held by a spec."""
         return self.lowering.shape(value, spec)
 
 

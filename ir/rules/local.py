@@ -46,18 +46,22 @@ class Share:
         return spec.local_shape(value.shape, self.mesh, self.coords)
 
     def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
+        """Start and length of what this rank holds of a dim of an operand."""
         assert self.node.strategy is not None
         return self._bounds(self.node.operands[operand], self.node.strategy.operands[operand], dim)
 
     def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
+        """Start and length of what this rank holds of a dim of a result."""
         assert self.node.strategy is not None
         return self._bounds(self.node.outs[result], self.node.strategy.results[result], dim)
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """The local shape of an operand."""
         assert self.node.strategy is not None
         return self.shape(self.node.operands[operand], self.node.strategy.operands[operand])
 
     def result_shape(self, result: int) -> tuple[int, ...]:
+        """The local shape of a result."""
         assert self.node.strategy is not None
         return self.shape(self.node.outs[result], self.node.strategy.results[result])
 

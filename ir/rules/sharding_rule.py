@@ -41,6 +41,7 @@ class ShardingRule:
 
     @cached_property
     def result_factors(self) -> tuple[frozenset[str], ...]:
+        """For each result the factors of its dims; none for a result that is no tensor."""
         return tuple(frozenset(f for dim in dims or () for f in dim) for dims in self.results)
 
     @cached_property
@@ -50,6 +51,7 @@ class ShardingRule:
         return tuple(words if len(words) == len(self.results) else words * len(self.results))
 
     def dim_sizes(self, dim: Dim) -> list[int]:
+        """The global sizes of the factors that make up a dim, major first."""
         return [self.sizes[f] for f in dim]
 
 

@@ -72,6 +72,7 @@ def write_argument(arg: Any, scope: PrintScope) -> str:
 
 
 def read_argument(line: Line, scope: ReadScope) -> Any:
+    """An argument of a node: a value, number, string or constant of torch, a list or a tuple of them."""
     if line.kind == "value":
         return scope.use(line)
     if line.kind == "string":
@@ -106,6 +107,7 @@ def write_keyword(key: str, arg: Any, scope: PrintScope) -> str:
 
 
 def read_keyword(line: Line, key: str, scope: ReadScope) -> Any:
+    """The argument behind ``key=``: of ``axes`` mesh axes, otherwise also a bare word."""
     if key == "axes":
         line.expect("[")
         return line.many(lambda: scope.mesh_axis(line), "]")
@@ -128,6 +130,7 @@ def write_type(value: Value, scope: PrintScope) -> str:
 
 
 def read_type(line: Line, scope: ReadScope) -> tuple[TensorType, Spec | None]:
+    """A type, and the placement in it: None where the text says ``?``, or the graph is not placed."""
     word = line.word("a type such as f32[64{dp}, 256]")
     dtype = DTYPES.get(word) or getattr(torch, word, None)
     if not isinstance(dtype, torch.dtype):
@@ -170,9 +173,11 @@ def _part(line: Line, scope: ReadScope) -> Part:
 
 
 def write_axes(axes: Sequence[str]) -> str:
+    """``{dp,tp}``."""
     return f"{{{','.join(axes)}}}"
 
 
 def read_axes(line: Line, scope: ReadScope) -> tuple[str, ...]:
+    """The axes in braces; each must be one of the mesh."""
     line.expect("{")
     return tuple(line.many(lambda: scope.mesh_axis(line), "}"))

@@ -49,6 +49,11 @@ class Line:
                 return gone
 
     def fail(self, expected: str, got: object = None) -> NoReturn:
+        """Refuse the line. ``got`` is the token at hand, if not given.
+
+        Raises:
+            Error: always, with the line's number and text.
+        """
         where = f"line {self.number}: {self.text.strip()}"
         raise Error("the text of a graph cannot be read", where=where, expected=expected, got=got or self.token)
 
@@ -60,15 +65,18 @@ class Line:
         return True
 
     def expect(self, token: str) -> None:
+        """Go past this token, or refuse the line."""
         if not self.accept(token):
             self.fail(repr(token))
 
     def take(self, kind: str, what: str) -> str:
+        """The next token, which must be of a kind: ``what`` says in words what is expected."""
         if self.kind != kind:
             self.fail(what)
         return self.next()
 
     def word(self, what: str) -> str:
+        """The next token, which must be a word."""
         return self.take("word", what)
 
     def name(self, what: str) -> str:
@@ -76,6 +84,7 @@ class Line:
         return json.loads(self.next()) if self.kind == "string" else self.word(what)
 
     def number_of(self, type: Callable[[str], T], what: str) -> T:
+        """The next token as a number of a type (``int``, ``float``), or the line is refused."""
         text = self.take("number", what)
         try:
             return type(text)

@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 
 from shardfx.ir.graph import Graph, InputKind, Node, Strategy, Value
+from shardfx.ir.names import pattern
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rewriter import Rewriter
@@ -73,8 +74,6 @@ class FuseComm(Pass):
     def _named(self, graph: Graph) -> dict[Node, str]:
         """The explicit group of each collective that brings a gradient or fetches a parameter; and of those that move
         what follows from the batch alone: nothing that is computed from parameters keeps that waiting."""
-        from shardfx.ir.names import pattern
-
         result = dict.fromkeys(_of_batch(graph), "batch") if self.mb > 0 else {}
         if not self.groups:
             return result

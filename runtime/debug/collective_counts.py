@@ -39,16 +39,19 @@ class Counts(dict[Key, Count]):
     """By (collective, group). Several groups along the same axes (``tp@0``, ``tp@1``) count each for themselves."""
 
     def add(self, op: str, group: str, nbytes: float) -> None:
+        """Count one call that sent ``nbytes`` from this rank."""
         count = self.setdefault((op, group), Count())
         count.calls += 1
         count.nbytes += nbytes
 
     @property
     def calls(self) -> int:
+        """How many ran, of all kinds and groups."""
         return sum(count.calls for count in self.values())
 
     @property
     def nbytes(self) -> float:
+        """The bytes that this process's ranks sent, in all of them."""
         return sum(count.nbytes for count in self.values())
 
 

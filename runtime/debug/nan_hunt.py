@@ -32,6 +32,7 @@ class NanHunt:
     inf: bool = True
 
     def watch(self, rank: int) -> Watcher:
+        """A fresh look at one rank's program."""
         return Watcher(rank, self.inf)
 
 

@@ -3,11 +3,11 @@
 =======  =========================  ================================================================================
 plain    ``64{dp}``, ``64{dp,tp}``  the piece is one box of the whole: a DTensor, and nothing more to say
 boxes    ``(3 64{tp})``             the piece is several boxes: the DTensor's local tensor is a
-                                    :class:`.boxes.Boxes`, which tells ``torch.distributed.checkpoint`` where each
-                                    of them stands
-guarded  ``(3 64{tp,dp})``          no DTensor placement gives these pieces (see :mod:`.placements`): the one it has
-                                    says along which axes it is cut, and no more. Optimizers, norms and checkpoints
-                                    work; ``full_tensor()`` and ``redistribute()`` are errors
+                                    :class:`.multi_box.MultiBoxTensor`, which tells ``torch.distributed.checkpoint``
+                                    where each of them stands
+guarded  ``(3 64{tp,dp})``          no DTensor placement gives these pieces (see :mod:`.dtensor_placements`): the one
+                                    it has says along which axes it is cut, and no more. Optimizers, norms and
+                                    checkpoints work; ``full_tensor()`` and ``redistribute()`` are errors
 =======  =========================  ================================================================================
 """
 
@@ -43,6 +43,8 @@ class DTensorShard:
     def of(
         spec: Spec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh: DeviceMesh, rank: int
     ) -> DTensorShard:
+        """How the piece of one rank is shown: as a plain DTensor, as one of several boxes, or guarded where DTensor
+        has no such placement."""
         coords = mesh.coords(rank)
         piece = torch.empty(spec.local_shape(shape, mesh, coords), dtype=dtype, device="meta")
         held = [runs(cut, size, mesh, coords) for cut, size in zip(spec.dims, shape, strict=True)]
@@ -57,10 +59,12 @@ class DTensorShard:
         return DTensorShard("plain", template)
 
     def wrap(self, piece: Tensor) -> DTensor:
+        """The DTensor around a rank's plain piece; both share memory."""
         local = piece if self.kind == "plain" else MultiBoxTensor(piece, self.boxes, self.kind == "guarded")
         return DTensor(local, self.template, requires_grad=False)
 
     def unwrap(self, tensor: Tensor) -> Tensor:
+        """The plain piece of a rank, of a DTensor or of what DTensor hands to an op. Shares memory."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         return local.data_ if isinstance(local, MultiBoxTensor) else local
 

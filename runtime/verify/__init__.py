@@ -1,16 +1,24 @@
-"""Proof that the ranks' programs compute what the model computes.
+"""Proof that the ranks' programs compute what the model computes; :mod:`.verdict` is its end, and the way in.
 
-``terms``    the captured program and the planned one as terms: are they the same function of the inputs?
-``rules``    from what a rank holds of an op's operands to what it holds of its results, by the op's sharding rule
-``elements`` tensors of element numbers, in the size of their pattern
-``moves``    communication and packing, executed on element numbers instead of elements
-``interpret``  one rank's program: which box of which term does every node hold?
-``lockstep`` ranks side by side, which come together at collectives
-``static``   all ranks' programs, and the proof
-``scale``    the same for many ranks: every distinct op at every rank, whole programs of two
-``naming``   where somebody changed a program
-``dynamic``  all ranks and the whole program on random numbers in float64
-``shrink``   the same plan with small dims, for ``dynamic``
+``proof``, without numbers:
 
-Nothing here imports the passes or the lowering that made the programs.
+``terms``            the captured program and the planned one as terms
+``same_function``    are they the same function of the inputs?
+``deduction``        from what a rank holds of an op's operands to what it holds of its results, by the op's rule
+``elements``         tensors of element numbers, in the size of their pattern (``strided_runs``)
+``numbering``        communication and packing, executed on element numbers instead of elements
+``known``            what is known of a node of a rank's program
+``interpreter``      one rank's program: which box of which term does every node hold?
+``calls``            which op of the model is a call this rank's version of?
+``meeting``          ranks side by side, which come together at collectives
+``every_rank``       all ranks' programs, and the proof
+``representatives``  the same for many ranks: every distinct op at every rank, whole programs of two
+
+``sample``, on numbers:
+
+``compare``          all ranks and the whole program on random numbers in float64 (``whole``)
+``shrink_plan``      the same plan with small dims, for ``compare`` (``sizes``, ``small_graph``)
+
+``fault`` says what is wrong in words of the model, ``first_change`` where somebody changed a program. ``proof`` imports
+neither the passes nor the lowering that made the programs.
 """

@@ -47,11 +47,11 @@ def demo(out: Console, folder: Path, steps: int = 40) -> int:
     started = time.perf_counter()
     with out.status("capturing and planning"):
         pm = plan(model, mesh)
-    done(out, f"planned in {seconds_text(time.perf_counter() - started)}: {len(pm.after.nodes)} ops per rank")
+    _done(out, f"planned in {seconds_text(time.perf_counter() - started)}: {len(pm.after.nodes)} ops per rank")
     good = train(out, pm, copy.deepcopy(model), steps)
     with out.status("one step in float64"):
         error, worst = double_step(model, mesh)
-    good &= check(out, error <= FLOAT64, f"one step in float64: no gradient is off by more than {error:.1e} ({worst})")
+    good &= _check(out, error <= FLOAT64, f"one step in float64: no gradient is off by more than {error:.1e} ({worst})")
     out.print()
     out.print(Rule("What the plan costs", align="left", style="dim"))
     out.print(pm.report())
@@ -106,7 +106,7 @@ def train(out: Console, pm: ParallelModule, model: Decoder, steps: int) -> bool:
     out.print(made)
     out.print()
     off = max((abs(a - b) / abs(b) for a, b in losses), default=0.0)
-    return check(out, off <= FLOAT32, f"{steps} steps in float32: the losses part by at most {off:.1e} of their size")
+    return _check(out, off <= FLOAT32, f"{steps} steps in float32: the losses part by at most {off:.1e} of their size")
 
 
 def double_step(model: Decoder, mesh: Mesh) -> tuple[float, str]:
@@ -126,10 +126,10 @@ def double_step(model: Decoder, mesh: Mesh) -> tuple[float, str]:
     return errors[worst], worst
 
 
-def check(out: Console, good: bool, text: str) -> bool:
-    done(out, text, good)
+def _check(out: Console, good: bool, text: str) -> bool:
+    _done(out, text, good)
     return good
 
 
-def done(out: Console, text: str, good: bool = True) -> None:
+def _done(out: Console, text: str, good: bool = True) -> None:
     out.print(Text.assemble(("  ✓ ", "bold green") if good else ("  ✗ ", "bold red"), text))

@@ -134,10 +134,12 @@ class Trails:
         return operands[copy.index if len(operands) > 1 else 0]
 
     def name(self, value: Value) -> str:
+        """The value's name in the graph's text."""
         return self.printer.use(value) if value in self.printer.tokens else "a value that was taken apart"
 
     def _dim(self, value: Value, dim: int | None) -> str:
         return self.name(value) + (f" dim {dim}" if dim is not None else "")
 
     def op(self, node: Node) -> str:
+        """The op, and the module that it is called in."""
         return f"{op_name(node.op)}{f' @ {node.where.module}' if node.where.module else ''}"

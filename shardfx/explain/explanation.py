@@ -47,6 +47,8 @@ class Trail:
     because: tuple[Because, ...]
 
     def lines(self, brief: bool) -> list[str]:
+        """As it is printed: the links back to the hint, a long middle left out; ``brief`` gives the last one
+        alone."""
         links = [str(link) for link in self.because]
         if brief and links:
             down = dict.fromkeys(link.turned_down for link in self.because if link.turned_down)
@@ -71,6 +73,7 @@ class Entry:
     communication: tuple[str, ...] = ()
 
     def text(self, brief: bool = False) -> str:
+        """As it is printed; ``brief``: one line for each axis."""
         lines = [self.cuts] if self.cuts else []
         for trail in self.trails:
             lines += trail.lines(brief)

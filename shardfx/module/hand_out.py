@@ -21,11 +21,17 @@ class HandOut(torch.autograd.Function):
     def forward(
         ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], *parameters: nn.Parameter
     ) -> torch.Tensor:
+        """The loss as it is, and the gradients of ``parameters`` kept for ``backward``."""
         ctx.grads = grads
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> Any:
+        """The kept gradients, times that of the loss.
+
+        Raises:
+            Error: they were handed out before.
+        """
         (scale,) = above
         grads = ctx.grads
         if grads is None:

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
-from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, OutputKind
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.plan import Plan, make_plan
@@ -24,7 +22,6 @@ from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
-from shardfx.runtime.export.program_files import write_rank, write_shared
 from shardfx.runtime.step import Results
 from shardfx.runtime.verify.verdict import Verdict
 
@@ -80,7 +77,7 @@ class ParallelModule(nn.Module):
                 got=made.dtype,
                 remedy="convert the model, then parallelize it",
             )
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if made.device.type != self._place.device.type:
             self._place = self._place.moved(made.device)
             self._state.store.to(made.device)
@@ -92,6 +89,12 @@ class ParallelModule(nn.Module):
     # ---- calling --------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step on this process's ranks. With the loss's targets it gives the loss (and, where gradients are
+        enabled, has them ready for ``backward()``), without them the model's results, whole.
+
+        Raises:
+            Error: inputs are not those of the capture, or a rank fails.
+        """
         programs = self._programs if self.training == self.captured_training else self._in_other_mode()
         compiled, step = programs.compiled, programs.step
         self._state.check_complete()
@@ -176,17 +179,7 @@ class ParallelModule(nn.Module):
         Weights and (real) example inputs lie beside them. Under ``torchrun`` all ranks call it, and each writes its
         own; the weights of other ranks are not known there.
         """
-        folder, step = Path(folder), self._programs.step
-        folder.mkdir(parents=True, exist_ok=True)
-        hints = self._compiled.hints
-        named = leaf_names(hints.args, hints.kwargs, hints.targets)
-        examples = {n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and type(t) is torch.Tensor}
-        for rank in step.engine.ranks if ranks is None else ranks:
-            program = self.rank_program(rank)
-            write_rank(folder, rank, program, self.mesh, step.rank_inputs(rank, program, examples))
-        if 0 in step.engine.ranks:
-            write_shared(folder, self.after, self.rank_program(0))
-        return folder
+        return self._programs.save(Path(folder), ranks)
 
     # ---- state ----------------------------------------------------------------------------------------------
 
@@ -267,16 +260,7 @@ class ParallelModule(nn.Module):
 
     def known_inputs(self) -> dict[str, torch.Tensor]:
         """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""
-        hints = self._compiled.hints
-        named = leaf_names(hints.args, hints.kwargs, hints.targets)
-        known = {
-            n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
-        }
-        for given in self.after.of_kind(InputKind.BUFFER):
-            pieces = self._state.store.buffers.get(given.name, ())
-            if len(pieces) == 1 and tuple(pieces[0].shape) == given.value.shape:
-                known[given.name] = pieces[0]
-        return known
+        return self._state.known_inputs()
 
     @property
     def plan(self) -> Plan:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import fx
 
 from shardfx.compiled import Compiled
+from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.passes.rank import RankContext, RankPass, built_in, run_rank_passes
 from shardfx.runtime.engine import Engine
+from shardfx.runtime.export.program_files import write_rank, write_shared
 from shardfx.runtime.step import Kinds, Step
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict, verify
@@ -100,6 +103,20 @@ class Programs:
         self.unproven = (self.unproven - set(modules)) | (set() if proven else set(modules))
         for rank, program in changed.items():
             self.step.put(rank, kinds, program)
+
+    def save(self, folder: Path, ranks: Iterable[int] | None) -> Path:
+        """Write the programs of ``ranks`` (None: those of this process) as files; gives the folder."""
+        step, after = self.step, self.compiled.after
+        folder.mkdir(parents=True, exist_ok=True)
+        hints = self.compiled.hints
+        named = leaf_names(hints.args, hints.kwargs, hints.targets)
+        examples = {n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and type(t) is torch.Tensor}
+        for rank in step.engine.ranks if ranks is None else ranks:
+            program = self.running(rank, self.kinds())
+            write_rank(folder, rank, program, after.mesh, step.rank_inputs(rank, program, examples))
+        if 0 in step.engine.ranks:
+            write_shared(folder, after, self.running(0, self.kinds()))
+        return folder
 
     def warnings(self) -> list[str]:
         """What is to be said of the programs: notes of rank passes, and which of them nobody has proven."""

@@ -9,7 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.compiled import Compiled
+from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
+from shardfx.ir.graph import InputKind
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store
@@ -77,6 +79,19 @@ class ModelState:
             stored = known in self.store.parameters or known in self.store.buffers
             result[name] = self.store.whole(known) if stored else self.extra[name]
         return result
+
+    def known_inputs(self) -> dict[str, torch.Tensor]:
+        """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""
+        hints = self.compiled.hints
+        named = leaf_names(hints.args, hints.kwargs, hints.targets)
+        known = {
+            n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
+        }
+        for given in self.compiled.after.of_kind(InputKind.BUFFER):
+            pieces = self.store.buffers.get(given.name, ())
+            if len(pieces) == 1 and tuple(pieces[0].shape) == given.value.shape:
+                known[given.name] = pieces[0]
+        return known
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients by the model's own names."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
 
 from shardfx.ir.cost.amounts import Cost
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.storages import Peak
 from shardfx.ir.mesh import Mesh
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .tables import report_tables, report_text
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,17 @@ class Communication:
 
     @property
     def calls(self) -> int:
+        """How many collectives a rank starts in a step."""
         return sum(row.calls for row in self.rows)
 
     @property
     def nbytes(self) -> float:
+        """The bytes that a rank sends in a step."""
         return sum(row.nbytes for row in self.rows)
 
     @property
     def seconds(self) -> float:
+        """The links' time for all of it, one after the other."""
         return sum(row.seconds for row in self.rows)
 
     def over(self, axis: str) -> float:
@@ -124,11 +127,7 @@ class Report:
     passes: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        from .tables import report_text
-
         return report_text(self)
 
     def __rich__(self) -> RenderableType:
-        from .tables import report_tables
-
         return report_tables(self)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from .grammar import KINDS, NUMBERS, Pick, Piece
+from .grammar import KINDS
+from .pieces import NUMBERS, Pick, Piece
 from .template import FOOTER, HEADER, LOSSES, MODEL, PLUGINS, RESULTS, SECOND
 
 SHARE = 8

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from .case import AXES, Case, Net, named
-from .grammar import NUMBERS
+from .pieces import NUMBERS
 
 Fails = Callable[[Case], str]
 """The kind of a case's failure; empty where it does not fail."""

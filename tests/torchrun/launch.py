@@ -1,4 +1,4 @@
-"""Start the functions of :mod:`tests.torchrun.workers` on real processes, with a time limit."""
+"""Start the functions of :mod:`tests.torchrun.workers` (by :mod:`.fork`) on real processes, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def on_ranks(processes: int, *calls: str, timeout: float = 150) -> str:
     """Let so many ranks make these calls (``worker:argument,argument``), one after the other."""
-    return run(["-m", "tests.torchrun.workers", str(processes), *calls], timeout, ROOT)
+    return run(["-m", "tests.torchrun.fork", str(processes), *calls], timeout, ROOT)
 
 
 def torchrun(processes: int, target: Sequence[str], timeout: float = 60, cwd: Path = ROOT) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.capture.trace import capture
-from shardfx.ir.cost.recorder import FLOPS
+from shardfx.ir.cost.flops import FLOPS
 from shardfx.ir.graph import Graph, Node, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn, forward_by_hand

@@ -19,7 +19,8 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import Spec
 from shardfx.ir.text import parse_graph
-from shardfx.ir.unfold import Irregular, unfold
+from shardfx.ir.unfolding.regular import Irregular
+from shardfx.ir.unfolding.unfold import unfold
 
 DEPTH = 9
 

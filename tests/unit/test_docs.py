@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import shardfx as sx
 import shardfx.ir
 import shardfx.passes
+import shardfx.runtime
 from tests.pages import CODE, PAGES, ROOT, read, renewed
 
 DOCUMENTS = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -68,7 +69,7 @@ def test_pictures_are_of_the_plans_that_are_made_now(tmp_path: Path) -> None:
         assert described[0] and described[1] and described[0][1] == described[1][1]
 
 
-@pytest.mark.parametrize("facade", [shardfx.ir, shardfx.passes])
+@pytest.mark.parametrize("facade", [shardfx.ir, shardfx.passes, shardfx.runtime])
 def test_the_names_for_plugins_are_on_their_page(facade: ModuleType) -> None:
     page = read("docs/writing_passes.md")
     assert not [name for name in facade.__all__ if f"`{name}`" not in page]

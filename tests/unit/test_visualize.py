@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shardfx.ir.cost.traffic import by_axes, traffic
+from shardfx.ir.cost.traffic import by_axes
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, OutputKind
-from shardfx.ir.mesh import Mesh, Time
-from shardfx.ir.ops.comm import all_gather, all_reduce, all_to_all, reduce_scatter, shard
 from shardfx.ir.ops.sends import is_comm
-from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize import draw_folder, draw_graph
 from shardfx.visualize.layout.arrange import plan
@@ -115,62 +112,6 @@ def test_every_op_of_a_small_graph_is_drawn() -> None:
     assert sorted(len(box.nodes) for box in leaves) == [1] * len(graph.nodes)
 
 
-@pytest.mark.parametrize("layers", [2, 7])
-def test_equal_blocks_are_folded_with_their_count(layers: int) -> None:
-    graph = decoder(layers)
-    picture = show(graph)
-    folded = [box for box in picture.boxes() if box.count > 1]
-    assert [(box.count, box.title, box.loops) for box in folded] == [
-        (layers, f"layers.0 … {layers - 1}", True),
-        (layers, f"layers.{layers - 1} … 0", True),
-    ]
-    assert set(folded[0].members) == {f"layers.{i}" for i in range(layers)}
-    assert sum(picture.copies.values()) == len(graph.nodes)
-    root = drawn(graph)
-    assert texts(root).count(f"\N{MULTIPLICATION SIGN} {layers}  in a row") == 2
-
-
-def test_unequal_blocks_are_not_folded() -> None:
-    assert not any(box.count > 1 for box in show(decoder(4, equal=False)).boxes())
-
-
-def pattern(kinds: str, glue: bool = False) -> Graph:
-    """Blocks of which those of the same letter are equal, and an op of the model after each."""
-    s = Sketch(dp=2)
-    x = s.input(InputKind.ARGUMENT, "args.0", (ROWS, DIM), "dp, -")
-    for i, kind in enumerate(kinds):
-        y = x
-        for _ in range(3):
-            op = {"a": aten.relu.default, "b": aten.tanh.default}[kind]
-            y = s.op(op, (y,), (ROWS, DIM), "dp, -", f"model.blocks.{i}.inner")
-            y = s.op(aten.mm.default, (y, y), (ROWS, DIM), "dp, -", f"model.blocks.{i}")
-        x = s.op(aten.add.Tensor, (x, y), (ROWS, DIM), "dp, -", "model") if glue else y
-    s.output(OutputKind.RESULT, "results.0", s.op(aten.sum.default, (x,), (), "+ dp", "model"))
-    return s.graph
-
-
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        ("aaaa", [(4, "model.blocks.0 … 3")]),
-        ("aaab", [(3, "model.blocks.0 … 2")]),
-        ("ababab", [(3, "model.blocks.0, 1 … 4, 5")]),
-        ("abab", []),
-        ("aabaabaab", [(3, "model.blocks.0, 1, 2 … 6, 7, 8"), (2, "0 … 1")]),
-    ],
-)
-def test_repeated_patterns_are_folded(kinds: str, expected: list[tuple[int, str]]) -> None:
-    folded = [(box.count, box.title) for box in show(pattern(kinds), 60).boxes() if box.count > 1]
-    assert folded == expected
-
-
-def test_what_a_model_does_between_its_blocks_is_folded_with_them() -> None:
-    (folded,) = (box for box in show(pattern("aaaa", glue=True)).boxes() if box.count > 1)
-    assert folded.count == 4
-    ops = Counter(str(node.op) for leaf in folded.leaves() for node in leaf.nodes)
-    assert ops["aten.add.Tensor"] == 1
-
-
 @pytest.mark.parametrize("name", GRAPHS)
 def test_all_communication_is_in_the_totals(name: str) -> None:
     graph = GRAPHS[name]()
@@ -195,35 +136,6 @@ def test_all_communication_is_drawn() -> None:
         for _ in range(picture.copies[node])
     )
     assert drawn_comm == Counter(node.op for node in graph.nodes if is_comm(node))
-
-
-@pytest.mark.parametrize(
-    ("op", "source", "target", "kwargs", "sent"),
-    [
-        (all_reduce, "- + tp", "-", {}, 2 * 3 / 4 * 64 * 4),
-        (all_gather, "tp", "-", {"dim": 0}, 3 / 4 * 64 * 4),
-        (reduce_scatter, "- + tp", "tp", {"dim": 0}, 3 / 4 * 64 * 4),
-        (all_gather, "tp mb", "mb", {"dim": 0}, 3 / 4 * 64 / 8 * 4),
-        (shard, "-", "tp", {"dim": 0}, 0),
-    ],
-)
-def test_bytes_that_a_rank_sends(op: OwnOp, source: str, target: str, kwargs: dict[str, int], sent: float) -> None:
-    s = Sketch()
-    s.mesh = s.graph.mesh = Mesh(dp=2, tp=4, mb=Time(8))
-    value = s.input(InputKind.ARGUMENT, "args.0", (64,), source)
-    result = s.comm(op, value, "tp", target, "", **kwargs)
-    assert result.node is not None
-    found = traffic(result.node, s.mesh)
-    assert found.nbytes == sent
-    assert found.turns == (8 if "mb" in source else 1)
-
-
-def test_an_all_to_all_sends_what_it_does_not_keep() -> None:
-    s = Sketch()
-    value = s.input(InputKind.ARGUMENT, "args.0", (64, 32), "tp, -")
-    result = s.comm(all_to_all, value, "tp", "-, tp", "", dim=0, to=1)
-    assert result.node is not None
-    assert traffic(result.node, s.mesh).nbytes == 3 / 4 * 64 * 32 / 4 * 4
 
 
 def test_tooltips_say_where_and_why() -> None:

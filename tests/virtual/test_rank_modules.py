@@ -38,7 +38,8 @@ X, Y = torch.randn(8, 6), torch.randint(0, 4, (8,))
 
 def planned(mesh: sx.Mesh, **more: Any) -> sx.ParallelModule:
     torch.manual_seed(0)
-    hints = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), specs={"args.0": "dp, -"}, **more)
+    specs = {"args.0": "dp, -"} if mesh.size > 1 else {}
+    hints = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), specs=specs, **more)
     return sx.parallelize(MLP(), mesh, hints, virtual=True)
 
 

@@ -12,6 +12,8 @@ from .dot import Point
 
 @dataclass(frozen=True)
 class Rect:
+    """A rectangle in pixels; y grows downwards, (x, y) is its upper left corner."""
+
     x: float
     y: float
     w: float
@@ -19,17 +21,21 @@ class Rect:
 
     @property
     def bottom(self) -> float:
+        """The y of its lower side."""
         return self.y + self.h
 
     @property
     def right(self) -> float:
+        """The x of its right side."""
         return self.x + self.w
 
     @property
     def middle(self) -> float:
+        """The y half-way down."""
         return self.y + self.h / 2
 
     def down(self, distance: float) -> Rect:
+        """The same rectangle, lower by a distance."""
         return Rect(self.x, self.y + distance, self.w, self.h)
 
 
@@ -83,6 +89,8 @@ class Crossing:
 
 @dataclass(eq=False)
 class Arrangement:
+    """Where everything is drawn: lanes side by side, what crosses between them, and the size of all, in pixels."""
+
     lanes: list[LanePlan]
     crossings: list[Crossing]
     width: float

@@ -73,6 +73,7 @@ class LaneLayout:
             self._lift(edge)
 
     def plan(self) -> LanePlan:
+        """Lay the lane out, modules in modules; its upper left corner is (0, 0)."""
         level = self._level(None, self.lane.boxes)
         lane = LanePlan(self.lane.phase, Rect(0, 0, level.width, level.height), [], [], [])
         self._collect(level, 0, 0, lane)

@@ -13,9 +13,9 @@ from shardfx.ir.ops.traits import base_name, is_heavy, is_own
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.layout.geometry import Rect, Size, Spot
 from shardfx.visualize.layout.nested import STACK
-from shardfx.visualize.scene.boxes import Box, BoxLine, Kind
+from shardfx.visualize.scene.boxes import TIMES, Box, BoxLine, Kind
 
-from .style import FAINT, HOST, INK, MUTED, PAPER, RULE, TIMES, Run, axis_colour, placement, plain, shorten, width
+from .style import FAINT, HOST, INK, MUTED, PAPER, RULE, Run, axis_colour, placement, plain, shorten, width
 from .svg import Canvas, number
 
 TITLE, SMALL = 12.5, 10.5
@@ -29,12 +29,15 @@ MOST_TAGS = 3
 
 @dataclass(frozen=True)
 class Row:
+    """One line of text in a box, in runs of one style each."""
+
     runs: list[Run]
     size: float = SMALL
     mono: bool = False
 
     @property
     def width(self) -> float:
+        """How wide it is at most, in pixels."""
         return sum(width(run.text, self.size, mono=self.mono, bold=run.bold) for run in self.runs)
 
 

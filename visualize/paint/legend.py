@@ -13,10 +13,10 @@ from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.layout.geometry import Rect
-from shardfx.visualize.scene.boxes import Kind, Picture
+from shardfx.visualize.scene.boxes import TIMES, Kind, Picture
 
 from .leaf_box import comm_shape
-from .style import FAINT, INK, MUTED, PAPER, RULE, TIMES, Run, axis_colour, width
+from .style import FAINT, INK, MUTED, PAPER, RULE, Run, axis_colour, width
 from .svg import Canvas
 
 GAP = 14.0
@@ -46,31 +46,39 @@ class LegendEntry:
 
 @dataclass(frozen=True)
 class Card:
+    """A titled part of the legend."""
+
     title: str
     entries: list[LegendEntry]
 
     @property
     def icons(self) -> float:
+        """The width of the column of drawings, in pixels; 0 where no entry has one."""
         return ICON if any(entry.icon for entry in self.entries) else 0.0
 
     @property
     def texts(self) -> float:
+        """The width of the widest text, in pixels."""
         return max(sum(width(run.text, TEXT, bold=run.bold) for run in entry.runs) for entry in self.entries)
 
     @property
     def columns(self) -> list[float]:
+        """The widths of the columns behind the text, in pixels."""
         rows = [entry.columns for entry in self.entries if entry.columns]
         return [max(width(cell, TEXT) for cell in column) + 18 for column in zip(*rows, strict=True)]
 
     @property
     def width(self) -> float:
+        """In pixels, with the margins."""
         return max(self.icons + self.texts + sum(self.columns), width(self.title, TEXT, bold=True)) + 2 * SIDE
 
     @property
     def height(self) -> float:
+        """In pixels, with the title."""
         return 40 + LINE * len(self.entries)
 
     def draw(self, canvas: Canvas, x: float, y: float, height: float) -> None:
+        """Draw it with its upper left corner at (x, y). ``height`` is that of the tallest card beside it."""
         canvas.rect(Rect(x, y, self.width, height), 10, fill=PAPER, stroke="#e2e8f0")
         canvas.text(x + SIDE, y + 22, self.title, size=TEXT, bold=True, colour=MUTED)
         for i, entry in enumerate(self.entries):

@@ -11,11 +11,11 @@ from shardfx.visualize.layout.arrange import plan
 from shardfx.visualize.layout.dot import Point
 from shardfx.visualize.layout.geometry import Arrangement, Crossing, Rect, Spot, Wire
 from shardfx.visualize.layout.nested import STACK
-from shardfx.visualize.scene.boxes import Box, Kind, Picture
+from shardfx.visualize.scene.boxes import TIMES, Box, Kind, Picture
 
 from .leaf_box import TITLE, draw_leaf, measure
 from .legend import draw_header
-from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, TIMES, Run, axis_colour, width
+from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, Run, axis_colour, width
 from .svg import Canvas, document, number, spline
 from .tooltips import box_text, wire_text
 

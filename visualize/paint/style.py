@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Value
 from shardfx.ir.mesh import Mesh
+from shardfx.visualize.scene.boxes import TIMES
 
 SANS = "Inter, 'Segoe UI', 'Helvetica Neue', Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-
-TIMES = "\N{MULTIPLICATION SIGN}"
 
 AXIS_COLOURS = ("#2563eb", "#d9480f", "#15803d", "#9333ea", "#0e7490", "#be185d", "#92650a", "#4d7c0f")
 """One per mesh axis, in the mesh's order: dark enough to be read on white and to carry white text."""
@@ -46,6 +45,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def axis_colour(mesh: Mesh, axis: str) -> str:
+    """The colour of a mesh axis; from the ninth on colours come again."""
     return AXIS_COLOURS[mesh.order(axis) % len(AXIS_COLOURS)]
 
 
@@ -82,6 +82,7 @@ def placement(value: Value, mesh: Mesh) -> list[Run]:
 
 
 def plain(runs: list[Run]) -> str:
+    """The text of some runs without their style."""
     return "".join(run.text for run in runs)
 
 

@@ -15,6 +15,7 @@ Attribute = str | float | None
 
 
 def number(value: float) -> str:
+    """Pixels as SVG writes them here: one decimal, none where that is 0."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -45,6 +46,7 @@ class Canvas:
         self.parts.append("</g>")
 
     def rect(self, rect: Rect, radius: float = 0, **attributes: Attribute) -> None:
+        """Draw a rectangle. ``radius`` rounds its corners; attributes are SVG's, with ``_`` for ``-``."""
         self.right, self.bottom = max(self.right, rect.right), max(self.bottom, rect.bottom)
         self.element(
             "rect",
@@ -57,6 +59,7 @@ class Canvas:
         )
 
     def path(self, d: str, **attributes: Attribute) -> None:
+        """Draw a path; ``d`` is its data in SVG's own language."""
         self.element("path", d=d, **attributes)
 
     def text(

@@ -10,9 +10,9 @@ from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.text.printer import size_text
-from shardfx.visualize.scene.boxes import Box, Kind
+from shardfx.visualize.scene.boxes import TIMES, Box, Kind
 
-from .style import TIMES, type_text
+from .style import type_text
 
 MOST_OPS = 24
 

@@ -10,8 +10,12 @@ from enum import Enum
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops.traits import is_view
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+
 
 class Kind(Enum):
+    """What a box stands for."""
+
     OP = "op"
     VIEW = "view"
     """An op that only changes how a tensor is looked at."""
@@ -38,6 +42,8 @@ class BoxLine:
 
 @dataclass(eq=False)
 class Box:
+    """An op, a module or an input, as it is drawn."""
+
     kind: Kind
     phase: Phase
     nodes: list[Node] = field(default_factory=list)
@@ -67,12 +73,14 @@ class Box:
         return next((node for node in reversed(self.nodes) if not is_view(node)), self.nodes[-1])
 
     def leaves(self) -> Iterator[Box]:
+        """The boxes in it, itself maybe, that are no open module."""
         if self.kind is not Kind.OPEN:
             yield self
         for child in self.children:
             yield from child.leaves()
 
     def walk(self) -> Iterator[Box]:
+        """Itself and all boxes in it, outer ones first."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -113,6 +121,7 @@ class Picture:
         return sum(1 for _ in self.boxes())
 
     def boxes(self) -> Iterator[Box]:
+        """All boxes of all lanes, outer ones first."""
         for lane in self.lanes:
             for box in lane.boxes:
                 yield from box.walk()

@@ -102,6 +102,7 @@ class SceneBuilder:
         return {node: part for part in parts if len(part) >= SNIPPET for node in part}
 
     def snippet(self, nodes: list[Node], module: Module) -> Box:
+        """A closed box for a stretch of a module's ops, titled by the line of code that most of them come from."""
         every = self._with_guests(nodes)
         code = Counter(node.where.code.strip() for node in nodes if node.where.code).most_common(1)
         box = Box(Kind.CLOSED, nodes[0].phase, every, module.path, title=code[0][0] if code else "", inside=every)

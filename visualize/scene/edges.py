@@ -9,9 +9,8 @@ from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.text.printer import size_text
-from shardfx.visualize.paint.style import TIMES
 
-from .boxes import Box, BoxLine, Edge, Kind, Lane, Picture
+from .boxes import TIMES, Box, BoxLine, Edge, Kind, Lane, Picture
 from .flow import Flow
 from .fold import ENDS
 

@@ -39,6 +39,7 @@ class Flow:
         return value if node is value.node else node.results[value.index] or value
 
     def lane(self, node: Node) -> Folded:
+        """The lane in which a node is drawn: that of its phase."""
         return next(lane for lane in self.lanes if lane.phase is node.phase)
 
     def folds(self, node: Node) -> tuple[Module, ...]:

@@ -40,6 +40,7 @@ class Module:
 
     @property
     def numeric(self) -> bool:
+        """Whether it is an element of a list of modules: ``layers.3``."""
         return self.path.rpartition(".")[2].isdigit()
 
 

@@ -61,6 +61,7 @@ def convolution_backward(node: Node) -> Template:
 
 
 def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """A convolution and the bias behind it: a cut of the summed channels is then in the way of the sum alone."""
     y: Tensor = aten.convolution(x, w, None, *options)
     return y if bias is None else y + bias.view([1, -1, *[1] * (x.dim() - 2)])
 
@@ -68,6 +69,7 @@ def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any)
 def expand_convolution_backward(
     grad: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
+    """The gradients of a convolution, that of the bias as a sum over all dims but the channels."""
     *rest, (for_x, for_w, for_bias) = options
     gx, gw, _ = aten.convolution_backward(grad, x, w, None, *rest, [for_x, for_w, False])
     return gx, gw, torch.sum(grad, [d for d in range(grad.dim()) if d != 1]) if for_bias else None

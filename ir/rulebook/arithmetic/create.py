@@ -27,6 +27,7 @@ def created(node: Node) -> str:
 
 
 def arange_local(emit: Emit) -> Any:
+    """This rank's part of a range: the same steps, from where its box starts."""
     op = emit.node.op
     first, step = argument(emit.node, "start") or 0, argument(emit.node, "step") or 1
     start, length = emit.result_bounds(0, 0)

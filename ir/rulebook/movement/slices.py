@@ -87,6 +87,7 @@ def split(node: Node) -> str:
 
 
 def split_local(emit: Emit) -> Any:
+    """A split into the lengths that this rank holds of the results."""
     dim = at_dim(emit, emit.node.operands[0])
     lengths = [emit.result_shape(i)[dim] for i in range(len(emit.node.outs))]
     return emit.call(aten.split_with_sizes.default, emit.args[0], lengths, dim)

@@ -59,6 +59,7 @@ class Deduction:
     _cut: dict[tuple[Node, Strategy], Mapping[str, tuple[str, Cut]]] = field(default_factory=dict)
 
     def rule(self, node: Node) -> ShardingRule:
+        """The rule of a node; for an op without one, that every operand is needed whole."""
         if node not in self._rules:
             entry = self.book.entry(node.op)
             self._rules[node] = (entry.make(node) if entry is not None else None) or replicated(node)
@@ -190,6 +191,7 @@ class Expected(Share):
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> ExpectedCall:
+        """The call that the rule writes, as data."""
         return ExpectedCall(op, args, kwargs)
 
 

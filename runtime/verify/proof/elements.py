@@ -1,12 +1,13 @@
-"""Numbered elements, in the size of their pattern: what :mod:`.moves` executes communication and packing on.
+"""Numbered elements, in the size of their pattern: what :mod:`.numbering` executes communication and packing on.
 
 A tensor of numbers is its shape and, in row-major order, the *runs* that its elements are: nests of loops
 
-    [[0, 1, 2], [8, 9, 10]]    ->    Run(0, ((2, 8), (3, 1)))    from 0, twice in steps of 8, three times in steps of 1
+    [[0, 1, 2], [8, 9, 10]]  ->  StridedRun(0, ((2, 8), (3, 1)))  from 0, twice in steps of 8, three times in steps of 1
 
 so that a box of a value of a billion elements is one run, reshaping does nothing, and cutting, joining and transposing
-are done on loops. :class:`Elements` has the methods of a tensor that the functions of :mod:`..layout` use, and these
-run on it as they are. Small patterns that are no loops are written out, element by element; large ones are refused.
+are done on loops. :class:`Elements` has the methods of a tensor that the functions of :mod:`shardfx.ir.ops.pack` use,
+and these run on it as they are. Small patterns that are no loops are written out, element by element; large ones are
+refused.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ class Elements:
         return Elements(tuple(shape), () if empty else (make_run(base, loops),))
 
     def dim(self) -> int:
+        """How many dims, as a method: what moves tensors asks so."""
         return len(self.shape)
 
     def numel(self) -> int:
+        """How many numbers, as a method."""
         return math.prod(self.shape)
 
     def equals(self, other: Elements) -> bool:
@@ -65,9 +68,11 @@ class Elements:
     # ---- what a tensor can do ---------------------------------------------------------------------------------
 
     def contiguous(self) -> Elements:
+        """Itself: numbers have no memory."""
         return self
 
     def reshape(self, *shape: Any) -> Elements:
+        """The same numbers, row by row, in another shape; one size may be -1."""
         wanted = list(shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)
         if wanted.count(-1) == 1:
             known = -math.prod(wanted)
@@ -81,9 +86,11 @@ class Elements:
     view = reshape
 
     def new_zeros(self, shape: Sequence[int]) -> Elements:
+        """Padding of this shape: 0 is the number of no element."""
         return Elements.of(shape, 0, ((math.prod(shape), 0),))
 
     def permute(self, dims: Sequence[int]) -> Elements:
+        """The dims in another order."""
         order = [self._dim(d) for d in dims]
         if sorted(order) != list(range(self.dim())):
             raise RuntimeError(f"permute({list(dims)}) of {self.dim()} dims")
@@ -101,12 +108,14 @@ class Elements:
         return self._written(lambda t: t.permute(order))
 
     def movedim(self, source: int, target: int) -> Elements:
+        """One dim at another place, the others in their order."""
         source, target = self._dim(source), self._dim(target)
         order = [d for d in range(self.dim()) if d != source]
         order.insert(target, source)
         return self.permute(order)
 
     def narrow(self, dim: int, start: int, length: int) -> Elements:
+        """``length`` rows of a dim, from ``start``. Past the end is a RuntimeError, as with tensors."""
         dim = self._dim(dim)
         if not 0 <= start <= start + length <= self.shape[dim]:
             raise RuntimeError(f"{start} + {length} is outside of a dim of {self.shape[dim]}")
@@ -118,6 +127,7 @@ class Elements:
         return Elements((length, *front.shape[1:]), runs).movedim(0, dim)
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> list[Elements]:
+        """Pieces of a dim: of the sizes given, or of one size, the last then smaller."""
         whole = self.shape[self._dim(dim)]
         if isinstance(sizes, int):
             sizes = [min(sizes, whole - at) for at in range(0, whole, sizes)] or [0]
@@ -127,6 +137,7 @@ class Elements:
         return [self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
     def chunk(self, pieces: int) -> list[Elements]:
+        """At most so many pieces of dim 0, as ``torch.chunk`` cuts it."""
         return self.split(-(-self.shape[0] // pieces))
 
     def __getitem__(self, rows: slice) -> Elements:
@@ -149,27 +160,33 @@ class Elements:
         return cat(*args, **(kwargs or {}))
 
     def slice(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Elements:
+        """Rows of a dim, as ``aten.slice`` takes them."""
         return self.movedim(dim, 0)[slice(start, end, step)].movedim(0, dim)
 
     def transpose(self, a: int, b: int) -> Elements:
+        """Two dims exchanged."""
         order = list(range(self.dim()))
         order[a], order[b] = order[b], order[a]
         return self.permute(order)
 
     def t(self) -> Elements:
+        """A matrix transposed; a vector as it is."""
         return self.permute(list(range(self.dim()))[::-1])
 
     def select(self, dim: int, index: int) -> Elements:
+        """One row of a dim, without the dim. Past the end is an IndexError, as with tensors."""
         dim = self._dim(dim)
         if not -self.shape[dim] <= index < self.shape[dim]:
             raise IndexError(f"no row {index} of a dim of {self.shape[dim]}")
         return self.narrow(dim, index % self.shape[dim], 1).squeeze(dim)
 
     def unsqueeze(self, dim: int) -> Elements:
+        """With a dim of one before dim ``dim``."""
         at = dim if dim >= 0 else dim + self.dim() + 1
         return self.reshape([*self.shape[:at], 1, *self.shape[at:]])
 
     def squeeze(self, dim: int) -> Elements:
+        """Without dim ``dim`` if that has size one."""
         dim = self._dim(dim)
         return self.reshape([n for d, n in enumerate(self.shape) if d != dim or n != 1])
 

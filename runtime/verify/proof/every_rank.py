@@ -1,12 +1,10 @@
 """Static verification: what does every node of every rank's program hold, and is that what the model says?
 
-All ranks are interpreted in lock-step, without numbers. A tensor of a rank is known by *facts*: it is box B of term
-t of
-the captured program, perhaps a share of a sum over some axes. A fact about an op's result follows from facts about its
-operands, if the op, its arguments on this rank (shapes, offsets, bounds of masks) and its operands are those of the
-op's
-sharding rule; communication and packing are executed on element numbers (:mod:`.moves`). At the end each output must be
-the box of the captured output that its place promises, and no share.
+All ranks are interpreted in lock-step, without numbers. A tensor of a rank is known by *facts*: it is box B of term t
+of the captured program, perhaps a share of a sum over some axes. A fact about an op's result follows from facts about
+its operands, if the op, its arguments on this rank (shapes, offsets, bounds of masks) and its operands are those of the
+op's sharding rule; communication and packing are executed on element numbers (:mod:`.numbering`). At the end each
+output must be the box of the captured output that its place promises, and no share.
 
 Proven: every op, argument, operand, group, reduction, order, offset and padding of every rank; that all ranks of a
 group come together; that the planned graph is the captured one, sums reordered and decompositions aside. Taken as
@@ -26,7 +24,8 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.runtime.verify.fault import Failed, Fault
 
 from .deduction import Deduction
-from .interpreter import HasGraph, Proof, Rank
+from .interpreter import HasGraph, Rank
+from .known import Proof
 from .meeting import LockStep
 from .numbering import Numbering
 from .same_function import same_function

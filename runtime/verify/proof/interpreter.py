@@ -1,13 +1,11 @@
 """The abstract interpretation of one rank's program: which box of which term does every node hold?
 
-:class:`Rank` walks the program once and stops at collectives, which need the other ranks (see :mod:`.static`).
+:class:`Rank` walks the program once and stops at collectives, which need the other ranks (see :mod:`.meeting`).
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,38 +13,22 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, op_name
+from shardfx.ir.graph import Input, Node, Output, OutputKind, op_name
 from shardfx.ir.ops import pack
-from shardfx.ir.ops.dropout import dropout
-from shardfx.ir.rules.local import gives_list
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Failed, Fault, place
 
-from .deduction import Deduction, ExpectedCall, Fact, same, written
+from .calls import Calls
+from .deduction import Fact
 from .elements import Elements
-from .numbering import ALSO, COLLECTIVES, MOVERS, Numbering, Source
-from .terms import Universe
+from .known import Known, Proof
+from .numbering import ALSO, COLLECTIVES, MOVERS, Source
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 IDENTITY = {aten.contiguous.default, pack.dense_last}
 MOVES: dict[Any, Callable[..., Any]] = {**ALSO, **MOVERS, operator.getitem: operator.getitem}
-MOST_FACTS = 8
-DEPTH = 8
-"""How far a rule's own calls may reach from the result back to the operands."""
-
-
-@dataclass
-class Known:
-    """What is known of one fx node on one rank: facts, numbered elements, several results, or why nothing is."""
-
-    facts: list[Fact] | None = None
-    codes: Elements | None = None
-    hints: Sequence[int] = ()
-    many: list[Known] | None = None
-    waits: bool = False
-    why: str = ""
 
 
 Asked = tuple[fx.Node, Elements | None, Sequence[int]]
@@ -58,21 +40,8 @@ class HasGraph(Protocol):
     """What there is to interpret: a GraphModule, or its graph alone."""
 
     @property
-    def graph(self) -> fx.Graph: ...
-
-
-@dataclass
-class Proof:
-    """One verification: the terms, the rules, the element numbers; shared by all ranks."""
-
-    after: Graph
-    universe: Universe
-    deduction: Deduction
-    numbering: Numbering
-    drawn: dict[int, Spec] = field(default_factory=dict)
-    """The placement for which each random mask is drawn."""
-    nodes: int = 0
-    collectives: int = 0
+    def graph(self) -> fx.Graph:
+        """The nodes in program order."""
 
 
 @dataclass
@@ -89,9 +58,10 @@ class Rank:
     """The collectives so far."""
     items: dict[fx.Node, Known] = field(default_factory=dict)
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    taken: Counter[Node] = field(default_factory=Counter)
-    """How many calls were taken for an op, of those that could be several."""
     result: fx.Node | None = None
+
+    def __post_init__(self) -> None:
+        self._calls = Calls(self.proof, self.rank, self.facts, self.root)
 
     def run(self) -> Ask:
         """Interpret the program; yields at collectives."""
@@ -120,6 +90,7 @@ class Rank:
         return Known([Fact(self.proof.universe.of[given.value], given.value.spec)])
 
     def fault(self, what: str, node: fx.Node, output: str = "") -> Fault:
+        """What is wrong at a node of this rank's program, and where in the user's model that is."""
         made = node.meta.get("shardfx")
         return Fault(what, output, self.rank, node.name, place(made) if isinstance(made, Node) else "")
 
@@ -165,7 +136,7 @@ class Rank:
             return self._move(node, MOVERS[target])
         if not isinstance(target, torch._ops.OpOverload):
             raise Failed(self.fault(f"{target} is not known to be free of effects", node))
-        item = self._deduce(node)
+        item = self._calls.deduce(node)
         if item.why and target in ALSO:
             moved = self._move(node, ALSO[target])
             return item if moved.why else moved
@@ -217,114 +188,6 @@ class Rank:
         if isinstance(made, (list, tuple)):
             return Known(many=[Known(codes=m, hints=hints) for m in made])
         return Known(codes=made, hints=hints)
-
-    def _deduce(self, node: fx.Node) -> Known:
-        """The facts of a call's results, from the rules."""
-        operands = [n for n in _tensors(node) if n is not None]
-        best = ""
-        direct = [self.facts(n) for n in operands]
-        found: list[list[Fact | None]] = []
-        if all(direct):
-            for facts in itertools.product(*direct):
-                key = (node.target, tuple(f.term for f in facts))
-                for maker in self._makers(key):
-                    made, why = self._try(node, maker, operands, facts)
-                    found += made
-                    best = best or why
-        else:
-            unknown = next(n for n, f in zip(operands, direct, strict=True) if not f)
-            best = f"nothing is known of {unknown.name}"
-        if not found:
-            made, why = self._by_rule(node)
-            found, best = made, why or best
-        if not found:
-            return Known(why=best or self._no_such(node, direct))
-        count = len(found[0])
-        many = [
-            Known(list(dict.fromkeys(f for r in found if len(r) == count and (f := r[i])))[:MOST_FACTS])
-            for i in range(count)
-        ]
-        return many[0] if count == 1 and not gives_list(node.target) else Known(many=many)
-
-    def _makers(self, key: tuple[Any, tuple[int, ...]]) -> Sequence[Node]:
-        makers = self.proof.universe.makers
-        found = makers.get(key, ())
-        if not found and key[0] is aten.add.Tensor and len(key[1]) == 2:
-            found = makers.get((key[0], key[1][::-1]), ())
-        return found
-
-    def _try(
-        self, node: fx.Node, maker: Node, operands: Sequence[fx.Node], facts: Sequence[Fact]
-    ) -> tuple[list[list[Fact | None]], str]:
-        """Whether the call is this rank's version of ``maker``; what follows, or why it is not."""
-        deduction = self.proof.deduction
-        if [f.term for f in facts] != [self.proof.universe.of[v] for v in maker.operands]:
-            operands, facts = operands[::-1], facts[::-1]
-        ways = deduction.strategies(maker, tuple(f.spec for f in facts))
-        found, why = [], ""
-        if not ways:
-            held = ", ".join(f.spec.text(v.shape) for f, v in zip(facts, maker.operands, strict=True))
-            why = f"{op_name(maker.op)} cannot be computed from {held}: its rule knows no such cut"
-        for made in ways:
-            forms = written(maker, made, operands, deduction.mesh, self.rank, deduction.book)
-            if any(same(form, node, self.root) or same(_swapped(form), node, self.root) for form in forms):
-                drawn = self.proof.drawn.setdefault(maker.args[3], made.results[0]) if maker.op is dropout else None
-                if drawn not in (None, made.results[0]):
-                    return [], f"this mask was drawn elsewhere for {drawn}: other boxes are other random numbers"
-                found.append(deduction.results(maker, made, facts))
-            else:
-                why = (
-                    f"this is not what rank {self.rank} does of {op_name(maker.op)} : "
-                    f"{made.results[0].text(maker.outs[0].shape)}"
-                )
-        return found, "" if found else why
-
-    def _by_rule(self, node: fx.Node) -> tuple[list[list[Fact | None]], str]:
-        """The same, for ops whose rule writes several calls: ``node`` is the last of them.
-
-        A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come
-        first that no earlier call was taken for.
-        """
-        cone = self._cone(node)
-        best = ""
-        all_found: list[tuple[int, Node, list[list[Fact | None]]]] = []
-        for terms, maker in self.proof.universe.written:
-            if not terms <= cone.keys():
-                continue
-            wanted = [cone[self.proof.universe.of[v]] for v in maker.operands]
-            for chosen in itertools.islice(itertools.product(*wanted), 64):
-                found, why = self._try(node, maker, [n for n, _ in chosen], [f for _, f in chosen])
-                if found:
-                    all_found.append((self.taken[maker], maker, found))
-                    break
-                if maker.op is node.target:
-                    best = why
-        all_found.sort(key=lambda each: each[0])
-        if all_found:
-            self.taken[all_found[0][1]] += 1
-        return [made for _, _, found in all_found for made in found], best
-
-    def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
-        """The known tensors behind a node, by their terms."""
-        found: dict[int, list[tuple[fx.Node, Fact]]] = {}
-        seen: set[fx.Node] = set()
-        front = [(n, 1) for n in node.all_input_nodes]
-        while front:
-            each, depth = front.pop()
-            if each in seen:
-                continue
-            seen.add(each)
-            facts = self.facts(each)
-            for fact in facts:
-                found.setdefault(fact.term, []).append((each, fact))
-            if depth < DEPTH and not facts:
-                front += [(n, depth + 1) for n in each.all_input_nodes]
-        return found
-
-    def _no_such(self, node: fx.Node, direct: Sequence[Sequence[Fact]]) -> str:
-        names = self.proof.universe.terms.names
-        target = node.target
-        return f"the model computes no {op_name(target)} of ({', '.join(names[f[0].term] for f in direct)})"
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
@@ -382,18 +245,3 @@ class Rank:
                     front.append(each)
         order = {n: i for i, n in enumerate(self.module.graph.nodes)}
         return min((n for n in behind if self.items[n].many is None), key=order.__getitem__, default=node)
-
-
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensors among a call's arguments, in the order of the op's schema, each as often as it stands there."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
-    return found
-
-
-def _swapped(expected: Any) -> Any:
-    """An add of two tensors with its operands the other way round; anything else as it is."""
-    plain = isinstance(expected, ExpectedCall) and expected.op is aten.add.Tensor and not expected.kwargs
-    if plain and len(expected.args) == 2 and all(isinstance(a, fx.Node) for a in expected.args):
-        return ExpectedCall(expected.op, expected.args[::-1], expected.kwargs)
-    return expected

@@ -2,7 +2,7 @@
 
 Not every rank need be interpreted: at a collective of a rank whose group has others, these *shadows* are taken to run
 the same program at their own coordinates. What a shadow sends is then what the rank sends, with the facts behind it
-being those of the shadow's coordinates. Who may be a shadow, and why, is said in :mod:`.scale`.
+being those of the shadow's coordinates. Who may be a shadow, and why, is said in :mod:`.representatives`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from shardfx.ir.graph import op_name
 from shardfx.runtime.rendezvous import Groups
 from shardfx.runtime.verify.fault import Failed
 
-from .interpreter import Asked, Known, Proof, Rank
+from .interpreter import Asked, Rank
+from .known import Known, Proof
 from .numbering import Source, Wrong
 
 c10d = torch.ops._c10d_functional

@@ -11,7 +11,7 @@ offsets only. Then three things are proven instead of all programs:
    and they are equal.
 2. *The planned graph is the captured one*, by terms, and places its outputs as promised, on every rank.
 3. *Whole programs*, of a rank inside the mesh and of its mirror image, with all their collectives: order, operands,
-   waits and results. Their partners in collectives are *shadows* (:mod:`.lockstep`): by 1, they hold at each node what
+   waits and results. Their partners in collectives are *shadows* (:mod:`.meeting`): by 1, they hold at each node what
    the rank itself holds, at their own coordinates.
 
 By 1 and 2, any program that does the ops of the planned graph in order is right on its rank. That the program of a
@@ -34,7 +34,8 @@ from shardfx.runtime.verify.fault import Failed, Fault, place
 
 from .deduction import Deduction
 from .every_rank import begin
-from .interpreter import HasGraph, Proof, Rank
+from .interpreter import HasGraph, Rank
+from .known import Proof
 from .meeting import LockStep
 from .numbering import Numbering
 from .terms import Ref, build, frozen

@@ -24,10 +24,12 @@ class StridedRun:
 
     @property
     def numel(self) -> int:
+        """How many numbers."""
         return math.prod(count for count, _ in self.loops)
 
     @property
     def source(self) -> int:
+        """The number of the value whose elements these are; the low bits say which element."""
         return self.base >> BITS
 
 

@@ -1,8 +1,8 @@
 """Values as terms: an op applied to terms, made once for each distinct application.
 
 Two programs are the same function of their inputs if their outputs are the same term. Communication is nothing (a value
-is the same whoever holds it; that the ranks' programs keep to that is proven in :mod:`.static`), sums are sets of what
-they add, and an op of the captured program that the planned one took apart becomes the terms of its decomposition,
+is the same whoever holds it; that the ranks' programs keep to that is proven in :mod:`.every_rank`), sums are sets of
+what they add, and an op of the captured program that the planned one took apart becomes the terms of its decomposition,
 after that has been compared with the op on random numbers.
 """
 
@@ -140,6 +140,7 @@ class Universe:
     """Decompositions of ops too large to be compared with."""
 
     def results(self, node: Node) -> tuple[int | None, ...]:
+        """The term of each result of a node of the graph; None for a result that is no tensor."""
         return tuple(None if v is None else self.of[v] for v in node.results)
 
 

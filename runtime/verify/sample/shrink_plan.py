@@ -11,6 +11,7 @@ from shardfx.ir.graph import Graph, InputKind
 from shardfx.ir.rules.book import RuleBook
 
 from .sizes import TRIES, Sizes, Unfit
+from .small_graph import small_graph
 
 SMALL = 1 << 18
 """A value of so many elements is small enough."""
@@ -50,7 +51,7 @@ def shrink(before: Graph, after: Graph, book: RuleBook) -> Shrunk | None:
     for _ in range(TRIES):
         try:
             sizes.solve(after)
-            small = Shrunk(sizes.small(before), sizes.small(after), 0)
+            small = Shrunk(small_graph(sizes, before), small_graph(sizes, after), 0)
         except Unfit as unfit:
             if not sizes.restrict(unfit.keys):
                 return None

@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shardfx.ir.builder import makes_of_nothing
 from shardfx.ir.cut import Cut, Part
-from shardfx.ir.graph import Graph, Node, Value, substitute
+from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.spec import Spec, TensorType
 
 aten = torch.ops.aten
 
-MANY = 1 << 20
 SIZES = (4, 6, 10)
 """Sizes of dims that nothing cuts: different, so that one is not taken for another."""
 TRIES = 40
@@ -58,6 +55,7 @@ class Sizes:
     _by_root: dict[Key, tuple[Key, ...]] = field(default_factory=dict)
 
     def find(self, key: Key) -> Key:
+        """The size that stands for all that are equal to this one."""
         root = key
         while self.parent.get(root, root) != root:
             root = self.parent[root]
@@ -66,9 +64,11 @@ class Sizes:
         return root
 
     def unite(self, a: Key, b: Key) -> None:
+        """Let two sizes be equal."""
         self.parent[self.find(a)] = self.find(b)
 
     def dims(self, value: Value) -> list[Key]:
+        """The sizes of a value's dims, known from here on."""
         found = [(value, d) for d in range(value.type.ndim)]
         self.size.update(zip(found, value.shape, strict=True))
         return found
@@ -76,6 +76,7 @@ class Sizes:
     # ---- equations --------------------------------------------------------------------------------------------
 
     def relate(self, graph: Graph) -> None:
+        """Take in what the ops of a graph say of the sizes of its dims."""
         for value in graph.values():
             self.dims(value)
         for node in graph.nodes:
@@ -198,6 +199,11 @@ class Sizes:
             at = to
 
     def solve(self, graph: Graph) -> None:
+        """Find the new sizes of a graph's dims.
+
+        Raises:
+            Unfit: a product and its factors do not come out equal, or a cut does not fit the sub-dims.
+        """
         self._settle()
         kept = {leaf for key in self.kept for leaf in self.leaves(key)}
         extents: dict[Key, int] = {}
@@ -234,9 +240,9 @@ class Sizes:
 
     def parts(self, key: Key, cut: Cut) -> Iterator[tuple[Part, list[Key]]]:
         """The sub-dims of a cut dim, each with the sizes whose product it is."""
-        yield from zip(parts := cut.sub(self.size[key]), self._group([p.size for p in parts], [key]), strict=True)
+        yield from zip(parts := cut.sub(self.size[key]), self.grouped([p.size for p in parts], [key]), strict=True)
 
-    def _group(self, sizes: Sequence[int], keys: Sequence[Key]) -> list[list[Key]]:
+    def grouped(self, sizes: Sequence[int], keys: Sequence[Key]) -> list[list[Key]]:
         """The leaves of some sizes, in groups of given products."""
         leaves = [leaf for key in keys for leaf in self.leaves(key) if self.size[leaf] > 1]
         found, at = [], 0
@@ -264,87 +270,3 @@ class Sizes:
         more = {*keys, *(leaf for key in keys for leaf in self.leaves(key))} - self.kept
         self.kept |= more
         return bool(more)
-
-    # ---- the small graph --------------------------------------------------------------------------------------
-
-    def spec(self, value: Value, spec: Spec) -> Spec:
-        cuts = []
-        for key, cut in zip(self.dims(value), spec.dims, strict=True):
-            if not cut.parts:
-                cuts.append(cut)
-                continue
-            sized = [Part(math.prod(map(self.of, leaves)), part.axes) for part, leaves in self.parts(key, cut)]
-            cuts.append(Cut(cut.axes, tuple(sized)))
-        return Spec(tuple(cuts), spec.partial)
-
-    def small(self, graph: Graph) -> Graph:
-        """The graph in the new sizes."""
-        made = graph.copy()
-        for old, new in zip(graph.values(), made.values(), strict=True):
-            shape = tuple(self.of(key) for key in self.dims(old))
-            new.type = TensorType(shape, old.type.dtype)
-            new.spec = None if old.spec is None else self.spec(old, old.spec)
-        for node, twin in zip(graph.nodes, made.nodes, strict=True):
-            if node.strategy is not None:
-                pairs = (
-                    tuple(self.spec(v, s) for v, s in zip(values, specs, strict=True))
-                    for values, specs in ((node.operands, node.strategy.operands), (node.outs, node.strategy.results))
-                )
-                operands, results = pairs
-                twin.strategy = type(node.strategy)(operands, results, node.strategy.cuts)
-            if isinstance(node.op, OwnOp):
-                if "view" in node.kwargs:
-                    groups = self._group(node.kwargs["view"], self.dims(node.operands[0]))
-                    view = tuple(math.prod(map(self.of, group)) for group in groups)
-                    twin.kwargs = {**twin.kwargs, "view": type(node.kwargs["view"])(view)}
-            else:
-                self._arguments(node, twin)
-        return made
-
-    def _arguments(self, node: Node, twin: Node) -> None:
-        """Arguments that are sizes of dims: where dims of one size get several, those that the op takes."""
-        entry = self.book.entry(node.op)
-        keys = [key for v in [*node.outs, *node.operands] for key in self.dims(v)]
-        sizes: dict[int, list[int]] = {}
-        for key in keys:
-            if self.size[key] > 1:
-                sizes.setdefault(self.size[key], []).append(self.of(key))
-        open_ = {size: list(dict.fromkeys(new)) for size, new in sizes.items()}
-        args, kwargs = twin.args, twin.kwargs
-        for chosen in itertools.islice(itertools.product(*open_.values()), TRIES):
-            change = dict(zip(open_, chosen, strict=True))
-            twin.args = changed(args, change)
-            twin.kwargs = {k: changed(a, change) for k, a in kwargs.items()}
-            if entry is not None and entry.shape_arg is not None and entry.shape_arg < len(node.args):
-                at = entry.shape_arg
-                twin.args = (*twin.args[:at], list(twin.outs[0].shape), *twin.args[at + 1 :])
-            if _runs(twin):
-                return
-        raise Unfit(keys)
-
-
-def _runs(node: Node) -> bool:
-    """Whether the op gives results of the shapes that it should: on zeros, and where these are many on ``meta``."""
-    device = "cpu" if sum(v.type.numel for v in [*node.operands, *node.outs]) <= MANY else "meta"
-
-    def fake(value: Value) -> torch.Tensor:
-        return torch.zeros(value.shape, dtype=value.type.dtype, device=device)
-
-    op = aten.reshape.default if node.op is aten.view.default else node.op
-    kwargs = {k: substitute(a, fake) for k, a in node.kwargs.items()}
-    if makes_of_nothing(op):
-        kwargs["device"] = torch.device(device)
-    try:
-        out = op(*substitute(node.args, fake), **kwargs)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
-        return False
-    results = out if isinstance(out, (tuple, list)) else [out]
-    pairs = zip(node.results, results, strict=False)
-    return all(value is None or tuple(result.shape) == value.shape for value, result in pairs)
-
-
-def changed(arg: Any, sizes: Mapping[int, int]) -> Any:
-    """An argument with other sizes."""
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(changed(a, sizes) for a in arg)
-    return sizes.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg

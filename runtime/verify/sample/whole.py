@@ -102,6 +102,8 @@ def joined(pieces: Sequence[torch.Tensor], spec: Spec, mesh: Mesh) -> list[torch
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, relative to the largest finite element of ``b`` (1e-3 at least); infinite where shape,
+    dtype or integers differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if a.numel() == 0:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .graph import Node, Value, Where, substitute
-from .repeat import Repeat
+from shardfx.ir.graph import Node, Value, Where, substitute
+from shardfx.ir.repeat import Repeat
 
 Parts = tuple[list[Node], list[Node], list[Node]]
 """A block's nodes: of the forward, of the backward, and those that are gone from it."""

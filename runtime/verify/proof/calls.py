@@ -1,0 +1,165 @@
+"""The calls of one rank's program: which op of the model is each this rank's version of, by the rules of ops?
+
+A rule writes one call for an op, or several, of which the last has the op's result. What follows from a call is known
+by what is known of the tensors that go in (:class:`.Fact`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.graph import Node, op_name
+from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.rules.local import gives_list
+
+from .deduction import ExpectedCall, Fact, same, written
+from .known import Known, Proof
+
+aten = torch.ops.aten
+
+MOST_FACTS = 8
+DEPTH = 8
+"""How far a rule's own calls may reach from the result back to the operands."""
+
+
+@dataclass
+class Calls:
+    """What follows from the calls of one rank's program. ``facts`` says what is known of a node's tensor."""
+
+    proof: Proof
+    rank: int
+    facts: Callable[[Any], list[Fact]]
+    root: dict[fx.Node, fx.Node]
+    """For a node that changes nothing the one that it is the same tensor as."""
+    taken: Counter[Node] = field(default_factory=Counter)
+    """How many calls were taken for an op, of those that could be several."""
+
+    def deduce(self, node: fx.Node) -> Known:
+        """The facts of a call's results, from the rules."""
+        operands = [n for n in _tensors(node) if n is not None]
+        best = ""
+        direct = [self.facts(n) for n in operands]
+        found: list[list[Fact | None]] = []
+        if all(direct):
+            for facts in itertools.product(*direct):
+                key = (node.target, tuple(f.term for f in facts))
+                for maker in self._makers(key):
+                    made, why = self._try(node, maker, operands, facts)
+                    found += made
+                    best = best or why
+        else:
+            unknown = next(n for n, f in zip(operands, direct, strict=True) if not f)
+            best = f"nothing is known of {unknown.name}"
+        if not found:
+            made, why = self._by_rule(node)
+            found, best = made, why or best
+        if not found:
+            return Known(why=best or self._no_such(node, direct))
+        count = len(found[0])
+        many = [
+            Known(list(dict.fromkeys(f for r in found if len(r) == count and (f := r[i])))[:MOST_FACTS])
+            for i in range(count)
+        ]
+        return many[0] if count == 1 and not gives_list(node.target) else Known(many=many)
+
+    def _makers(self, key: tuple[Any, tuple[int, ...]]) -> Sequence[Node]:
+        makers = self.proof.universe.makers
+        found = makers.get(key, ())
+        if not found and key[0] is aten.add.Tensor and len(key[1]) == 2:
+            found = makers.get((key[0], key[1][::-1]), ())
+        return found
+
+    def _try(
+        self, node: fx.Node, maker: Node, operands: Sequence[fx.Node], facts: Sequence[Fact]
+    ) -> tuple[list[list[Fact | None]], str]:
+        """Whether the call is this rank's version of ``maker``; what follows, or why it is not."""
+        deduction = self.proof.deduction
+        if [f.term for f in facts] != [self.proof.universe.of[v] for v in maker.operands]:
+            operands, facts = operands[::-1], facts[::-1]
+        ways = deduction.strategies(maker, tuple(f.spec for f in facts))
+        found, why = [], ""
+        if not ways:
+            held = ", ".join(f.spec.text(v.shape) for f, v in zip(facts, maker.operands, strict=True))
+            why = f"{op_name(maker.op)} cannot be computed from {held}: its rule knows no such cut"
+        for made in ways:
+            forms = written(maker, made, operands, deduction.mesh, self.rank, deduction.book)
+            if any(same(form, node, self.root) or same(_swapped(form), node, self.root) for form in forms):
+                drawn = self.proof.drawn.setdefault(maker.args[3], made.results[0]) if maker.op is dropout else None
+                if drawn not in (None, made.results[0]):
+                    return [], f"this mask was drawn elsewhere for {drawn}: other boxes are other random numbers"
+                found.append(deduction.results(maker, made, facts))
+            else:
+                why = (
+                    f"this is not what rank {self.rank} does of {op_name(maker.op)} : "
+                    f"{made.results[0].text(maker.outs[0].shape)}"
+                )
+        return found, "" if found else why
+
+    def _by_rule(self, node: fx.Node) -> tuple[list[list[Fact | None]], str]:
+        """The same, for ops whose rule writes several calls: ``node`` is the last of them.
+
+        A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come
+        first that no earlier call was taken for.
+        """
+        cone = self._cone(node)
+        best = ""
+        all_found: list[tuple[int, Node, list[list[Fact | None]]]] = []
+        for terms, maker in self.proof.universe.written:
+            if not terms <= cone.keys():
+                continue
+            wanted = [cone[self.proof.universe.of[v]] for v in maker.operands]
+            for chosen in itertools.islice(itertools.product(*wanted), 64):
+                found, why = self._try(node, maker, [n for n, _ in chosen], [f for _, f in chosen])
+                if found:
+                    all_found.append((self.taken[maker], maker, found))
+                    break
+                if maker.op is node.target:
+                    best = why
+        all_found.sort(key=lambda each: each[0])
+        if all_found:
+            self.taken[all_found[0][1]] += 1
+        return [made for _, _, found in all_found for made in found], best
+
+    def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
+        """The known tensors behind a node, by their terms."""
+        found: dict[int, list[tuple[fx.Node, Fact]]] = {}
+        seen: set[fx.Node] = set()
+        front = [(n, 1) for n in node.all_input_nodes]
+        while front:
+            each, depth = front.pop()
+            if each in seen:
+                continue
+            seen.add(each)
+            facts = self.facts(each)
+            for fact in facts:
+                found.setdefault(fact.term, []).append((each, fact))
+            if depth < DEPTH and not facts:
+                front += [(n, depth + 1) for n in each.all_input_nodes]
+        return found
+
+    def _no_such(self, node: fx.Node, direct: Sequence[Sequence[Fact]]) -> str:
+        names = self.proof.universe.terms.names
+        target = node.target
+        return f"the model computes no {op_name(target)} of ({', '.join(names[f[0].term] for f in direct)})"
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensors among a call's arguments, in the order of the op's schema, each as often as it stands there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def _swapped(expected: Any) -> Any:
+    """An add of two tensors with its operands the other way round; anything else as it is."""
+    plain = isinstance(expected, ExpectedCall) and expected.op is aten.add.Tensor and not expected.kwargs
+    if plain and len(expected.args) == 2 and all(isinstance(a, fx.Node) for a in expected.args):
+        return ExpectedCall(expected.op, expected.args[::-1], expected.kwargs)
+    return expected

@@ -1,0 +1,72 @@
+"""Damage to the memory of one rank's program: what is read too early, written twice, or written elsewhere."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardfx.ir.ops import memory_ops
+from tests.damage import ALL_REDUCE, WAIT, Site, pieces
+
+
+def waits_of_all(site: Site) -> list[fx.Node]:
+    """Waits whose result is used."""
+    return [n for n in site.calls(WAIT) if n.users]
+
+
+def read_before_the_wait(site: Site, node: fx.Node) -> None:
+    """The first that reads takes what was only started."""
+    first = next(n for n in site.graph.nodes if n in node.users)
+    first.replace_input_with(node, node.args[0])  # type: ignore[arg-type]
+
+
+def memories_with_twin(site: Site) -> list[fx.Node]:
+    """Memory of which there is as much elsewhere."""
+    return [n for n in site.calls(memory_ops.empty) if _same_memory(site, n) is not None]
+
+
+def _same_memory(site: Site, node: fx.Node) -> fx.Node | None:
+    others = [n for n in site.calls(memory_ops.empty) if n.args == node.args and n is not node]
+    earlier = [n for n in others if n < node]
+    return earlier[0] if earlier else None
+
+
+def shared_memory(site: Site, node: fx.Node) -> None:
+    twin = _same_memory(site, node)
+    assert twin is not None
+    node.replace_all_uses_with(twin)
+    site.graph.erase_node(node)
+
+
+def reduced_copies(site: Site) -> list[fx.Node]:
+    """Reductions whose operand something else uses, too."""
+    return [n for n in site.calls(ALL_REDUCE) if any(n < user for user in n.args[0].users)]  # type: ignore[union-attr]
+
+
+def reduced_in_place(site: Site, node: fx.Node) -> None:
+    node.target = memory_ops.all_reduce_
+
+
+def slots_of_gradients(site: Site) -> list[fx.Node]:
+    """Gradients that come of a bucket."""
+    return [n for n in pieces(site) if n in site.end.args[0] and _slot(n) is not None]  # type: ignore[operator]
+
+
+def _slot(node: fx.Node) -> fx.Node | None:
+    wait = node.args[0].args[0]  # type: ignore[union-attr]
+    joined = wait.args[0].args[0]  # type: ignore[union-attr]
+    return joined.args[1][node.args[1]] if joined.target is memory_ops.join else None  # type: ignore[union-attr,index]
+
+
+def read_from_slot(site: Site, node: fx.Node) -> None:
+    slot = _slot(node)
+    site.end.args = (tuple(slot if each is node else each for each in site.end.args[0]),)  # type: ignore[union-attr]
+
+
+def gathered_over_an_input(site: Site, node: fx.Node) -> None:
+    given = next(n for n in site.graph.nodes if n.op == "placeholder")
+    node.kwargs = {**node.kwargs, "out": given}
+
+
+def joined_otherwise(site: Site, node: fx.Node) -> None:
+    memory, values, count = node.args
+    node.args = (memory, [values[1], values[0], *values[2:]], count)  # type: ignore[index,misc]
