@@ -26,6 +26,7 @@ from tests.zoo import make
 
 PLANS = (
     "mlp3@dp2tp2",
+    "mlp3@dp2tp2+whole-bias",
     "dropout_mlp@dp2tp2",
     "gpt_fused@tp2",
     "gpt_fused@dp2tp2+sequence",
@@ -59,11 +60,13 @@ class Rates:
 
 
 def planned(name: str) -> sx.ParallelModule:
-    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets)."""
+    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets,
+    ``+whole-bias``: of which each rank takes a slice)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     fuse = {"fuse_mb": 0} if "alone" in more else {}
-    return plan(make(case), MESHES[mesh], "sequence" in more, **fuse)
+    specs = {"fc1.bias": "-"} if "whole-bias" in more else {}
+    return plan(make(case), MESHES[mesh], "sequence" in more, specs=specs, **fuse)
 
 
 def measure(

@@ -134,14 +134,14 @@ def run(
             members = groups.members(request.group, rank)
             if any(m not in waiting or waiting[m][0].group != request.group for m in members):
                 continue
-            requests, tensors, into = zip(*(waiting[m] for m in members), strict=True)
-            _check(members, requests, tensors)
+            asked = [waiting.pop(member) for member in members]
+            _check(members, asked)
             for listener in listeners:
-                listener(request, tensors[0], len(members))
+                listener(request, asked[0][1], len(members))
+            replies = list(perform(*zip(*asked, strict=True)))
+            asked.clear()  # what was sent is the ranks' to hold, or to let go
             for member in members:
-                del waiting[member]
-            for member, reply in zip(members, perform(requests, tensors, into), strict=True):
-                advance(member, reply)
+                advance(member, replies.pop(0))
             progressed = True
         if waiting and not progressed:
             if not failures:
@@ -161,16 +161,16 @@ def _first(failures: Mapping[int, Exception], sources: Mapping[int, Source], wai
     return failed(rank, at[rank], failures[rank], others)
 
 
-def _check(members: Sequence[int], requests: Sequence[Request], tensors: Sequence[Tensor]) -> None:
-    first = requests[0]
-    for member, request, tensor in zip(members[1:], requests[1:], tensors[1:], strict=True):
+def _check(members: Sequence[int], asked: Sequence[Asked]) -> None:
+    first, given, _ = asked[0]
+    for member, (request, tensor, _) in zip(members[1:], asked[1:], strict=True):
         exchange = first.op == "all_to_all_single"
-        alike = tensor.dtype == tensors[0].dtype and (exchange or tensor.shape == tensors[0].shape)
+        alike = tensor.dtype == given.dtype and (exchange or tensor.shape == given.shape)
         if not request.same(first) or not alike:
             raise Error(
                 "collectives do not match between ranks",
                 where=f"ranks {members[0]} and {member}",
-                expected=f"{first}, {tuple(tensors[0].shape)} {tensors[0].dtype}",
+                expected=f"{first}, {tuple(given.shape)} {given.dtype}",
                 got=f"{request}, {tuple(tensor.shape)} {tensor.dtype}",
                 remedy="every rank of a group must run the same collectives in the same order",
             )

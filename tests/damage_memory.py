@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
-from tests.damage import ALL_REDUCE, WAIT, Site, pieces
+from tests.damage import WAIT, Site, pieces
 
 
 def waits_of_all(site: Site) -> list[fx.Node]:
@@ -35,15 +35,6 @@ def shared_memory(site: Site, node: fx.Node) -> None:
     assert twin is not None
     node.replace_all_uses_with(twin)
     site.graph.erase_node(node)
-
-
-def reduced_copies(site: Site) -> list[fx.Node]:
-    """Reductions whose operand something else uses, too."""
-    return [n for n in site.calls(ALL_REDUCE) if any(n < user for user in n.args[0].users)]  # type: ignore[union-attr]
-
-
-def reduced_in_place(site: Site, node: fx.Node) -> None:
-    node.target = memory_ops.all_reduce_
 
 
 def slots_of_gradients(site: Site) -> list[fx.Node]:

@@ -28,7 +28,7 @@ class Origin:
     @staticmethod
     def of(node: Node) -> Origin:
         """The origin of what is made of a planned node."""
-        return Origin(node.name, op_name(node.op), node.where, node.phase.value)
+        return Origin(node.name, op_name(node.op), node.where, node.phase.value, tuple(node.attrs.items()))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class RankModule(fx.GraphModule):
             made = node.meta.get("shardfx")
             twin.meta = {k: v for k, v in node.meta.items() if k != "shardfx"}
             if made is not None:
-                twin.meta["shardfx"] = Origin.of(made) if isinstance(made, Node) else made
+                origin = twin.meta["shardfx"] = Origin.of(made) if isinstance(made, Node) else made
+                twin.meta.update(origin.attrs)
         copied.on_generate_code(_always(Annotate(dict(comments))))
         root = nn.Module()
         for name, value in constants.items():

@@ -25,7 +25,8 @@ from tests.plans import MESHES, plan
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
-from .workers import PLANS, WORKERS, gated
+from .program_workers import WORKERS
+from .workers import PLANS, gated
 
 
 def remember_plans() -> None:
@@ -35,7 +36,15 @@ def remember_plans() -> None:
     def compile_once(model: nn.Module, mesh: sx.Mesh, hints: sx.Hints, *rest: object) -> Compiled:
         shapes = [(n, t.shape, t.dtype) for n, t in model.state_dict().items()]
         key = repr(
-            (type(model), shapes, model.training, mesh, hints.loss is None, sorted(hints.specs.items(), key=repr))
+            (
+                type(model),
+                shapes,
+                model.training,
+                mesh,
+                hints.loss is None,
+                sorted(hints.specs.items(), key=repr),
+                hints.rank_passes,
+            )
         )
         if key not in known:
             known[key] = compile_model(model, mesh, hints, *rest)  # type: ignore[arg-type]

@@ -51,6 +51,15 @@ def test_mistakes_and_programs(tmp_path: Path) -> None:
     )
 
 
+def test_programs_run_as_they_are_printed() -> None:
+    on_ranks(
+        2,
+        "runs_what_is_printed:gpt_fused,tp2",
+        "times_collectives:mlp3,dp2",
+        "runs_compiled_and_changed:mlp3,dp2",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("axis", ["dp", "tp"])

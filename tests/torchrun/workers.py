@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -288,44 +286,3 @@ def mistakes_are_errors() -> None:
     assert rel_err(virtual(*case.args, *case.targets), case.loss(case.model(*case.args), *case.targets)) < 1e-12
     with pytest.raises(sx.Error, match="different plans"):
         plan(case, MESHES["dp2"], specs={"fc1.weight": "dp, -"} if dist.get_rank() else {})
-
-
-# ---- programs
-
-
-@worker
-def compiles_whole(name: str, axis: str, backend: str) -> None:
-    """torch.compile(fullgraph=True) of a rank's program gives what eager gives."""
-    case = make(name)
-    pm = plan(case, sx.Mesh(**{axis: 2}))
-    rank = dist.get_rank()
-    module = pm.rank_module(rank)
-    examples = {f"args.{i}": t for i, t in enumerate(case.args)} | {
-        f"targets.{i}": t for i, t in enumerate(case.targets)
-    }
-    inputs = list(pm._programs.step.rank_inputs(rank, pm.rank_program(rank), examples).values())
-    with torch.no_grad():
-        eager = module(*inputs)
-        compiled = torch.compile(module, fullgraph=True, backend=backend)(*inputs)
-    assert len(eager) == len(compiled) > 1
-    assert max(rel_err(a, b) for a, b in zip(eager, compiled, strict=True)) < 1e-12
-
-
-@worker
-def saves_programs(name: str, folder: str) -> None:
-    """Each rank writes its own file, and what it writes computes what the plan computes."""
-    case = make(name)
-    pm = plan(case, MESHES["tp2"])
-    pm.save_programs(folder)
-    dist.barrier()
-    sys.path.insert(0, folder)
-    rank = dist.get_rank()
-    program = importlib.import_module(f"rank{rank}")
-    state = torch.load(f"{folder}/rank{rank}.pt", weights_only=True)
-    with torch.no_grad():
-        results = dict(zip(program.OUTPUTS, program.forward(*[state[n] for n in program.INPUTS]), strict=True))
-    loss = pm(*case.args, *case.targets)
-    loss.backward()
-    assert results["loss:loss"].item() == loss.item()
-    for name, parameter in pm.named_parameters():
-        assert torch.equal(results[f"gradient:{name}"], pm._state.store._shards[name].unwrap(parameter.grad)), name

@@ -209,3 +209,22 @@ def test_a_plan_moves_to_a_gpu() -> None:
     reference(X, Y).backward()
     for name, grad in reference.full_grads().items():
         torch.testing.assert_close(pm.full_grads()[name].cpu(), grad)
+
+
+@dataclass(frozen=True)
+class Marks(sx.Pass):
+    """Marks products with a lane."""
+
+    name: ClassVar[str] = "marks"
+
+    def run(self, graph: Any, context: Any) -> bool:
+        for node in graph.nodes:
+            if str(node.op) in ("aten.mm.default", "aten.addmm.default"):
+                node.attrs = {**node.attrs, "lane": 3}
+        return True
+
+
+def test_attributes_of_nodes_are_those_of_calls() -> None:
+    module = pickle.loads(pickle.dumps(planned(sx.Mesh(dp=2), passes=[Marks()]).rank_module(1)))
+    lanes = {node.name: node.meta["lane"] for node in module.graph.nodes if "lane" in node.meta}
+    assert lanes and all("mm" in name for name in lanes)

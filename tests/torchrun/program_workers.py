@@ -1,0 +1,116 @@
+"""What ranks do with their programs: run, change, compile and save them (see :mod:`.workers`)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardfx as sx
+from shardfx.runtime.distributed.process_engine import ProcessEngine
+from tests.plans import MESHES, plan
+from tests.reference import rel_err
+from tests.virtual.test_rank_modules import TIMES, TimeCollectives
+from tests.zoo import make
+
+from .workers import WORKERS, worker
+
+__all__ = ["WORKERS"]
+
+
+def step(pm: sx.ParallelModule, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and whole gradients of a step."""
+    case = make(name)
+    pm.zero_grad()
+    loss = pm(*case.args, *case.targets, **case.kwargs)
+    loss.backward()
+    return loss.detach(), pm.full_grads()
+
+
+def same(a: tuple[torch.Tensor, dict[str, torch.Tensor]], b: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> bool:
+    return rel_err(a[0], b[0]) < 1e-12 and all(rel_err(a[1][n], g) < 1e-12 for n, g in b[1].items())
+
+
+@worker
+def compiles_whole(name: str, axis: str, backend: str) -> None:
+    """torch.compile(fullgraph=True) of a rank's program gives what eager gives."""
+    case = make(name)
+    pm = plan(case, sx.Mesh(**{axis: 2}))
+    rank = dist.get_rank()
+    module = pm.rank_module(rank)
+    examples = {f"args.{i}": t for i, t in enumerate(case.args)} | {
+        f"targets.{i}": t for i, t in enumerate(case.targets)
+    }
+    inputs = list(pm._programs.step.rank_inputs(rank, pm.rank_program(rank), examples).values())
+    with torch.no_grad():
+        eager = module(*inputs)
+        compiled = torch.compile(module, fullgraph=True, backend=backend)(*inputs)
+    assert len(eager) == len(compiled) > 1
+    assert max(rel_err(a, b) for a, b in zip(eager, compiled, strict=True)) < 1e-12
+
+
+@worker
+def saves_programs(name: str, folder: str) -> None:
+    """Each rank writes its own file, and what it writes computes what the plan computes."""
+    case = make(name)
+    pm = plan(case, MESHES["tp2"])
+    pm.save_programs(folder)
+    dist.barrier()
+    sys.path.insert(0, folder)
+    rank = dist.get_rank()
+    program = importlib.import_module(f"rank{rank}")
+    state = torch.load(f"{folder}/rank{rank}.pt", weights_only=True)
+    with torch.no_grad():
+        results = dict(zip(program.OUTPUTS, program.forward(*[state[n] for n in program.INPUTS]), strict=True))
+    loss = pm(*case.args, *case.targets)
+    loss.backward()
+    assert results["loss:loss"].item() == loss.item()
+    for name, parameter in pm.named_parameters():
+        assert torch.equal(results[f"gradient:{name}"], pm._state.store._shards[name].unwrap(parameter.grad)), name
+
+
+@worker
+def runs_what_is_printed(name: str, mesh: str) -> None:
+    """The engine is given the program that ``rank_program`` prints; and it is proven."""
+    case, ran = make(name), dict[int, str]()
+    run = ProcessEngine.run
+
+    def noting(self: ProcessEngine, programs: Any, inputs: Any, watch: Any = None) -> Any:
+        ran.update({rank: str(program) for rank, program in programs.items()})
+        return run(self, programs, inputs, watch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessEngine, "run", noting)
+        pm = plan(case, MESHES[mesh])
+        assert pm._programs.step._engine is None
+        pm(*case.args, *case.targets, **case.kwargs)
+    rank = dist.get_rank()
+    assert ran == {rank: str(pm.rank_program(rank))}
+    assert pm.verify()
+
+
+@worker
+def times_collectives(name: str, mesh: str) -> None:
+    """A user's rank pass runs on real ranks; its programs are proven and give the same numbers."""
+    case = make(name)
+    TIMES.clear()
+    timed = step(plan(case, MESHES[mesh], rank_passes=[TimeCollectives()]), name)
+    assert TIMES and all(seconds > 0 for seconds in TIMES.values())
+    assert same(timed, step(plan(case, MESHES[mesh]), name))
+
+
+@worker
+def runs_compiled_and_changed(name: str, mesh: str) -> None:
+    """``pm.compile`` and ``pm.use`` give the same numbers."""
+    pm = plan(make(name), MESHES[mesh])
+    expected = step(pm, name)
+    pm.use({rank: pm.rank_module(rank) for rank in range(dist.get_world_size())})
+    assert same(step(pm, name), expected)
+    pm = plan(make(name), MESHES[mesh])
+    pm.compile(backend="aot_eager")
+    assert "memory." not in str(pm.rank_program(dist.get_rank()))
+    assert same(step(pm, name), expected)
