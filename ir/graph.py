@@ -18,6 +18,7 @@ import torch
 
 from .mesh import Mesh
 from .node import NOWHERE, Attr, Node, Phase, Strategy, Value, Where, op_name, substitute
+from .repeat import Repeat
 from .spec import Spec
 
 __all__ = [
@@ -89,7 +90,8 @@ class Output:
 class Graph:
     """A program on a mesh. ``str(graph)`` is its legal, parseable text (see :mod:`shardfx.ir.text.printer`).
 
-    ``established`` is what passes have brought about, ``notes`` what capture and passes have to say to the user.
+    ``established`` is what passes have brought about, ``notes`` what capture and passes have to say to the user,
+    ``repeats`` the equal blocks that are left out (see :mod:`.repeat`).
     """
 
     printer: ClassVar[Callable[[Graph], str]]
@@ -101,6 +103,7 @@ class Graph:
     outputs: list[Output] = field(default_factory=list)
     established: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
+    repeats: tuple[Repeat, ...] = ()
 
     def values(self) -> Iterator[Value]:
         """Every value, in the order of definition."""
@@ -165,7 +168,7 @@ class Graph:
             values.update(zip(old.outs, new.outs, strict=True))
             nodes.append(new)
         outputs = [Output(o.kind, o.name, values[o.value], o.spec) for o in self.outputs]
-        return Graph(self.mesh, inputs, nodes, outputs, self.established, list(self.notes))
+        return Graph(self.mesh, inputs, nodes, outputs, self.established, list(self.notes), self.repeats)
 
     def __str__(self) -> str:
         return Graph.printer(self)

@@ -6,6 +6,7 @@ from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
+from .unfold_repeats import UnfoldRepeats
 
 __all__ = [
     "BUILT_IN",
@@ -27,6 +28,7 @@ __all__ = [
     "RankPass",
     "Reassociate",
     "SumPlacement",
+    "UnfoldRepeats",
     "arrange",
     "check_order",
     "hint_value",

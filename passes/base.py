@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from shardfx.ir.cut import Cut
@@ -22,21 +23,45 @@ HINTED = "HINTED"
 """The user's hints are written on the values that they name."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Decision:
-    """Why a dim of a value is cut as it is: at which step, from where, and what was turned down.
+    """Why a dim of a value is cut as it is: from where, and what was turned down.
 
-    ``node`` is the op that carried the cut on, ``near`` the tensor of it that had the cut; a hint has neither.
+    ``node`` is the op that carried the cut on, ``near`` the tensor of it that had the cut, ``causes`` the decisions
+    that gave it to its tensors; a hint has none of them. What was ``turned_down`` is told as texts, each perhaps of a
+    value.
     """
 
-    step: int
     value: Value
     dim: int
     cut: Cut
-    how: str
-    turned_down: str = ""
+    level: str = ""
+    hint: str = ""
+    turned_down: tuple[tuple[str, Value | None], ...] = ()
     node: Node | None = None
     near: Value | None = None
+    causes: tuple[Decision, ...] = ()
+
+    @property
+    def how(self) -> str:
+        """The hint, or through which kind of op, or by which pass."""
+        return f"the hint {self.hint!r}" if self.hint else self.level
+
+    @cached_property
+    def step(self) -> int:
+        """One for a hint; else one more than the steps of its causes, so that it is behind them."""
+        open_ = [self]
+        while "step" not in vars(self):  # a walk, for a chain of causes goes through all blocks of a model
+            made = open_[-1]
+            missing = [each for each in made.causes if "step" not in vars(each)]
+            open_ += missing
+            if not missing:
+                vars(open_.pop())["step"] = 1 + max((each.step for each in made.causes), default=0)
+        return self.step
+
+    def down(self, name: Callable[[Value], str] = repr) -> str:
+        """What was turned down, in words."""
+        return ", ".join(text + (f" of {name(value)}" if value is not None else "") for text, value in self.turned_down)
 
     @property
     def source(self) -> str:
@@ -46,7 +71,7 @@ class Decision:
         return f"{self.near!r} through {op_name(self.node.op)} @ {self.node.where} ({self.how})"
 
     def __str__(self) -> str:
-        rest = f"; turned down: {self.turned_down}" if self.turned_down else ""
+        rest = f"; turned down: {self.down()}" if self.turned_down else ""
         cut = self.cut.text(self.value.shape[self.dim])
         return f"step {self.step}: {self.value!r} dim {self.dim} cut {cut}, from {self.source}{rest}"
 
@@ -79,7 +104,8 @@ class Pass:
     """One thing that may be done to a graph.
 
     ``before`` and ``after`` are the slot in which it stands when a user adds it to the built-in passes: the name of one
-    of them. ``after`` goes first; without either it stands before ``order``.
+    of them. ``after`` goes first; without either it stands before ``order``. Where a pass ``copies`` nodes, the copies
+    are made by whoever made the original.
 
     Subclass it as a frozen dataclass, give it a ``name``, and write :meth:`run`::
 
@@ -97,6 +123,7 @@ class Pass:
     establishes: ClassVar[frozenset[str]] = frozenset()
     before: ClassVar[str] = "order"
     after: ClassVar[str] = ""
+    copies: ClassVar[bool] = False
 
     def run(self, graph: Graph, context: Context) -> bool:
         """Change ``graph`` (through a Rewriter); says whether it did."""

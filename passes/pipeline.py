@@ -19,6 +19,7 @@ from shardfx.ir.validate import Validator
 from .base import Context, Pass, PassError
 from .communication import DuplicateViews, FuseComm, Order, Partition
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
+from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
     BindHints,
@@ -27,12 +28,22 @@ ORDER: tuple[type[Pass], ...] = (
     SumPlacement,
     DuplicateViews,
     Partition,
+    UnfoldRepeats,
     FuseComm,
     Order,
 )
 """The built-in passes, in the order in which they run."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"
+
+
+def may_leave_out(passes: Sequence[Pass]) -> bool:
+    """Whether passes may run on a graph that leaves out equal blocks: one puts them back, and before it are only those
+    built-in ones that do the same to all of them."""
+    kinds = [type(each) for each in passes]
+    if UnfoldRepeats not in kinds:
+        return False
+    return set(kinds[: kinds.index(UnfoldRepeats)]) <= set(ORDER[: ORDER.index(UnfoldRepeats)])
 
 
 def is_whole(given: Iterable[Pass]) -> bool:
@@ -151,7 +162,7 @@ def steps(graph: Graph, passes: Iterable[Pass], context: Context) -> Iterator[Pa
                 raise  # a user's mistake, found where it belongs
             raise _blamed(each, error, ran) from error
         for node in graph.nodes:
-            if node not in known and not node.made_by:
+            if node not in known and not node.made_by and not each.copies:
                 node.made_by = each.name
         graph.established |= each.establishes
         validator.check(graph, after=each.name)

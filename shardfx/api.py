@@ -12,6 +12,7 @@ from shardfx.ir.capture.given import as_module
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.unfolding.unfold import whole
 from shardfx.module.modes import OtherMode, without_weights
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
@@ -42,7 +43,7 @@ def parallelize(
             weights.
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
         hints: example inputs, loss, and how a few values are cut (see :class:`Hints`).
-        on_pass: called with each pass and the graph after it.
+        on_pass: called with each pass and the graph after it; all blocks are then planned one by one, for it to see.
         virtual: run all ranks in this process. By default so, unless ``torch.distributed`` is initialised or the
             process was started by ``torchrun``: then it is one rank of the mesh (and joins the job if need be).
 
@@ -80,7 +81,8 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
         print(sx.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
     """
     mesh = Mesh(dp=1) if mesh is None else mesh
-    return capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets).graph
+    captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
+    return whole(captured.graph)
 
 
 def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> Place:

@@ -9,13 +9,14 @@ from dataclasses import fields
 
 from torch import nn
 
-from shardfx.ir.capture.trace import capture
+from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import (
     BUILT_IN,
     COMM_EXPLICIT,
@@ -28,7 +29,9 @@ from shardfx.passes import (
     is_whole,
     run_passes,
 )
+from shardfx.passes.pipeline import may_leave_out
 from shardfx.passes.rank import RankPass, built_in
+from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
 
 from .compiled import Compiled
 from .hints import Hints
@@ -94,16 +97,46 @@ def compile_model(
     with no_collection():
         captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
     if isinstance(hints.specs, PlannedSpecs):
-        hints.specs.plan.check(captured.graph)
-    before = captured.graph.copy()
-    context = new_context(hints, captured.graph, rules)
+        hints.specs.plan.check(whole(captured.graph))
     with no_collection():
-        run_passes(captured.graph, passes, context, on_pass)
+        graph, context = plan_graph(captured, hints, rules, passes, on_pass)
     if isinstance(hints.specs, PlannedSpecs):
-        others = hints.specs.plan.differences(captured.graph)
+        others = hints.specs.plan.differences(graph)
         if others:
-            captured.graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
-    return Compiled(hints, captured, before, captured.graph, context, passes)
+            graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
+    return Compiled(hints, captured, graph, context, passes)
+
+
+def plan_graph(
+    captured: Captured,
+    hints: Hints,
+    rules: RuleBook,
+    passes: tuple[Pass, ...],
+    on_pass: Callable[[Pass, Graph], None] | None = None,
+) -> tuple[Graph, Context]:
+    """A copy of the captured graph after the passes, and what they share.
+
+    Equal blocks are planned once. Where a hint tells them apart, or they come out planned apart, all of them are
+    planned, and a note says so; and so they are where somebody's own pass, or ``on_pass``, is to see them.
+    """
+    why = ""
+    if captured.graph.repeats and may_leave_out(passes) and on_pass is None:
+        graph = captured.graph.copy()
+        context = new_context(hints, graph, rules)
+        context.specs = of_those_there(graph, hints.specs)
+        why = why_whole(graph, hints.specs)
+        if not why:
+            try:
+                run_passes(graph, passes, context)
+                return graph, context
+            except Error as error:  # if blocks are not the reason, it is raised again, and then knows all their names
+                why = error.what
+    graph = whole(captured.graph)
+    context = new_context(hints, graph, rules)
+    if why:
+        graph.notes.append(f"{PLANNED_WHOLE} ({why})")
+    run_passes(graph, passes, context, on_pass)
+    return graph, context
 
 
 def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:

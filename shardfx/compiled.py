@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph
+from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import Context, Pass
 
 from .hints import Hints
@@ -17,7 +19,11 @@ class Compiled:
 
     hints: Hints
     captured: Captured
-    before: Graph
     after: Graph
     context: Context
     passes: tuple[Pass, ...]
+
+    @cached_property
+    def before(self) -> Graph:
+        """The captured graph with all its blocks."""
+        return whole(self.captured.graph)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,41 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-HEAD, TAIL = 3, 2
-"""How many blocks of a run are kept at its begin and at its end."""
-LEAST = HEAD + TAIL + 2
-"""The shortest run that is worth leaving blocks out."""
+from shardfx.ir.repeat import Repeat
 
-
-@dataclass(frozen=True)
-class Repeat:
-    """The blocks ``path.first`` to ``path.last``, which are equal; those between head and tail are left out."""
-
-    path: str
-    first: int
-    last: int
-
-    @property
-    def left_out(self) -> range:
-        """The indices of the blocks that are not traced."""
-        return range(self.first + HEAD, self.last - TAIL + 1)
-
-    def block(self, index: int) -> str:
-        """The module path of one block."""
-        return f"{self.path}.{index}"
-
-    def within(self, name: str) -> int | None:
-        """The index of the block that a module or parameter lies in, or None."""
-        if not name.startswith(self.path + "."):
-            return None
-        index = name[len(self.path) + 1 :].partition(".")[0]
-        return int(index) if index.isdigit() else None
-
-    def __contains__(self, name: str) -> bool:
-        index = self.within(name)
-        return index is not None and self.first <= index <= self.last
-
-
+LEAST = 2
+"""So few blocks are worth leaving out."""
 MOST_CONSTANT = 4096
 """Constants of the code with more elements are not compared; then nothing is left out."""
 
@@ -112,9 +82,10 @@ def record(model: nn.Module, tensors: Sequence[torch.Tensor], forward: Forward, 
 
 def _place(path: str, lists: Sequence[str]) -> Place:
     for outer in lists:
-        index = Repeat(outer, 0, 0).within(path)
-        if index is not None:
-            return outer, index
+        head, _, rest = path.partition(outer + ".")
+        index = rest.partition(".")[0]
+        if not head and index.isdigit():
+            return outer, int(index)
     return None
 
 
@@ -131,6 +102,7 @@ class Tape(TorchDispatchMode):
         self._made: dict[int, tuple[Place, int, int]] = {}
         self._users: dict[Place, set[Place]] = {}
         self._before: dict[Place, Place] = {None: None}
+        self._sharing: set[Place] = set()
         self._alive: list[torch.Tensor] = []
 
     def enter(self, place: Place) -> None:
@@ -171,17 +143,25 @@ class Tape(TorchDispatchMode):
             self._users.setdefault(place, set()).add(self._at)
             if place is not None and place in (self._at, self._before[self._at]):
                 return Made(0 if place == self._at else -1, call, result)
+            self._note_shared(tensor)
             return place, call, result
         if id(tensor) in self._stored:
             name = self._stored[id(tensor)]
             block = ".".join(map(str, self._at)) + "." if self._at is not None else "."
-            return ("own", name[len(block) :]) if name.startswith(block) else ("stored", name)
+            if name.startswith(block):
+                return "own", name[len(block) :]
+            self._note_shared(tensor)
+            return "stored", name
         if id(tensor) in self._inputs:
             return "input", self._inputs[id(tensor)]
         if isinstance(tensor, FakeTensor) or tensor.numel() > MOST_CONSTANT:
             raise Unknown
         with _disable_current_modes():
             return "constant", tensor.detach().cpu().numpy().tobytes()
+
+    def _note_shared(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad:
+            self._sharing.add(self._at)
 
     # ---- reading it ---------------------------------------------------------------------------------------
 
@@ -190,41 +170,49 @@ class Tape(TorchDispatchMode):
         """What each block calls, in order."""
         return [(place, self.segments[place]) for place in (None, *self.order)]
 
-    def without(self, runs: Sequence[Repeat]) -> list[tuple[Place, list[TapedCall]]]:
+    def without(self, repeats: Sequence[Repeat]) -> list[tuple[Place, list[TapedCall]]]:
         """The calls that a model without the blocks that are left out must make."""
         kept = []
         for place, calls in self.calls:
-            run = next((run for run in runs if place is not None and place[0] == run.path), None)
-            if run is None or place is None or place[1] not in run.left_out:
+            if place is None or not any(place[0] == each.path and place[1] in each.left_out for each in repeats):
                 kept.append((place, calls))
         return kept
 
-    def runs(self, path: str) -> Iterator[Repeat]:
-        """The longest run of a list, if there is one that is long enough."""
+    def repeat(self, path: str) -> Repeat | None:
+        """The most equal blocks of a list that may be left out, if there are enough.
+
+        Of a stretch of equal blocks the first and the last stay, and what stands beside these: a block that calls the
+        same ops (as the first one of a model does, on other tensors), or else one more of the stretch. Where all use
+        one value that has a gradient, the last block of all begins its sum, and is not like those before it.
+        """
         indices = [place[1] for place in self.order if place is not None and place[0] == path]
         if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
-            return
-        best = max(_stretches(path, {i: self.segments[path, i] for i in indices}), key=lambda run: run.last - run.first)
-        if best.last - best.first + 1 >= LEAST and all(self._closed(path, i) for i in best.left_out):
-            yield best
+            return None
+        ops = {index: [call.op for call in self.segments[path, index]] for index in indices}
+        found = []
+        for first, last in _stretches({i: self.segments[path, i] for i in indices}):
+            own = ops[first]
+            first += ops.get(first - 1) != own
+            last -= self._shares(path, last) or ops.get(last + 1, [])[: len(own)] != own
+            if last - first > LEAST:
+                found.append(Repeat(path, first + 1, last - 1))
+        best = max(found, key=lambda repeat: len(repeat.left_out), default=None)
+        return best if best is not None and all(self._closed(path, i) for i in best.left_out) else None
+
+    def _shares(self, path: str, index: int) -> bool:
+        """Whether a block uses a value with a gradient that is neither its own nor of the block before."""
+        return (path, index) in self._sharing
 
     def _closed(self, path: str, index: int) -> bool:
         """Whether only the next block uses what a block makes."""
         return self._users.get((path, index), set()) <= {(path, index), (path, index + 1)}
 
 
-def _stretches(path: str, forms: Mapping[int, list[TapedCall]]) -> Iterator[Repeat]:
-    """The stretches of equal blocks."""
-    run: Repeat | None = None
-    for index, form in forms.items():
-        if run is not None and form == forms[run.first]:
-            run = replace(run, last=index)
-        else:
-            if run is not None:
-                yield run
-            run = Repeat(path, index, index)
-    if run is not None:
-        yield run
+def _stretches(forms: Mapping[int, list[TapedCall]]) -> Iterator[tuple[int, int]]:
+    """The first and the last block of each stretch of equal ones."""
+    for _, group in groupby(forms, key=lambda index: next(other for other in forms if forms[other] == forms[index])):
+        indices = list(group)
+        yield indices[0], indices[-1]
 
 
 def _kinds(tree: Any) -> object:

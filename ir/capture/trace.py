@@ -24,13 +24,14 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.unfolding.regular import Irregular
+from shardfx.ir.unfolding.unfold import check_regular
 
 from .convert import Names, convert
 from .given import as_module, explain, on_cpu, reject_unknown_shapes
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
-from .repeats import TRACED_WHOLE, Shortened, find_runs
-from .unfold import unfold
+from .repeats import TRACED_WHOLE, Shortened, find_repeats
 
 aten = torch.ops.aten
 
@@ -88,7 +89,7 @@ def capture(
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
     Args:
-        fold: trace the backward of repeated blocks (see :mod:`.repeats`) once; the graph is the same.
+        fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
@@ -117,12 +118,15 @@ def capture(
 
         short = Shortened(traced)
         if fold:
-            short = find_runs(traced, tensors, lambda model, given: program(model)(*given), aliases)
+            short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         wanted = Names(tuple(names), aliases, loss_source(loss))
         graph, note = _trace(program(short.model), tuple(tensors), mesh, wanted), short.note
-        if short.runs and not unfold(graph, short.runs, list(aliases)):
+        graph.repeats = short.repeats
+        try:
+            check_regular(graph)
+        except Irregular as error:
             graph = _trace(program(traced), tuple(tensors), mesh, wanted)
-            note = f"{TRACED_WHOLE} (their backward is not the same in all)"
+            note = f"{TRACED_WHOLE} ({error.what})"
     _name_ties(graph, aliases)
     graph.notes = [note] if note else []
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases)

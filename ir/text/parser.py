@@ -30,6 +30,7 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import Spec
 
 from .arguments import read_argument, read_keyword, read_spec, read_type
@@ -39,6 +40,7 @@ from .scope import ReadScope, checked, unquoted
 
 OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **{op_name(op): op for op in (dropout, attention, attention_backward)}}
 SECTIONS = (*(phase.value for phase in Phase), "outputs")
+RANGE = re.compile(r"\s*(\d+)\.\.(\d+)")
 LABEL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"#:]+')
 
 
@@ -59,7 +61,8 @@ def parse_graph(text: str, *, ops: Mapping[str, Any] | None = None) -> Graph:
     mesh = reader.scope.mesh
     if mesh is None:
         raise Error("the text has no mesh", where="line 1", expected="a line such as 'mesh dp=2, tp=2'", got=text[:60])
-    return Graph(mesh, reader.inputs, reader.nodes, reader.outputs, reader.established, reader.notes)
+    repeats = tuple(reader.repeats)
+    return Graph(mesh, reader.inputs, reader.nodes, reader.outputs, reader.established, reader.notes, repeats)
 
 
 def parse_spec(text: str, mesh: Mesh) -> tuple[tuple[int, ...], Spec]:
@@ -83,6 +86,7 @@ class _Reader:
     scope: ReadScope = field(default_factory=ReadScope)
     established: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
+    repeats: list[Repeat] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -129,8 +133,11 @@ class _Reader:
         elif word == "note":
             line.next()
             self.notes.append(json.loads(line.take("string", "the note in quotes")))
+        elif word == "repeat":
+            line.next()
+            self._repeat(line)
         else:
-            line.fail(f"mesh, link, unplaced, established, note, source, {', '.join(kinds)} or forward:")
+            line.fail(f"mesh, link, unplaced, established, note, repeat, source, {', '.join(kinds)} or forward:")
 
     def _axis(self, line: Line) -> tuple[str, int | Time]:
         name = line.word("a mesh axis such as dp=2")
@@ -154,6 +161,16 @@ class _Reader:
         scope = self.scope
         scope.links[name] = checked(line, lambda: Link(bandwidth, latency))
         scope.mesh = checked(line, lambda: Mesh(links=scope.links, **scope.sizes))
+
+    def _repeat(self, line: Line) -> None:
+        path = line.name("the path of a list of blocks")
+        match = RANGE.match(line.text, line.start)
+        if match is None:
+            line.fail("the first and the last block that is left out, such as 2..77", line.text[line.start :])
+        line.at = match.end()
+        line.next()
+        first, last = int(match[1]), int(match[2])
+        self.repeats.append(checked(line, lambda: Repeat(path, first, last)))
 
     def _source(self, line: Line) -> None:
         rest = line.text[line.at :].lstrip()

@@ -18,8 +18,9 @@ A type without braces is whole. Before anything is placed the header says ``unpl
 not. A node with a strategy says ``cuts m{dp} k{tp}`` (``cuts -`` for none) and, where they differ from the specs of its
 operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and need not say so.
 ``hint`` says how somebody wants a value, and who; an output's ``: [...]`` how it must leave. All that a line may say is
-the table in :mod:`.attributes`. A comment begins with ``#``. Not in the text: the contents of large constants and the
-code of a source line; on request only: which pass made a node (``by``), and ``why``.
+the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see :mod:`shardfx.ir.repeat`). A
+comment begins with ``#``. Not in the text: the contents of large constants and the code of a source line; on request
+only: which pass made a node (``by``), and ``why``.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class Printer:
             yield f"established {', '.join(sorted(established))}"
         for note in self.graph.notes:
             yield f"note {json.dumps(note)}"
+        for repeat in self.graph.repeats:
+            yield f"repeat {quoted(repeat.path, BARE_NAME)} {repeat.first}..{repeat.last}"
         for file, label in self.scope.labels.items() if sources else ():
             if label != file:
                 yield f"source {quoted(label, BARE_SOURCE)} {json.dumps(file)}"

@@ -2,7 +2,7 @@
 
 Each operand whose value lies otherwise than its node needs it gets the cheapest sequence of ``comm`` steps. All
 consumers that need the same thing share it, and a partial sum is reduced once: what else is needed of the value
-starts from a reduced copy.
+starts from a reduced copy. A stored parameter is gathered before its first use.
 
     %3 = aten.mm(%1, %2) : f32[64{dp}, 512] +{tp}        %3 = aten.mm(%1, %2) : f32[64{dp}, 512] +{tp}
     %4 = aten.relu(%3)   needs f32[64{dp}, 512]     ->   %4 = comm.all_reduce(%3, axes=[tp], reduce=sum)
@@ -37,11 +37,12 @@ class Partition(Pass):
                 _ask(needs, value, spec, node, i)
         for output, spec in graph.output_specs().items():
             _ask(needs, output.value, spec, output, 0)
-        rewriter = Rewriter(graph)
+        rewriter, users = Rewriter(graph), graph.users()
         for value in list(graph.values()):
             if value in needs:
                 hint = value.hint if value.node is not None else None
-                Copies(value, rewriter, context.planner, hint).serve(needs[value])
+                first = next(iter(users[value]), None)
+                Copies(value, rewriter, context.planner, hint, first).serve(needs[value])
         changed = rewriter.apply()
         graph.rename()
         return changed
@@ -63,10 +64,16 @@ def _ask(
 
 
 class Copies:
-    """The copies of one value under different placements, each made once, by the cheapest steps from another."""
+    """The copies of one value under different placements, each made once, by the cheapest steps from another.
 
-    def __init__(self, value: Value, rewriter: Rewriter, planner: Redistribution, hint: Spec | None) -> None:
+    They stand behind the node that makes the value; those of an input before the ``first`` node that uses it.
+    """
+
+    def __init__(
+        self, value: Value, rewriter: Rewriter, planner: Redistribution, hint: Spec | None, first: Node | None
+    ) -> None:
         assert value.spec is not None
+        self._first = first
         self.value, self._rewriter, self._planner = value, rewriter, planner
         self._at: dict[Spec, Value] = {value.spec: value}
         if hint is not None and hint != value.spec:
@@ -111,12 +118,15 @@ class Copies:
         }
         kwargs = {k: v for k, v in kwargs.items() if v is not None}
         maker = copy.node
-        node = Rewriter.make(step.op, (copy,), copy.type, like=maker, kwargs=kwargs)
+        node = Rewriter.make(step.op, (copy,), copy.type, like=maker or self._first, kwargs=kwargs)
         node.results[0].spec = step.spec  # type: ignore[union-attr]
         assert copy.spec is not None
         node.strategy = Strategy((copy.spec,), (step.spec,))
         node.why = f"{copy.spec} is needed as {step.spec}"
-        self._rewriter.after(maker, node)
+        if self.value.node is None and self._first is not None:
+            self._rewriter.before(self._first, node)
+        else:
+            self._rewriter.after(maker, node)
         result = node.results[0]
         assert result is not None
         return result

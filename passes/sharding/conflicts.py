@@ -19,6 +19,9 @@ from shardfx.ir.ops.redistribute import Redistribution
 
 from .held import Held
 
+TurnedDown = tuple[tuple[str, Value | None], ...]
+"""What was turned down: in words, and perhaps the value that it was of."""
+
 
 @dataclass
 class Candidate:
@@ -36,12 +39,12 @@ class Conflicts:
     held: Held
     planner: Redistribution
 
-    def resolve(self, node: Node, with_results: bool) -> tuple[dict[str, Cut], str]:
+    def resolve(self, node: Node, with_results: bool) -> tuple[dict[str, Cut], TurnedDown]:
         """The cut of each factor, conflicts settled; and what was turned down, in words."""
         found = self._candidates(node, with_results)
         if not found:
-            return {}, ""
-        down: list[str] = []
+            return {}, ()
+        down: list[tuple[str, Value | None]] = []
         cuts = {factor: self._best(node, factor, options, down) for factor, options in found.items()}
         mesh = self.held.mesh
         wanted: dict[str, list[str]] = {}
@@ -54,9 +57,9 @@ class Conflicts:
                 winner = self._settle(node, axis, still, cuts, found)
                 for factor in still:
                     if factor != winner:
-                        down.append(f"axis {axis} on factor {factor}")
+                        down.append((f"axis {axis} on factor {factor}", None))
                         cuts[factor] = without(cuts[factor], axis, mesh)
-        return {f: c for f, c in cuts.items() if c.axes}, ", ".join(down)
+        return {f: c for f, c in cuts.items() if c.axes}, tuple(down)
 
     def _candidates(self, node: Node, with_results: bool) -> dict[str, list[Candidate]]:
         """For each factor that may be cut, the cuts that the node's tensors hold of it."""
@@ -76,7 +79,7 @@ class Conflicts:
                         found.setdefault(factor, []).append(Candidate(cut, value, strong))
         return found
 
-    def _best(self, node: Node, factor: str, options: list[Candidate], down: list[str]) -> Cut:
+    def _best(self, node: Node, factor: str, options: list[Candidate], down: list[tuple[str, Value | None]]) -> Cut:
         """The cut of one factor: all that the tensors hold of it, where they agree."""
         size, mesh = self.held.rules[node].sizes[factor], self.held.mesh
         best = options[0]
@@ -89,7 +92,7 @@ class Conflicts:
                 continue
             winner = max(best, option, key=lambda c: (c.strong, c.value.type.nbytes))
             loser = option if winner is best else best
-            down.append(f"{loser.cut.text('.')} of {loser.value!r}")
+            down.append((loser.cut.text("."), loser.value))
             best = winner
         return best.cut
 

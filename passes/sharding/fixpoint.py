@@ -22,7 +22,7 @@ from shardfx.ir.rules.sharding_rule import Dim
 from shardfx.ir.rules.strategy import place
 from shardfx.passes.base import Decision
 
-from .conflicts import Conflicts
+from .conflicts import Conflicts, TurnedDown
 from .held import Held, Origin
 from .seeds import Seed
 
@@ -36,7 +36,6 @@ class Propagation:
     held: Held
     conflicts: Conflicts
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
-    step: int = 0
 
     def seed(self, seeds: Iterable[Seed]) -> None:
         """Start from these values."""
@@ -48,7 +47,8 @@ class Propagation:
                 for axis in cut.axes:
                     self.held.origin[seed.value, axis] = Origin(seed.name, seed.operator)
                 if cut.axes:
-                    self._note(seed.value, dim, cut, seed.reason, "")
+                    hint = "" if seed.by_pass else seed.name
+                    self._note(Decision(seed.value, dim, cut, f"by {seed.name}", hint))
 
     def take_over(self, old: Value, new: Value) -> None:
         """``new`` stands for ``old`` from now on: it holds the same, for the same reasons."""
@@ -90,7 +90,13 @@ class Propagation:
                     touch(value)
 
     def _extend(
-        self, value: Value, dims: tuple[Dim, ...], cuts: dict[str, Cut], node: Node, level: int, turned_down: str
+        self,
+        value: Value,
+        dims: tuple[Dim, ...],
+        cuts: dict[str, Cut],
+        node: Node,
+        level: int,
+        turned_down: TurnedDown,
     ) -> bool:
         """Give ``value`` the cuts that it does not hold yet; says whether it changed."""
         mesh, rule = self.held.mesh, self.held.rules[node]
@@ -114,30 +120,24 @@ class Propagation:
             held[d] = cut
             changed = True
             near = None
-            for axis in fresh:
+            causes: list[Decision] = []
+            for axis in sorted(fresh):
                 factor = next(f for f in dim if f in cuts and axis in cuts[f].axes)
-                near = self._origin(value, node, axis, factor) or near
-            self._note(value, d, cut, LEVELS[level], turned_down, node, near)
+                having = self._origin(value, node, axis, factor)
+                near = next(iter(having), near)
+                made = (self.decisions.get(v, []) for v in having)
+                causes += [next(each for each in those if axis in each.cut.axes) for those in made if those]
+            how = LEVELS[level and (2 if near is not None and near.node is node else 1)]
+            self._note(Decision(value, d, cut, how, "", turned_down, node, near, tuple(causes)))
         return changed
 
-    def _origin(self, value: Value, node: Node, axis: str, factor: str) -> Value | None:
-        """Remember which hint an axis of a value came from; gives the tensor that it came from."""
+    def _origin(self, value: Value, node: Node, axis: str, factor: str) -> list[Value]:
+        """Remember which hint an axis of a value came from; gives the tensors that it came from."""
         having = self.held.having(node, axis, factor)
         origins = [self.held.origin[v, axis] for v in having if (v, axis) in self.held.origin]
         if origins:
             self.held.origin.setdefault((value, axis), next((o for o in origins if o.operator), origins[0]))
-        return next((v for v in having if v is not value), None)
+        return [v for v in having if v is not value]
 
-    def _note(
-        self,
-        value: Value,
-        dim: int,
-        cut: Cut,
-        how: str,
-        turned_down: str,
-        node: Node | None = None,
-        near: Value | None = None,
-    ) -> None:
-        self.step += 1
-        made = Decision(self.step, value, dim, cut, how, turned_down, node, near)
-        self.decisions.setdefault(value, []).append(made)
+    def _note(self, made: Decision) -> None:
+        self.decisions.setdefault(made.value, []).append(made)

@@ -28,9 +28,9 @@ class Seed:
     closed: bool = True
 
     @property
-    def reason(self) -> str:
-        """Who says so, in words."""
-        return f"by {self.name}" if self.name.startswith(BY_PASS) else f"the hint {self.name!r}"
+    def by_pass(self) -> bool:
+        """Whether a pass says so, and no hint of the user."""
+        return self.name.startswith(BY_PASS)
 
 
 BY_PASS = "pass "

@@ -50,13 +50,13 @@ class Trails:
             name = self.name(value)
             made = self._decision(value, axis, dim, before)
             if made is not None and (made.node is None or made.near is None):
-                yield Because(name, f"{made.how} (step {made.step})", made.step, made.turned_down)
+                yield Because(name, f"{made.how} (step {made.step})", made.step, made.down(self.name))
                 return
             if made is not None and made.node is not None:
                 before = made.step
                 near, dim = self._carrier(made, axis)
                 text = f"{self._dim(near, dim)} is, through {self.op(made.node)} (step {made.step}, {made.how})"
-                yield Because(name, text, made.step, made.turned_down)
+                yield Because(name, text, made.step, made.down(self.name))
             else:
                 node = value.node
                 found = self._operand(value, axis, dim)

@@ -18,6 +18,7 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn,
 from shardfx.ir.ops.traits import is_heavy, positional, with_defaults
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
+from shardfx.ir.unfolding.unfold import whole
 from shardfx.runtime.verify.sample.whole import run_whole
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -194,10 +195,11 @@ def test_repeated_blocks_draw_by_numbers_of_their_own() -> None:
     texts = {}
     for fold in (True, False):
         captured = capture(model, Mesh(dp=2), args=(torch.randn(2, 4, 6, 8),), loss=torch.sum, fold=fold)
-        assert not captured.graph.notes
-        texts[fold] = str(captured.graph)
+        assert not captured.graph.notes and bool(captured.graph.repeats) is fold
+        graph = whole(captured.graph)
+        texts[fold] = str(graph)
     assert texts[True] == texts[False]
-    numbers = [with_defaults(n.op, n.args, n.kwargs)["number"] for n in attentions(captured.graph)]
+    numbers = [with_defaults(n.op, n.args, n.kwargs)["number"] for n in attentions(graph)]
     assert numbers == [*range(2, 20, 2), *range(18, 0, -2)]
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardfx.ir.capture.repeats import find_runs
-from shardfx.ir.capture.tape import Repeat
+import shardfx as sx
+from shardfx.ir.capture.repeats import find_repeats
 from shardfx.ir.capture.trace import capture
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.repeat import Repeat
+from shardfx.ir.spec import Spec
+from shardfx.ir.text import parse_graph
+from shardfx.ir.unfolding.regular import Irregular
+from shardfx.ir.unfolding.unfold import unfold
 
 DEPTH = 9
 
@@ -67,38 +75,144 @@ def given(training: bool) -> dict[str, object]:
     return {"args": (torch.rand(4, 5, 6),)} | asked
 
 
-def runs_of(model: nn.Module) -> list[Repeat]:
+def repeats_of(model: nn.Module) -> list[Repeat]:
     def forward(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
         out = model(tensors[0])
         return loss(out, tensors[1]) + sum(each.detach().sum() for each in (out if isinstance(out, tuple) else [out]))
 
     aliases: dict[int, str] = {}
     names = {n: aliases.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
-    return list(find_runs(model, [torch.rand(4, 5, 6), torch.rand(4, 5, 3)], forward, names).runs)
+    return list(find_repeats(model, [torch.rand(4, 5, 6), torch.rand(4, 5, 3)], forward, names).repeats)
+
+
+LEFT_OUT = [Repeat("blocks", 2, DEPTH - 4)]
+"""The last block is not like the one before it where all use a value with a gradient: it begins the sum."""
 
 
 @pytest.mark.parametrize(("variant", "training"), [("", True), ("", False), ("dropout", True), ("between", True)])
 def test_the_graph_is_the_same(variant: str, training: bool) -> None:
-    assert runs_of(Stack(variant)) == [Repeat("blocks", 1, DEPTH - 2)]
+    assert repeats_of(Stack(variant)) == LEFT_OUT
     short = capture(Stack(variant), Mesh(dp=2), **given(training))  # type: ignore[arg-type]
     whole = capture(Stack(variant), Mesh(dp=2), **given(training), fold=False)  # type: ignore[arg-type]
-    assert str(short.graph) == str(whole.graph)
+    assert short.graph.repeats == tuple(LEFT_OUT) and not short.graph.notes
+    assert len(short.graph.nodes) < len(whole.graph.nodes)
+    assert str(parse_graph(str(short.graph))) == str(short.graph)
+    for graph in (short.graph, parse_graph(str(short.graph))):
+        unfold(graph)
+        assert str(graph) == str(whole.graph)
 
 
 @pytest.mark.parametrize("variant", ["all tied", "tied", "one differs", "skip", "returned"])
 def test_blocks_that_differ_are_no_run(variant: str) -> None:
-    assert runs_of(Stack(variant)) == []
+    assert repeats_of(Stack(variant)) == []
 
 
 def test_of_lists_within_lists_the_outer_one_is_shortened() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(DEPTH)))
+    model = nn.Sequential()
+    model.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(DEPTH)))
     given = {"args": (torch.rand(2, 4),), "loss": F.mse_loss, "targets": (torch.rand(2, 4),)}
-    assert str(capture(model, Mesh(dp=2), **given).graph) == str(capture(model, Mesh(dp=2), **given, fold=False).graph)
+    short, whole = (capture(model, Mesh(dp=2), **given, fold=fold).graph for fold in (True, False))
+    assert [repeat.path for repeat in short.repeats] == ["blocks"]
+    unfold(short)
+    assert str(short) == str(whole)
 
 
 def test_why_blocks_were_not_left_out_is_said() -> None:
     def forward(model: nn.Module, tensors: Sequence[Tensor]) -> Tensor:
         raise ValueError("no such thing")
 
-    found = find_runs(Stack(), [torch.rand(4, 5, 6)], forward, {})
-    assert not found.runs and "ValueError: no such thing" in found.note
+    found = find_repeats(Stack(), [torch.rand(4, 5, 6)], forward, {})
+    assert not found.repeats and "ValueError: no such thing" in found.note
+
+
+def planned(specs: dict[str, str], variant: str = "") -> sx.ParallelModule:
+    hints = sx.Hints(**given(True), specs=specs)  # type: ignore[arg-type]
+    return sx.parallelize(Stack(variant), Mesh(dp=2, tp=2), hints, virtual=True)
+
+
+MEGATRON = {
+    "args.0": "dp, -, -",
+    "targets.0": "dp, -, -",
+    "blocks.*.up.weight": "tp, -",
+    "blocks.*.down.weight": "-, tp",
+}
+SEQUENCE = {**MEGATRON, "blocks.*.norm": "-, tp, -"}
+STORED = {**MEGATRON, "blocks.*.up.weight": "tp dp, -", "blocks.*.down.weight": "dp, tp"}
+
+
+@pytest.mark.parametrize(("specs", "variant"), [(MEGATRON, "dropout"), (SEQUENCE, ""), (STORED, "between")])
+def test_the_plan_and_its_reasons_are_the_same(
+    specs: dict[str, str], variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = planned(specs, variant)
+    monkeypatch.setattr("shardfx.compile.capture", partial(capture, fold=False))
+    whole = planned(specs, variant)
+    assert short._compiled.captured.graph.repeats and not whole._compiled.captured.graph.repeats
+    assert not short.after.notes
+    assert str(short.before) == str(whole.before)
+    assert str(short.after) == str(whole.after)
+    assert short.plan == whole.plan
+    assert [node.why for node in short.after.nodes] == [node.why for node in whole.after.nodes]
+    for value in [*(given.name for given in short.after.inputs), *(f"%{node.name}" for node in short.after.nodes)]:
+        assert str(short.explain(value)) == str(whole.explain(value))
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"blocks.4.up.bias": "tp"}, "the hint 'blocks.4.up.bias' is not for all of the blocks blocks.1 to 6"),
+        ({"blocks.6.norm": "-, tp, -"}, "the hint 'blocks.6.norm' is not for all of the blocks blocks.1 to 6"),
+    ],
+)
+def test_blocks_that_hints_tell_apart_are_planned_whole(more: dict[str, str], why: str) -> None:
+    (note,) = planned({**MEGATRON, **more}).after.notes
+    assert why in note
+
+
+class LookedAt(sx.Pass):
+    """Somebody's pass that wants to see all blocks."""
+
+    name = "looked-at"
+    before = "partition"
+
+    def run(self, graph: Graph, context: object) -> bool:
+        assert not graph.repeats
+        assert {f"blocks.{i}.up.weight" for i in range(DEPTH)} <= {given.name for given in graph.inputs}
+        return False
+
+
+def test_somebodys_own_pass_sees_all_blocks() -> None:
+    hints = sx.Hints(**given(True), specs=MEGATRON, passes=[LookedAt()])  # type: ignore[arg-type]
+    pm = sx.parallelize(Stack(), Mesh(dp=2, tp=2), hints, virtual=True)
+    assert pm._compiled.captured.graph.repeats and not pm.after.notes
+    assert str(pm.after) == str(planned(MEGATRON).after)
+
+
+def test_who_looks_at_each_pass_sees_all_blocks() -> None:
+    seen: list[bool] = []
+    hints = sx.Hints(**given(True), specs=MEGATRON)  # type: ignore[arg-type]
+    sx.parallelize(
+        Stack(), Mesh(dp=2, tp=2), hints, virtual=True, on_pass=lambda _, graph: seen.append(bool(graph.repeats))
+    )
+    assert seen and not any(seen)
+
+
+def test_a_hint_that_matches_nothing_is_told_the_names_of_all_blocks() -> None:
+    with pytest.raises(Error, match="matches nothing") as caught:
+        planned({**MEGATRON, "block.4.up.weight": "tp, -"})
+    assert "blocks.4.up.weight" in str(caught.value.remedy)
+
+
+def test_a_hint_for_each_block_is_one_for_all() -> None:
+    each = {f"blocks.{i}.up.weight": "tp, -" for i in range(DEPTH)}
+    specs = {**{name: spec for name, spec in MEGATRON.items() if "up" not in name}, **each}
+    pm = planned(specs)
+    assert not pm.after.notes
+    assert "the hint 'blocks.3.up.weight'" in str(pm.explain("blocks.3.up.weight"))
+
+
+def test_blocks_that_were_planned_apart_are_not_put_back() -> None:
+    graph = capture(Stack(), Mesh(dp=2), **given(True)).graph  # type: ignore[arg-type]
+    graph.input("blocks.1.up.bias").value.spec = Spec.whole(1)
+    with pytest.raises(Irregular, match="an input is placed otherwise"):
+        unfold(graph)

@@ -1,0 +1,1 @@
+"""Equal blocks that a graph leaves out, put back."""

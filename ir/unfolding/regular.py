@@ -1,0 +1,189 @@
+"""Whether the blocks around those that a graph leaves out are alike, so that more of them may stand between.
+
+Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``; :mod:`.unfold` says what is asked of them, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import SequenceMatcher
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, Node, Phase, Value, substitute
+from shardfx.ir.ops.traits import draw_slot
+from shardfx.ir.repeat import Repeat
+
+from .twin import At, Parts, Row, Twin
+
+COMPARED = [f.name for f in fields(Node) if f.name not in ("args", "kwargs", "results", "where")]
+"""What nodes alike have in common as it is."""
+SEEN = [f.name for f in fields(Value) if f.name not in ("node", "index", "name", "hinted_by")]
+"""What values alike have in common as it is."""
+
+
+class Irregular(Error):
+    """The blocks around those that are left out are not alike, so that nothing can be put between them."""
+
+
+class BlocksAround:
+    """The blocks ``s, a, b, e`` around those that one repeat of a graph leaves out, found to be alike.
+
+    Raises:
+        Irregular: they are not alike.
+    """
+
+    def __init__(self, graph: Graph, repeat: Repeat, gone: Collection[Node] = ()) -> None:
+        self.graph, self.repeat, self.gone = graph, repeat, gone
+        self.given = {given.name: given for given in graph.inputs}
+        blocks = self._blocks()
+        s, self.a, self.b, e = blocks
+        if [len(part) for part in self.a] != [len(part) for part in self.b]:
+            self.refuse("they have different numbers of nodes", [[len(part) for part in parts] for parts in blocks])
+        self.rows: list[Row] = [self._beside(s), self.a, self.b, self._beside(e)]
+        self.places = {
+            node: At(row - 1, part, place)
+            for row, parts in enumerate(self.rows[:3])
+            for part, nodes in enumerate(parts)
+            for place, node in enumerate(nodes)
+            if node is not None
+        }
+        around = repeat.around
+        self.next = Twin(repeat, (around[1], *around[2:]), self.rows[1:], self.places, {})
+        self._check()
+
+    def _blocks(self) -> list[Parts]:
+        """The nodes of s, a, b and e: in the forward from a block's first one to the next block's first one, in the
+        backward likewise, the other way round."""
+        around = self.repeat.around
+        starts = {phase: self._starts(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        ups = [starts[Phase.FORWARD].get(i, -1) for i in around]
+        downs = [starts[Phase.BACKWARD].get(i, -1) for i in reversed(around)]
+        training = any(at >= 0 for at in downs)
+        if ups != sorted(set(ups)) or ups[0] < 0 or (training and (downs != sorted(set(downs)) or downs[0] < 0)):
+            self.refuse("they do not follow one another", f"forward at {ups}, backward at {downs}")
+        nodes = self.graph.nodes
+        ups.append(downs[0] if training else len(nodes))
+        downs.append(len(nodes))
+        ahead = [nodes[start:end] for start, end in pairwise(ups)]
+        back = [nodes[start:end] if training else [] for start, end in pairwise(downs)][::-1]
+        for parts, phase in ((ahead[:3], Phase.FORWARD), (back[1:], Phase.BACKWARD)):
+            for node in (node for part in parts for node in part):
+                if node.phase is not phase:
+                    self.refuse(f"a node of the {node.phase} stands in the {phase}", node)
+        gone = [
+            sorted((n for n in self.gone if self.repeat.within(n.where.module) == i), key=self._kind) for i in around
+        ]
+        return list(zip(ahead, back, gone, strict=True))
+
+    def _kind(self, node: Node) -> str:
+        """What nodes at the same place of two blocks have in common, as a text."""
+        where = node.where
+        module = self.repeat.moved(where.module, self.repeat.around[0])
+        return repr((node.phase.value, str(node.op), module, where.line, [v.type for v in node.outs]))
+
+    def _starts(self, phase: Phase) -> dict[int, int]:
+        """The position of each block's first node."""
+        found: dict[int, int] = {}
+        for position, node in enumerate(self.graph.nodes):
+            index = self.repeat.within(node.where.module) if node.phase is phase else None
+            if index is not None:
+                found.setdefault(index, position)
+        return found
+
+    def own_inputs(self, index: int) -> list[Input]:
+        """The inputs of one block."""
+        return [given for given in self.graph.inputs if self.repeat.within(given.name) == index]
+
+    def _check(self) -> None:
+        """Compare b with a, seen from one block further on."""
+        for given in self.own_inputs(self.repeat.around[1]):
+            like = self.given.get(self.next.name(given.name))
+            if like is None or (given.kind, self._moved_on(given.value)) != (like.kind, self._seen(like.value)):
+                self.refuse("an input is placed otherwise", given.name)
+            self.next.inputs[given.value] = like.value
+        inside = {node: self.next.node(node) for part in self.a for node in part}
+        for one, other in inside.items():
+            if not self._alike(one, other):
+                self.refuse("their nodes differ", f"{one} and {other}")
+        self._check_uses(inside)
+        self._check_outputs(inside)
+
+    def _seen(self, value: Value) -> list[Any]:
+        return [*(getattr(value, name) for name in SEEN), value.hinted_by]
+
+    def _moved_on(self, value: Value) -> list[Any]:
+        """What is seen of a value of a, as b has it."""
+        return [*self._seen(value)[:-1], self.next.name(value.hinted_by)]
+
+    def _alike(self, one: Node, other: Node) -> bool:
+        """Whether ``other`` is ``one``, a block further on."""
+        fixed = all(getattr(one, name) == getattr(other, name) for name in COMPARED)
+        kinds = (
+            [v and self._moved_on(v) for v in one.results],
+            [v and self._seen(v) for v in other.results],
+        )
+        where = replace(one.where, module=self.next.name(one.where.module))
+        if not fixed or kinds[0] != kinds[1] or where != other.where:
+            return False
+        mine: tuple[Any, ...] = tuple(one.args), tuple(one.kwargs.items())
+        theirs: tuple[Any, ...] = tuple(other.args), tuple(other.kwargs.items())
+        slot = draw_slot(one)
+        if slot is not None:
+            mine, theirs = ((*args[:slot], *args[slot + 1 :]) for args in (one.args, other.args))
+        return bool(self._moved(mine) == theirs)
+
+    def _moved(self, arg: Any) -> Any:
+        """Arguments of a, as b has them."""
+        return substitute(arg, self.next.value)
+
+    def _beside(self, block: Parts) -> Row:
+        """The nodes of s or e at the places of a's: s may hold more (what all blocks share), e less."""
+
+        def aligned(nodes: Sequence[Node], others: Sequence[Node]) -> Sequence[Node | None]:
+            found: list[Node | None] = [None] * len(nodes)
+            matcher = SequenceMatcher(None, [*map(self._kind, nodes)], [*map(self._kind, others)], autojunk=False)
+            for start, other, size in matcher.get_matching_blocks():
+                found[start : start + size] = others[other : other + size]
+            return found
+
+        return tuple(aligned(nodes, others) for nodes, others in zip(self.a, block, strict=True))
+
+    def _check_uses(self, inside: Mapping[Node, Node]) -> None:
+        """What a makes is used by its neighbours alone, and by s as b's is by a; its inputs by itself alone."""
+        own = {given.value for given in self.own_inputs(self.repeat.around[1])}
+        near = {node: one for node, one in zip(self.rows[0][1], self.a[1], strict=True) if node is not None}
+        after = set(inside.values())
+        for node in self.graph.nodes:
+            if node in inside or node in after:
+                continue
+            for position, value in enumerate(node.operands):
+                if value in own or (value.node in inside and node not in near):
+                    self.refuse("what one of them has is used further off", node)
+                if value.node in inside and self._moved(value) not in near[node].operands[position : position + 1]:
+                    self.refuse("what one of them makes is used otherwise by the one before", node)
+
+    def _check_outputs(self, inside: Mapping[Node, Node]) -> None:
+        """What a makes for the outside is for its own parameters and buffers, and b makes the same."""
+        outputs = {(output.kind, output.name): output for output in self.graph.outputs}
+        a = self.repeat.around[1]
+        for output in self.graph.outputs:
+            made, own = output.value.node in inside, self.repeat.within(output.name) == a
+            if made is not own:
+                self.refuse("what one of them makes is returned", output.name)
+            other = outputs.get((output.kind, self.next.name(output.name)))
+            same = other is not None and other.value is self._moved(output.value) and other.spec == output.spec
+            if own and not same:
+                self.refuse("their outputs differ", output.name)
+
+    def refuse(self, what: str, got: object) -> NoReturn:
+        """Raise :class:`Irregular`: ``what`` is not alike, as ``got`` shows."""
+        a, b = (self.repeat.block(index) for index in self.repeat.around[1:3])
+        raise Irregular(
+            f"the blocks {a!r} and {b!r} are not alike: {what}",
+            where=f"repeat {self.repeat}",
+            expected="blocks that differ in nothing but their number",
+            got=got,
+        )

@@ -1,0 +1,101 @@
+"""What stands in one of several equal blocks for what stands in another (see :mod:`.unfold`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardfx.ir.graph import Node, Value, Where, substitute
+from shardfx.ir.repeat import Repeat
+
+Parts = tuple[list[Node], list[Node], list[Node]]
+"""A block's nodes: of the forward, of the backward, and those that are gone from it."""
+Row = tuple[Sequence[Node | None], ...]
+"""The nodes of a block at the places of those of ``a``; None where it has no such node."""
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a node stands: in which block, counted from ``a``, in which part, as which."""
+
+    delta: int
+    part: int
+    place: int
+
+
+@dataclass(eq=False)
+class Twin:
+    """What stands in another block, and in those beside it, for what stands in ``a`` and its neighbours.
+
+    ``blocks`` are the numbers of these three, ``rows`` their nodes.
+    """
+
+    repeat: Repeat
+    blocks: tuple[int, int, int]
+    rows: Sequence[Row]
+    places: Mapping[Node, At]
+    inputs: dict[Value, Value]
+
+    @cached_property
+    def _numbers(self) -> dict[int | None, int]:
+        return dict(zip(self.repeat.around, self.blocks, strict=False))
+
+    def name(self, name: str) -> str:
+        """What a module or parameter of ``a`` or of its neighbours is called here."""
+        index = self.repeat.within(name)
+        return name if index not in self._numbers else self.repeat.moved(name, self._numbers[index])
+
+    def value(self, value: Value) -> Value:
+        """What stands here for a value; itself, if that is none of the blocks'."""
+        if value.node is None:
+            return self.inputs.get(value, value)
+        node = self.node(value.node)
+        if node is value.node:
+            return value
+        found = node.results[value.index]
+        assert found is not None
+        return found
+
+    def node(self, node: Node) -> Node:
+        """What stands here for a node; itself, if that is none of the blocks'."""
+        at = self.places.get(node)
+        return node if at is None else self.rows[1 + at.delta][at.part][at.place] or node
+
+    def pairs(self) -> Iterator[tuple[Value, Value]]:
+        """Each value that is made in ``a`` or stored for it, with what stands for it here."""
+        for node in (node for node, at in self.places.items() if at.delta == 0):
+            yield from zip(node.outs, self.node(node).outs, strict=True)
+        yield from self.inputs.items()
+
+    def block_of(self, value: Value) -> int | None:
+        """In which block a value was before: -1, 0 or 1 for the one before ``a``, ``a``, the one behind; or in none."""
+        if value.node is not None:
+            at = self.places.get(value.node)
+            return at.delta if at is not None else None
+        index = self.repeat.within(value.name)
+        around = self.repeat.around[:3]
+        return around.index(index) - 1 if index in around else None
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """The blocks that were put back for one repeat, in order, and ``a`` itself, whose neighbour is now the first of
+    them. (For what belongs to ``b``, the last of them says what now stands for ``a``.)"""
+
+    a: Twin
+    copies: Sequence[Twin]
+
+
+def copied(old: Node, where: Where) -> Node:
+    """A node like ``old``, without arguments yet."""
+    new = replace(old, args=(), kwargs={}, where=where, attrs=dict(old.attrs))
+    new.results = [None if v is None else replace(v, node=new) for v in old.results]
+    return new
+
+
+def fill(new: Node, old: Node, change: Callable[[Value], Value]) -> None:
+    """Give ``new`` the arguments of ``old``, each value changed."""
+    new.args = substitute(old.args, change)
+    if old.kwargs:
+        new.kwargs = {key: substitute(arg, change) for key, arg in old.kwargs.items()}

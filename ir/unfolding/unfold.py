@@ -1,0 +1,173 @@
+"""The blocks that a graph leaves out (:mod:`shardfx.ir.repeat`), put back: forward and backward, planned or not.
+
+Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``. If ``b`` is to ``a`` and ``e`` what ``a`` is to
+``s`` and ``b`` (node by node, each operand at the same place of the same neighbour, placed alike and for the same
+reasons, and nothing further off uses what is inside), then ``a`` again between ``a`` and ``b`` changes nothing for any
+of them: each copy has the neighbours that ``a`` has, and so has ``a``. The graph with all blocks is then put together
+of parts that were all seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardfx.ir.graph import Graph, Input, Node, Output, Value, Where
+from shardfx.ir.ops.traits import draw_slot
+from shardfx.ir.repeat import Repeat
+
+from .regular import BlocksAround
+from .twin import Parts, Twin, Unfolded, copied, fill
+
+
+def unfold(
+    graph: Graph, gone: Collection[Node] = (), difference: Callable[[Twin], str] = lambda other: ""
+) -> list[Unfolded]:
+    """Put back what ``graph.repeats`` leaves out, in place; says of each repeat what was put back.
+
+    Args:
+        gone: nodes that a pass took out of the graph, and of which something is still told: they have copies too.
+        difference: what else, not on the graph, is different in a block that is there and should be like another.
+
+    Raises:
+        Irregular: the blocks that are there are not alike; the graph is of no use then.
+    """
+    made: list[Unfolded] = []
+    copies: dict[Node, tuple[str, int]] = {}
+    for repeat in graph.repeats:
+        each = _Unfolding(graph, repeat, gone)
+        if what := difference(each.next):
+            each.refuse("other things were decided of them", what)
+        made.append(each.apply())
+        copies |= each.draws
+    graph.repeats = ()
+    if made:
+        _renumber_draws(graph, copies)
+        graph.rename()
+    return made
+
+
+def check_regular(graph: Graph) -> None:
+    """Whether :func:`unfold` can put back what is left out, without doing it.
+
+    Raises:
+        Irregular: it cannot.
+    """
+    for repeat in graph.repeats:
+        BlocksAround(graph, repeat)
+
+
+def whole(graph: Graph) -> Graph:
+    """A copy of a graph with the equal blocks that it leaves out put back."""
+    made = graph.copy()
+    unfold(made)
+    return made
+
+
+def _renumber_draws(graph: Graph, copies: Mapping[Node, tuple[str, int]]) -> None:
+    """Each mask has a number of its own: two that shared one would be the same mask. What shares one in a block, as a
+    backward does with its forward, shares one in each copy of it."""
+    numbers: dict[tuple[object, int], int] = {}
+    for node in graph.nodes:
+        slot = draw_slot(node)
+        if slot is not None:
+            number = numbers.setdefault((copies.get(node), node.args[slot]), len(numbers) + 1)
+            node.args = (*node.args[:slot], number, *node.args[slot + 1 :])
+
+
+class _Unfolding(BlocksAround):
+    """One repeat in one graph, put back."""
+
+    def __init__(self, graph: Graph, repeat: Repeat, gone: Collection[Node] = ()) -> None:
+        super().__init__(graph, repeat, gone)
+        self.draws: dict[Node, tuple[str, int]] = {}
+
+    def apply(self) -> Unfolded:
+        """Put the blocks back between a and b."""
+        graph, repeat, a, b = self.graph, self.repeat, self.a, self.b
+        new = [self._blank(index) for index in repeat.left_out]
+        rows = [a, *new, b]
+        around = (*repeat.around[:2], repeat.first)
+        twins = []
+        own = self.own_inputs(repeat.around[1])
+        for row, index in enumerate(repeat.left_out):
+            inputs = {given.value: replace(given.value) for given in own}
+            near = (index - 1, index, index + 1)
+            twins.append(Twin(repeat, near, rows[row : row + 3], self.places, inputs))
+        for twin in twins:
+            for value in twin.inputs.values():
+                value.name, value.hinted_by = twin.name(value.name), twin.name(value.hinted_by)
+            for node in (node for part in a for node in part):
+                fill(twin.node(node), node, twin.value)
+        self._join(b, 0, new[-1])
+        self._join(a, 1, new[0])
+        self._spread(twins)
+        ahead = [node for parts in new for node in parts[0]]
+        back = [node for parts in reversed(new) for node in parts[1]]
+        for nodes, before in ((ahead, b[0]), (back, a[1])):
+            if nodes:
+                position = graph.nodes.index(before[0])
+                graph.nodes[position:position] = nodes
+        same = Twin(repeat, around, [self.rows[0], a, new[0]], self.places, {v: v for v in twins[0].inputs})
+        return Unfolded(same, twins)
+
+    def _blank(self, index: int) -> Parts:
+        """Copies of a's nodes, without arguments."""
+        places: dict[Where, Where] = {}
+
+        def name(name: str) -> str:
+            own = self.repeat.within(name) == self.repeat.around[1]
+            return self.repeat.moved(name, index) if own else name
+
+        def copy(old: Node) -> Node:
+            if old.where not in places:
+                places[old.where] = replace(old.where, module=name(old.where.module))
+            new = copied(old, places[old.where])
+            for value in new.outs:
+                value.hinted_by = name(value.hinted_by)
+            self.draws[new] = self.repeat.path, index
+            return new
+
+        ahead, back, gone = ([copy(n) for n in part] for part in self.a)
+        return ahead, back, gone
+
+    def _join(self, block: Parts, old: int, now: Parts) -> None:
+        """Let the nodes of b use the last copy where they used a, and those of a the first one where they used b."""
+
+        def change(value: Value) -> Value:
+            at = self.places.get(value.node) if value.node is not None else None
+            if at is None or at.delta != old:
+                return value
+            found = now[at.part][at.place].results[value.index]
+            assert found is not None
+            return found
+
+        for node in (node for part in block for node in part):
+            fill(node, node, change)
+
+    def _spread(self, twins: Sequence[Twin]) -> None:
+        """The inputs and outputs of the copies, behind those of a."""
+        a = self.repeat.around[1]
+
+        def each(things: Sequence[Any], make: Callable[[Twin, Any], Any]) -> list[Any]:
+            found: list[Any] = []
+            run: list[Any] = []
+            for thing in (*things, None):
+                if thing is not None and self.repeat.within(thing.name) == a:
+                    run.append(thing)
+                else:
+                    found += [make(twin, one) for twin in twins for one in run]
+                    run = []
+                if thing is not None:
+                    found.append(thing)
+            return found
+
+        def give(twin: Twin, given: Input) -> Input:
+            return replace(given, name=twin.name(given.name), value=twin.inputs[given.value])
+
+        def give_back(twin: Twin, output: Output) -> Output:
+            return replace(output, name=twin.name(output.name), value=twin.value(output.value))
+
+        self.graph.inputs = each(self.graph.inputs, give)
+        self.graph.outputs = each(self.graph.outputs, give_back)

@@ -1,0 +1,146 @@
+"""unfold-repeats: the equal blocks that capture left out are put back, planned.
+
+    repeat layers 2..77                               the blocks 0, 1, 78 and 79 are there, each placed
+    parameter %layers.1.w : f32[8{tp}, 6]       ->    parameter %layers.1.w : f32[8{tp}, 6]
+    parameter %layers.78.w : f32[8{tp}, 6]            parameter %layers.2.w : f32[8{tp}, 6]   and so on, as block 1
+
+What was decided of block 1, and why, is said of the others too. Before this pass a graph costs by distinct block,
+behind it by depth: it stands as far behind as can be, before the first pass that looks beyond a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.names import module_outputs, pattern
+from shardfx.ir.repeat import Repeat
+from shardfx.ir.unfolding.twin import Twin, Unfolded
+from shardfx.ir.unfolding.unfold import unfold
+
+from .base import Context, Decision, Pass
+
+PLANNED_WHOLE = "repeated blocks were planned one by one, which takes longer"
+
+
+@dataclass(frozen=True)
+class UnfoldRepeats(Pass):
+    """Put the equal blocks back that capture left out, planned as those that are there.
+
+    Raises:
+        Irregular: the blocks that are there were not planned alike.
+    """
+
+    name: ClassVar[str] = "unfold-repeats"
+    copies: ClassVar[bool] = True
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        if not graph.repeats:
+            return False
+        _hand_on(unfold(graph, _gone(graph, context), lambda other: _difference(other, context)), context)
+        return True
+
+
+def _gone(graph: Graph, context: Context) -> list[Node]:
+    """The nodes that are no longer in the graph, of which decisions tell."""
+    told = [each for made in context.decisions.values() for each in made]
+    values = [v for each in told for v in (each.value, each.near, *(v for _, v in each.turned_down)) if v is not None]
+    nodes = [n for n in (*(each.node for each in told), *(v.node for v in values)) if n is not None]
+    present, found = set(graph.nodes), dict[Node, None]()
+    while nodes:
+        node = nodes.pop()
+        if node not in present and node not in found:
+            found[node] = None
+            nodes += [v.node for v in node.operands if v.node is not None]
+    return list(found)
+
+
+def _difference(other: Twin, context: Context) -> str:
+    """What was decided otherwise of a block than of the one that it is like; nothing, mostly."""
+    for one, twin in other.pairs():
+        mine, theirs = context.decisions.get(one, ()), context.decisions.get(twin, ())
+        if len(mine) != len(theirs) or not all(_alike(_moved(a, other), b) for a, b in zip(mine, theirs, strict=True)):
+            return f"{twin!r} is cut for other reasons than {one!r}"
+    return ""
+
+
+def _alike(one: Decision, other: Decision) -> bool:
+    """Whether two decisions are one, as far as can be said of what is no longer in the graph."""
+
+    def node(node: Node | None) -> object:
+        return node and (node.op, node.where)
+
+    def value(value: Value | None) -> object:
+        return value and (value.type, value.index, node(value.node) or value)
+
+    def key(made: Decision) -> object:
+        down = tuple((text, value(loser)) for text, loser in made.turned_down)
+        return made.dim, made.cut, made.how, down, node(made.node), value(made.near)
+
+    return key(one) == key(other)
+
+
+def _moved(made: Decision, twin: Twin) -> Decision:
+    """The same decision of another block; its causes are still the old ones."""
+    return replace(
+        made,
+        value=twin.value(made.value),
+        hint=twin.name(made.hint),
+        turned_down=tuple((text, loser and twin.value(loser)) for text, loser in made.turned_down),
+        node=made.node and twin.node(made.node),
+        near=made.near and twin.value(made.near),
+    )
+
+
+def _hand_on(unfolded: Iterable[Unfolded], context: Context) -> None:
+    """Say of each block that was put back what was said of the one that it is like, in its own neighbourhood.
+
+    The blocks beside those that were put back have new neighbours as well.
+    """
+    decisions = context.decisions
+    places = {each: (value, i) for value, made in decisions.items() for i, each in enumerate(made)}
+    for each in unfolded:
+        a, b = ([value for value in decisions if each.a.block_of(value) == delta] for delta in (0, 1))
+        moved: list[tuple[Decision, Twin]] = []
+        for copy in each.copies:
+            for value in a:
+                made = decisions[copy.value(value)] = [_moved(one, copy) for one in decisions[value]]
+                moved += [(one, copy) for one in made]
+        for values, twin in ((a, each.a), (b, each.copies[-1])):
+            for one in (one for value in values for one in decisions[value]):
+                now = _moved(one, twin)
+                one.turned_down, one.node, one.near = now.turned_down, now.node, now.near
+                moved.append((one, twin))
+        for one, twin in moved:  # when all are there: what caused a decision may stand in the next block
+            causes = [(decisions[twin.value(value)], number) for value, number in map(places.__getitem__, one.causes)]
+            one.causes = tuple(made[number] for made, number in causes)
+
+
+def why_whole(graph: Graph, specs: Mapping[str, Any]) -> str:
+    """Why blocks that are left out cannot be planned by those that are there: a hint that tells them apart."""
+    known = [*graph.aliases, *module_outputs(graph)]
+    for repeat in graph.repeats:
+        alike = range(repeat.first - 1, repeat.last + 2)
+        names = [name for name in dict.fromkeys(known) if repeat.within(name) == alike[0]]
+        for text, hint in specs.items():
+            if not _for_all(text, hint, specs, repeat, alike, names):
+                return f"the hint {text!r} is not for all of the blocks {repeat.block(alike[0])} to {alike[-1]}"
+    return ""
+
+
+def of_those_there(graph: Graph, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The hints without those that name a block that is left out."""
+    repeats = graph.repeats
+    return {t: hint for t, hint in specs.items() if "*" in t or not any(r.within(t) in r.left_out for r in repeats)}
+
+
+def _for_all(
+    text: str, hint: Any, specs: Mapping[str, Any], repeat: Repeat, alike: range, names: Iterable[str]
+) -> bool:
+    """Whether a hint says the same of all blocks that are alike, or other hints say it of the others."""
+    if "*" not in text:
+        return repeat.within(text) not in alike or all(specs.get(repeat.moved(text, i)) == hint for i in alike)
+    matches = pattern(text).fullmatch
+    return all(bool(matches(name)) == bool(matches(repeat.moved(name, i))) for name in names for i in alike)
