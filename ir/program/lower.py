@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.ops import pack
 from shardfx.ir.ops.table import OwnOp
@@ -63,11 +64,22 @@ def lower(
 ) -> RankProgram:
     """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
 
+    Raises:
+        Error: the graph leaves blocks out.
+
     Example::
 
         program = lower(pm.after, 0, default_rules(), {OutputKind.LOSS})
         print(program)
     """
+    if graph.repeats:
+        raise Error(
+            "this graph leaves equal blocks out",
+            where=", ".join(map(str, graph.repeats)),
+            expected="all blocks, as behind the pass unfold-repeats",
+            got="a graph that was captured, or planned up to partition",
+            remedy="lower pm.after, or run the pass",
+        )
     inputs, nodes, outputs = select(graph, kinds)
     lowering = Lowering(graph, rank, book, device=device)
     for given in inputs:

@@ -75,7 +75,11 @@ def tied() -> Case:
 
 @pytest.mark.parametrize(
     ("name", "mesh", "sequence"),
-    [("gpt_fused", "dp2tp2", True), ("resnet", "dp2tp2", False), ("tied", "2x2x2", False)],
+    [
+        ("gpt_fused", "dp2tp2", True),
+        pytest.param("resnet", "dp2tp2", False, marks=pytest.mark.slow),
+        ("tied", "2x2x2", False),
+    ],
 )
 def test_a_plan_given_back_is_the_same_program(name: str, mesh: str, sequence: bool, tmp_path: Path) -> None:
     """A fused qkv weight (a compound), batch norm taken apart, tied weights: each comes out as it was."""

@@ -22,7 +22,6 @@ STORED = {
     "hf_bert": {"bert.encoder.layer.*.intermediate.dense.weight": "tp, dp"},
 }
 CASES = [(name, how) for name in STORED for how in ("plain", "sequence", "stored")]
-QUICK = ("hf_llama", "stored")
 
 
 def deep(name: str) -> Case:
@@ -39,9 +38,7 @@ def planned(name: str, how: str) -> sx.ParallelModule:
     return plan(deep(name), MESHES["dp2tp2"], sequence=how == "sequence", specs=more)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"), [case if case == QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("name", "how"), [pytest.param(*case, marks=pytest.mark.slow) for case in CASES])
 def test_the_plan_is_the_same(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short = planned(name, how)
     monkeypatch.setattr("shardfx.compile.capture", partial(capture, fold=False))

@@ -13,7 +13,7 @@ from tests.fuzz.check import Outcome, check, sharing
 from tests.fuzz.shrink import shrink
 from tests.fuzz.template import PLUGINS
 
-QUICK, ALL, CHUNK = 400, 2000, 40
+QUICK, ALL, CHUNK = 120, 2000, 40
 VERIFIED = 8
 """Of so many cases one is verified, too."""
 
@@ -77,6 +77,7 @@ def damaged() -> Case:
     return type(case)(0, net, (2, 2, 2), specs, 25, ("identity", "damage"), False)
 
 
+@pytest.mark.slow
 def test_a_failure_shrinks_to_a_script_that_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLUGINS, "damage", ("Damage()", DAMAGE))
     with sharing() as captures:

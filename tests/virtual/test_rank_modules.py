@@ -169,7 +169,7 @@ def test_a_users_rank_pass_runs_and_is_proven() -> None:
     assert pm.verify() and "noted" in str(pm.rank_program(0))
 
 
-@pytest.mark.parametrize("name", ["gpt_fused", "resnet", "hf_t5", "dropout_mlp"])
+@pytest.mark.parametrize("name", ["gpt_fused", "resnet", pytest.param("hf_t5", marks=pytest.mark.slow), "dropout_mlp"])
 def test_what_runs_is_what_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: dict[int, str] = {}
     run = VirtualEngine.run
