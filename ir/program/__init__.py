@@ -1,1 +1,8 @@
 """One rank's program: lowered from the planned graph."""
+
+from .program_text import parse_program, print_program
+from .rank_program import RankProgram
+
+RankProgram.printer = print_program
+
+__all__ = ["RankProgram", "parse_program", "print_program"]

@@ -7,9 +7,9 @@ changed by rank passes, ``node.meta["shardfx"]`` is the planned node that a call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -38,6 +38,8 @@ class RankProgram:
     graph: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
+    printer: ClassVar[Callable[[RankProgram], str]]
+    """Set by :mod:`shardfx.ir.program`, for the text knows programs and not the other way round."""
     parts: Mapping[str, fx.Graph] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,9 +112,7 @@ class RankProgram:
             )
 
     def __str__(self) -> str:
-        from .program_text import print_program
-
-        return print_program(self)
+        return RankProgram.printer(self)
 
 
 def _attribute(module: fx.GraphModule, name: str) -> Any:

@@ -140,7 +140,14 @@ SEQUENCE = {**MEGATRON, "blocks.*.norm": "-, tp, -"}
 STORED = {**MEGATRON, "blocks.*.up.weight": "tp dp, -", "blocks.*.down.weight": "dp, tp"}
 
 
-@pytest.mark.parametrize(("specs", "variant"), [(MEGATRON, "dropout"), (SEQUENCE, ""), (STORED, "between")])
+@pytest.mark.parametrize(
+    ("specs", "variant"),
+    [
+        (MEGATRON, "dropout"),
+        pytest.param(SEQUENCE, "", marks=pytest.mark.slow),
+        (STORED, "between"),
+    ],
+)
 def test_the_plan_and_its_reasons_are_the_same(
     specs: dict[str, str], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,6 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
 its own folder, and the rest of ``shardfx`` anything."""
 
 IN_FUNCTIONS = {
-    ("ir.program.rank_program", "ir.program.program_text"),  # str(program); the text is read back as a program
     ("module.parallel_module", "visualize"),  # needs Graphviz, which only pictures do
     ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.place", "runtime.distributed.process_engine"),

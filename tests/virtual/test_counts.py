@@ -24,7 +24,10 @@ def large_collectives(pm: sx.ParallelModule) -> Counter[tuple[str, str]]:
     return counts
 
 
-@pytest.mark.parametrize("name", ["gpt_fused", "gpt_separate", "llama", "hf_gpt2", "hf_llama", "hf_qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_fused", "gpt_separate", "llama", "hf_gpt2", "hf_llama", pytest.param("hf_qwen3", marks=pytest.mark.slow)],
+)
 def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward(name: str) -> None:
     counts = large_collectives(plan(make(name), sx.Mesh(dp=2, tp=2)))
     layers = 2

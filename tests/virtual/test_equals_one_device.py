@@ -25,7 +25,14 @@ def test_training_equals_one_device(mesh: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp2tp2", *(pytest.param(m, marks=pytest.mark.slow) for m in ("tp2", "2x2x2"))])
-@pytest.mark.parametrize("name", [n for n in EXACT if make(n).sequence_specs])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ("hf_t5", "hf_qwen3") else ())
+        for n in EXACT
+        if make(n).sequence_specs
+    ],
+)
 def test_sequence_parallel_training_equals_one_device(mesh: str, name: str) -> None:
     assert train_beside(name, MESHES[mesh], sequence=True).worst < 1e-9
 
