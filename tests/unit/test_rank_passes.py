@@ -187,6 +187,13 @@ def test_what_a_program_may_not_do() -> None:
     def changes(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
         return (graph.call_function(aten.add_.Tensor, (a, b)),)
 
+    def while_it_travels(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        product = graph.call_function(aten.mm.default, (a, b))
+        sent = graph.call_function(c10d.all_reduce.default, (product, "sum", GROUP))
+        over = graph.call_function(memory_ops.write, (product, a))
+        return graph.call_function(c10d.wait_tensor.default, (sent,)), over
+
+    assert "is written over while" in wrong(while_it_travels)
     assert "is read after its memory was written over" in wrong(read_late)
     assert "before it is waited for" in wrong(unwaited)
     assert "an input's memory" in wrong(over_an_input)
