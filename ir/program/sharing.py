@@ -55,10 +55,17 @@ class Sharing:
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._root: dict[fx.Node, fx.Node] = {}
         self._owned: dict[fx.Node, bool] = {}
-        self._last: dict[fx.Node, fx.Node] = {}
+        self._uses: dict[fx.Node, list[fx.Node]] = {}
+        self._place: dict[fx.Node, int] = {}
+        self._waited: dict[fx.Node, int] = {}
+        """Of collectives: the place of the wait for them."""
         members: dict[fx.Node, list[fx.Node]] = {}
         taken: dict[tuple[fx.Node, object], fx.Node] = {}
-        for node in nodes:
+        for place, node in enumerate(nodes):
+            self._place[node] = place
+            row = row_of(node.target) if node.op == "call_function" else None
+            if row is not None and row.name == "c10d.wait_tensor":
+                self._waited |= dict.fromkeys(node.all_input_nodes, place)
             shared = shared_inputs(node)
             if node.target is operator.getitem and not shared:  # the same result of a call, taken twice
                 first = taken.setdefault((node.all_input_nodes[0], node.args[1]), node)
@@ -69,11 +76,12 @@ class Sharing:
                 for known in members.pop(other):
                     self._root[known] = root
                     members[root].append(known)
+                self._uses.setdefault(root, []).extend(self._uses.pop(other, ()))
             self._owned[root] = all(self._owned[r] for r in roots) if roots else node.op == "call_function"
             self._root[node] = root
             members.setdefault(root, []).append(node)
             for used in node.all_input_nodes:
-                self._last[self._root[used]] = node
+                self._uses.setdefault(self._root[used], []).append(node)
 
     def root(self, value: fx.Node) -> fx.Node:
         """One node for all values that may share this one's memory."""
@@ -83,9 +91,19 @@ class Sharing:
         """Whether the memory was made by this program, and is not an input's."""
         return self._owned[self._root[value]]
 
-    def last_use(self, value: fx.Node) -> fx.Node | None:
-        """The last call that uses this memory."""
-        return self._last.get(self._root[value])
+    def last_use(self, value: fx.Node, call: fx.Node) -> bool:
+        """Whether nothing uses this memory later than ``call`` does."""
+        at = self._place[call]
+        return all(self._place[use] <= at for use in self._uses.get(self._root[value], ()))
+
+    def sender(self, value: fx.Node, call: fx.Node) -> fx.Node | None:
+        """A collective that was started before ``call`` and is not waited for by then, if one sends this memory."""
+        at = self._place[call]
+        for use in self._uses.get(self._root[value], ()):
+            row = row_of(use.target) if self._place[use] < at else None
+            if row is not None and row.group is not None and self._waited.get(use, at) >= at:
+                return use
+        return None
 
 
 class GivenAway:

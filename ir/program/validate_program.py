@@ -73,8 +73,6 @@ class _Walk:
         self.live: dict[fx.Node, list[fx.Node]] = {}
         """By root: the values there so far."""
         self.pending: set[fx.Node] = set()
-        self.in_flight: set[fx.Node] = set()
-        """Collectives that were started and not waited for: they still read what they send."""
         self.slots: dict[fx.Node, tuple[fx.Node, Slot]] = {}
         """Of parts, and of what was written into them: the flat memory and the place in it."""
 
@@ -117,9 +115,6 @@ class _Walk:
             self._join(node)
         if row is not None and row.group is not None:
             self.pending.add(node)
-            self.in_flight.add(node)
-        if row is not None and row.name == "c10d.wait_tensor":
-            self.in_flight.difference_update(node.all_input_nodes)
         self._define(node)
 
     def _define(self, node: fx.Node) -> None:
@@ -141,13 +136,12 @@ class _Walk:
                 got=into.format_node() or into.name,
             )
         slot = self.slots.get(into)
-        for started in self.in_flight:
-            if any(self.share.root(sent) is root for sent in started.all_input_nodes):
-                self._fail(
-                    f"{into.name} is written over while {started.name} sends it",
-                    node,
-                    expected=f"a wait for {started.name}",
-                )
+        if (started := self.share.sender(into, node)) is not None:
+            self._fail(
+                f"{into.name} is written over while {started.name} sends it",
+                node,
+                expected=f"a wait for {started.name}",
+            )
         for other in self.live.get(root, ()):
             if other is into and slot is None:
                 self.dead[other] = node

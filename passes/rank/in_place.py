@@ -40,7 +40,7 @@ class InPlace(RankPass):
                 continue
             args: Any = node.args
             x, *rest = args
-            if not share.owned(x) or share.last_use(x) is not node:
+            if not share.owned(x) or not share.last_use(x, node) or share.sender(x, node) is not None:
                 continue
             dense: Any = x
             if x.target is not memory_ops.join:  # which is dense

@@ -107,6 +107,16 @@ def test_what_is_used_later_is_not_reduced_where_it_lies() -> None:
     assert "memory_ops.all_reduce_" not in after(InPlace(), write)
 
 
+def test_what_a_collective_still_sends_is_not_reduced_where_it_lies() -> None:
+    def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        product = graph.call_function(aten.mm.default, (a, b))
+        seen = graph.call_function(aten.t.default, (product,))
+        first, second = (graph.call_function(c10d.all_reduce.default, (x, "sum", GROUP)) for x in (product, seen))
+        return tuple(graph.call_function(c10d.wait_tensor.default, (x,)) for x in (first, second))
+
+    assert "memory_ops.all_reduce_" not in after(InPlace(), write)
+
+
 def test_gradients_that_share_memory_are_copied() -> None:
     def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
         product = graph.call_function(aten.mm.default, (a, b))
