@@ -55,8 +55,8 @@ class PlannedSpecs(dict[str, Spec]):
 class Plan:
     """What was decided: everything else follows from it, the model and the hints' other options.
 
-    ``inputs`` and ``hinted`` are placements as text, by name; ``cuts`` the hints on ops; ``strategies`` the cuts of each
-    op's factors, by the op's key: phase, module, op, and its number among those alike.
+    ``inputs`` and ``hinted`` are placements as text, by name; ``cuts`` the hints on ops; ``strategies`` the cuts of
+    each op's factors, by the op's key: phase, module, op, and its number among those alike.
     """
 
     mesh: Mesh
