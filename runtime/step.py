@@ -91,7 +91,7 @@ class Step:
                         if output.kind is OutputKind.BUFFER:
                             self.store.commit(output.name, rank, out[i])
                 found = [pieces[index] for index in sorted(pieces)]
-                if output.kind is OutputKind.GRADIENT:
+                if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
                     found = [self.store.as_gradient(output.name, piece) for piece in found]
                 results[output.kind, output.name] = found
         return results

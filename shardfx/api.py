@@ -10,16 +10,18 @@ from torch import nn
 
 from shardfx.ir.capture.given import as_module
 from shardfx.ir.capture.trace import capture
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
-from shardfx.module.modes import OtherMode, without_weights
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
+from shardfx.module.variants import Variants, without_weights
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
 
 from .compile import compile_model
+from .compiled import Compiled
 from .hints import Hints
 from .plugins import all_rules
 
@@ -58,11 +60,19 @@ def parallelize(
         loss = pm(x, y)
         loss.backward()
     """
+    if not isinstance(hints, Hints):
+        raise Error("these are no hints", where="parallelize(...)", expected="a shardfx.Hints", got=repr(hints))
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
     module = as_module(model)
-    compiled = compile_model(module, described, hints, all_rules(), on_pass)
-    other = OtherMode(without_weights(module), hints, lambda m, h: compile_model(m, described, h, all_rules()))
-    return ParallelModule(compiled, _place(module, described, hints, virtual), module, other)
+    with torch.inference_mode(False), torch.enable_grad():  # a training step is planned wherever this is called
+
+        def build(model: nn.Module, hints: Hints) -> Compiled:
+            with torch.inference_mode(False), torch.enable_grad():
+                return compile_model(model, described, hints, all_rules())
+
+        compiled = compile_model(module, described, hints, all_rules(), on_pass)
+        variants = Variants(without_weights(module), hints, build)
+        return ParallelModule(compiled, _place(module, described, hints, virtual), module, variants)
 
 
 def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:

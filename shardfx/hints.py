@@ -43,6 +43,7 @@ class Hints:
             of a file that describes one. Axes whose link the mesh does not state have those of the machine, by which
             communication is chosen; and reports are in its seconds.
         device: where the programs run, such as ``"cuda"``; by default where the model's weights are.
+        shapes: how many forms of call (batch sizes, modes, ...) beside the captured one are kept planned.
         rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
             :class:`shardfx.RankPass`, or text for those of installed plugins.
 
@@ -63,6 +64,7 @@ class Hints:
     machine: Machine | str | None = None
     rank_passes: Sequence[RankPass | str] = ()
     device: str | torch.device | None = None
+    shapes: int = 8
     zero: int = field(default=0, metadata=LATER)
     zero_axis: str = field(default="dp", metadata=LATER)
     recompute: Any = field(default=None, metadata=LATER)

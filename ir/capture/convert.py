@@ -105,9 +105,12 @@ def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:
                 result += 1
         elif isinstance(desc, GradAOTOutput):
             kind, source = OutputKind.GRADIENT, desc.grad_of
-            if not isinstance(source, ParamAOTInput):
+            if isinstance(source, ParamAOTInput):
+                name = names.aliases[source.target.removeprefix(PREFIX)]
+            elif isinstance(source, PlainAOTInput):
+                name = names.leaves[source.idx]
+            else:
                 continue
-            name = names.aliases[source.target.removeprefix(PREFIX)]
         elif isinstance(desc, InputMutationAOTOutput):
             kind, mutated = OutputKind.BUFFER, desc.mutated_input
             if not isinstance(mutated, BufferAOTInput):
@@ -134,7 +137,7 @@ def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:
 
 
 def sort_gradients(graph: Graph) -> None:
-    """The gradients in the order of the parameters."""
+    """The gradients in the order of the inputs."""
     order = {given.name: i for i, given in enumerate(graph.inputs)}
     gradients = iter(sorted((o for o in graph.outputs if o.kind is OutputKind.GRADIENT), key=lambda o: order[o.name]))
     graph.outputs = [next(gradients) if o.kind is OutputKind.GRADIENT else o for o in graph.outputs]

@@ -71,14 +71,15 @@ def on_cpu(model: nn.Module, tensors: Sequence[torch.Tensor], stack: ExitStack) 
     """A model and examples that are on another device than the CPU (or on ``meta``), as fakes on the CPU.
 
     So what is captured names no device, and is the same for all; on ``meta`` some ops have no autograd kernel. An
-    example that is given twice becomes two: a program of one would take both inputs for the same.
+    example that is given twice, or is a parameter or buffer of the model, is another tensor than that: inputs are what
+    stands in a place, whatever else it is.
     """
     everything = [*model.parameters(), *model.buffers(), *tensors]
     mode = next((t.fake_mode for t in everything if isinstance(t, FakeTensor)), None)
-    seen: set[int] = set()
+    seen = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     distinct = []
     for tensor in tensors:
-        distinct.append(tensor.detach().clone() if id(tensor) in seen else tensor)
+        distinct.append(tensor.detach().clone().requires_grad_(tensor.requires_grad) if id(tensor) in seen else tensor)
         seen.add(id(tensor))
     if mode is None and all(t.device.type == "cpu" for t in everything):
         return model, distinct
@@ -96,7 +97,9 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,43 @@ from torch import nn
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Where
+
+
+@dataclass(frozen=True)
+class UnknownResult:
+    """A result of the model that holds tensors where nobody looks for them."""
+
+    kind: str
+
+    def error(self, where: str) -> Error:
+        """What is said when it is asked for."""
+        return Error(
+            f"the model gives a {self.kind}, whose tensors cannot be handed out",
+            where=where,
+            expected="tensors in tuples, lists and dicts, named tuples, or classes that torch.utils._pytree knows",
+            got=self.kind,
+            remedy=f"return a dict or a tuple; or torch.export.register_dataclass({self.kind}) before parallelize",
+        )
+
+
+def holds_tensors(thing: object, depth: int = 3) -> bool:
+    """Whether an object, its attributes or what it contains is a tensor."""
+    if isinstance(thing, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(thing, (type, nn.Module)):
+        return False
+    inside: Iterable[object] = vars(thing).values() if hasattr(thing, "__dict__") else ()
+    if isinstance(thing, (list, tuple, set)):
+        inside = thing
+    elif isinstance(thing, Mapping):
+        inside = thing.values()
+    return any(holds_tensors(each, depth - 1) for each in inside)
+
+
+def _result(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return "tensor"
+    return UnknownResult(type(leaf).__name__) if holds_tensors(leaf) else leaf
 
 
 class Results:
@@ -47,9 +85,12 @@ class ModelAndLoss(nn.Module):
         out = self.model(*args, **kwargs)
         flat, tree = pytree.tree_flatten(out)
         self.results.tree = tree
-        self.results.leaves = tuple("tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
+        self.results.leaves = tuple(map(_result, flat))
         outs = [leaf.detach() for leaf in flat if isinstance(leaf, torch.Tensor)]
         if self._loss is None:
+            unknown = next((leaf for leaf in self.results.leaves if isinstance(leaf, UnknownResult)), None)
+            if unknown is not None:
+                raise unknown.error("the model's result")
             return tuple(outs)
         loss = self._loss(out, *targets)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

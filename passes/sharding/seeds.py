@@ -51,7 +51,7 @@ def seeds_of(graph: Graph) -> list[Seed]:
     for output in graph.outputs:
         known = used.get(output.name)
         if output.kind is OutputKind.GRADIENT and known is not None and output.value.hint is None:
-            seeds.append(Seed(output.value, known.spec, known.name, operator=True, closed=False))
+            seeds.append(Seed(output.value, known.spec, known.name, operator=known.operator, closed=False))
     return seeds
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardfx.ir.errors import Error
 
@@ -19,7 +18,7 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], *parameters: nn.Parameter
+        ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], *parameters: torch.Tensor
     ) -> torch.Tensor:
         """The loss as it is, and the gradients of ``parameters`` kept for ``backward``."""
         ctx.grads = grads
@@ -56,6 +55,6 @@ def _kept_for_later() -> bool:
     return known is None or bool(known())
 
 
-def hand_out(loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def hand_out(loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """The loss, whose ``backward()`` gives ``grads`` to ``parameters``."""
     return HandOut.apply(loss, grads, *parameters)  # type: ignore[no-any-return, no-untyped-call]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
+from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
@@ -22,15 +24,16 @@ from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
-from shardfx.runtime.step import Results
+from shardfx.runtime.step import Results, Step
 from shardfx.runtime.verify.verdict import Verdict
 
-from .calling import model_results, named_inputs
+from .call import Call, Form, inputs_of, is_local, kind_of, model_results, read_call
 from .hand_out import hand_out
-from .modes import OtherMode
 from .place import Place
 from .programs import INFER, LOSS, TRAIN, Programs
-from .state import ModelState, register
+from .state import ModelState
+from .tree import REINITIALISE, Tree
+from .variants import Variants
 
 
 class ParallelModule(nn.Module):
@@ -45,22 +48,78 @@ class ParallelModule(nn.Module):
     a rank may also pass its own part of each input; it then gets its own part of the results.
     """
 
-    def __init__(self, compiled: Compiled, place: Place, model: nn.Module, other: OtherMode) -> None:
+    def __init__(self, compiled: Compiled, place: Place, model: nn.Module, variants: Variants) -> None:
         super().__init__()
         self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
-        self.captured_training = model.training
         self._state = ModelState(compiled, place.make_store(compiled.after), model)
-        self._programs = self._new_programs(compiled)
-        self._other, self._twin = other, list[Programs]()
+        self._compiling: Mapping[str, Any] | None = None
+        self._variants = variants
         self._hunt: NanHunt | None = None
         self._state.load_from(model)
-        register(self, self._state)
+        self._tree = Tree(self, model)
+        self._tree.register(self._state)
+        named = leaf_names(compiled.hints.args, compiled.hints.kwargs, compiled.hints.targets)
+        wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+        wanting |= {name for name, wants in self._state.trainable.items() if wants}
+        first = Form(self._tree.training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting))
+        variants.known.append((first, self._new_programs(compiled)))
+
+    @property
+    def _programs(self) -> Programs:
+        """Those of the form of call that the model was captured for."""
+        return self._variants.known[0][1]
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         place, store = self._place, self._state.store
         passes = place.rank_passes(compiled.hints)
-        return Programs(compiled, place.device.type, passes, store, lambda: place.make_engine(compiled.after))
+        made = Programs(compiled, place.device.type, passes, store, lambda: place.make_engine(compiled.after))
+        if self._compiling is not None:
+            options = self._compiling
+            made.compile_with(
+                lambda: place.make_compiled(compiled.after, options), place.own_rank_passes(compiled.hints)
+            )
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        held = self.__dict__
+        if "_tree" in held and (name in held["_modules"] or name in held["_parameters"] or name in held["_buffers"]):
+            raise Error(
+                f"{name!r} of a parallel module cannot be replaced",
+                where=f"pm.{name} = ...",
+                expected="the model as it was parallelized",
+                got=type(value).__name__,
+                remedy="change the model, and parallelize it again",
+            )
+        super().__setattr__(name, value)
+
+    def apply(self, fn: Any) -> NoReturn:
+        """Modules of the model are not here, and parameters may be pieces.
+
+        Raises:
+            Error: always.
+        """
+        raise Error(
+            "pm.apply(fn) cannot do to pieces of a model what fn does to a whole one",
+            expected="a model that is ready",
+            got=getattr(fn, "__name__", repr(fn)),
+            remedy=REINITIALISE,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise Error(
+            "a parallel module cannot be pickled: programs and process groups are this process's own",
+            where="pickle, torch.save(pm, ...)",
+            expected="its state, or its plan",
+            got="the module",
+            remedy="torch.save(pm.full_state_dict(), path) and pm.plan.save(path), then parallelize again; "
+            "pm.save_programs(folder) writes programs",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
         """``pm.to(device)``, ``pm.cuda()``: the plan stays, its programs are made anew for the other kind of device.
@@ -81,9 +140,8 @@ class ParallelModule(nn.Module):
         if made.device.type != self._place.device.type:
             self._place = self._place.moved(made.device)
             self._state.store.to(made.device)
-            register(self, self._state)
-            self._programs = self._new_programs(self._compiled)
-            self._twin = [self._new_programs(each.compiled) for each in self._twin]
+            self._tree.register(self._state)
+            self._variants.renew(self._new_programs)
         return self
 
     # ---- calling --------------------------------------------------------------------------------------------
@@ -92,35 +150,65 @@ class ParallelModule(nn.Module):
         """Run a step on this process's ranks. With the loss's targets it gives the loss (and, where gradients are
         enabled, has them ready for ``backward()``), without them the model's results, whole.
 
+        A call in another form than the captured one (mode, shapes, numbers, what wants a gradient) is planned when it is
+        first seen, which a line of the log says; the most recent ``Hints(shapes=8)`` are kept.
+
         Raises:
             Error: inputs are not those of the capture, or a rank fails.
         """
-        programs = self._programs if self.training == self.captured_training else self._in_other_mode()
-        compiled, step = programs.compiled, programs.step
         self._state.check_complete()
-        inputs, has_targets = named_inputs(compiled, step, args, kwargs)
-        if has_targets and programs.trains:
+        self._tree.check()
+        call = read_call(self._compiled.hints, args, kwargs)
+        trains = call.has_targets and self._programs.trains
+        wanted = self._wanting(call) if trains and torch.is_grad_enabled() else {}
+        inputs = inputs_of(call, self._programs.step)
+        form = Form(self._tree.training, inputs, frozenset(wanted))
+        programs = self._variants.serving(form, call, self._new_programs)
+        compiled, step = programs.compiled, programs.step
+        if trains:
             if torch.is_grad_enabled():
-                return self._train(step.run(TRAIN, inputs, self._hunt))
-            return step.run(LOSS, inputs, self._hunt)[OutputKind.LOSS, "loss"][0]
-        return model_results(compiled, step, inputs, step.run(INFER, inputs, self._hunt))
+                return self._train(step, call.tensors, wanted, step.run(TRAIN, call.tensors, self._hunt))
+            return step.run(LOSS, call.tensors, self._hunt)[OutputKind.LOSS, "loss"][0]
+        return model_results(compiled, step, call.tensors, step.run(INFER, call.tensors, self._hunt))
 
-    def _in_other_mode(self) -> Programs:
-        """The programs of the mode that the model was not captured in, on the same store."""
-        if not self._twin:
-            compiled = self._other.make(self.after, not self.captured_training)
-            self._twin.append(self._new_programs(compiled))
-        return self._twin[0]
-
-    def _train(self, results: Results) -> torch.Tensor:
-        parameters, grads = [], []
+    def _wanting(self, call: Call) -> dict[str, list[torch.Tensor]]:
+        """The parameters, in pieces, and the inputs that want a gradient."""
+        found: dict[str, list[torch.Tensor]] = {}
         for name, pieces in self._state.store.parameters.items():
-            given = results.get((OutputKind.GRADIENT, name))
-            for i, parameter in enumerate(pieces):
-                if parameter.requires_grad:
-                    parameters.append(parameter)
-                    grads.append(given[i] if given is not None else None)
-        return hand_out(results[OutputKind.LOSS, "loss"][0], grads, parameters)
+            wanting: list[torch.Tensor] = [piece for piece in pieces if piece.requires_grad]
+            if len(wanting) not in (0, len(pieces)):
+                raise Error(
+                    f"some pieces of {name!r} are frozen, and some are not",
+                    where="pm(...)",
+                    expected="all of them, or none",
+                    got=f"{len(wanting)} of {len(pieces)} with requires_grad",
+                )
+            if wanting:
+                found[name] = wanting
+        return found | {name: [tensor] for name, tensor in call.tensors.items() if tensor.requires_grad}
+
+    def _train(
+        self,
+        step: Step,
+        given: Mapping[str, torch.Tensor],
+        wanted: Mapping[str, Sequence[torch.Tensor]],
+        results: Results,
+    ) -> torch.Tensor:
+        """The loss, with its gradients ready for all that want one; an input's is whole, as the input is."""
+        outputs = {output.name: output for output in step.graph.outputs if output.kind is OutputKind.GRADIENT}
+        local = is_local(step, given)
+        tensors: list[torch.Tensor] = []
+        grads: list[torch.Tensor | None] = []
+        for name, pieces in wanted.items():
+            tensors += pieces
+            made = results.get((OutputKind.GRADIENT, name))
+            if made is None:
+                grads += [None] * len(pieces)
+            elif name in given and not local:
+                grads.append(step.whole(outputs[name], made))
+            else:
+                grads += made
+        return hand_out(results[OutputKind.LOSS, "loss"][0], grads, tensors)
 
     # ---- the programs ---------------------------------------------------------------------------------------
 
@@ -168,10 +256,8 @@ class ParallelModule(nn.Module):
         torch plans memory itself: the programs are then those of the rank passes ``waits`` and ``own-outputs`` alone,
         and ``rank_module``, ``verify`` and ``report`` speak of them.
         """
-        user = self._place.own_rank_passes(self._compiled.hints)
-        for programs in (self._programs, *self._twin):
-            graph = programs.compiled.after
-            programs.compile_with(lambda graph=graph: self._place.make_compiled(graph, options), user)  # type: ignore[misc]
+        self._compiling = options
+        self._variants.renew(self._new_programs)
 
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``.
@@ -197,7 +283,7 @@ class ParallelModule(nn.Module):
             Error: missing or unexpected names (unless ``strict`` is False), a wrong shape or dtype.
         """
         self._state.load_full(state_dict, strict)
-        register(self, self._state)
+        self._tree.register(self._state)
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients by the model's own names; parameters without one are left out."""

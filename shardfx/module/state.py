@@ -125,35 +125,6 @@ class ModelState:
         self.extra |= {name: state_dict[name].detach().clone() for name in self.extra if name in state_dict}
 
 
-def register(root: nn.Module, state: ModelState) -> None:
-    """Make the stored pieces parameters and buffers of ``root``, under the model's own names."""
-    for name, pieces in state.store.parameters.items():
-        path, _, leaf = name.rpartition(".")
-        holder = _holder(root, path)
-        if len(pieces) == 1:
-            holder._parameters[leaf] = pieces[0]
-        else:
-            holder._modules[leaf] = nn.ParameterList(pieces)
-    for name, tensors in state.store.buffers.items():
-        path, _, leaf = name.rpartition(".")
-        holder = _holder(root, path)
-        for i, tensor in enumerate(tensors):
-            own = leaf if len(tensors) == 1 else f"{leaf}_{i}"
-            holder._buffers[own] = tensor
-            if name not in state.names:
-                holder._non_persistent_buffers_set.add(own)
-
-
-def _holder(root: nn.Module, path: str) -> nn.Module:
-    """The submodule of a dotted path, made where it is missing."""
-    for part in path.split(".") if path else ():
-        child = root._modules.get(part)
-        if child is None:
-            child = root._modules[part] = nn.Module()
-        root = child
-    return root
-
-
 def check_names(
     given: Collection[str], model: Collection[str], needed: Mapping[str, Sequence[str]], known: Collection[str]
 ) -> None:

@@ -1,0 +1,144 @@
+"""Calling a parallel module: its inputs by name, what programs must be made for, and the model's own results back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from shardfx.compiled import Compiled
+from shardfx.hints import Hints
+from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import InputKind, OutputKind
+from shardfx.ir.spec import TensorType
+from shardfx.runtime.step import Results, Step
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
+TARGETS = "targets."
+
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of one call: as they were given, and their leaves by name."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: tuple[Any, ...]
+    leaves: Mapping[str, Any]
+    has_targets: bool
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name."""
+        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What programs are made for: another form of call needs other programs.
+
+    ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
+    else as it is; ``gradients`` the parameters and inputs that get one.
+    """
+
+    training: frozenset[str]
+    inputs: Mapping[str, object]
+    gradients: frozenset[str]
+
+    def serves(self, other: Form) -> bool:
+        """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
+        same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
+        left = [name for name in self.inputs if name not in other.inputs]
+        rest = all(name.startswith(TARGETS) for name in left)
+        return same and rest and self.training == other.training and other.gradients <= self.gradients
+
+    def difference(self, other: Form) -> str:
+        """In which way another form differs, in words."""
+        found = []
+        for name, given in other.inputs.items():
+            if self.inputs.get(name) != given:
+                found.append(f"{name} is {_said(given)}, not {_said(self.inputs.get(name))}")
+        if self.training != other.training:
+            changed = sorted(self.training ^ other.training)
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            mode = "training" if changed[0] in other.training else "evaluation"
+            found.append(f"{changed[0] or 'the model'}{more} in {mode} mode")
+        found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
+        return "; ".join(found) or "no targets"
+
+
+def _said(given: object) -> str:
+    if isinstance(given, TensorType):
+        return f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}"
+    return str(given[1]) if isinstance(given, tuple) else str(given)
+
+
+def kind_of(leaf: object) -> object:
+    """What programs depend on of an input: a tensor's type, any other leaf itself (an object of no plain type: which
+    one it is)."""
+    if isinstance(leaf, torch.Tensor):
+        return TensorType(tuple(leaf.shape), leaf.dtype)
+    return type(leaf).__name__, repr(leaf) if isinstance(leaf, PLAIN) else id(leaf)
+
+
+def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The inputs of a call by name: those of the model, then the loss's targets.
+
+    Raises:
+        Error: there are others than the model was captured with.
+    """
+    count = len(hints.args)
+    named = dict(leaf_names(args[:count], kwargs, args[count:]))
+    wanted = dict(leaf_names(hints.args, hints.kwargs, hints.targets))
+    has_targets = len(args) > count or not any(name.startswith(TARGETS) for name in wanted)
+    needed = [name for name in wanted if has_targets or not name.startswith(TARGETS)]
+    if sorted(named) != sorted(needed):
+        raise Error(
+            "the inputs are not those that the model was captured with",
+            where="pm(...)",
+            expected=", ".join(needed),
+            got=", ".join(named) or "none",
+            remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
+        )
+    return Call(args[:count], kwargs, args[count:], named, has_targets)
+
+
+def inputs_of(call: Call, step: Step) -> dict[str, object]:
+    """What programs depend on of a call's inputs; a rank's own part of an input counts as the whole."""
+    expected = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
+    found = {}
+    for name, leaf in call.leaves.items():
+        found[name] = kind_of(leaf)
+        given = expected.get(name)
+        if given is None or not isinstance(leaf, torch.Tensor) or leaf.dtype != given.value.type.dtype:
+            continue
+        if tuple(leaf.shape) != given.value.shape and tuple(leaf.shape) in step.local_shapes(given):
+            found[name] = TensorType(given.value.shape, leaf.dtype)
+    return found
+
+
+def model_results(compiled: Compiled, step: Step, inputs: Mapping[str, torch.Tensor], results: Results) -> Any:
+    """The model's own results, as it arranges them: whole, or of a local batch this rank's part.
+
+    Raises:
+        Error: the model gives something that holds tensors in a way that is not known.
+    """
+    captured = compiled.captured
+    unknown = next((leaf for leaf in captured.result_leaves if isinstance(leaf, UnknownResult)), None)
+    if unknown is not None:
+        raise unknown.error("pm(...)")
+    outputs = [o for o in step.graph.outputs if o.kind is OutputKind.RESULT]
+    local = is_local(step, inputs)
+    given = iter([results[o.kind, o.name][0] if local else step.whole(o, results[o.kind, o.name]) for o in outputs])
+    leaves = [next(given) if leaf == "tensor" else leaf for leaf in captured.result_leaves]
+    return pytree.tree_unflatten(leaves, captured.result_tree)
+
+
+def is_local(step: Step, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a rank was given its own part of the inputs."""
+    shapes = {g.name: g.value.shape for g in step.graph.inputs}
+    return any(tuple(t.shape) != shapes[name] for name, t in inputs.items() if name in shapes)

@@ -1,0 +1,164 @@
+"""The module tree of a parallel module: the model's own paths, with the stored pieces; nothing in it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from shardfx.ir.errors import Error
+
+from .state import ModelState
+
+HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+)
+
+
+class Part(nn.Module):
+    """A module of the model in a parallel module: it holds stored pieces and the mode, and computes nothing.
+
+    What would change the model is an error: the plan was made of the model as it was.
+    """
+
+    def __init__(self, path: str, kind: str) -> None:
+        super().__init__()
+        self._path, self._kind = path, kind
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """It cannot be called.
+
+        Raises:
+            Error: always.
+        """
+        self._refuse("is called on its own", "call the whole module; parallelize the part on its own if you need it")
+
+    def apply(self, fn: Any) -> NoReturn:
+        """It is no module of its class, and its parameters may be pieces.
+
+        Raises:
+            Error: always.
+        """
+        self._refuse("is to be changed by apply()", REINITIALISE)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "training":
+            super().__setattr__(name, value)
+        else:
+            self._refuse(f"is given another {name!r}", "change the model, and parallelize it again")
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse(f"loses its {name!r}", "change the model, and parallelize it again")
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A part of a list."""
+        names = [name for name in self._modules if name.isdigit()]
+        return self._modules[names[index]]  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([module for name, module in self._modules.items() if name.isdigit() and module is not None])
+
+    def __len__(self) -> int:
+        return sum(name.isdigit() for name in self._modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _get_name(self) -> str:
+        return self._kind
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise Error(
+            f"a module of a parallel module {what}",
+            where=f"{self._path} ({self._kind})",
+            expected="the model as it was parallelized",
+            remedy=remedy,
+        )
+
+
+def _refuse_hook(part: Part, *args: Any, **kwargs: Any) -> NoReturn:
+    part._refuse("is given a hook, which would never be called", "register it on the model before parallelize")
+
+
+for hook in HOOKS:
+    setattr(Part, hook, _refuse_hook)
+
+REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_dict(state_dict)"
+
+
+class Tree:
+    """The model's modules under ``root``, and what is stored in them."""
+
+    def __init__(self, root: nn.Module, model: nn.Module) -> None:
+        self.root = root
+        self.paths: list[tuple[str, nn.Module]] = [("", root)]
+        self._made: dict[int, nn.Module] = {id(model): root}
+        self._grow(root, model, "")
+        self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
+
+    def _grow(self, part: nn.Module, model: nn.Module, path: str) -> None:
+        for name, child in model._modules.items():
+            if child is None:
+                continue
+            made = self._made.get(id(child))
+            if made is None:
+                own = f"{path}.{name}" if path else name
+                made = self._made[id(child)] = Part(own, type(child).__name__)
+                made.training = child.training
+                self.paths.append((own, made))
+                self._grow(made, child, own)
+            part._modules[name] = made
+
+    @property
+    def training(self) -> frozenset[str]:
+        """The paths of the modules that are in training mode."""
+        return frozenset(path for path, module in self.paths if module.training)
+
+    def register(self, state: ModelState) -> None:
+        """Make the stored pieces parameters and buffers of the tree, under the model's own names."""
+        self.registered = []
+        for name, pieces in state.store.parameters.items():
+            holder, leaf = self._holder(name)
+            if len(pieces) == 1:
+                held = holder._parameters
+                held[leaf] = pieces[0]
+                self.registered.append((held, leaf, pieces[0], name))
+            else:
+                several = holder._modules[leaf] = nn.ParameterList(pieces)
+                held = several._parameters
+                self.registered += [(held, str(i), piece, name) for i, piece in enumerate(pieces)]
+        for name, tensors in state.store.buffers.items():
+            holder, leaf = self._holder(name)
+            for i, tensor in enumerate(tensors):
+                own = leaf if len(tensors) == 1 else f"{leaf}_{i}"
+                holder._buffers[own] = tensor
+                self.registered.append((holder._buffers, own, tensor, name))
+                if name not in state.names:
+                    holder._non_persistent_buffers_set.add(own)
+
+    def check(self) -> None:
+        """Raise if somebody put another tensor in the place of a stored one.
+
+        Raises:
+            Error: naming it.
+        """
+        for held, key, tensor, name in self.registered:
+            if held.get(key) is not tensor:
+                raise Error(
+                    f"{name!r} of a parallel module was replaced by another tensor",
+                    where="pm(...)",
+                    expected="the stored pieces, whose contents may change",
+                    got="another tensor, as torch.func.functional_call puts in",
+                    remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself",
+                )
+
+    def _holder(self, name: str) -> tuple[nn.Module, str]:
+        """The module that holds a parameter or buffer, and the last part of its name."""
+        path, _, leaf = name.rpartition(".")
+        return self.root.get_submodule(path) if path else self.root, leaf
