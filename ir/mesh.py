@@ -192,6 +192,12 @@ class Mesh:
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
         """The description of a torch ``DeviceMesh`` with named dimensions, whose ranks are 0, 1, 2, ... in order."""
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise Error(
+                "this is no mesh",
+                expected="a shardfx.Mesh, such as Mesh(dp=2, tp=4), or a torch DeviceMesh",
+                got=f"{mesh!r} of type {type(mesh).__name__}",
+            )
         names = mesh.mesh_dim_names
         if not names:
             raise Error(

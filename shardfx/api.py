@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardfx.ir.capture.given import as_module
+from shardfx.ir.capture.intake.given import as_module
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph

@@ -75,20 +75,13 @@ class Hints:
     pipeline: Any = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
-        for name in ("args", "targets"):
-            if not isinstance(getattr(self, name), tuple):
+        for name, (fits, expected) in FIELDS.items():
+            if not fits(getattr(self, name)):
                 raise Error(
-                    f"Hints({name}=...) is not a tuple",
-                    expected=f"{name}=(x,)",
-                    got=type(getattr(self, name)).__name__,
-                    remedy="put a comma behind a single tensor: (x,)",
-                )
-        for name in ("specs", "cuts", "kwargs"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise Error(
-                    f"Hints({name}=...) is not a mapping",
-                    expected=f"{name}={{'...': ...}}",
-                    got=type(getattr(self, name)).__name__,
+                    f"Hints({name}=...) is of another kind",
+                    where=f"Hints({name}=...)",
+                    expected=expected,
+                    got=f"{getattr(self, name)!r:.100} of type {type(getattr(self, name)).__name__}",
                 )
         Machine.of(self.machine)  # which says so if there is none of that name
         for each in fields(self):
@@ -100,3 +93,33 @@ class Hints:
                     got=repr(given),
                     remedy="see the table of what works in the README",
                 )
+
+
+def _is_device(given: Any) -> bool:
+    try:
+        return (
+            given is None or isinstance(given, torch.device) or (isinstance(given, str) and bool(torch.device(given)))
+        )
+    except RuntimeError:
+        return False
+
+
+def _is_names(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "args": (lambda given: isinstance(given, tuple), "a tuple: args=(x,), with a comma behind a single tensor"),
+    "kwargs": (_is_names, "a dict of inputs by name"),
+    "loss": (lambda given: given is None or callable(given), "a function loss(out, *targets), or None"),
+    "targets": (lambda given: isinstance(given, tuple), "a tuple: targets=(y,), with a comma behind a single tensor"),
+    "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
+    "cuts": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
+    "strict": (lambda given: isinstance(given, bool), "True or False"),
+    "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
+    "passes": (lambda given: isinstance(given, (list, tuple)), "a list of passes"),
+    "rank_passes": (lambda given: isinstance(given, (list, tuple)), "a list of rank passes"),
+    "device": (_is_device, "the name of a device of torch, such as 'cuda', or None"),
+    "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
+}
+"""What a field may be, and that in words."""

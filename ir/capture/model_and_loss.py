@@ -73,7 +73,8 @@ class ModelAndLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._tree, self._leaves, self._loss, self._targets = tree, list(leaves), loss, targets
+        self._tree, self._leaves, self._targets = tree, list(leaves), targets
+        self.loss = loss
         self.results = results
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -87,12 +88,12 @@ class ModelAndLoss(nn.Module):
         self.results.tree = tree
         self.results.leaves = tuple(map(_result, flat))
         outs = [leaf.detach() for leaf in flat if isinstance(leaf, torch.Tensor)]
-        if self._loss is None:
+        if self.loss is None:
             unknown = next((leaf for leaf in self.results.leaves if isinstance(leaf, UnknownResult)), None)
             if unknown is not None:
                 raise unknown.error("the model's result")
             return tuple(outs)
-        loss = self._loss(out, *targets)
+        loss = self.loss(out, *targets)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise Error(
                 "the loss is not a scalar tensor",

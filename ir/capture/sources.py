@@ -11,6 +11,18 @@ from shardfx.ir.graph import Graph, Phase, Where
 
 PREFIX = "model."
 TORCH = str(Path(torch.__file__).parent)
+ROOT = str(Path(__file__).parents[2])
+OWN = tuple(
+    f"{ROOT}/{name}"
+    for name in (
+        "ir/",
+        "passes/",
+        "runtime/",
+        "visualize/",
+        *(f"{at}{n}" for at in ("", "shardfx/") for n in ("module/", "api.py", "compile.py")),
+    )
+)
+"""Where our own code lies, as installed and in a checkout."""
 CAPTURE = str(Path(__file__).with_name("model_and_loss.py"))
 
 
@@ -33,6 +45,11 @@ def source_of(node: torch.fx.Node) -> Where:
     return _source(module, node.meta.get("stack_trace") or "", path.startswith("model"))
 
 
+def is_user_file(file: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not file.startswith((TORCH, "<", *OWN))
+
+
 @lru_cache(maxsize=65536)
 def _source(module: str, trace: str, of_model: bool) -> Where:
     """The innermost frame of the user's own code; where a model is all torch's, the innermost one of torch."""
@@ -43,7 +60,7 @@ def _source(module: str, trace: str, of_model: bool) -> Where:
             name, _, rest = text.strip()[6:].partition('", line ')
             code = lines[i + 1].strip() if i + 1 < len(lines) else ""
             frames.append(Where(module, name, int(rest.split(",")[0] or 0), code))
-    users = [f for f in frames if not f.file.startswith(TORCH) and f.file != CAPTURE]
+    users = [f for f in frames if is_user_file(f.file)]
     torchs = [f for f in frames if f.file.startswith(TORCH)]
     if users:
         return users[-1]

@@ -28,7 +28,9 @@ from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
 from .convert import Names, convert
-from .given import as_module, explain, on_cpu, reject_unknown_shapes
+from .intake.given import as_module, on_cpu
+from .intake.hooks import WatchedHooks
+from .intake.refusals import explain, reject_loss, reject_unknown_shapes
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
@@ -107,7 +109,9 @@ def capture(
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
     with ExitStack() as stack:
-        traced, tensors = on_cpu(as_module(model), tensors, stack)
+        reject_loss(loss)
+        hooks = WatchedHooks(as_module(model))
+        traced, tensors = on_cpu(hooks.model, tensors, stack)
         params = dict(traced.named_parameters(remove_duplicate=False))
         buffers = dict(traced.named_buffers(remove_duplicate=False))
         aliases = _aliases({**params, **buffers})
@@ -127,6 +131,7 @@ def capture(
         except Irregular as error:
             graph = _trace(program(traced), tuple(tensors), mesh, wanted)
             note = f"{TRACED_WHOLE} ({error.what})"
+    hooks.check()
     _name_ties(graph, aliases)
     graph.notes = [note] if note else []
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases)
@@ -167,4 +172,4 @@ def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh,
     except Error:
         raise
     except Exception as error:
-        raise explain(error) from error
+        raise explain(error, program.model, program.loss) from error

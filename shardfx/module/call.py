@@ -85,6 +85,14 @@ def kind_of(leaf: object) -> object:
     return type(leaf).__name__, repr(leaf) if isinstance(leaf, PLAIN) else id(leaf)
 
 
+def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, bool]) -> Form:
+    """What the first programs are made for: the example inputs, and the model as it was."""
+    named = leaf_names(hints.args, hints.kwargs, hints.targets)
+    wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    wanting |= {name for name, wants in trainable.items() if wants}
+    return Form(training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting))
+
+
 def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """The inputs of a call by name: those of the model, then the loss's targets.
 

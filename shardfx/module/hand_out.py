@@ -1,13 +1,18 @@
-"""A loss whose gradients are there already: ``backward`` hands them out."""
+"""A loss whose gradients are there already: who wants one, and ``backward``, which hands them out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardfx.ir.errors import Error
+from shardfx.ir.graph import OutputKind
+from shardfx.runtime.step import Results, Step
+from shardfx.runtime.store import Store
+
+from .call import Call, is_local
 
 
 class HandOut(torch.autograd.Function):
@@ -58,3 +63,41 @@ def _kept_for_later() -> bool:
 def hand_out(loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """The loss, whose ``backward()`` gives ``grads`` to ``parameters``."""
     return HandOut.apply(loss, grads, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def wanting(store: Store, call: Call) -> dict[str, list[torch.Tensor]]:
+    """The parameters, in pieces, and the inputs that want a gradient.
+
+    Raises:
+        Error: some pieces of a parameter do, and some do not.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, pieces in store.parameters.items():
+        found[name] = [piece for piece in pieces if piece.requires_grad]
+        if len(found[name]) not in (0, len(pieces)):
+            raise Error(
+                f"some pieces of {name!r} are frozen, and some are not",
+                where="pm(...)",
+                expected="all of them, or none",
+                got=f"{len(found[name])} of {len(pieces)} with requires_grad",
+            )
+    found |= {name: [tensor] for name, tensor in call.tensors.items() if tensor.requires_grad}
+    return {name: tensors for name, tensors in found.items() if tensors}
+
+
+def trained(step: Step, call: Call, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results) -> torch.Tensor:
+    """The loss, with its gradients ready for all that want one; an input's is whole, as the input is."""
+    outputs = {output.name: output for output in step.graph.outputs if output.kind is OutputKind.GRADIENT}
+    local = is_local(step, call.tensors)
+    tensors: list[torch.Tensor] = []
+    grads: list[torch.Tensor | None] = []
+    for name, pieces in wanted.items():
+        tensors += pieces
+        made = results.get((OutputKind.GRADIENT, name))
+        if made is None:
+            grads += [None] * len(pieces)
+        elif name in call.leaves and not local:
+            grads.append(step.whole(outputs[name], made))
+        else:
+            grads += made
+    return hand_out(results[OutputKind.LOSS, "loss"][0], grads, tensors)

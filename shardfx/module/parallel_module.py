@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
-from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
@@ -24,19 +23,18 @@ from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
-from shardfx.runtime.step import Results, Step
 from shardfx.runtime.verify.verdict import Verdict
 
-from .call import Call, Form, inputs_of, is_local, kind_of, model_results, read_call
-from .hand_out import hand_out
+from .call import Form, first_form, inputs_of, model_results, read_call
+from .hand_out import trained, wanting
 from .place import Place
 from .programs import INFER, LOSS, TRAIN, Programs
 from .state import ModelState
-from .tree import REINITIALISE, Tree
+from .tree import Root, Tree
 from .variants import Variants
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Root):
     """What :func:`shardfx.parallelize` returns. Call it like the model, with the targets behind the arguments::
 
         loss = pm(x, y)
@@ -59,10 +57,7 @@ class ParallelModule(nn.Module):
         self._state.load_from(model)
         self._tree = Tree(self, model)
         self._tree.register(self._state)
-        named = leaf_names(compiled.hints.args, compiled.hints.kwargs, compiled.hints.targets)
-        wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
-        wanting |= {name for name, wants in self._state.trainable.items() if wants}
-        first = Form(self._tree.training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting))
+        first = first_form(compiled.hints, self._tree.training, self._state.trainable)
         variants.known.append((first, self._new_programs(compiled)))
 
     @property
@@ -80,41 +75,6 @@ class ParallelModule(nn.Module):
                 lambda: place.make_compiled(compiled.after, options), place.own_rank_passes(compiled.hints)
             )
         return made
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        held = self.__dict__
-        if "_tree" in held and (name in held["_modules"] or name in held["_parameters"] or name in held["_buffers"]):
-            raise Error(
-                f"{name!r} of a parallel module cannot be replaced",
-                where=f"pm.{name} = ...",
-                expected="the model as it was parallelized",
-                got=type(value).__name__,
-                remedy="change the model, and parallelize it again",
-            )
-        super().__setattr__(name, value)
-
-    def apply(self, fn: Any) -> NoReturn:
-        """Modules of the model are not here, and parameters may be pieces.
-
-        Raises:
-            Error: always.
-        """
-        raise Error(
-            "pm.apply(fn) cannot do to pieces of a model what fn does to a whole one",
-            expected="a model that is ready",
-            got=getattr(fn, "__name__", repr(fn)),
-            remedy=REINITIALISE,
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise Error(
-            "a parallel module cannot be pickled: programs and process groups are this process's own",
-            where="pickle, torch.save(pm, ...)",
-            expected="its state, or its plan",
-            got="the module",
-            remedy="torch.save(pm.full_state_dict(), path) and pm.plan.save(path), then parallelize again; "
-            "pm.save_programs(folder) writes programs",
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -150,8 +110,8 @@ class ParallelModule(nn.Module):
         """Run a step on this process's ranks. With the loss's targets it gives the loss (and, where gradients are
         enabled, has them ready for ``backward()``), without them the model's results, whole.
 
-        A call in another form than the captured one (mode, shapes, numbers, what wants a gradient) is planned when it is
-        first seen, which a line of the log says; the most recent ``Hints(shapes=8)`` are kept.
+        A call in another form than the captured one (mode, shapes, numbers, what wants a gradient) is planned when it
+        is first seen, which a line of the log says; the most recent ``Hints(shapes=8)`` are kept.
 
         Raises:
             Error: inputs are not those of the capture, or a rank fails.
@@ -160,55 +120,16 @@ class ParallelModule(nn.Module):
         self._tree.check()
         call = read_call(self._compiled.hints, args, kwargs)
         trains = call.has_targets and self._programs.trains
-        wanted = self._wanting(call) if trains and torch.is_grad_enabled() else {}
+        wanted = wanting(self._state.store, call) if trains and torch.is_grad_enabled() else {}
         inputs = inputs_of(call, self._programs.step)
         form = Form(self._tree.training, inputs, frozenset(wanted))
         programs = self._variants.serving(form, call, self._new_programs)
         compiled, step = programs.compiled, programs.step
         if trains:
             if torch.is_grad_enabled():
-                return self._train(step, call.tensors, wanted, step.run(TRAIN, call.tensors, self._hunt))
+                return trained(step, call, wanted, step.run(TRAIN, call.tensors, self._hunt))
             return step.run(LOSS, call.tensors, self._hunt)[OutputKind.LOSS, "loss"][0]
         return model_results(compiled, step, call.tensors, step.run(INFER, call.tensors, self._hunt))
-
-    def _wanting(self, call: Call) -> dict[str, list[torch.Tensor]]:
-        """The parameters, in pieces, and the inputs that want a gradient."""
-        found: dict[str, list[torch.Tensor]] = {}
-        for name, pieces in self._state.store.parameters.items():
-            wanting: list[torch.Tensor] = [piece for piece in pieces if piece.requires_grad]
-            if len(wanting) not in (0, len(pieces)):
-                raise Error(
-                    f"some pieces of {name!r} are frozen, and some are not",
-                    where="pm(...)",
-                    expected="all of them, or none",
-                    got=f"{len(wanting)} of {len(pieces)} with requires_grad",
-                )
-            if wanting:
-                found[name] = wanting
-        return found | {name: [tensor] for name, tensor in call.tensors.items() if tensor.requires_grad}
-
-    def _train(
-        self,
-        step: Step,
-        given: Mapping[str, torch.Tensor],
-        wanted: Mapping[str, Sequence[torch.Tensor]],
-        results: Results,
-    ) -> torch.Tensor:
-        """The loss, with its gradients ready for all that want one; an input's is whole, as the input is."""
-        outputs = {output.name: output for output in step.graph.outputs if output.kind is OutputKind.GRADIENT}
-        local = is_local(step, given)
-        tensors: list[torch.Tensor] = []
-        grads: list[torch.Tensor | None] = []
-        for name, pieces in wanted.items():
-            tensors += pieces
-            made = results.get((OutputKind.GRADIENT, name))
-            if made is None:
-                grads += [None] * len(pieces)
-            elif name in given and not local:
-                grads.append(step.whole(outputs[name], made))
-            else:
-                grads += made
-        return hand_out(results[OutputKind.LOSS, "loss"][0], grads, tensors)
 
     # ---- the programs ---------------------------------------------------------------------------------------
 

@@ -92,6 +92,45 @@ for hook in HOOKS:
 REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_dict(state_dict)"
 
 
+class Root(nn.Module):
+    """The root of such a tree: what would change the model, or carry its programs elsewhere, is an error."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        held = self.__dict__
+        if "_tree" in held and (name in held["_modules"] or name in held["_parameters"] or name in held["_buffers"]):
+            raise Error(
+                f"{name!r} of a parallel module cannot be replaced",
+                where=f"pm.{name} = ...",
+                expected="the model as it was parallelized",
+                got=type(value).__name__,
+                remedy="change the model, and parallelize it again",
+            )
+        super().__setattr__(name, value)
+
+    def apply(self, fn: Any) -> NoReturn:
+        """Modules of the model are not here, and parameters may be pieces.
+
+        Raises:
+            Error: always.
+        """
+        raise Error(
+            "pm.apply(fn) cannot do to pieces of a model what fn does to a whole one",
+            expected="a model that is ready",
+            got=getattr(fn, "__name__", repr(fn)),
+            remedy=REINITIALISE,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise Error(
+            "a parallel module cannot be pickled: programs and process groups are this process's own",
+            where="torch.save(pm, ...)",
+            expected="its state, or its plan",
+            got="the module",
+            remedy="torch.save(pm.full_state_dict(), path) and pm.plan.save(path), then parallelize again; "
+            "pm.save_programs(folder) writes programs",
+        )
+
+
 class Tree:
     """The model's modules under ``root``, and what is stored in them."""
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
-from shardfx.ir.capture.given import copied
+from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.spec import Spec, TensorType

@@ -206,7 +206,7 @@ def test_equal_blocks_are_planned_once() -> None:
         ({"fc1": ("x, -, -", "-, -")}, "one entry per dim"),
         ({"fc1": "n{x}", "fc1:addmm": "m{x}"}, "two hints disagree"),
         ({"conv1": "p0{x}"}, "cannot be cut so"),
-        (["fc1"], "is not a mapping"),
+        (["fc1"], "is of another kind"),
     ],
 )
 def test_what_cannot_be(cuts: Any, what: str) -> None:

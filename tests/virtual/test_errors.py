@@ -73,7 +73,7 @@ def test_a_spec_of_no_known_form() -> None:
 
 
 def test_args_that_are_no_tuple() -> None:
-    fails("not a tuple", args=X)
+    fails("of another kind", args=X)
 
 
 def test_a_loss_that_is_no_scalar() -> None:
@@ -129,10 +129,9 @@ def test_an_op_without_a_rule_is_computed_whole_with_a_warning() -> None:
 
 def test_a_wrong_input_shape() -> None:
     pm = make()
-    with pytest.raises(sx.Error, match=r"args.0.*\n.*\n.*expected:.*\(8, 6\)") as caught:
+    with pytest.raises(sx.Error, match=r"batch_size \(5\)"):
         pm(X[:5], Y)
-    assert "(5, 6)" in str(caught.value)
-    with pytest.raises(sx.Error, match="dtype"):
+    with pytest.raises(sx.Error, match="to have the same dtype"):
         pm(X.float(), Y)
     with pytest.raises(sx.Error, match="not those that the model was captured with"):
         pm(X, Y, Y)

@@ -1,0 +1,185 @@
+"""What cannot be captured: found beforehand where it would be left out in silence, else told from torch's own words."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from shardfx.ir.capture.sources import is_user_file, source_of
+from shardfx.ir.errors import Error
+
+HOOKS = {
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward hook",
+}
+PARAMETER_HOOKS = {
+    "_backward_hooks": "a hook",
+    "_post_accumulate_grad_hooks": "a post-accumulate hook",
+}
+
+
+def reject_module(model: nn.Module) -> None:
+    """Refuse a module of which a program would leave something out.
+
+    Raises:
+        Error: a ScriptModule, hooks on gradients, forward hooks that only look, a parameter that is computed.
+    """
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Error(
+                "a ScriptModule cannot be captured",
+                where=where,
+                expected="the nn.Module that it was made of",
+                got=type(module).__name__,
+                remedy="parallelize the module itself, and leave torch.jit.script out",
+            )
+        for attribute, what in HOOKS.items():
+            if getattr(module, attribute, None):
+                refuse_hook(where, what, "register it on pm, or compute that in forward")
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                raise Error(
+                    f"{name!r} of a module is computed outside of forward",
+                    where=where,
+                    expected="parameters, buffers, and what forward computes of them",
+                    got=f"a tensor made by {type(value.grad_fn).__name__}",
+                    remedy="compute it in forward; for weight_norm see torch.nn.utils.parametrizations",
+                )
+    for name, parameter in model.named_parameters():
+        for attribute, what in PARAMETER_HOOKS.items():
+            if getattr(parameter, attribute, None):
+                refuse_hook(name, what, "register it on the parameters of pm, which are other tensors")
+        if parameter.is_inference():
+            raise Error(
+                f"{name!r} was made in inference mode, and can have no gradient",
+                where=name,
+                expected="parameters made outside of torch.inference_mode()",
+                got="an inference tensor",
+                remedy="make the model outside of it",
+            )
+
+
+def reject_loss(loss: Callable[..., Any] | None) -> None:
+    """Refuse a loss that has parameters or buffers of its own.
+
+    Raises:
+        Error: naming them.
+    """
+    held = dict((*loss.named_parameters(), *loss.named_buffers())) if isinstance(loss, nn.Module) else {}
+    if held:
+        raise Error(
+            "the loss has tensors of its own",
+            where=f"Hints(loss={type(loss).__name__}(...))",
+            expected="a loss of the model's results and the targets alone",
+            got=", ".join(held),
+            remedy="give them to the loss as targets: loss=lambda out, y, weight: F.cross_entropy(out, y, weight)",
+        )
+
+
+def refuse_hook(where: str, what: str, remedy: str) -> NoReturn:
+    """Refuse a hook that no program calls.
+
+    Raises:
+        Error: always.
+    """
+    raise Error(f"{what} would never be called", where=where, expected="no such hook", remedy=remedy)
+
+
+def reject_unknown_shapes(exported: torch.fx.GraphModule) -> None:
+    """A value whose shape is only known when the program runs (``nonzero``) is refused where it is made."""
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
+            raise _data_dependent(
+                str(source_of(node)) + f"  {source_of(node).code}", f"{node.target} of shape {tuple(value.shape)}"
+            )
+
+
+def _data_dependent(where: str | None, got: str) -> Error:
+    return Error(
+        "the model's shapes or control flow depend on the data",
+        where=where,
+        expected="shapes that follow from the shapes of the inputs",
+        got=got,
+        remedy="use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`",
+    )
+
+
+DATA_DEPENDENT = ("GuardOnDataDependent", "data-dependent", "Could not guard", "_local_scalar_dense", "nonzero", "u0")
+FOREIGN = "convert all Tensors to FakeTensors"
+
+
+def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None) -> Error:
+    """What the user did that torch.export does not take, from its own words."""
+    text = f"{type(error).__name__}: {error}"
+    where = _user_frame(error, model)
+    if any(word in text for word in DATA_DEPENDENT):
+        return _data_dependent(where, text.splitlines()[0][:300])
+    if FOREIGN in text:
+        return _foreign(where, model, loss)
+    return Error(
+        "the model cannot be captured by torch.export",
+        where=where,
+        expected="an nn.Module of tensor operations",
+        got=text[:600],
+        remedy="try torch.export.export(model, args, strict=False) on its own, and mend what it names",
+    )
+
+
+def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | None) -> Error:
+    """A tensor is used that is no input, parameter or buffer."""
+    of_loss = [f"{name} of the loss" for name in tensors_of(loss)] if loss is not None else []
+    plain = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_") and _has_tensor(value)
+    ]
+    return Error(
+        "a tensor is used that is no input, parameter or buffer",
+        where=where,
+        expected="tensors that come in as arguments or targets, or belong to a module",
+        got=", ".join([*of_loss, *plain][:5]) or "a tensor of the code around",
+        remedy="give it to the loss as a target" if of_loss else "register it: self.register_buffer(name, tensor)",
+    )
+
+
+def tensors_of(function: Callable[..., Any]) -> list[str]:
+    """The names of tensors that a function has beside its arguments: in its closure, defaults, or its object."""
+    if isinstance(function, functools.partial):
+        given = {str(i): each for i, each in enumerate(function.args)} | dict(function.keywords)
+        return [*(name for name, value in given.items() if _has_tensor(value)), *tensors_of(function.func)]
+    held: dict[str, Any] = {}
+    owner = getattr(function, "__self__", None) or (function if not inspect.isroutine(function) else None)
+    if owner is not None and hasattr(owner, "__dict__"):
+        held |= vars(owner)
+    if inspect.isfunction(inspect.unwrap(function)):
+        used = inspect.getclosurevars(inspect.unwrap(function))
+        held |= dict(used.nonlocals) | dict(used.globals)
+    return [name for name, value in held.items() if _has_tensor(value)]
+
+
+def _has_tensor(value: object) -> bool:
+    inside: Any = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (list, tuple, Mapping)) and any(isinstance(each, torch.Tensor) for each in inside)
+    )
+
+
+def _user_frame(error: Exception, model: nn.Module) -> str | None:
+    """The innermost line of code outside of torch that the error passed through, and the module that it is of."""
+    names = {id(module): path for path, module in model.named_modules()}
+    found, trace, of_module = None, error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        of_module = names.get(id(trace.tb_frame.f_locals.get("self")), of_module)
+        if is_user_file(code.co_filename):
+            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return "  ".join(part for part in (of_module, found) if part) or None
