@@ -27,8 +27,8 @@ class Hints:
         targets: further inputs, of the loss.
         specs: name or pattern -> placement. Names are those of ``named_parameters()``, ``args.N``, ``kwargs.NAME``,
             ``targets.N``, or a module's path for its output; ``*`` stands for one part of a name, ``**`` for any.
-            A placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), a ``Spec``, or
-            DTensor placements, one per mesh axis.
+            A placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), DTensor placements,
+            one per mesh axis, or a ``Spec``: that says exactly how a parameter is stored, and wins over the others.
         strict: an op without a sharding rule is an error, not a warning.
         fuse_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
         passes: further passes: instances, or text such as ``"count-nodes{mb=2}"`` for those of installed plugins. Each
