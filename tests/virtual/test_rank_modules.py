@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
 
 import shardfx as sx
+from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.rank_module import Origin
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -132,6 +134,33 @@ def test_a_module_of_another_plan_is_an_error() -> None:
             ask(planned(sx.Mesh(dp=2)))
     with pytest.raises(sx.Error, match="no rank 7"):
         planned(sx.Mesh(dp=2)).use({7: other})
+
+
+def test_a_module_of_modules_is_proven_run_and_priced() -> None:
+    pm, reference = planned(sx.Mesh(dp=2)), planned(sx.Mesh(dp=2))
+    halves = {}
+    for rank in range(2):
+        module = pm.rank_module(rank)
+        names = [node.name for node in module.graph.nodes]
+        first = set(names[: len(names) // 2])
+        halves[rank] = split_module(module, module, lambda node, first=first: int(node.name not in first))
+        assert [node.op for node in halves[rank].graph.nodes].count("call_module") == 2
+    assert pm.verify(modules=halves)
+    pm.use(halves)
+    pm(X, Y).backward()
+    reference(X, Y).backward()
+    assert all(torch.equal(pm.full_grads()[n], g) for n, g in reference.full_grads().items())
+    assert replay(pm.rank_program(1)).peak.nbytes > 0
+
+
+def test_a_module_that_calls_no_function_is_an_error() -> None:
+    pm = planned(sx.Mesh(dp=2))
+    changed = pm.rank_module(1)
+    relu = next(node for node in changed.graph.nodes if node.target is aten.relu.default)
+    relu.op, relu.target = "call_method", "relu"
+    with pytest.raises(sx.Error, match="calls what is no function") as caught:
+        pm.verify(modules={1: changed})
+    assert caught.value.got == "call_method" and "relu" in str(caught.value.where)
 
 
 TIMES: dict[str, float] = {}
