@@ -135,7 +135,7 @@ def _inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pa
             env[node] = _inlined(into, called, dict(zip(inputs, given, strict=True)), f"{path}{node.target}.")
         elif node.op in ("placeholder", "get_attr", "call_function"):
             env[node] = into.node_copy(node, env.__getitem__)
-            env[node].meta = dict(node.meta)
+            env[node].meta = {key: each for key, each in node.meta.items() if key != "val"}
             if node.op == "get_attr":
                 env[node].target = path + str(node.target)
         else:

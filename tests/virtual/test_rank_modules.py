@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
@@ -61,6 +62,44 @@ def test_a_module_is_copied_and_pickled() -> None:
         assert again.code == module.code and same(again(*inputs), module(*inputs))
         origins = [node.meta.get("shardfx") for node in again.graph.nodes]
         assert any(isinstance(each, Origin) and each.where.module == "up" for each in origins)
+
+
+@pytest.mark.parametrize("name", ["mlp3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_fused", "resnet"))])
+def test_nodes_know_what_they_give(name: str) -> None:
+    """``meta["val"]`` has the shape, stride and dtype of what really comes out, of views too."""
+    case = make(name)
+    hints = sx.Hints(case.args, loss=case.loss, targets=case.targets)
+    pm = sx.parallelize(case.model, sx.Mesh(dp=1), hints, virtual=True)
+    state = pm.full_state_dict()
+    state |= {f"args.{i}": t for i, t in enumerate(case.args)} | {f"targets.{i}": t for i, t in enumerate(case.targets)}
+    wrong: list[str] = []
+
+    def layout(each: Any) -> Any:
+        return (each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each
+
+    class Compare(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            given = super().run_node(n)
+            if list(map(layout, tree_leaves(given))) != list(map(layout, tree_leaves(n.meta["val"]))):
+                wrong.append(f"{n.format_node()}: {given}, said {n.meta['val']}")
+            return given
+
+    Compare(pm.rank_module(0)).run(*(state[given.name] for given in pm.rank_program(0).inputs))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nodes_of_many_ranks_know_what_they_give() -> None:
+    pm = planned(sx.Mesh(dp=2))
+    module = pm.rank_module(1)
+    for again in (module, pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert all("val" in node.meta for node in again.graph.nodes)
+        ends = [node.meta["val"] for node in again.graph.nodes if node.op == "placeholder"]
+        ends += again.graph.output_node().meta["val"]
+        program = pm.rank_program(1)
+        values = [each.value for each in (*program.inputs, *program.outputs)]
+        coords = pm.mesh.coords(1)
+        assert [tuple(each.shape) for each in ends] == [v.spec.local_shape(v.shape, pm.mesh, coords) for v in values]
+        assert [each.dtype for each in ends] == [v.type.dtype for v in values]
 
 
 def test_modules_of_many_ranks_come_back_and_are_proven() -> None:
