@@ -69,6 +69,16 @@ def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[
     return start, size
 
 
+def in_stretches(cut: Cut) -> bool:
+    """Whether ranks hold several stretches of the dim: a part is cut within another."""
+    before = 1
+    for part in cut.parts:
+        if part.axes and before > 1:
+            return True
+        before *= part.size
+    return False
+
+
 def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
     """The size of the smallest piece of a part that is cut over ``axes``: the last one's."""
     for axis in axes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from shardfx.ir.cut import Cut
 from shardfx.ir.errors import Error
@@ -17,7 +17,7 @@ from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 from .options import options_of
 from .rule_cache import RuleCache
 
-__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Decision", "Pass", "PassError"]
+__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Decision", "Pass", "PassError", "check_requires"]
 
 HINTED = "HINTED"
 """The user's hints are written on the values that they name."""
@@ -132,6 +132,34 @@ class Pass:
 
     def __str__(self) -> str:
         return f"{self.name}{options_of(self)}"
+
+
+class Ordered(Protocol):
+    """A pass of any kind: what it wants to stand behind."""
+
+    @property
+    def name(self) -> str:
+        """The name."""
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """What must be established before it."""
+
+
+def check_requires(each: Ordered, established: Collection[str], before: Sequence[str], kind: str = "pass") -> None:
+    """Raise if a pass stands before one that establishes what it requires; ``before`` has the names of those before it.
+
+    Raises:
+        Error: naming the pass, what it lacks, and which passes stand before it.
+    """
+    missing = each.requires - set(established)
+    if missing:
+        raise Error(
+            f"{kind} {each.name!r} stands too early",
+            expected=f"{', '.join(sorted(missing))} established before it",
+            got=f"{', '.join(before) or 'nothing'} before it",
+            remedy="move it behind the pass that establishes that",
+        )
 
 
 class PassError(Error):

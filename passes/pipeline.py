@@ -16,7 +16,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.validate import Validator
 
-from .base import Context, Pass, PassError
+from .base import Context, Pass, PassError, check_requires
 from .communication import DuplicateViews, FuseComm, Order, Partition
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .unfold_repeats import UnfoldRepeats
@@ -109,14 +109,7 @@ def check_order(passes: Iterable[Pass], established: Iterable[str] = (), wanted:
     known = set(established)
     before: list[str] = []
     for each in passes:
-        missing = each.requires - known
-        if missing:
-            raise Error(
-                f"pass {each.name!r} stands too early",
-                expected=f"{', '.join(sorted(missing))} established before it",
-                got=f"{', '.join(before) or 'nothing'} before it",
-                remedy="move it behind the pass that establishes that",
-            )
+        check_requires(each, known, before)
         known |= each.establishes
         before.append(each.name)
     lacking = set(wanted) - known

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +25,6 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Value, op_name
-from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
@@ -35,7 +32,7 @@ from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.passes.sharding.pins import factors_text
 
-from .plan_file import FORMAT, VERSION, read_plan
+from .plan_file import PlanFields, read_plan, write_plan
 
 if TYPE_CHECKING:
     from .compiled import Compiled
@@ -52,22 +49,8 @@ class PlannedSpecs(dict[str, Spec]):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What was decided: everything else follows from it, the model and the hints' other options.
-
-    ``inputs`` and ``hinted`` are placements as text, by name; ``cuts`` the hints on ops; ``strategies`` the cuts of
-    each op's factors, by the op's key: phase, module, op, and its number among those alike.
-    """
-
-    mesh: Mesh
-    inputs: Mapping[str, str]
-    hinted: Mapping[str, str]
-    cuts: Mapping[str, str]
-    strategies: Mapping[str, str]
-    passes: tuple[str, ...]
-    fingerprint: str
-    shardfx: str
-    torch: str
+class Plan(PlanFields):
+    """What was decided: everything else follows from it, the model and the hints' other options."""
 
     @property
     def specs(self) -> PlannedSpecs:
@@ -109,32 +92,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON; gives the path."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "shardfx": self.shardfx,
-            "torch": self.torch,
-            "fingerprint": self.fingerprint,
-            "mesh": [
-                {
-                    "name": a.name,
-                    "size": a.size,
-                    "time": a.time,
-                    "bandwidth": a.link.bandwidth,
-                    "latency": a.link.latency,
-                }
-                for a in self.mesh.axes
-            ],
-            "passes": list(self.passes),
-            "inputs": dict(self.inputs),
-            "hinted": dict(self.hinted),
-            "cuts": dict(self.cuts),
-            "strategies": dict(self.strategies),
-        }
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        return path
+        return write_plan(path, self)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -143,7 +101,7 @@ class Plan:
         Raises:
             Error: there is no such file; it is cut short, of another version, or no plan at all.
         """
-        return Plan(**read_plan(path))
+        return Plan(**vars(read_plan(path)))
 
 
 def make_plan(compiled: Compiled) -> Plan:

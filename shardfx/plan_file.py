@@ -1,10 +1,12 @@
-"""The file of a plan: what is read is checked."""
+"""What a plan says, and its file: JSON, of which what is read is checked."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh, Time
@@ -18,18 +20,41 @@ VERSION = 1
 """Of the file's form: raised when an older reader could not make sense of it."""
 
 
-class PlanFields(TypedDict):
-    """What a plan's file says."""
+@dataclass(frozen=True)
+class PlanFields:
+    """What a plan says.
+
+    ``inputs`` and ``hinted`` are placements as text, by name; ``cuts`` the hints on ops; ``strategies`` the cuts of
+    each op's factors, by the op's key: phase, module, op, and its number among those alike.
+    """
 
     mesh: Mesh
-    inputs: dict[str, str]
-    hinted: dict[str, str]
-    cuts: dict[str, str]
-    strategies: dict[str, str]
+    inputs: Mapping[str, str]
+    hinted: Mapping[str, str]
+    cuts: Mapping[str, str]
+    strategies: Mapping[str, str]
     passes: tuple[str, ...]
     fingerprint: str
     shardfx: str
     torch: str
+
+
+def write_plan(path: str | Path, plan: PlanFields) -> Path:
+    """Write a plan's fields; gives the path."""
+    axes = [(axis, axis.link) for axis in plan.mesh.axes]
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        **{each.name: getattr(plan, each.name) for each in fields(PlanFields)},
+        "mesh": [
+            {"name": a.name, "size": a.size, "time": a.time, "bandwidth": link.bandwidth, "latency": link.latency}
+            for a, link in axes
+        ],
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def read_plan(path: str | Path) -> PlanFields:
@@ -84,8 +109,8 @@ def _fields_of(content: dict[str, Any], where: str) -> PlanFields:
             shardfx=_text_of("shardfx", content["shardfx"]),
             torch=_text_of("torch", content["torch"]),
         )
-        for text in (*plan["inputs"].values(), *plan["hinted"].values()):
-            parse_spec(text, plan["mesh"])
+        for text in (*plan.inputs.values(), *plan.hinted.values()):
+            parse_spec(text, plan.mesh)
     except Error as error:
         raise Error(
             error.what, where=f"{where}: {error.where or 'mesh'}", expected=error.expected, got=error.got

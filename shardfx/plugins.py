@@ -37,7 +37,7 @@ RULES = "shardfx.rules"
 
 
 @dataclass(frozen=True)
-class Found:
+class PassInfo:
     """A pass that there is: where it comes from, and the class; or the error that it is instead."""
 
     name: str
@@ -58,14 +58,14 @@ def refresh() -> None:
     _plugin_rules.cache_clear()
 
 
-def all_passes() -> list[Found]:
+def all_passes() -> list[PassInfo]:
     """Every pass, built-in ones first; a plugin that cannot be used is in the list with its error."""
-    found = [Found(name, "built-in", kind) for name, kind in BUILT_IN.items()]
+    found = [PassInfo(name, "built-in", kind) for name, kind in BUILT_IN.items()]
     for point in sorted(_entry_points(PASSES), key=lambda point: point.name):
         try:
-            found.append(Found(point.name, _origin(point), _load_pass(point)))
+            found.append(PassInfo(point.name, _origin(point), _load_pass(point)))
         except Error as error:
-            found.append(Found(point.name, _origin(point), error=error))
+            found.append(PassInfo(point.name, _origin(point), error=error))
     return found
 
 

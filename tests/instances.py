@@ -142,13 +142,13 @@ def own_attentions() -> Iterator[Instance]:
 
 def losses() -> Iterator[Instance]:
     for shape, op, back in (
-        ((6, 5), aten.nll_loss_forward.default, aten.nll_loss_backward.default),
-        ((4, 5, 3, 2), aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default),
+        ((5, 6), aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+        ((4, 6, 3, 2), aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default),
     ):
         x = f(*shape)
-        target = i(5, shape[0], *shape[2:])
+        target = i(6, shape[0], *shape[2:])
         target.view(-1)[1] = -100
-        for weight in (None, f(5).abs()):
+        for weight in (None, f(6).abs()):
             for reduction in (0, 1, 2):
                 made = instance(op, (x, target, weight, reduction, -100))
                 yield made

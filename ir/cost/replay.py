@@ -50,6 +50,25 @@ def replay(program: RankProgram) -> Footprint:
     Raises:
         Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh.
     """
+    return _walked(program).footprint()
+
+
+def values(program: RankProgram) -> dict[str, Any]:
+    """Each node's value by the node's name, as torch keeps it in ``meta["val"]``: tensors on ``meta`` of the rank's
+    shapes and strides, nested as the call gives them.
+
+    Raises:
+        Error: as :func:`replay` does.
+    """
+
+    def tensor(held: _Tensor) -> torch.Tensor:
+        shape, stride = held.layout.shape, held.layout.stride
+        return torch.empty_strided(shape, stride, dtype=held.layout.dtype, device="meta")
+
+    return {node.name: change(held, tensor, _Tensor) for node, held in _walked(program).held.items()}
+
+
+def _walked(program: RankProgram) -> _Walk:
     mesh, coords = program.mesh, program.mesh.coords(program.rank)
     walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER})
     inputs = iter(program.inputs)
@@ -73,7 +92,7 @@ def replay(program: RankProgram) -> Footprint:
                 expected="placeholders, attributes, calls of functions and an output",
                 got=node.format_node(),
             )
-    return walk.footprint()
+    return walk
 
 
 @dataclass(eq=False, slots=True)

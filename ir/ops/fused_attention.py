@@ -5,7 +5,7 @@
 The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask has 2 or 4 dims that broadcast to
 ``[b, h, s, t]``: bool (False is left out) or of the dtype of ``q`` (added). ``causal``: query ``i`` sees the keys up to
 ``i``. A query that sees no key gets zeros, and a logsumexp of 0. ``scale`` is ``1 / sqrt(e)`` where it is None. Dropout
-with probability ``p`` draws by seed, number, and where in the whole ``[b, h, s, t]`` a rank's ``box`` begins.
+with probability ``p`` draws by seed, number, and where in the whole ``[b, h, s, t]`` a rank's ``box`` stands.
 
 Torch's fused kernels compute it where they can, and :func:`forward_by_hand` where not. All of them give the same
 logsumexp, so that a forward by one may have its backward by another. Needs torch alone.
@@ -13,7 +13,7 @@ logsumexp, so that a forward by one may have its backward by another. Needs torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,6 @@ ALIGNED = 32
 """The rows of a logsumexp in torch's memory-efficient kernel come in so many."""
 GOLDEN = -0x61C8864680B583EB
 """2**64 over the golden ratio, as splitmix64 steps."""
-
-
-# ---- by hand -------------------------------------------------------------------------------------------------
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -140,10 +137,22 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box:
         return None
     state = _mix(_mix(seed.to(q.device)) + number)
     shape = (*q.shape[:3], k.shape[2])
-    for dim, (size, first) in enumerate(zip(shape, box or (0,) * 4, strict=True)):
-        place = torch.arange(first, first + size, device=q.device).view(-1, *[1] * (3 - dim))
-        state = _mix(state + place * GOLDEN)
+    for dim, place in enumerate(_places(shape, box, q.device)):
+        state = _mix(state + place.view(-1, *[1] * (3 - dim)) * GOLDEN)
     return (state >> 11) & (2**53 - 1) >= int(p * 2**53)
+
+
+def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> Iterator[Tensor]:
+    """Where each dim's elements stand in the whole. ``box`` has of each dim the first; or, where there are several
+    stretches, how many sub-dims it has, and of each the size, and the start and length of what is held."""
+    if len(box) <= len(shape):
+        box = [n for first, length in zip(box or [0] * 4, shape, strict=True) for n in (1, length, first, length)]
+    rest = iter(box)
+    for _ in shape:
+        place = torch.zeros(1, dtype=torch.int64, device=device)
+        for size, start, length in [(next(rest), next(rest), next(rest)) for _ in range(next(rest))]:
+            place = (place[:, None] * size + torch.arange(start, start + length, device=device)).flatten()
+        yield place
 
 
 def _mix(x: Tensor) -> Tensor:

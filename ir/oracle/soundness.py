@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.cut import Cut, smallest
+from shardfx.ir.cut import Cut, Part, compound, smallest
 from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -50,7 +50,10 @@ class Trial:
     partial: Partial = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = [f"{f} over {' '.join(f'{a}={self.mesh[a].size}' for a in cut.axes)}" for f, cut in self.cuts.items()]
+        words = []
+        for f, cut in self.cuts.items():
+            seen = f" as {cut.text('')}" if cut.parts else ""
+            words.append(f"{f}{seen} over {' '.join(f'{a}={self.mesh[a].size}' for a in cut.axes)}")
         words += [f"{kind} of operands {sorted(group)} over {axis}" for axis, (kind, group) in self.partial.items()]
         return ", ".join(words)
 
@@ -68,7 +71,7 @@ class Refutation:
 
 
 def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[Trial]:
-    """Each factor in two and in three pieces (uneven, mostly), each linear group, and some of them together."""
+    """Each factor in two and three pieces (uneven, mostly) and in stretches, each linear group, some together."""
     free = [f for f, size in rule.sizes.items() if f not in rule.whole and size > 1 and f in rule.factors]
     for f in free:
         for count in (2, 3):
@@ -83,6 +86,10 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
         for kind in kinds:
             yield Trial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
     two = Mesh(a=2, b=2)
+    for f in free:
+        cut = as_two_dims(rule.sizes[f], two)
+        if cut is not None:
+            yield Trial(two, {f: cut})
     for f, g in itertools.islice(itertools.combinations(free, 2), 6):
         if rule.sizes[f] >= 2 and rule.sizes[g] >= 2:
             yield Trial(two, {f: Cut(("a",)), g: Cut(("b",))})
@@ -91,6 +98,12 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
             yield Trial(two, {f: Cut(("b", "a"))})
         for group in groups[:2]:
             yield Trial(two, {f: Cut(("a",))}, {"b": ("sum", group)})
+
+
+def as_two_dims(size: int, mesh: Mesh) -> Cut | None:
+    """A dim seen as two, both cut, so that a rank holds several stretches; None for a prime."""
+    inner = next((n for n in range(2, size // 2 + 1) if size % n == 0), 0)
+    return compound([Part(size // inner, ("a",)), Part(inner, ("b",))], mesh) if inner else None
 
 
 def refutations(entry: RuleEntry, of: Instance, *, most: int | None = None, seed: int = 0) -> list[Refutation]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +56,38 @@ class Annotate:
         return lines
 
 
+class _Remarks(dict[str, Any]):
+    """A node's ``meta`` that finds out what the node gives (``val``) when it is first asked."""
+
+    def __init__(self, known: Mapping[str, Any], find: Callable[[], Any]) -> None:
+        super().__init__(known)
+        self._find = find
+
+    def __missing__(self, key: str) -> Any:
+        if key != "val":
+            raise KeyError(key)
+        found = self[key] = self._find()
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key == "val" or super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __copy__(self) -> _Remarks:
+        return _Remarks(self, self._find)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Remarks:
+        return _Remarks(copy.deepcopy(dict(self), memo), self._find)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({**self, "val": self["val"]},)
+
+
 class RankModule(fx.GraphModule):
     """The ``GraphModule`` of one rank's program."""
 
@@ -76,9 +110,26 @@ class RankModule(fx.GraphModule):
         module.meta["rank"] = rank
         return module
 
+    def tell(self, values: Callable[[], Mapping[str, Any]]) -> RankModule:
+        """Let ``meta["val"]`` of each node be what it gives, a tensor without content; gives the module.
+
+        Args:
+            values: finds out what each node gives, by its name; asked once, when the first ``val`` is.
+        """
+        known = functools.cache(values)
+
+        def find(node: fx.Node) -> Callable[[], Any]:
+            if node.op == "output":
+                return lambda: fx.map_arg(node.args[0], lambda each: known()[each.name])
+            return lambda: known()[node.name]
+
+        for node in self.graph.nodes:
+            node.meta = _Remarks(node.meta, find(node))
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         calls = [
-            (n.op, n.name, _target_text(n.target), _plain(n.args), _plain(n.kwargs), n.meta.get("shardfx"))
+            (n.op, n.name, _target_text(n.target), _plain(n.args), _plain(n.kwargs), _carried(n.meta))
             for n in self.graph.nodes
         ]
         constants = {str(n.target): _get(self, str(n.target)) for n in self.graph.nodes if n.op == "get_attr"}
@@ -97,6 +148,11 @@ def _plain(arg: Any) -> Any:
         return _Ref(each.name) if isinstance(each, fx.Node) else each
 
     return fx.node.map_aggregate(arg, plain)
+
+
+def _carried(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a node's remarks those that are plain data, and ours."""
+    return {key: meta[key] for key in ("shardfx", "val") if key in meta}
 
 
 def _target_text(target: Any) -> str:
@@ -123,11 +179,10 @@ def _restore(
     def node_of(arg: Any) -> Any:
         return env[arg.name] if isinstance(arg, _Ref) else arg
 
-    for op, name, target, args, kwargs, origin in calls:
+    for op, name, target, args, kwargs, meta in calls:
         given, named = fx.node.map_aggregate(args, node_of), fx.node.map_aggregate(kwargs, node_of)
         env[name] = graph.create_node(op, _target(op, target), given, named, name)
-        if origin is not None:
-            env[name].meta["shardfx"] = origin
+        env[name].meta.update(meta)
     module = RankModule.of(graph, rank, comments, constants)
     return module.train(training)
 

@@ -7,6 +7,7 @@ changed by rank passes, ``node.meta["shardfx"]`` is the planned node that a call
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -28,7 +29,6 @@ class RankProgram:
         rank, mesh: whose it is.
         graph: calls of torch's ops and of :data:`shardfx.ir.ops.local_ops.LOCAL_OPS`, in the order in which they run.
         inputs: of the planned graph, one for each placeholder; ``outputs``: one for each result.
-        parts: what ``graph`` calls by ``call_module``.
         constants: tensors that a module holds which somebody changed, by the name of its attribute.
         comments: what stands behind a line of code, by the name of its node.
     """
@@ -40,7 +40,6 @@ class RankProgram:
     outputs: tuple[Output, ...]
     printer: ClassVar[Callable[[RankProgram], str]]
     """Set by :mod:`shardfx.ir.program`, for the text knows programs and not the other way round."""
-    parts: Mapping[str, fx.Graph] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     def module(self) -> RankModule:
@@ -61,21 +60,21 @@ class RankProgram:
         return found
 
     def changed(self, module: fx.GraphModule) -> RankProgram:
-        """A module that somebody made of this program's, proven and run like any other.
+        """A module that somebody made of this program's, proven and run like any other; what it calls by
+        ``call_module`` stands in its place.
 
         Raises:
-            Error: it does not take and give as many tensors as the plan.
+            Error: it does not take and give as many tensors as the plan, or calls what is no function.
         """
         planned = {node.outs[0].name: node for node in self.planned().values() if node.outs}
-        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in module.graph.nodes:
-            env[node] = graph.node_copy(node, env.__getitem__)
-            origin = node.meta.get("shardfx")
-            env[node].meta = {k: v for k, v in node.meta.items() if k != "shardfx"}
-            if isinstance(origin, Origin) and origin.value in planned:
-                env[node].meta["shardfx"] = planned[origin.value]
-            elif isinstance(origin, Node):
-                env[node].meta["shardfx"] = origin
+        graph = fx.Graph()
+        graph.output(_inlined(graph, module, {}))
+        for node in graph.nodes:
+            origin = node.meta.pop("shardfx", None)
+            if isinstance(origin, Origin):
+                origin = planned.get(origin.value)
+            if origin is not None:
+                node.meta["shardfx"] = origin
         self._check(graph)
         names = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
         return replace(self, graph=graph, constants={name: _attribute(module, name) for name in names})
@@ -113,6 +112,41 @@ class RankProgram:
 
     def __str__(self) -> str:
         return RankProgram.printer(self)
+
+
+def _inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], path: str = "") -> Any:
+    """Copy a module's graph, and the graphs of the modules that it calls, into one; gives what it returns.
+
+    Args:
+        env: what stands for its inputs; where it is the outermost module, they become inputs of the one graph.
+        path: of the module in the outermost one, with a dot behind it.
+    """
+    for node in module.graph.nodes:
+        if node in env:
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "output":
+            return args[0]
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+            env[node] = args[0][args[1]]
+        elif node.op == "call_module" and isinstance(called := _attribute(module, str(node.target)), fx.GraphModule):
+            inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
+            given = [*args, *(kwargs[str(each.target)] for each in inputs[len(args) :])]
+            env[node] = _inlined(into, called, dict(zip(inputs, given, strict=True)), f"{path}{node.target}.")
+        elif node.op in ("placeholder", "get_attr", "call_function"):
+            env[node] = into.node_copy(node, env.__getitem__)
+            env[node].meta = {key: each for key, each in node.meta.items() if key != "val"}
+            if node.op == "get_attr":
+                env[node].target = path + str(node.target)
+        else:
+            raise Error(
+                "a program calls what is no function",
+                where=node.format_node(),
+                expected="calls of functions, as of torch.ops.aten, and of modules that are a GraphModule",
+                got=node.op,
+                remedy="trace it: torch.fx.experimental.proxy_tensor.make_fx gives calls of functions",
+            )
+    return ()
 
 
 def _attribute(module: fx.GraphModule, name: str) -> Any:

@@ -129,9 +129,6 @@ class _Writer:
             return f"return {self._text(tuple(node.args[0]))}"  # type: ignore[arg-type]
         if node.op == "get_attr":
             return f"{node.name} = {self._name(self.program.constants[str(node.target)])}"
-        if node.op == "call_module":
-            called = self._name(self.program.parts[str(node.target)])
-            return f"{node.name} = {called}({', '.join(map(self._text, node.args))})"
         asked = self.forms.ask(node) if self.forms.ask is not None else None
         if asked is not None:
             into = destination(node)

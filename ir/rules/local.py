@@ -6,13 +6,16 @@ Code generation writes that call into a program, the oracle (:mod:`shardfx.ir.or
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardfx.ir.cut import Coords, bounds
-from shardfx.ir.graph import Node, Value
+from shardfx.ir.cut import Coords, Cut, bounds, in_stretches
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
@@ -21,6 +24,55 @@ aten = torch.ops.aten
 
 TARGETS: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """A local piece of a value may not be laid out so that a view of it exists."""
+
+
+class Piece(NamedTuple):
+    """What a rank holds of a sub-dim of ``size`` elements: ``length`` of them, from ``start`` on."""
+
+    size: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a dim: a piece of each of its sub-dims, major first. A plain cut has one."""
+
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def of(cut: Cut, size: int, mesh: Mesh, coords: Coords) -> Held:
+        """What the rank at ``coords`` holds of a dim of ``size`` elements that is cut so."""
+        return Held(tuple(Piece(part.size, *bounds(part.size, part.axes, mesh, coords)) for part in cut.sub(size)))
+
+    @property
+    def first(self) -> int:
+        """The first element that is held: no two ranks that hold something else have the same."""
+        found = 0
+        for piece in self.pieces:
+            found = found * piece.size + piece.start
+        return found
+
+    @property
+    def length(self) -> int:
+        """How many elements are held."""
+        return math.prod(piece.length for piece in self.pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all elements are."""
+        return all(piece.length == piece.size for piece in self.pieces)
+
+    def find(self, index: int) -> int | None:
+        """Where an element of the whole stands among those that are held; None if it is not held."""
+        found, stride = 0, 1
+        for piece in reversed(self.pieces):
+            index, place = divmod(index, piece.size) if piece is not self.pieces[0] else (0, index)
+            if not piece.start <= place < piece.start + piece.length:
+                return None
+            found += (place - piece.start) * stride
+            stride *= piece.length
+        return found
 
 
 @dataclass
@@ -32,28 +84,46 @@ class Share:
     coords: Coords
 
     def _bounds(self, value: Value, spec: Spec, dim: int) -> tuple[int, int]:
-        cut = spec.dims[dim]
-        size = value.shape[dim]
-        if cut.parts:
-            flat = 0
-            for part in cut.parts:
-                flat = flat * part.size + bounds(part.size, part.axes, self.mesh, self.coords)[0]
-            return flat, self.shape(value, spec)[dim]
-        return bounds(size, cut.axes, self.mesh, self.coords)
+        if in_stretches(spec.dims[dim]):
+            raise Error(
+                f"{op_name(self.node.op)} is written for a rank that holds one stretch of a dim",
+                where=str(self.node.where),
+                expected=f"dim {dim} cut plainly",
+                got=spec.text(value.shape),
+                remedy="hint a plain cut; in a rule's local function ask for operand_held or result_held",
+            )
+        held = Held.of(spec.dims[dim], value.shape[dim], self.mesh, self.coords)
+        return held.first, held.length
 
     def shape(self, value: Value, spec: Spec) -> tuple[int, ...]:
         """The local shape of a value that is held by a spec."""
         return spec.local_shape(value.shape, self.mesh, self.coords)
 
     def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
-        """Start and length of what this rank holds of a dim of an operand."""
+        """Start and length of the one stretch that this rank holds of a dim of an operand.
+
+        Raises:
+            Error: the dim is cut so that ranks hold several stretches.
+        """
         assert self.node.strategy is not None
         return self._bounds(self.node.operands[operand], self.node.strategy.operands[operand], dim)
 
     def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
-        """Start and length of what this rank holds of a dim of a result."""
+        """Start and length of the one stretch that this rank holds of a dim of a result; raises like the other."""
         assert self.node.strategy is not None
         return self._bounds(self.node.outs[result], self.node.strategy.results[result], dim)
+
+    def operand_held(self, operand: int, dim: int) -> Held:
+        """What this rank holds of a dim of an operand, however it is cut."""
+        assert self.node.strategy is not None
+        cut = self.node.strategy.operands[operand].dims[dim]
+        return Held.of(cut, self.node.operands[operand].shape[dim], self.mesh, self.coords)
+
+    def result_held(self, result: int, dim: int) -> Held:
+        """What this rank holds of a dim of a result, however it is cut."""
+        assert self.node.strategy is not None
+        cut = self.node.strategy.results[result].dims[dim]
+        return Held.of(cut, self.node.outs[result].shape[dim], self.mesh, self.coords)
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         """The local shape of an operand."""
@@ -89,10 +159,16 @@ class Emit(Protocol):
         """Write a call; gives its result, to be used in further calls."""
 
     def operand_bounds(self, operand: int, dim: int) -> tuple[int, int]:
-        """Start and length of what this rank holds of a dim of an operand."""
+        """Start and length of the one stretch that this rank holds of a dim of an operand; raises if it is several."""
 
     def result_bounds(self, result: int, dim: int) -> tuple[int, int]:
-        """Start and length of what this rank holds of a dim of a result."""
+        """Start and length of the one stretch that this rank holds of a dim of a result; raises if it is several."""
+
+    def operand_held(self, operand: int, dim: int) -> Held:
+        """What this rank holds of a dim of an operand, however it is cut."""
+
+    def result_held(self, result: int, dim: int) -> Held:
+        """What this rank holds of a dim of a result, however it is cut."""
 
     def operand_shape(self, operand: int) -> tuple[int, ...]:
         """The local shape of an operand."""
@@ -106,18 +182,41 @@ def reshaped(emit: Emit) -> Any:
     return emit.call(aten.reshape.default, emit.args[0], list(emit.result_shape(0)))
 
 
-def mine(emit: Emit, index: Any, start: int, length: int) -> tuple[Any, Any]:
-    """The index within this rank's range (clamped), and where it lies outside."""
-    local = emit.call(aten.sub.Tensor, index, start) if start else index
-    low = emit.call(aten.lt.Scalar, local, 0)
-    high = emit.call(aten.ge.Scalar, local, length)
-    return emit.call(aten.clamp.default, local, 0, max(length - 1, 0)), emit.call(aten.logical_or.default, low, high)
+def mine(emit: Emit, index: Any, held: Held) -> tuple[Any, Any]:
+    """Where an index of the whole stands in what this rank holds (clamped), and where it lies outside."""
+    place, outside, stride, below = None, None, 1, 1
+    for i, piece in reversed(list(enumerate(held.pieces))):
+        digit = emit.call(aten.floor_divide.Scalar, index, below) if below > 1 else index
+        if i:
+            digit = emit.call(aten.remainder.Scalar, digit, piece.size)
+        if piece.length < piece.size:
+            digit = emit.call(aten.sub.Tensor, digit, piece.start) if piece.start else digit
+            low, high = emit.call(aten.lt.Scalar, digit, 0), emit.call(aten.ge.Scalar, digit, piece.length)
+            digit = emit.call(aten.clamp.default, digit, 0, max(piece.length - 1, 0))
+            beside = emit.call(aten.logical_or.default, low, high)
+            outside = emit.call(aten.logical_or.default, outside, beside) if outside is not None else beside
+        digit = emit.call(aten.mul.Tensor, digit, stride) if stride > 1 else digit
+        place = emit.call(aten.add.Tensor, place, digit) if place is not None else digit
+        stride, below = stride * piece.length, below * piece.size
+    return place, outside
 
 
 def others_zero(emit: Emit, found: Any, outside: Any, *, rows: bool = False) -> Any:
     """What was found within this rank's range, and zeros for the rest: the sum over the ranks is the whole."""
     where = emit.call(aten.unsqueeze.default, outside, -1) if rows else outside
     return emit.call(aten.masked_fill.Scalar, found, where, 0)
+
+
+def box_of(emit: Emit, whole: Any, held: Sequence[Held]) -> Any:
+    """What this rank holds of a tensor that it has made as a whole; ``held`` says it of each dim."""
+    pieces = [piece for each in held for piece in each.pieces]
+    if all(piece.length == piece.size for piece in pieces):
+        return whole
+    box = emit.call(aten.view.default, whole, [piece.size for piece in pieces]) if len(pieces) > len(held) else whole
+    for dim, (size, start, length) in enumerate(pieces):
+        if length < size:
+            box = emit.call(aten.slice.Tensor, box, dim, start, start + length)
+    return emit.call(aten.reshape.default, box, [each.length for each in held]) if len(pieces) > len(held) else box
 
 
 def nothing(emit: Emit, like: Any) -> Any:
@@ -131,7 +230,7 @@ def add_once(emit: Emit) -> Any:
     assert made is not None
     held = made.operands[0].axes
     if any(
-        emit.operand_bounds(t, d)[0]
+        emit.operand_held(t, d).first
         for t, spec in enumerate(made.operands[1:], 1)
         for d, cut in enumerate(spec.dims)
         if not set(cut.axes) <= set(held)

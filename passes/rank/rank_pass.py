@@ -15,7 +15,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import order_of_collectives, validate_program
-from shardfx.passes.base import PassError
+from shardfx.passes.base import PassError, check_requires
 from shardfx.passes.options import options_of
 
 
@@ -66,14 +66,7 @@ def run_rank_passes(program: RankProgram, passes: Iterable[RankPass], context: R
     ran: list[str] = []
     order = order_of_collectives(program)
     for each in passes:
-        missing = each.requires - established
-        if missing:
-            raise Error(
-                f"rank pass {each.name!r} stands too early",
-                expected=f"{', '.join(sorted(missing))} established before it",
-                got=f"{', '.join(ran) or 'nothing'} before it",
-                remedy="move it behind the pass that establishes that",
-            )
+        check_requires(each, established, ran, "rank pass")
         try:
             changed = each.run(program, context)
         except Error:

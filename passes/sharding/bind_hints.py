@@ -2,7 +2,8 @@
 
 Names are those of ``named_parameters()``, ``args.N``, ``kwargs.NAME``, ``targets.N``, and a module's path for its
 output; ``*`` stands for one part of a name, ``**`` for any. A spec is text (``"dp tp, -"``), a :class:`Spec`, or
-DTensor placements, one per mesh axis.
+DTensor placements, one per mesh axis. Text and placements say which dims are cut, and a fused parameter is then stored
+by its parts; a :class:`Spec`, as a plan has it, says how a parameter is stored, and wins over them.
 
     before   parameter %qkv.weight : f32[192, 64]                   hints: "qkv.weight": "tp, dp"
     after    parameter %qkv.weight : f32[(3 64{tp}), 64{dp}] hint [(3 64{tp}), 64] "qkv.weight"
@@ -14,7 +15,7 @@ input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,17 +45,24 @@ class BindHints(Pass):
         bound = named_values(graph, context)
         for value, (spec, name) in bound.items():
             value.hint, value.hinted_by = spec, name
-        store(graph, [given.value for given in graph.of_kind(InputKind.PARAMETER) if given.value in bound], context)
+        parameters = [given.value for given in graph.of_kind(InputKind.PARAMETER) if given.value in bound]
+        exact = {value for value in parameters if isinstance(context.specs[bound[value][1]], Spec)}
+        store(graph, parameters, context, exact)
         return pin_nodes(graph, context) or bool(bound)
 
 
-def store(graph: Graph, parameters: Iterable[Value], context: Context) -> None:
-    """Take the hints of parameters apart: how each is stored (a fused one by its parts), and how it computes."""
+def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Container[Value]) -> None:
+    """Take the hints of parameters apart: how each is stored (a fused one by its parts), and how it computes.
+
+    Args:
+        exact: those that are stored as hinted, by parts or not.
+    """
     data, users, mesh = data_axes(graph), graph.users(), graph.mesh
     for value in parameters:
         assert value.hint is not None
-        cuts = enumerate(value.hint.dims)
-        layouts = (fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, mesh) for d, cut in cuts)
+        layouts = list(value.hint.dims)
+        for d, cut in enumerate(layouts) if value not in exact else ():
+            layouts[d] = fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, mesh)
         value.spec = Spec(tuple(layouts))
         value.hint = as_used(value.spec, data, value, mesh)
 
@@ -77,7 +85,7 @@ def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context
     value.hinted_by = f"{BY_PASS}{by.name}"
     value.hint = as_spec(spec, graph.mesh, value.type.ndim, value.name)
     if any(given.value is value for given in graph.of_kind(InputKind.PARAMETER)):
-        store(graph, [value], context)
+        store(graph, [value], context, {value} if isinstance(spec, Spec) else ())
     return True
 
 
@@ -106,15 +114,17 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
             )
         for value in values:
             spec = as_spec(given, graph.mesh, value.type.ndim, text)
-            if value in bound and bound[value][0] != spec:
+            other, by = bound.get(value, (spec, text))
+            is_exact, was_exact = isinstance(given, Spec), isinstance(context.specs[by], Spec)
+            if other != spec and is_exact == was_exact:
                 raise Error(
                     f"two hints disagree on {value!r}",
-                    where=f"hints {bound[value][1]!r} and {text!r}",
+                    where=f"hints {by!r} and {text!r}",
                     expected="one spec per value",
-                    got=f"{bound[value][0]} and {spec}",
+                    got=f"{other} and {spec}",
                     remedy="make the patterns narrower",
                 )
-            bound[value] = (spec, text)
+            bound[value] = (other, by) if was_exact and not is_exact else (spec, text)
     return bound
 
 

@@ -14,6 +14,7 @@ from torch import fx, nn
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.replay import values
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.rank_module import RankModule
@@ -148,8 +149,10 @@ class ParallelModule(Root):
 
         Inputs are the rank's own pieces, in the order of the placeholders; results are the loss, gradients and new
         buffers (or, where there is no loss, the model's results). ``str(pm.rank_program(rank))`` is its text.
+        ``meta["val"]`` of a node is a tensor without content, of the shape and stride of what the node gives.
         """
-        return self.rank_program(rank, training=training).module()
+        program = self.rank_program(rank, training=training)
+        return program.module().tell(lambda: values(program))
 
     def rank_program(self, rank: int, *, training: bool | None = None) -> RankProgram:
         """The program that a rank runs: its ``graph``, its text (``str``), what goes in and comes out."""

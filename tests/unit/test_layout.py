@@ -42,6 +42,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.cost": (*PROGRAMS, "ir.rules"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (*ONE_OP, "ir.unfolding"),
+    "ir.capture.patterns": (*ONE_OP, "ir.capture"),
     "ir.oracle": RULES,
     "passes": (*ONE_OP, "ir.unfolding", "ir.validate", "passes.communication", "passes.sharding"),
     "passes.communication": (*ONE_OP, "passes"),

@@ -245,6 +245,18 @@ def test_a_rank_pass_that_breaks_a_program_is_named() -> None:
         plan(make("mlp3"), MESH, rank_passes=[object()])
 
 
+def test_a_rank_pass_that_stands_too_early_is_named() -> None:
+    @dataclass(frozen=True)
+    class Late(Spoil):
+        name: ClassVar[str] = "late"
+        requires: ClassVar[frozenset[str]] = frozenset({"WAITED"})
+
+    graph = plan(make("mlp3"), sx.Mesh(dp=2)).after
+    with pytest.raises(sx.Error, match="rank pass 'late' stands too early") as caught:
+        run_rank_passes(RankProgram(0, graph.mesh, fx.Graph(), (), ()), [Late()], RankContext(graph))
+    assert (caught.value.expected, caught.value.got) == ("WAITED established before it", "nothing before it")
+
+
 def test_parts_in_pieces_are_laid_out_as_flatten_lays_out() -> None:
     shapes, tensors = [(4, 3), (2,)], [torch.rand(4, 3), torch.rand(2)]
     memory = memory_ops.empty([14], torch.float32)

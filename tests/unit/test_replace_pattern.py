@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardfx.ir.capture.replace_pattern import replace_pattern
+from shardfx import Hints, trace
+from shardfx.ir.capture.patterns.replace_pattern import replace_pattern
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Value, substitute
 from shardfx.ir.rulebook import default_rules
@@ -180,21 +182,53 @@ def test_in_a_placed_graph_the_new_nodes_are_placed() -> None:
         replace_pattern(graph, lambda x, y: x * y, lambda x, y: y * x)
 
 
-def test_a_call_of_several_ops_is_said() -> None:
-    text = """
-        mesh tp=2
-        argument %x : f32[2, 4, 6]
-        argument %y : f32[2, 6, 5]
-        forward:
-          %0 = aten.bmm(%x, %y) : f32[2, 4, 5]
-        outputs:
-          result results.0 = %0
-    """
-    assert rewritten(lambda x, y: torch.bmm(x, y), lambda x, y: x @ y, text)[0] == 1
-    with pytest.raises(Error, match="is not one op of the graph") as caught:
-        rewritten(lambda x, y: x @ y, lambda x, y: torch.bmm(x, y), text)
-    assert str(caught.value.got).endswith("aten.bmm")
-    assert "matmul" in str(caught.value.where)
+class ByHand(nn.Module):
+    """A linear layer, gelu and softmax written out, a norm, and a product of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.norm(x))
+        h = self.down(0.5 * h * (1 + torch.erf(h / math.sqrt(2))))
+        scores = h @ h.mT
+        e = torch.exp(scores - scores.amax(-1, keepdim=True))
+        return x + (e / e.sum(-1, keepdim=True)) @ h
+
+
+def softmax_by_hand(x: Tensor) -> Tensor:
+    e = torch.exp(x - x.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "count", "gone"),
+    [
+        (lambda h: 0.5 * h * (1 + torch.erf(h / math.sqrt(2))), F.gelu, 1, "erf"),
+        (lambda h: 0.5 * h * (1 + torch.erf(h / 2)), F.gelu, 0, ""),
+        (softmax_by_hand, lambda x: x.softmax(-1), 1, "exp.default"),
+        (lambda x, w, b: F.linear(x, w, b), lambda x, w, b: x @ w.t() + b, 2, "addmm"),
+        (lambda x, w, b: F.layer_norm(x, (8,), w, b), lambda x, w, b: F.layer_norm(x, (8,)) * w + b, 1, ""),
+        (
+            lambda x, w, b, v, c: F.linear(F.layer_norm(x, (8,), w, b), v, c),
+            lambda x, w, b, v, c: F.layer_norm(x, (8,), w, b) @ v.t() + c,
+            1,
+            "",
+        ),
+        (lambda x, y: x @ y, lambda x, y: torch.bmm(x, y), 1, ""),  # the other one shares an op with it
+        (lambda x, w: F.linear(x, w), lambda x, w: x @ w.t(), 0, ""),
+    ],
+)
+def test_calls_of_several_ops(pattern: Any, replacement: Any, count: int, gone: str) -> None:
+    torch.manual_seed(0)
+    graph = trace(ByHand().double(), Hints(args=(torch.randn(4, 6, 8, dtype=torch.float64),)))
+    before = run(graph)
+    found = replace_pattern(graph, pattern, replacement)
+    validate_graph(graph)
+    torch.testing.assert_close(run(graph), before)
+    assert len(found) == count
+    assert not gone or not any(gone in str(node.op) for node in graph.nodes)
 
 
 def test_wrong_replacements() -> None:

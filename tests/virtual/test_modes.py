@@ -102,3 +102,41 @@ def test_results_need_no_target_that_would_travel_with_an_argument() -> None:
     pm = sx.parallelize(model, sx.Mesh(a=2), hints)
     with torch.no_grad():
         assert torch.allclose(pm(x), model(x))
+
+
+class Fused(nn.Module):
+    """Three products in one, of which two are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 36), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).split(12, -1)
+        return self.out(q * k + v)
+
+
+@pytest.mark.parametrize(
+    ("specs", "weight", "bias"),
+    [
+        ({"qkv.weight": "b a, -"}, "[.{b,a}, .]", "[.{a}]"),  # eight ranks have no third of twelve rows each
+        ({"*kv.weight": "a, -"}, "[(3 12{a}), .]", "[(3 12{a})]"),  # the pattern says it in words, the mode exactly
+    ],
+)
+def test_the_other_mode_and_a_plan_store_a_fused_layer_as_it_is(specs: dict[str, str], weight: str, bias: str) -> None:
+    torch.manual_seed(0)
+    x, mesh = torch.randn(4, 6, dtype=torch.float64), sx.Mesh(a=4, b=2)
+    model = Fused().double()
+    alone = copy.deepcopy(model)
+
+    def planned(specs: dict[str, object]) -> sx.ParallelModule:
+        hints = sx.Hints(args=(x,), loss=lambda out: (out**2).sum(), specs=specs)
+        return sx.parallelize(copy.deepcopy(alone), mesh, hints, virtual=True)
+
+    pm = planned({"args.0": "b, -", **specs})
+    again = planned(pm.plan.specs)  # type: ignore[arg-type]
+    for each in (pm, again):
+        assert [str(each.after.input(f"qkv.{name}").value.spec) for name in ("weight", "bias")] == [weight, bias]
+    pm.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pm(x), (alone(x) ** 2).sum())

@@ -12,9 +12,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.split_module import split_module
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
+from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.rank_module import Origin
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -59,6 +62,44 @@ def test_a_module_is_copied_and_pickled() -> None:
         assert again.code == module.code and same(again(*inputs), module(*inputs))
         origins = [node.meta.get("shardfx") for node in again.graph.nodes]
         assert any(isinstance(each, Origin) and each.where.module == "up" for each in origins)
+
+
+@pytest.mark.parametrize("name", ["mlp3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_fused", "resnet"))])
+def test_nodes_know_what_they_give(name: str) -> None:
+    """``meta["val"]`` has the shape, stride and dtype of what really comes out, of views too."""
+    case = make(name)
+    hints = sx.Hints(case.args, loss=case.loss, targets=case.targets)
+    pm = sx.parallelize(case.model, sx.Mesh(dp=1), hints, virtual=True)
+    state = pm.full_state_dict()
+    state |= {f"args.{i}": t for i, t in enumerate(case.args)} | {f"targets.{i}": t for i, t in enumerate(case.targets)}
+    wrong: list[str] = []
+
+    def layout(each: Any) -> Any:
+        return (each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each
+
+    class Compare(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            given = super().run_node(n)
+            if list(map(layout, tree_leaves(given))) != list(map(layout, tree_leaves(n.meta["val"]))):
+                wrong.append(f"{n.format_node()}: {given}, said {n.meta['val']}")
+            return given
+
+    Compare(pm.rank_module(0)).run(*(state[given.name] for given in pm.rank_program(0).inputs))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nodes_of_many_ranks_know_what_they_give() -> None:
+    pm = planned(sx.Mesh(dp=2))
+    module = pm.rank_module(1)
+    for again in (module, pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert all("val" in node.meta for node in again.graph.nodes)
+        ends = [node.meta["val"] for node in again.graph.nodes if node.op == "placeholder"]
+        ends += again.graph.output_node().meta["val"]
+        program = pm.rank_program(1)
+        values = [each.value for each in (*program.inputs, *program.outputs)]
+        coords = pm.mesh.coords(1)
+        assert [tuple(each.shape) for each in ends] == [v.spec.local_shape(v.shape, pm.mesh, coords) for v in values]
+        assert [each.dtype for each in ends] == [v.type.dtype for v in values]
 
 
 def test_modules_of_many_ranks_come_back_and_are_proven() -> None:
@@ -132,6 +173,33 @@ def test_a_module_of_another_plan_is_an_error() -> None:
             ask(planned(sx.Mesh(dp=2)))
     with pytest.raises(sx.Error, match="no rank 7"):
         planned(sx.Mesh(dp=2)).use({7: other})
+
+
+def test_a_module_of_modules_is_proven_run_and_priced() -> None:
+    pm, reference = planned(sx.Mesh(dp=2)), planned(sx.Mesh(dp=2))
+    halves = {}
+    for rank in range(2):
+        module = pm.rank_module(rank)
+        names = [node.name for node in module.graph.nodes]
+        first = set(names[: len(names) // 2])
+        halves[rank] = split_module(module, module, lambda node, first=first: int(node.name not in first))
+        assert [node.op for node in halves[rank].graph.nodes].count("call_module") == 2
+    assert pm.verify(modules=halves)
+    pm.use(halves)
+    pm(X, Y).backward()
+    reference(X, Y).backward()
+    assert all(torch.equal(pm.full_grads()[n], g) for n, g in reference.full_grads().items())
+    assert replay(pm.rank_program(1)).peak.nbytes > 0
+
+
+def test_a_module_that_calls_no_function_is_an_error() -> None:
+    pm = planned(sx.Mesh(dp=2))
+    changed = pm.rank_module(1)
+    relu = next(node for node in changed.graph.nodes if node.target is aten.relu.default)
+    relu.op, relu.target = "call_method", "relu"
+    with pytest.raises(sx.Error, match="calls what is no function") as caught:
+        pm.verify(modules={1: changed})
+    assert caught.value.got == "call_method" and "relu" in str(caught.value.where)
 
 
 TIMES: dict[str, float] = {}

@@ -5,18 +5,16 @@ q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask -> out[b (h r) s v!], logsumex
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
-from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.local import Emit, Held
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.rules.template import tensor_slots
 
@@ -73,28 +71,20 @@ def backward(node: Node) -> ShardingRule:
 
 
 def attention_local(emit: Emit) -> Any:
-    """Dropout draws for where in the whole ``[b, h, s, t]`` this rank's queries and keys begin."""
+    """Dropout draws for where in the whole ``[b, h, s, t]`` this rank's queries and keys stand."""
     slot, args = draw_slot(emit.node), list(emit.args)
     if slot is not None:
         q = emit.node.operands.index(argument(emit.node, "q"))
         k = emit.node.operands.index(argument(emit.node, "k"))
-        args[slot + 1 :] = [[*(_first(emit, q, dim) for dim in range(3)), _first(emit, k, 2)]]
+        held = [*(emit.operand_held(q, dim) for dim in range(3)), emit.operand_held(k, 2)]
+        plain = all(len(each.pieces) == 1 for each in held)
+        args[slot + 1 :] = [[each.first for each in held] if plain else [n for each in held for n in _sub_dims(each)]]
     return emit.call(emit.node.op, *args, **emit.kwargs)
 
 
-def _first(emit: Emit, operand: int, dim: int) -> int:
-    """The first index that a rank holds of a dim, of which it holds neighbours alone."""
-    assert emit.node.strategy is not None
-    parts = emit.node.strategy.operands[operand].dims[dim].parts
-    if any(part.axes and math.prod(p.size for p in parts[:i]) > 1 for i, part in enumerate(parts)):
-        raise Error(
-            "attention with dropout cannot be cut so that a rank holds several stretches of a dim",
-            where=str(emit.node.where),
-            expected="one stretch of batch, heads and query rows a rank",
-            got=emit.node.strategy.operands[operand].text(emit.node.operands[operand].shape),
-            remedy="hint a plain cut, or call dropout on the weights outside of F.scaled_dot_product_attention",
-        )
-    return emit.operand_bounds(operand, dim)[0]
+def _sub_dims(held: Held) -> list[int]:
+    """A dim in the box of :func:`shardfx.ir.ops.fused_attention.drawn`, with the piece that is held of each sub-dim."""
+    return [len(held.pieces), *(n for piece in held.pieces for n in piece)]
 
 
 RULES: tuple[RuleEntry, ...] = (

@@ -43,11 +43,11 @@ def nll_local(emit: Emit) -> Any:
     at = len(emit.node.outs) % 2  # the place of x: the forward gives two results, the backward takes one tensor more
     x = emit.node.operands[at]
     dim = 1 if x.type.ndim > 1 else 0
-    start, length = emit.operand_bounds(at, dim)
-    if length == x.shape[dim]:
+    held = emit.operand_held(at, dim)
+    if held.is_whole:
         return emit.call(emit.node.op, *emit.args)
     target, weight, reduction, ignore, *total = emit.args[at + 1 :]
-    local, outside = mine(emit, target, start, length)
+    local, outside = mine(emit, target, held)
     ignored = emit.call(aten.eq.Scalar, target, ignore)
     local = emit.call(aten.masked_fill.Scalar, local, emit.call(aten.logical_or.default, outside, ignored), NOTHING)
     return emit.call(emit.node.op, *emit.args[: at + 1], local, weight, reduction, NOTHING, *total)

@@ -10,7 +10,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rulebook.dims import argument, words
 from shardfx.ir.rules.book import RuleEntry, rule
-from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.local import Emit, box_of
 from shardfx.ir.rules.sharding_rule import SAME
 
 aten = torch.ops.aten
@@ -27,14 +27,16 @@ def created(node: Node) -> str:
 
 
 def arange_local(emit: Emit) -> Any:
-    """This rank's part of a range: the same steps, from where its box starts."""
-    op = emit.node.op
+    """This rank's part of a range: the same steps, from where its box starts.
+
+    What is no one stretch is a box of the whole, and so is a range of floats: how many steps it has hangs on rounding.
+    """
+    held = emit.result_held(0, 0)
     first, step = argument(emit.node, "start") or 0, argument(emit.node, "step") or 1
-    start, length = emit.result_bounds(0, 0)
-    if length == emit.node.outs[0].shape[0]:
-        return emit.call(op, *emit.args, **emit.kwargs)
-    low = first + start * step
-    return emit.call(aten.arange.start_step, low, low + length * step, step, **emit.kwargs)
+    if len(held.pieces) > 1 or held.is_whole or not isinstance(first, int) or not isinstance(step, int):
+        return box_of(emit, emit.call(emit.node.op, *emit.args, **emit.kwargs), [held])
+    low = first + held.first * step
+    return emit.call(aten.arange.start_step, low, low + held.length * step, step, **emit.kwargs)
 
 
 def new_empty_local(emit: Emit) -> Any:
@@ -45,7 +47,7 @@ def new_empty_local(emit: Emit) -> Any:
 def dropout_local(emit: Emit) -> Any:
     """The mask is drawn by the box of the whole that the rank holds: replicas agree, shards differ."""
     x, p, seed, number, _ = emit.args
-    box = [emit.result_bounds(0, d)[0] for d in range(len(emit.result_shape(0)))]
+    box = [emit.result_held(0, d).first for d in range(len(emit.result_shape(0)))]
     return emit.call(dropout, x, p, seed, number, box)
 
 

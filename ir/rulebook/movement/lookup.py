@@ -28,12 +28,12 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
     def local(emit: Emit) -> Any:
         x = emit.node.operands[0]
         dim = 0 if rows else at_dim(emit, x)
-        start, length = emit.operand_bounds(0, dim) if x.shape else (0, 0)
-        if not x.shape or length == x.shape[dim]:
+        held = emit.operand_held(0, dim) if x.shape else None
+        if held is None or held.is_whole:
             return emit.call(emit.node.op, *emit.args, **emit.kwargs)
-        if length == 0:
+        if held.length == 0:
             return nothing(emit, emit.args[0])
-        index, outside = mine(emit, emit.args[at], start, length)
+        index, outside = mine(emit, emit.args[at], held)
         return others_zero(emit, emit.call(emit.node.op, *emit.args[:at], index), outside, rows=rows)
 
     return local
@@ -41,16 +41,21 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
 
 def embedding_backward_local(emit: Emit) -> Any:
     """The gradient of the rank's own rows."""
-    start, length = emit.result_bounds(0, 0)
-    grad, index, rows, padding, scale = emit.args[:5]
-    if length == rows:
+    held = emit.result_held(0, 0)
+    grad, index, _, padding, scale = emit.args[:5]
+    if held.is_whole:
         return emit.call(emit.node.op, *emit.args)
-    if length == 0:
+    if held.length == 0:
         return nothing(emit, grad)
-    local, outside = mine(emit, index, start, length)
+    local, outside = mine(emit, index, held)
     masked = others_zero(emit, grad, outside, rows=True)
-    inside = padding - start if start <= padding < start + length else -1
-    return emit.call(aten.embedding_dense_backward.default, masked, local, length, inside, scale)
+    inside = held.find(padding)
+    own_padding = -1 if inside is None else inside
+    if not scale:
+        return emit.call(aten.embedding_dense_backward.default, masked, local, held.length, own_padding, False)
+    local = emit.call(aten.masked_fill.Scalar, local, outside, held.length)  # a row more, for what counts nowhere here
+    rows = emit.call(aten.embedding_dense_backward.default, masked, local, held.length + 1, own_padding, True)
+    return emit.call(aten.slice.Tensor, rows, 0, 0, held.length)
 
 
 def gather(node: Node) -> ShardingRule | str:

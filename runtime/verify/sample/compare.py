@@ -246,7 +246,7 @@ def by_boxes(after: Graph) -> Draw:
         pieces = []
         for i in range(shards.count):
             share = Share(planned, after.mesh, after.mesh.coords(shards.first_rank(i)))
-            box = [share.result_bounds(0, d)[0] for d in range(x.dim())] if is_cut(planned) else args[4]
+            box = [share.result_held(0, d).first for d in range(x.dim())] if is_cut(planned) else args[4]
             pieces.append(dropout(shards.cut(x, i), p, seed, number, box))
         return shards.join([a for a, _ in pieces]), shards.join([b for _, b in pieces])
 
