@@ -52,6 +52,7 @@ PACKING = (
     LocalOp("pack.flatten", pack.flatten, moves=True),
     LocalOp("pack.unflatten", pack.unflatten, shares=True, moves=True),
     LocalOp("pack.dense_last", pack.dense_last, shares=True),
+    LocalOp("pack.inside", pack.inside, shares=True, plain=lambda args, kwargs: args[0]),
 )
 """What stands before and after."""
 

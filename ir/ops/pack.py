@@ -18,6 +18,25 @@ def dense_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def inside(index: Tensor, size: int, ignored: int | None = None) -> Tensor:
+    """``index`` as it is; its numbers must be one of 0 .. size - 1, or the one that is ignored.
+
+    A rank that holds a part of a table finds nothing for an index that no rank has: without this it would be zero.
+
+    Raises:
+        IndexError: one is not (on a GPU an assertion of the device, which does not wait).
+    """
+    good = (index >= 0) & (index < size)
+    if ignored is not None:
+        good = good | (index == ignored)
+    if torch.compiler.is_compiling() or type(index) is not Tensor or index.device.type != "cpu":
+        torch._assert_async(good.all())
+    elif not bool(good.all()):
+        wrong = index[~good]
+        raise IndexError(f"index {int(wrong[0])} is out of range: it must be one of 0 .. {size - 1}")
+    return index
+
+
 def pack(x: Tensor, view: Sequence[int], dim: int, per: int) -> Tensor:
     """``x`` as ``view`` with ``dim`` in front, padded with zeros to ``per`` there."""
     x = x.reshape(view).movedim(dim, 0)

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardfx.ir.errors import Error
 
+from .optimizers import watch_pieces
 from .state import ModelState
 
 HOOKS = (
@@ -162,6 +163,7 @@ class Tree:
     def register(self, state: ModelState) -> None:
         """Make the stored pieces parameters and buffers of the tree, under the model's own names."""
         self.registered = []
+        watch_pieces(state.store.parameters)
         for name, pieces in state.store.parameters.items():
             holder, leaf = self._holder(name)
             if len(pieces) == 1:

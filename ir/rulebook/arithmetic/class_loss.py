@@ -9,7 +9,7 @@ import torch
 from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import RuleEntry, rule
-from shardfx.ir.rules.local import Emit, mine
+from shardfx.ir.rules.local import Emit, checked, mine
 from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
@@ -47,6 +47,7 @@ def nll_local(emit: Emit) -> Any:
     if held.is_whole:
         return emit.call(emit.node.op, *emit.args)
     target, weight, reduction, ignore, *total = emit.args[at + 1 :]
+    target = target if total else checked(emit, target, x.shape[dim], ignore)  # the backward's was seen before
     local, outside = mine(emit, target, held)
     ignored = emit.call(aten.eq.Scalar, target, ignore)
     local = emit.call(aten.masked_fill.Scalar, local, emit.call(aten.logical_or.default, outside, ignored), NOTHING)

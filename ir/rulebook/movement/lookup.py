@@ -15,7 +15,7 @@ import torch
 from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, indexed, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
-from shardfx.ir.rules.local import Emit, mine, nothing, others_zero
+from shardfx.ir.rules.local import Emit, checked, mine, nothing, others_zero
 from shardfx.ir.rules.sharding_rule import SAME, ShardingRule
 from shardfx.ir.rules.template import Template, template
 
@@ -33,7 +33,7 @@ def own_part(at: int, *, rows: bool = False) -> Callable[[Emit], Any]:
             return emit.call(emit.node.op, *emit.args, **emit.kwargs)
         if held.length == 0:
             return nothing(emit, emit.args[0])
-        index, outside = mine(emit, emit.args[at], held)
+        index, outside = mine(emit, checked(emit, emit.args[at], x.shape[dim]), held)
         return others_zero(emit, emit.call(emit.node.op, *emit.args[:at], index), outside, rows=rows)
 
     return local

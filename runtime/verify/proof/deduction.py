@@ -20,6 +20,7 @@ from shardfx.ir.cut import Cut, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.program.devices import kernel_forms
 from shardfx.ir.rules.book import RuleBook, perform, replicated
@@ -190,9 +191,11 @@ class Expected(Share):
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> ExpectedCall:
-        """The call that the rule writes, as data."""
-        return ExpectedCall(op, args, kwargs)
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """The call that the rule writes, as data; one that gives its operand back is that operand."""
+        row = row_of(op)
+        made = row.plain(args, kwargs) if row is not None and row.plain is not None else (op, args, kwargs)
+        return ExpectedCall(*made) if isinstance(made, tuple) else made
 
 
 def written(
