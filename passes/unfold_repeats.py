@@ -11,7 +11,7 @@ behind it by depth: it stands as far behind as can be, before the first pass tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardfx.ir.graph import Graph, Node, Value
@@ -84,13 +84,16 @@ def _alike(one: Decision, other: Decision) -> bool:
 
 def _moved(made: Decision, twin: Twin) -> Decision:
     """The same decision of another block; its causes are still the old ones."""
-    return replace(
-        made,
-        value=twin.value(made.value),
-        hint=twin.name(made.hint),
-        turned_down=tuple((text, loser and twin.value(loser)) for text, loser in made.turned_down),
-        node=made.node and twin.node(made.node),
-        near=made.near and twin.value(made.near),
+    return Decision(
+        twin.value(made.value),
+        made.dim,
+        made.cut,
+        made.level,
+        twin.name(made.hint) if made.hint else "",
+        tuple([(text, loser and twin.value(loser)) for text, loser in made.turned_down]),
+        made.node and twin.node(made.node),
+        made.near and twin.value(made.near),
+        made.causes,
     )
 
 

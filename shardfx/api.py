@@ -19,7 +19,7 @@ from shardfx.module.place import Place
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
 
-from .compile import compile_model
+from .compile import compile_model, no_collection
 from .hints import Hints
 from .plugins import all_rules
 
@@ -60,9 +60,10 @@ def parallelize(
     """
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
     module = as_module(model)
-    compiled = compile_model(module, described, hints, all_rules(), on_pass)
-    other = OtherMode(without_weights(module), hints, lambda m, h: compile_model(m, described, h, all_rules()))
-    return ParallelModule(compiled, _place(module, described, hints, virtual), module, other)
+    with no_collection():
+        compiled = compile_model(module, described, hints, all_rules(), on_pass)
+        other = OtherMode(without_weights(module), hints, lambda m, h: compile_model(m, described, h, all_rules()))
+        return ParallelModule(compiled, _place(module, described, hints, virtual), module, other)
 
 
 def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:

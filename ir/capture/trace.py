@@ -151,10 +151,11 @@ def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
 def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names) -> Graph:
     """The graph of a program's forward and backward."""
     from torch._decomp import get_decompositions
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)
     try:
-        with ExitStack() as stack, warnings.catch_warnings():
+        with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
             exported = torch.export.export(program, tensors, strict=False).module()
             reject_unknown_shapes(exported)

@@ -7,6 +7,7 @@ Code generation writes that call into a program, the oracle (:mod:`shardfx.ir.or
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +67,7 @@ class Share:
         return self.shape(self.node.outs[result], self.node.strategy.results[result])
 
 
+@cache
 def gives_list(op: Any) -> bool:
     """Whether an op gives a list of tensors, be it of one."""
     returns = op._schema.returns if isinstance(op, torch._ops.OpOverload) else ()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.cost.machine import Machine
@@ -140,11 +141,13 @@ class ParallelModule(nn.Module):
         Inputs are the rank's own pieces, in the order of the placeholders; results are the loss, gradients and new
         buffers (or, where there is no loss, the model's results). ``str(pm.rank_program(rank))`` is its text.
         """
-        return self.rank_program(rank, training=training).module()
+        with no_collection():
+            return self._programs.module(rank, self._programs.kinds(training))
 
     def rank_program(self, rank: int, *, training: bool | None = None) -> RankProgram:
         """The program that a rank runs: its ``graph``, its text (``str``), what goes in and comes out."""
-        return self._programs.running(rank, self._programs.kinds(training))
+        with no_collection():
+            return self._programs.running(rank, self._programs.kinds(training))
 
     def use(self, modules: Mapping[int, fx.GraphModule], *, proven: bool = True) -> None:
         """Prove programs that somebody changed, then run them, each in the place of that of its rank::
