@@ -9,7 +9,7 @@ its :class:`Strategy`: how it is computed, what it needs and gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -44,6 +44,10 @@ class Where:
 NOWHERE = Where()
 
 
+FactorCuts = tuple[tuple[str, tuple[str, ...]], ...]
+"""Which factor of an op's rule is cut over which axes, major first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """How a node is computed: the spec it needs of each tensor operand and gives to each result.
@@ -53,7 +57,19 @@ class Strategy:
 
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
-    cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    cuts: FactorCuts = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """How somebody wants a node to be cut: the axes of some factors of its rule (none: whole), and ``by`` whom.
+
+    ``op`` is the op that this is said of where that is a part of the node's: ``aten.mm`` of an ``addmm``.
+    """
+
+    cuts: FactorCuts
+    by: str
+    op: str = ""
 
 
 Attr = int | float | bool | str
@@ -105,7 +121,8 @@ class Node:
     """One application of an op. ``args`` and ``kwargs`` nest Values in lists and tuples, as the op's schema does.
 
     ``attrs`` are a pass's own remarks (``{"lane": 1}``): the text, copies and rewrites keep them, and no op reads them.
-    ``made_by`` is the pass that made the node, "" for capture; ``why`` says why, in words.
+    ``pin`` is how somebody wants it to be cut. ``made_by`` is the pass that made the node, "" for capture; ``why`` says
+    why, in words.
     """
 
     op: Any
@@ -116,6 +133,7 @@ class Node:
     where: Where = NOWHERE
     stage: int | None = None
     strategy: Strategy | None = None
+    pin: Pin | None = None
     why: str = ""
     attrs: Mapping[str, Attr] = field(default_factory=dict)
     made_by: str = ""
@@ -145,9 +163,9 @@ class Node:
 
     def blank(self, where: Where) -> Node:
         """Another node of the same content with fresh results, from elsewhere, and without arguments yet."""
-        new = Node(
-            self.op, (), {}, [], self.phase, where, self.stage, self.strategy, self.why, dict(self.attrs), self.made_by
-        )
+        new = Node(self.op, (), {}, where=where, attrs=dict(self.attrs))
+        for name in KEPT:
+            setattr(new, name, getattr(self, name))
         new.results = [None if v is None else v.copied(new) for v in self.results]
         return new
 
@@ -165,6 +183,10 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<{op_name(self.op)} {', '.join(map(repr, self.outs))}>"
+
+
+KEPT = tuple(f.name for f in fields(Node) if f.name not in ("op", "args", "kwargs", "results", "where", "attrs"))
+"""What another node of the same content has as it is."""
 
 
 def _collect(args: Iterable[Any], found: list[Value]) -> None:
