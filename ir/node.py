@@ -9,7 +9,7 @@ its :class:`Strategy`: how it is computed, what it needs and gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -142,9 +142,13 @@ class Node:
     def operands(self) -> list[Value]:
         """The tensors that go in, in the order of the arguments (a value that is used twice stands twice)."""
         found: list[Value] = []
-        _collect(self.args, found)
+        for arg in self.args:
+            if isinstance(arg, Value):
+                found.append(arg)
+            elif isinstance(arg, (list, tuple)):
+                _collect(arg, found)
         if self.kwargs:
-            _collect(tuple(self.kwargs.values()), found)
+            _collect(self.kwargs.values(), found)
         return found
 
     @property
@@ -157,21 +161,32 @@ class Node:
         """The name of its first result."""
         return self.outs[0].name if self.outs else op_name(self.op)
 
-    def copied(self, change: Callable[[Value], Any]) -> Node:
-        """Another node of the same content with fresh results, and ``change`` of each operand."""
-        new = Node(self.op, substitute(self.args, change), {k: substitute(a, change) for k, a in self.kwargs.items()})
+    def blank(self, where: Where) -> Node:
+        """Another node of the same content with fresh results, from elsewhere, and without arguments yet."""
+        new = Node(self.op, (), {}, where=where, attrs=dict(self.attrs))
         for name in KEPT:
             setattr(new, name, getattr(self, name))
-        new.attrs = dict(self.attrs)
         new.results = [None if v is None else v.copied(new) for v in self.results]
+        return new
+
+    def fill(self, old: Node, change: Callable[[Value], Any]) -> None:
+        """Take the arguments of ``old``, each value changed."""
+        self.args = substitute(old.args, change)
+        if old.kwargs:
+            self.kwargs = {key: substitute(arg, change) for key, arg in old.kwargs.items()}
+
+    def copied(self, change: Callable[[Value], Any]) -> Node:
+        """Another node of the same content with fresh results, and ``change`` of each operand."""
+        new = self.blank(self.where)
+        new.fill(self, change)
         return new
 
     def __repr__(self) -> str:
         return f"<{op_name(self.op)} {', '.join(map(repr, self.outs))}>"
 
 
-KEPT = ("phase", "where", "stage", "strategy", "pin", "why", "made_by")
-"""What a copy of a node has as it is, beside its op, arguments, results and attributes."""
+KEPT = tuple(f.name for f in fields(Node) if f.name not in ("op", "args", "kwargs", "results", "where", "attrs"))
+"""What another node of the same content has as it is."""
 
 
 def _collect(args: Iterable[Any], found: list[Value]) -> None:
@@ -186,8 +201,10 @@ def substitute(arg: Any, change: Callable[[Value], Any]) -> Any:
     """The same nest of arguments with every Value changed."""
     if isinstance(arg, Value):
         return change(arg)
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(substitute(a, change) for a in arg)
+    if isinstance(arg, tuple):
+        return tuple([substitute(a, change) for a in arg])
+    if isinstance(arg, list):
+        return [substitute(a, change) for a in arg]
     return arg
 
 

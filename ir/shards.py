@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -37,16 +38,7 @@ class Shards:
     def of(spec: Spec, shape: Sequence[int], mesh: Mesh) -> Shards:
         """The pieces of a tensor of a global shape under a spec, numbered in the order of the first rank that holds
         each."""
-        boxes: dict[Box, int] = {}
-        by_rank, shapes = [], []
-        for rank in range(mesh.size):
-            coords = mesh.coords(rank)
-            box = spec.box(shape, mesh, coords)
-            if box not in boxes:
-                boxes[box] = len(boxes)
-                shapes.append(spec.local_shape(shape, mesh, coords))
-            by_rank.append(boxes[box])
-        return Shards(tuple(shape), spec.sub_shape(shape), tuple(boxes), tuple(by_rank), tuple(shapes))
+        return _shards(spec, tuple(shape), mesh)
 
     def first_rank(self, piece: int) -> int:
         """The lowest rank that holds a piece."""
@@ -65,6 +57,20 @@ class Shards:
             region = tuple(slice(start, start + length) for start, length in box)
             whole[region] = piece.reshape([length for _, length in box])
         return whole.reshape(self.shape)
+
+
+@lru_cache(maxsize=4096)
+def _shards(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Shards:
+    boxes: dict[Box, int] = {}
+    by_rank, shapes = [], []
+    for rank in range(mesh.size):
+        coords = mesh.coords(rank)
+        box = spec.box(shape, mesh, coords)
+        if box not in boxes:
+            boxes[box] = len(boxes)
+            shapes.append(spec.local_shape(shape, mesh, coords))
+        by_rank.append(boxes[box])
+    return Shards(shape, spec.sub_shape(shape), tuple(boxes), tuple(by_rank), tuple(shapes))
 
 
 def cut_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:

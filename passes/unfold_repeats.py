@@ -87,8 +87,8 @@ def _moved(made: Decision, twin: Twin) -> Decision:
     return replace(
         made,
         value=twin.value(made.value),
-        hint=twin.name(made.hint),
-        turned_down=tuple((text, loser and twin.value(loser)) for text, loser in made.turned_down),
+        hint=made.hint and twin.name(made.hint),
+        turned_down=tuple([(text, loser and twin.value(loser)) for text, loser in made.turned_down]),
         node=made.node and twin.node(made.node),
         near=made.near and twin.value(made.near),
     )

@@ -20,7 +20,7 @@ from shardfx.module.variants import Variants, without_weights
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
 
-from .compile import compile_model
+from .compile import compile_model, no_collection
 from .compiled import Compiled
 from .hints import Hints
 from .plugins import all_rules
@@ -64,7 +64,11 @@ def parallelize(
         raise Error("these are no hints", where="parallelize(...)", expected="a shardfx.Hints", got=repr(hints))
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
     module = as_module(model)
-    with torch.inference_mode(False), torch.enable_grad():  # a training step is planned wherever this is called
+    with (
+        no_collection(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):  # a training step is planned wherever this is called
 
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():

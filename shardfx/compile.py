@@ -96,9 +96,8 @@ def compile_model(
     passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     with no_collection():
         captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
-    if isinstance(hints.specs, PlannedSpecs):
-        hints.specs.plan.check(whole(captured.graph))
-    with no_collection():
+        if isinstance(hints.specs, PlannedSpecs):
+            hints.specs.plan.check(whole(captured.graph))
         graph, context = plan_graph(captured, hints, rules, passes, on_pass)
     if isinstance(hints.specs, PlannedSpecs):
         others = hints.specs.plan.differences(graph)

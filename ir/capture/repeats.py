@@ -18,6 +18,7 @@ from torch import nn
 
 from shardfx.ir.repeat import AROUND, Repeat
 
+from .shells import Outcomes
 from .tape import LEAST, Forward, record
 
 TRACED_WHOLE = "repeated blocks were traced one by one, which takes longer"
@@ -46,12 +47,13 @@ def find_repeats(
     if not lists:
         return Shortened(model)
     try:
-        tape = record(model, tensors, forward, lists)
+        outcomes = Outcomes((*model.parameters(), *model.buffers(), *tensors))
+        tape = record(model, tensors, forward, lists, outcomes)
         repeats = [r for path in lists if (r := tape.repeat(path)) is not None and _untied(r, aliases)]
         if not repeats:
             return Shortened(model)
         short = shorten(model, repeats)
-        if record(short, tensors, forward, lists).calls == tape.without(repeats):
+        if record(short, tensors, forward, lists, outcomes).calls == tape.without(repeats):
             return Shortened(short, tuple(repeats))
         why = "without some of its equal blocks the model calls other ops"
     except Exception as error:  # the whole model is captured then, which says what stands in the way of that

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shardfx.ir.repeat import Repeat
 
+from .shells import Outcomes, Unknown
+
 LEAST = 2
 """So few blocks are worth leaving out."""
 MOST_CONSTANT = 4096
 """Constants of the code with more elements are not compared; then nothing is left out."""
-
-
-class Unknown(Exception):
-    """A tensor whose origin was not seen."""
 
 
 Forward = Callable[[nn.Module, Sequence[torch.Tensor]], Any]
@@ -55,24 +53,21 @@ Place = tuple[str, int] | None
 """In which block of which list, or in none."""
 
 
-def record(model: nn.Module, tensors: Sequence[torch.Tensor], forward: Forward, lists: Sequence[str]) -> Tape:
-    """The tape of a model: it runs on fake tensors, and nothing of it changes."""
+def record(
+    model: nn.Module, tensors: Sequence[torch.Tensor], forward: Forward, lists: Sequence[str], outcomes: Outcomes
+) -> Tape:
+    """The tape of a model: it runs on shells, and nothing of it changes."""
     given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    mode = next((t.fake_mode for t in (*given.values(), *tensors) if isinstance(t, FakeTensor)), FakeTensorMode())
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
-
-    stored = {name: fake(tensor) for name, tensor in given.items()}
-    inputs = [fake(tensor) for tensor in tensors]
-    tape = Tape(stored, inputs)
+    stored = {name: outcomes.shell(tensor) for name, tensor in given.items()}
+    inputs = [outcomes.shell(tensor) for tensor in tensors]
+    tape = Tape(stored, inputs, outcomes)
     handles = [
         module.register_forward_pre_hook(lambda *_, at=place: tape.enter(at))
         for path, module in model.named_modules()
         if (place := _place(path, lists)) is not None
     ]
     try:
-        with mode, nn.utils.stateless._reparametrize_module(model, stored, tie_weights=True), tape:
+        with outcomes.mode, nn.utils.stateless._reparametrize_module(model, stored, tie_weights=True), tape:
             forward(model, inputs)
     finally:
         for handle in handles:
@@ -92,8 +87,9 @@ def _place(path: str, lists: Sequence[str]) -> Place:
 class Tape(TorchDispatchMode):
     """Writes down every op that is called, below autograd."""
 
-    def __init__(self, stored: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, stored: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], outcomes: Outcomes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._outcomes = outcomes
         self.segments: dict[Place, list[TapedCall]] = {None: []}
         self.order: list[Place] = []
         self._at: Place = None
@@ -116,25 +112,24 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
         words = self._words((args, kwargs))
-        out = func(*args, **kwargs)
+        out = self._outcomes.of(func, args, kwargs)
         calls = self.segments[self._at]
-        for i, tensor in enumerate(tree_leaves(out)):
+        leaves = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
+        for i, tensor in enumerate(leaves):
             if isinstance(tensor, torch.Tensor):
                 self._made[id(tensor)] = (self._at, len(calls), i)
                 self._alive.append(tensor)
-        calls.append(TapedCall(func, words, _kinds(out), torch.is_grad_enabled()))
+        calls.append(TapedCall(func, words, _kinds(leaves), torch.is_grad_enabled()))
         return out
 
     def _words(self, arg: Any) -> object:
         if isinstance(arg, torch.Tensor):
             return self._word(arg), _kind(arg)
-        if isinstance(arg, Mapping):
-            return tuple((key, self._words(value)) for key, value in arg.items())
         if isinstance(arg, (list, tuple)):
-            return tuple(self._words(a) for a in arg)
+            return tuple([self._words(a) for a in arg])
+        if isinstance(arg, dict):
+            return tuple([(key, self._words(value)) for key, value in arg.items()])
         return type(arg).__name__, repr(arg)
 
     def _word(self, tensor: torch.Tensor) -> object:
@@ -215,8 +210,8 @@ def _stretches(forms: Mapping[int, list[TapedCall]]) -> Iterator[tuple[int, int]
         yield indices[0], indices[-1]
 
 
-def _kinds(tree: Any) -> object:
-    return tuple(_kind(t) if isinstance(t, torch.Tensor) else repr(t) for t in tree_leaves(tree))
+def _kinds(leaves: Sequence[Any]) -> object:
+    return tuple([_kind(t) if isinstance(t, torch.Tensor) else repr(t) for t in leaves])
 
 
 def _kind(tensor: torch.Tensor) -> object:

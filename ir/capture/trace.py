@@ -157,10 +157,11 @@ def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh,
     """The graph of a program's forward and backward."""
     # as long to import as torch itself, so that only a process that captures pays for it
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)
     try:
-        with ExitStack() as stack, warnings.catch_warnings():
+        with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
             exported = torch.export.export(program, tensors, strict=False).module()
             reject_unknown_shapes(exported)

@@ -81,6 +81,8 @@ BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}
 
 def row_of(target: Any) -> LocalOp | None:
     """The row of a program's function; None for torch's own ops and for functions of which nothing is known."""
+    if isinstance(target, torch._ops.OpOverload):
+        return TORCH_OPS.get(target._op)
     try:
         found = LOCAL_OPS.get(target)
     except TypeError:  # a target that is not hashable
@@ -88,6 +90,8 @@ def row_of(target: Any) -> LocalOp | None:
     return found if found is not None else getattr(target, ROW, None)
 
 
+TORCH_OPS = {op._op: row for op, row in LOCAL_OPS.items() if isinstance(op, torch._ops.OpOverload)}
+"""The rows of torch's ops, by what hashes without calling Python."""
 ROW = "shardfx_row"
 Function = TypeVar("Function", bound=Callable[..., Any])
 

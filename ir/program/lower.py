@@ -130,7 +130,10 @@ class Lowering:
         share = Share(self.current, self.mesh, self.coords) if self.current is not None else None
         target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
-        made = self.fx.create_node("call_function", target, args, kwargs, name)
+        made = self.fx.create_node("call_function", target, name=name)
+        made.args = args  # given to create_node, they would be searched for symbolic sizes
+        if kwargs:
+            made.kwargs = kwargs
         if self.current is not None:
             made.meta["shardfx"] = self.current
         if gives is not None:

@@ -93,20 +93,22 @@ class RankModule(fx.GraphModule):
 
     @staticmethod
     def of(graph: fx.Graph, rank: int, comments: Mapping[str, str], constants: Mapping[str, Any]) -> RankModule:
-        """A module of a copy of ``graph``, whose nodes remember their :class:`Origin`."""
-        copied, env = fx.Graph(), dict[fx.Node, Any]()
+        """A module of ``graph``, which becomes its own: the nodes then remember their :class:`Origin`."""
+        origins: dict[Node, Origin] = {}
         for node in graph.nodes:
-            twin = env[node] = copied.node_copy(node, env.__getitem__)
             made = node.meta.get("shardfx")
-            twin.meta = {k: v for k, v in node.meta.items() if k != "shardfx"}
-            if made is not None:
-                origin = twin.meta["shardfx"] = Origin.of(made) if isinstance(made, Node) else made
-                twin.meta.update(origin.attrs)
-        copied.on_generate_code(_always(Annotate(dict(comments))))
+            if isinstance(made, Node):
+                origin = origins.get(made)
+                if origin is None:
+                    origin = origins[made] = Origin.of(made)
+                node.meta = {**node.meta, "shardfx": origin, **dict(origin.attrs)}
+            elif made is not None:
+                node.meta.update(made.attrs)
+        graph.on_generate_code(_always(Annotate(dict(comments))))
         root = nn.Module()
         for name, value in constants.items():
             _put(root, name, value)
-        module = RankModule(root, copied, class_name=f"Rank{rank}")
+        module = RankModule(root, graph, class_name=f"Rank{rank}")
         module.meta["rank"] = rank
         return module
 

@@ -44,6 +44,10 @@ class RankProgram:
 
     def module(self) -> RankModule:
         """The program as a ``GraphModule``: for people, ``torch.compile`` and export; made anew at each call."""
+        return self.copy().into_module()
+
+    def into_module(self) -> RankModule:
+        """The same of a program that nobody else has: its graph becomes the module's."""
         return RankModule.of(self.graph, self.rank, self.comments(), self.constants)
 
     def comments(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.table import LocalOp
 
 aten = torch.ops.aten
 
@@ -23,30 +24,32 @@ def destination(node: fx.Node) -> fx.Node | None:
     return row.destination(node) if row is not None else None
 
 
-def shared_inputs(node: fx.Node) -> list[fx.Node]:
-    """The operands whose memory the result of a call may be in."""
+def shared_inputs(node: fx.Node, row: LocalOp | None) -> list[fx.Node]:
+    """The operands whose memory the result of a call may be in; ``row`` is the call's."""
     target = node.target
     if node.op != "call_function":
         return []
-    row = row_of(target)
     if row is not None:
         if row.into is not None:
             into = row.destination(node)
             return [] if into is None else [into]
         if row.name == "getitem":
             (source,) = node.all_input_nodes
-            return [source] if shared_inputs(source) else []
-        if row.name == "memory.join":
-            return list(node.all_input_nodes)
-        return list(node.all_input_nodes) if row.shares else []
+            return [source] if shared_inputs(source, row_of(source.target)) else []
+        return node.all_input_nodes if row.shares else []
     if isinstance(target, torch._ops.OpOverload):
-        shares = target in UNSAFE or any(result.alias_info is not None for result in target._schema.returns)
-        return list(node.all_input_nodes) if shares else []
-    return list(node.all_input_nodes)
+        known = SHARING_OPS.get(target._op)
+        if known is None:
+            aliases = any(result.alias_info is not None for result in target._schema.returns)
+            known = SHARING_OPS[target._op] = aliases or target in UNSAFE
+        return node.all_input_nodes if known else []
+    return node.all_input_nodes
 
 
 UNSAFE = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
 """Ops whose results share memory, though their schemas do not say so."""
+SHARING_OPS: dict[object, bool] = {}
+"""Whether results of torch's ops share memory, of those that were asked for (by what hashes without calling Python)."""
 
 
 class Sharing:
@@ -57,31 +60,43 @@ class Sharing:
         self._owned: dict[fx.Node, bool] = {}
         self._uses: dict[fx.Node, list[fx.Node]] = {}
         self._place: dict[fx.Node, int] = {}
+        self._rows: dict[fx.Node, LocalOp | None] = {}
         self._waited: dict[fx.Node, int] = {}
         """Of collectives: the place of the wait for them."""
         members: dict[fx.Node, list[fx.Node]] = {}
         taken: dict[tuple[fx.Node, object], fx.Node] = {}
+        root_of, owned, uses = self._root, self._owned, self._uses
         for place, node in enumerate(nodes):
             self._place[node] = place
-            row = row_of(node.target) if node.op == "call_function" else None
+            row = self._rows[node] = row_of(node.target) if node.op == "call_function" else None
+            inputs = node.all_input_nodes
             if row is not None and row.name == "c10d.wait_tensor":
-                self._waited |= dict.fromkeys(node.all_input_nodes, place)
-            shared = shared_inputs(node)
+                self._waited |= dict.fromkeys(inputs, place)
+            shared = shared_inputs(node, row)
             if node.target is operator.getitem and not shared:  # the same result of a call, taken twice
-                first = taken.setdefault((node.all_input_nodes[0], node.args[1]), node)
+                first = taken.setdefault((inputs[0], node.args[1]), node)
                 shared = [first] if first is not node else []
-            roots = dict.fromkeys(self._root[used] for used in shared)
-            root = next(iter(roots), node)
-            for other in list(roots)[1:]:
-                for known in members.pop(other):
-                    self._root[known] = root
-                    members[root].append(known)
-                self._uses.setdefault(root, []).extend(self._uses.pop(other, ()))
-            self._owned[root] = all(self._owned[r] for r in roots) if roots else node.op == "call_function"
-            self._root[node] = root
-            members.setdefault(root, []).append(node)
-            for used in node.all_input_nodes:
-                self._uses.setdefault(self._root[used], []).append(node)
+            if shared:
+                roots = dict.fromkeys([root_of[used] for used in shared])
+                root, *others = roots
+                owned[root] = all(owned[r] for r in roots)
+                for other in others:
+                    for known in members.pop(other):
+                        root_of[known] = root
+                        members[root].append(known)
+                    uses.setdefault(root, []).extend(uses.pop(other, ()))
+                root_of[node] = root
+                members[root].append(node)
+            else:
+                owned[node] = node.op == "call_function"
+                root_of[node] = node
+                members[node] = [node]
+            for used in inputs:
+                uses.setdefault(root_of[used], []).append(node)
+
+    def row(self, node: fx.Node) -> LocalOp | None:
+        """The row of a call that is none of torch's ops."""
+        return self._rows[node]
 
     def root(self, value: fx.Node) -> fx.Node:
         """One node for all values that may share this one's memory."""
@@ -100,7 +115,7 @@ class Sharing:
         """A collective that was started before ``call`` and is not waited for by then, if one sends this memory."""
         at = self._place[call]
         for use in self._uses.get(self._root[value], ()):
-            row = row_of(use.target) if self._place[use] < at else None
+            row = self._rows[use] if self._place[use] < at else None
             if row is not None and row.group is not None and self._waited.get(use, at) >= at:
                 return use
         return None

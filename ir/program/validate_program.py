@@ -22,10 +22,9 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, OutputKind
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.table import LocalOp
 
 from .rank_program import RankProgram
-from .sharing import GivenAway, Sharing, destination
+from .sharing import GivenAway, Sharing
 
 PLACES = ("memory.part", "memory.join")
 """What takes memory as memory."""
@@ -86,8 +85,8 @@ class _Walk:
                 self._call(node)
 
     def _call(self, node: fx.Node) -> None:
-        row: LocalOp | None = row_of(node.target)
-        into = destination(node)
+        row = self.share.row(node)
+        into = row.destination(node) if row is not None else None
         target = node.target
         if row is None and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             self._fail(f"{target} changes a tensor in place", node, expected="an op that does not, or a destination")
@@ -104,7 +103,7 @@ class _Walk:
                 )
             if used in self.pending and not (row is not None and row.name == "c10d.wait_tensor"):
                 self._fail(f"{used.name} is used before it is waited for", node, expected=f"a wait for {used.name}")
-            source = row_of(used.target)
+            source = self.share.row(used)
             if source is not None and source.memory and not (row is not None and row.name in PLACES):
                 self._fail(f"{used.name} is read, which is memory without content", node)
         if row is not None and row.name == "memory.part":
@@ -146,7 +145,7 @@ class _Walk:
             if other is into and slot is None:
                 self.dead[other] = node
                 continue
-            row = row_of(other.target)
+            row = self.share.row(other)
             if row is not None and row.memory:
                 continue  # memory as such has no content to lose
             theirs = self.slots.get(other)
@@ -186,7 +185,7 @@ class _Walk:
                 self._fail(f"{result.name} is returned after its memory was written over", self.dead[result])
             if result in self.pending:
                 self._fail(f"{result.name} is returned before it is waited for", node)
-            row = row_of(result.target)
+            row = self.share.row(result)
             if row is not None and row.memory:
                 self._fail(f"{result.name} is returned, which is memory without content", node)
             if self.ends and not given_away.take(result) and output.kind is OutputKind.GRADIENT:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -137,6 +138,7 @@ class Share:
         return self.shape(self.node.outs[result], self.node.strategy.results[result])
 
 
+@cache
 def gives_list(op: Any) -> bool:
     """Whether an op gives a list of tensors, be it of one."""
     returns = op._schema.returns if isinstance(op, torch._ops.OpOverload) else ()

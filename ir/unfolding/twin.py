@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-from shardfx.ir.graph import Node, Value, Where, substitute
+from shardfx.ir.graph import Node, Value
 from shardfx.ir.repeat import Repeat
 
 Parts = tuple[list[Node], list[Node], list[Node]]
@@ -85,17 +85,3 @@ class Unfolded:
 
     a: Twin
     copies: Sequence[Twin]
-
-
-def copied(old: Node, where: Where) -> Node:
-    """A node like ``old``, without arguments yet."""
-    new = replace(old, args=(), kwargs={}, where=where, attrs=dict(old.attrs))
-    new.results = [None if v is None else replace(v, node=new) for v in old.results]
-    return new
-
-
-def fill(new: Node, old: Node, change: Callable[[Value], Value]) -> None:
-    """Give ``new`` the arguments of ``old``, each value changed."""
-    new.args = substitute(old.args, change)
-    if old.kwargs:
-        new.kwargs = {key: substitute(arg, change) for key, arg in old.kwargs.items()}

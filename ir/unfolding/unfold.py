@@ -18,7 +18,7 @@ from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.repeat import Repeat
 
 from .regular import BlocksAround
-from .twin import Parts, Twin, Unfolded, copied, fill
+from .twin import Parts, Twin, Unfolded
 
 
 def unfold(
@@ -99,7 +99,7 @@ class _Unfolding(BlocksAround):
             for value in twin.inputs.values():
                 value.name, value.hinted_by = twin.name(value.name), twin.name(value.hinted_by)
             for node in (node for part in a for node in part):
-                fill(twin.node(node), node, twin.value)
+                twin.node(node).fill(node, twin.value)
         self._join(b, 0, new[-1])
         self._join(a, 1, new[0])
         self._spread(twins)
@@ -123,7 +123,7 @@ class _Unfolding(BlocksAround):
         def copy(old: Node) -> Node:
             if old.where not in places:
                 places[old.where] = replace(old.where, module=name(old.where.module))
-            new = copied(old, places[old.where])
+            new = old.blank(places[old.where])
             for value in new.outs:
                 value.hinted_by = name(value.hinted_by)
             self.draws[new] = self.repeat.path, index
@@ -144,7 +144,7 @@ class _Unfolding(BlocksAround):
             return found
 
         for node in (node for part in block for node in part):
-            fill(node, node, change)
+            node.fill(node, change)
 
     def _spread(self, twins: Sequence[Twin]) -> None:
         """The inputs and outputs of the copies, behind those of a."""

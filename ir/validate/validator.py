@@ -15,7 +15,7 @@ from collections.abc import Hashable
 
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.alike import alike, key_of
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 
@@ -56,23 +56,30 @@ class Validator:
     def __init__(self, rules: RuleBook | None = None) -> None:
         self._rules = rules
         self._right: dict[tuple[Mesh, bool, bool], set[Hashable]] = {}
+        self._seen: dict[tuple[Mesh, bool, bool], dict[Hashable, list[object]]] = {}
+        """The same nodes by a key that costs less: by which objects their types, placements and strategies are. It
+        holds these, so that nothing else can take their places."""
         self._typed: set[Hashable] = set()
 
     def check(self, graph: Graph, after: str | None = None) -> None:
         """Raise for the first thing that is wrong with ``graph``: see :func:`validate_graph`."""
         wrong = Complaint(graph, after)
         placed, explicit = SHARDED in graph.established, COMM_EXPLICIT in graph.established
-        right = self._right.setdefault((graph.mesh, placed, explicit), set())
+        state = graph.mesh, placed, explicit
+        right, seen = self._right.setdefault(state, set()), self._seen.setdefault(state, {})
         definitions = Definitions(graph, wrong, placed)
         for given in graph.inputs:
             definitions.input(given)
         for node in graph.nodes:
             operands = node.operands
             definitions.node(node, operands)
-            key = alike(node, placed=True), tuple(node.attrs.items())
-            if key not in right:
-                self._node(node, operands, graph, wrong)
-                right.add(key)
+            held = key_of(node, _objects), id(node.strategy), tuple(node.attrs.items()) if node.attrs else ()
+            if held not in seen:
+                key = alike(node, placed=True), tuple(node.attrs.items())
+                if key not in right:
+                    self._node(node, operands, graph, wrong)
+                    right.add(key)
+                seen[held] = [node.strategy, *((value.type, value.spec) for value in (*operands, *node.outs))]
         for output in graph.outputs:
             definitions.output(output)
         if explicit:
@@ -94,3 +101,8 @@ class Validator:
             check_comm(node, node.op, operands, graph.mesh, wrong)
         elif made is not None and placed and self._rules is not None:
             check_cuts(node, made, self._rules, graph.mesh, wrong)
+
+
+def _objects(value: Value) -> Hashable:
+    """A value by which objects its type and its placement are."""
+    return id(value.type), id(value.spec)

@@ -38,7 +38,9 @@ class Buckets(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Make the buckets."""
         coords, changed = program.mesh.coords(program.rank), False
-        for node in list(program.graph.nodes):
+        nodes = list(program.graph.nodes)
+        order = {node: place for place, node in enumerate(nodes)}
+        for node in nodes:
             made = node.meta.get("shardfx")
             if node.target is not pack.flatten or len(node.users) != 1 or not isinstance(made, Node):
                 continue
@@ -50,7 +52,8 @@ class Buckets(RankPass):
             shapes = [v.spec.local_shape(v.shape, program.mesh, coords) for v in made.operands if v.spec is not None]
             if len(shapes) != len(tensors):
                 continue
-            _bucket(program.graph, node, tensors, shapes, pieces, made.operands[0].type.dtype, context.device)
+            first = min(tensors, key=order.__getitem__)
+            _bucket(program.graph, node, tensors, first, shapes, pieces, made.operands[0].type.dtype, context.device)
             changed = True
         return changed
 
@@ -59,13 +62,13 @@ def _bucket(
     graph: fx.Graph,
     flat: fx.Node,
     tensors: Sequence[fx.Node],
+    first: fx.Node,
     shapes: Sequence[tuple[int, ...]],
     pieces: int,
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    """Put memory in place of a concatenation."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    """Put memory in place of a concatenation; ``first`` is the first of the tensors to be made."""
     sizes = [torch.Size(shape).numel() // pieces for shape in shapes]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -73,7 +76,7 @@ def _bucket(
         made.meta["shardfx"] = flat.meta["shardfx"]
         return made
 
-    with graph.inserting_before(min(tensors, key=order.__getitem__)):
+    with graph.inserting_before(first):
         memory = call(memory_ops.empty, [sum(sizes) * pieces], dtype, device)
     written, at = [], 0
     for tensor, shape, size in zip(tensors, shapes, sizes, strict=True):

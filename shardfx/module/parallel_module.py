@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.cost.machine import Machine
@@ -151,12 +152,14 @@ class ParallelModule(Root):
         buffers (or, where there is no loss, the model's results). ``str(pm.rank_program(rank))`` is its text.
         ``meta["val"]`` of a node is a tensor without content, of the shape and stride of what the node gives.
         """
-        program = self.rank_program(rank, training=training)
-        return program.module().tell(lambda: values(program))
+        kinds = self._programs.kinds(training)
+        with no_collection():
+            return self._programs.module(rank, kinds).tell(lambda: values(self._programs.running(rank, kinds)))
 
     def rank_program(self, rank: int, *, training: bool | None = None) -> RankProgram:
         """The program that a rank runs: its ``graph``, its text (``str``), what goes in and comes out."""
-        return self._programs.running(rank, self._programs.kinds(training))
+        with no_collection():
+            return self._programs.running(rank, self._programs.kinds(training))
 
     def use(self, modules: Mapping[int, fx.GraphModule], *, proven: bool = True) -> None:
         """Prove programs that somebody changed, then run them, each in the place of that of its rank::

@@ -13,6 +13,7 @@ from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.lower import lower
+from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.passes.rank import RankContext, RankPass, built_in, run_rank_passes
 from shardfx.runtime.engine import Engine
@@ -69,6 +70,11 @@ class Programs:
     def running(self, rank: int, kinds: Kinds) -> RankProgram:
         """The program that runs on a rank: the plan's own, or what somebody put in its place."""
         return self.step.changed.get((rank, kinds)) or self.program(rank, kinds)
+
+    def module(self, rank: int, kinds: Kinds) -> RankModule:
+        """What runs on a rank, as a ``GraphModule``."""
+        changed = self.step.changed.get((rank, kinds))
+        return changed.module() if changed is not None else self.program(rank, kinds).into_module()
 
     def verify(
         self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]

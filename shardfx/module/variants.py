@@ -37,8 +37,7 @@ def without_weights(model: nn.Module) -> nn.Module:
     """A copy of the module tree on ``meta``: tied weights stay tied, nothing is stored."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        with torch.device("meta"):
-            made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
     return copied(model, memo)

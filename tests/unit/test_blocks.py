@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
 from shardfx.ir.capture.repeats import find_repeats
+from shardfx.ir.capture.shells import Form, Outcomes
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
@@ -115,6 +118,54 @@ def test_of_lists_within_lists_the_outer_one_is_shortened() -> None:
     assert [repeat.path for repeat in short.repeats] == ["blocks"]
     unfold(short)
     assert str(short) == str(whole)
+
+
+class Various(nn.Module):
+    """Calls that work in place, on a view too, and that give several results."""
+
+    def __init__(self, reshapes: bool = False) -> None:
+        super().__init__()
+        self.up, self.reshapes = nn.Linear(6, 12), reshapes
+        self.register_buffer("mask", torch.rand(5, 1) > 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x).chunk(2, -1)
+        a = a.masked_fill(self.mask, 0.0)
+        a[:, 0] += 1.0
+        a.mul_(b)
+        if self.reshapes:
+            a = a.clone().unsqueeze_(0).squeeze(0)
+        return x + a * b.topk(1, -1).values
+
+
+@pytest.mark.parametrize("reshapes", [False, True])
+def test_calls_of_every_kind_are_taped(reshapes: bool) -> None:
+    model = nn.Sequential()
+    model.blocks = nn.Sequential(*(Various(reshapes) for _ in range(DEPTH)))
+    short, whole = (capture(model, Mesh(dp=2), **given(False), fold=fold).graph for fold in (True, False))  # type: ignore[arg-type]
+    assert [str(each) for each in short.repeats] == ([] if reshapes else ["blocks 2..6"])
+    assert (
+        any("aten.unsqueeze_.default changes the shape of its operand in place" in n for n in short.notes) is reshapes
+    )
+    short.notes = []
+    unfold(short)
+    assert str(short) == str(whole)
+
+
+def test_shells_have_the_forms_of_fake_tensors() -> None:
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(torch.rand(4, 6).t())
+    outcomes = Outcomes([fake])
+    shell = outcomes.shell(fake)
+    aten = torch.ops.aten
+    for op, args in ((aten.add.Tensor, (2,)), (aten.max.dim, (1,)), (aten.split.Tensor, (2,)), (aten.view_as, (0,))):
+        given = [(each, each) if op is aten.view_as else (each, *args) for each in (fake, shell)]
+        wanted, found = tree_leaves(op(*given[0])), tree_leaves(outcomes.of(op, given[1], {}))
+        assert [Form.of(each) for each in found] == [Form.of(each) for each in wanted]
+    assert outcomes.of(aten.mul_.Tensor, (shell, 2), {}) is shell
+    assert shell.device.type == "cpu" and isinstance(shell, FakeTensor)
+    computed = outcomes.of(aten.flip.default, (torch.arange(3), [0]), {})
+    assert computed.tolist() == [2, 1, 0]  # a constant of the code
 
 
 def test_why_blocks_were_not_left_out_is_said() -> None:

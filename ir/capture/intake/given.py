@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -63,7 +65,36 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     """A deep copy, with what ``memo`` says in place of tensors."""
     with warnings.catch_warnings():  # of torch's own class, when torch's own trees of arguments are copied
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-        return copy.deepcopy(module, memo)
+        made: nn.Module = _copied(module, memo)
+        return made
+
+
+ATOMS = (str, int, float, bool, type(None))
+
+
+def _copied(thing: Any, memo: dict[int, object]) -> Any:
+    """What ``copy.deepcopy`` gives, without its detours where a module says nothing of how it is copied: most of a
+    module's dozen dicts are empty."""
+    kind = type(thing)
+    if kind in ATOMS or id(thing) in memo:
+        return memo.get(id(thing), thing)
+    if kind is dict or kind is OrderedDict:
+        made: dict[Any, Any] = kind()
+        memo[id(thing)] = made
+        made.update((_copied(key, memo), _copied(value, memo)) for key, value in thing.items())
+        return made
+    if kind is set:
+        several = memo[id(thing)] = {_copied(each, memo) for each in thing}
+        return several
+    if not (isinstance(thing, nn.Module) and all(getattr(kind, n, None) is getattr(nn.Module, n, None) for n in HOW)):
+        return copy.deepcopy(thing, memo)
+    new = memo[id(thing)] = object.__new__(kind)
+    new.__setstate__(_copied(thing.__dict__, memo))
+    return new
+
+
+HOW = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
+"""By which a class says how it is copied."""
 
 
 def on_cpu(model: nn.Module, tensors: Sequence[torch.Tensor], stack: ExitStack) -> tuple[nn.Module, list[torch.Tensor]]:
@@ -84,19 +115,17 @@ def on_cpu(model: nn.Module, tensors: Sequence[torch.Tensor], stack: ExitStack) 
     if mode is None and all(t.device.type == "cpu" for t in everything):
         return model, distinct
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        memo: dict[int, object] = {id(t): _fake(t) for t in (*model.parameters(), *model.buffers())}
-        distinct = [_fake(t) for t in distinct]
+    memo: dict[int, object] = {id(t): _fake(t, mode) for t in (*model.parameters(), *model.buffers())}
+    distinct = [_fake(t, mode) for t in distinct]
     model = copied(model, memo)
     stack.enter_context(mode)
     return model, distinct
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake CPU tensor in place of one that is elsewhere; any other as it is."""
     if tensor.device.type == "cpu":
         return tensor
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return FakeTensor(mode, empty, torch.device("cpu"), requires_grad=tensor.requires_grad, _is_param=is_parameter)
