@@ -154,11 +154,11 @@ class FakeCalls:
 
         def result(tensor: torch.Tensor) -> Result:
             layout = Layout(tuple(map(int, tensor.shape)), tensor.stride(), tensor.dtype)
-            storage = tensor.untyped_storage()
+            storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
             if storage._cdata in owners:
-                return Result(layout, owners[storage._cdata], offset=tensor.storage_offset())
+                return Result(layout, owners[storage._cdata], offset=offset)
             fresh.setdefault(storage._cdata, storage.nbytes())
-            return Result(layout, list(fresh).index(storage._cdata), fresh=True, offset=tensor.storage_offset())
+            return Result(layout, list(fresh).index(storage._cdata), fresh=True, offset=offset)
 
         results, sizes = change(out, result, torch.Tensor), tuple(fresh.values())
         return Made(results, sizes, max(watch.most, sum(sizes)), watch.flops, watch.writes or bool(sizes))

@@ -9,8 +9,8 @@ tensors (:mod:`.fake_calls`); the same call in the next layer is looked up.
 
 Bytes are counted by storage, as torch holds them: a view, a transpose or a slice shares that of its source, and a
 storage lives until the last use of any of its views, as engines let values go. Inputs (parameters, buffers, the batch)
-are not in it: their storages belong to the caller. What ``memory.empty`` gives is kept between steps, and counts at every
-call, as in all steps but the first.
+are not in it: their storages belong to the caller. What ``memory.empty`` gives is kept between steps, and counts at
+every call, as in all steps but the first.
 """
 
 from __future__ import annotations

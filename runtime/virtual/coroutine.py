@@ -6,6 +6,9 @@ wait = c10d.wait_tensor(all_reduce)                 ->   wait = _here(all_reduce
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from shardfx.ir.ops import memory_ops
@@ -24,5 +27,5 @@ def _here(x: Tensor) -> Tensor:
 
 def as_coroutine(program: RankProgram, pool: MemoryPool, watch: Watch | None = None) -> Source:
     """The program as a generator function on the memory of a pool; ``watch`` is shown every result."""
-    instead = {c10d.wait_tensor.default: _here, memory_ops.empty: pool.empty}
+    instead: dict[Any, Callable[..., Any]] = {c10d.wait_tensor.default: _here, memory_ops.empty: pool.empty}
     return write_source(program, Forms(instead, Request.of), watch)
