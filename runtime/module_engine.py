@@ -133,7 +133,9 @@ class Stretches:
             if isinstance(step, fx.Node):
                 self._at, request, into = step, Request.of(step), destination(step)
                 assert request is not None
-                env[step] = yield request, env[step.args[0]], None if into is None else env[into]  # type: ignore[index]
+                to = None if into is None else env[into]
+                env[step] = (yield request, env[step.args[0]], to).pop()  # type: ignore[index]
+                del to
                 done = {step}
             else:
                 self._at, done = step.nodes[0], set(step.nodes)

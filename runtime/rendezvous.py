@@ -54,10 +54,10 @@ class Request:
         return f"{self.op}{self.args} on {self.group} at node {self.node!r} ({self.where})"
 
 
-RankCoroutine = Generator[tuple[Request, Tensor, Tensor | None], Tensor, Sequence[Tensor]]
-"""A rank under way: it yields what it asks for, the tensor that it sends, and the memory for what it gets."""
-
 Asked = tuple[Request, Tensor, Tensor | None]
+RankCoroutine = Generator[Asked, list[Tensor], Sequence[Tensor]]
+"""A rank under way: it yields what it asks for, the tensor that it sends, and the memory for what it gets. It takes
+that out of the list that it is sent, so that nobody else holds it while the rank goes on."""
 Perform = Callable[[Sequence[Request], Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
 """Does a collective on the tensors of a group's members: gives what each gets, in the memory that it wants it in."""
 listeners: list[Callable[[Request, Tensor, int], None]] = []
@@ -115,7 +115,7 @@ def run(
     waiting: dict[int, Asked] = {}
     failures: dict[int, Exception] = {}
 
-    def advance(rank: int, reply: Tensor | None) -> None:
+    def advance(rank: int, reply: list[Tensor] | None) -> None:
         try:
             waiting[rank] = calls[rank].send(reply)  # type: ignore[arg-type]
         except StopIteration as stop:
@@ -138,10 +138,10 @@ def run(
             _check(members, asked)
             for listener in listeners:
                 listener(request, asked[0][1], len(members))
-            replies = list(perform(*zip(*asked, strict=True)))
+            replies = [[made] for made in perform(*zip(*asked, strict=True))]
             asked.clear()  # what was sent is the ranks' to hold, or to let go
-            for member in members:
-                advance(member, replies.pop(0))
+            for member, reply in zip(members, replies, strict=True):
+                advance(member, reply)
             progressed = True
         if waiting and not progressed:
             if not failures:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 import shardfx as sx
+from tests.printed import check_printed, noting_programs
 from tests.reference import Reference, rel_err, single_device
 from tests.zoo import Case, make
 
@@ -34,6 +35,12 @@ def specs_of(case: Case, mesh: sx.Mesh, sequence: bool = False) -> dict[str, str
             weights |= {k: batch + v[1:] for k, v in (case.sequence_specs or {}).items()}
         specs.update({k: v.replace("tp", "cp tp") if "cp" in mesh.names else v for k, v in weights.items()})
     return specs
+
+
+def stored_specs(case: Case, axis: str = "dp") -> dict[str, str]:
+    """Every parameter that divides, stored cut over a data axis."""
+    size = {name: tensor.shape for name, tensor in case.model.named_parameters()}
+    return {name: ", ".join([axis] + ["-"] * (len(shape) - 1)) for name, shape in size.items() if shape[0] % 2 == 0}
 
 
 def plan(case: Case, mesh: sx.Mesh, sequence: bool = False, **hints: object) -> sx.ParallelModule:
@@ -64,20 +71,25 @@ class Difference:
 
 
 def train_beside(name: str, mesh: sx.Mesh, sequence: bool = False, steps: int = 3) -> Difference:
-    """Train the case on the mesh and alone, with AdamW; says how far apart they end."""
+    """Train the case on the mesh and alone, with AdamW; says how far apart they end.
+
+    What the engine runs is what the plan prints.
+    """
     reference: Reference = single_device(make(name), steps)
     case = make(name)
     pm = plan(case, mesh, sequence)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3, foreach=False)
     losses, grads = [], {}
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = pm(*case.args, *case.targets, **case.kwargs)
-        loss.backward()
-        losses.append(loss.item())
-        if step == 0:
-            grads = pm.full_grads()
-        optimizer.step()
+    with noting_programs() as ran:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = pm(*case.args, *case.targets, **case.kwargs)
+            loss.backward()
+            losses.append(loss.item())
+            if step == 0:
+                grads = pm.full_grads()
+            optimizer.step()
+    check_printed(pm, ran)
     state = pm.full_state_dict()
     assert set(grads) == set(reference.grads)
     return Difference(

@@ -40,6 +40,16 @@ class Layout:
         return cls(tuple(shape), tuple(strides)[: len(shape)][::-1], dtype)
 
     @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its elements stand one behind the other, in order."""
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+    @property
     def nbytes(self) -> int:
         """The bytes of its distinct elements: a dim that is expanded counts once."""
         sizes = (size for size, stride in zip(self.shape, self.stride, strict=True) if stride or not size)
@@ -48,11 +58,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that a call gives: its layout, and the number of the operand, or of the fresh memory, it lies in."""
+    """A tensor that a call gives: its layout, and the number of the operand, or of the fresh memory, it lies in.
+
+    ``offset`` elements behind the begin of that.
+    """
 
     layout: Layout
     owner: int
     fresh: bool = False
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +154,11 @@ class FakeCalls:
 
         def result(tensor: torch.Tensor) -> Result:
             layout = Layout(tuple(map(int, tensor.shape)), tensor.stride(), tensor.dtype)
-            storage = tensor.untyped_storage()
+            storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
             if storage._cdata in owners:
-                return Result(layout, owners[storage._cdata])
+                return Result(layout, owners[storage._cdata], offset=offset)
             fresh.setdefault(storage._cdata, storage.nbytes())
-            return Result(layout, list(fresh).index(storage._cdata), fresh=True)
+            return Result(layout, list(fresh).index(storage._cdata), fresh=True, offset=offset)
 
         results, sizes = change(out, result, torch.Tensor), tuple(fresh.values())
         return Made(results, sizes, max(watch.most, sum(sizes)), watch.flops, watch.writes or bool(sizes))

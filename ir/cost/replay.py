@@ -9,8 +9,8 @@ tensors (:mod:`.fake_calls`); the same call in the next layer is looked up.
 
 Bytes are counted by storage, as torch holds them: a view, a transpose or a slice shares that of its source, and a
 storage lives until the last use of any of its views, as engines let values go. Inputs (parameters, buffers, the batch)
-are not in it: their storages belong to the caller. Memory that is kept between steps (``memory.empty``) counts from its
-first to its last use.
+are not in it: their storages belong to the caller. What ``memory.empty`` gives is kept between steps, and counts at
+every call, as in all steps but the first.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from shardfx.ir.graph import InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.comm import row_of_collective
-from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.local_ops import row_of, sent_by
 from shardfx.ir.ops.sends import Sent, is_comm
+from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
 
 from .amounts import Cost, Work
@@ -71,13 +72,18 @@ def values(program: RankProgram) -> dict[str, Any]:
 def _walked(program: RankProgram) -> _Walk:
     mesh, coords = program.mesh, program.mesh.coords(program.rank)
     walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER})
-    inputs = iter(program.inputs)
+    places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
+    for node, given in places.items():
+        assert given.value.spec is not None
+        shape = given.value.spec.local_shape(given.value.shape, mesh, coords)
+        walk.give(node, shape, given.value.type.dtype)
+    nodes = {given.value: node for node, given in places.items()}
+    for together in neighbours(program.planned().values(), program.inputs):
+        walk.lie_together(nodes[given.value] for given in together)
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            value = next(inputs).value
-            assert value.spec is not None
-            walk.give(node, value.spec.local_shape(value.shape, mesh, coords), value.type.dtype)
-        elif node.op == "get_attr":
+            continue
+        if node.op == "get_attr":
             constant = program.constants[str(node.target)]
             walk.give(node, tuple(constant.shape), constant.dtype)
         elif node.op == "call_function":
@@ -105,12 +111,16 @@ class _Block:
     node: Node | None
     category: str = ""
     used_in: Phase | None = None
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
+    """``offset`` is the number of elements before its first one in the block."""
+
     layout: Layout
     block: _Block
+    offset: int = 0
 
 
 class _Walk:
@@ -131,6 +141,14 @@ class _Walk:
         """An input: memory of the caller's."""
         self.held[node] = _Tensor(Layout.dense(shape, dtype), _Block(0, 0, 0, None))
 
+    def lie_together(self, nodes: Iterable[fx.Node]) -> None:
+        """Inputs that the caller keeps one behind the other."""
+        block, offset = _Block(0, 0, 0, None), 0
+        for node in nodes:
+            layout = self.held[node].layout
+            self.held[node] = _Tensor(layout, block, offset)
+            offset += layout.numel
+
     def call(self, node: fx.Node) -> None:
         """One call: its operands are used, its results made."""
         at, planned = len(self.calls), node.meta.get("shardfx")
@@ -141,22 +159,41 @@ class _Walk:
             tensor.block.last = at
             if planned is not None:
                 tensor.block.used_in = planned.phase
+        for sent in sent_by(node):
+            self.held[sent].block.last = at
         if node.target is operator.getitem:
             self.held[node] = args[0][args[1]]
             self.costs.append(NOTHING)
             self.inside.append(0)
             return
-        made = self._fakes.made(node.target, change(args, _layout, _Tensor), change(kwargs, _layout, _Tensor))
-        fresh = [_Block(nbytes, at, at, planned) for nbytes in made.fresh]
+        made = self._adjoined(node, operands) or self._fakes.made(
+            node.target, change(args, _layout, _Tensor), change(kwargs, _layout, _Tensor)
+        )
+        fresh = [_Block(nbytes, at, at, planned, kept=is_memory(node)) for nbytes in made.fresh]
         self.blocks += fresh
 
         def bind(result: Result) -> _Tensor:
-            return _Tensor(result.layout, fresh[result.owner] if result.fresh else operands[result.owner].block)
+            if result.fresh:
+                return _Tensor(result.layout, fresh[result.owner], result.offset)
+            owner = operands[result.owner]
+            return _Tensor(result.layout, owner.block, owner.offset + result.offset)
 
         self.held[node] = change(made.results, bind, Result)
         self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
         group = group_of(node)
         self.costs.append(self._work(node, made, operands) if group is None else self._sent(node, group, args[0]))
+
+    def _adjoined(self, node: fx.Node, operands: list[_Tensor]) -> Made | None:
+        """What a call makes that gives its operands as one where they lie, if they lie one behind the other."""
+        row = row_of(node.target)
+        if row is None or not row.adjoins:
+            return None
+        first, end = operands[0], operands[0].offset
+        for tensor in operands:
+            if tensor.block is not first.block or tensor.offset != end or not tensor.layout.is_dense:
+                return None
+            end += tensor.layout.numel
+        return Made(Result(Layout.dense((end - first.offset,), first.layout.dtype), 0))
 
     def _work(self, node: fx.Node, made: Made, operands: list[_Tensor]) -> Cost:
         """What a call computes, reads and writes; a view does nothing."""
@@ -190,7 +227,7 @@ class _Walk:
 
     def footprint(self) -> Footprint:
         """What was found."""
-        storages = tuple(Storage(b.nbytes, b.born, b.last, self._category(b), b.node) for b in self.blocks)
+        storages = tuple(Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept) for b in self.blocks)
         return Footprint(tuple(self.calls), storages, tuple(self.costs), tuple(self.inside))
 
     def _category(self, block: _Block) -> str:

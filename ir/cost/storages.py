@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +21,8 @@ class Storage:
 
     ``category`` is "gradients", "results", "new buffers" (they stay to the end), "gathered" (stored parameters made
     whole), "activations" (made by the forward pass, used last by the backward), "communication" or "temporaries".
-    ``node`` is the planned node that the call was lowered from.
+    ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
+    keep and lend again to whoever asks for as many bytes when nobody holds it, in this step or the next.
     """
 
     nbytes: int
@@ -27,6 +30,7 @@ class Storage:
     last: int
     category: str
     node: Node | None
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most is held, beside the inputs: ``held``, the largest first."""
+    """The moment at which most is held, beside the inputs: ``held``, the largest first.
+
+    Memory that is kept and holds nothing then is of the category "kept".
+    """
 
     nbytes: int = 0
     node: Node | None = None
@@ -67,11 +74,29 @@ class Footprint:
     @cached_property
     def live(self) -> tuple[int, ...]:
         """The bytes that are there when each call is done, and nothing that it used last has gone yet."""
-        steps = [0] * (len(self.calls) + 1)
+        return tuple(map(operator.add, self._in_use(self.storages), self.idle))
+
+    @cached_property
+    def idle(self) -> tuple[int, ...]:
+        """The bytes that are kept and hold nothing at each call: once a step was run, as many are kept of each size as
+        it uses at once."""
+        by_size: dict[int, list[Storage]] = {}
         for storage in self.storages:
+            if storage.kept:
+                by_size.setdefault(storage.nbytes, []).append(storage)
+        idle = [0] * len(self.calls)
+        for alike in by_size.values():
+            used = self._in_use(alike)
+            idle = [before + max(used) - now for before, now in zip(idle, used, strict=True)]
+        return tuple(idle)
+
+    def _in_use(self, storages: Iterable[Storage]) -> list[int]:
+        """The bytes of those that hold something, by call."""
+        steps = [0] * (len(self.calls) + 1)
+        for storage in storages:
             steps[storage.born] += storage.nbytes
             steps[storage.last + 1] -= storage.nbytes
-        return tuple(itertools.accumulate(steps[:-1]))
+        return list(itertools.accumulate(steps[:-1]))
 
     @cached_property
     def cost(self) -> Cost:
@@ -86,6 +111,8 @@ class Footprint:
         top = max(range(len(self.calls)), key=lambda i: self.live[i] + self.inside[i])
         made_by = self.calls[top].meta.get("shardfx")
         there = [Held(s.category, s.nbytes, s.node) for s in self.storages if s.born <= top <= s.last and s.nbytes]
+        if self.idle[top]:
+            there.append(Held("kept", self.idle[top], None))
         if self.inside[top]:
             there.append(Held("temporaries", self.inside[top], made_by))
         there.sort(key=lambda held: -held.nbytes)

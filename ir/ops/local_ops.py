@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
 from . import memory_ops, pack
 from .table import LocalOp, Written
@@ -20,9 +21,9 @@ def _product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Written:
 
 STARTS = (
     LocalOp("c10d.all_reduce", c10d.all_reduce.default, group=2),
-    LocalOp("c10d.all_gather_into_tensor", c10d.all_gather_into_tensor.default, group=2),
-    LocalOp("c10d.reduce_scatter_tensor", c10d.reduce_scatter_tensor.default, group=3),
-    LocalOp("c10d.all_to_all_single", c10d.all_to_all_single.default, group=3),
+    LocalOp("c10d.all_gather_into_tensor", c10d.all_gather_into_tensor.default, group=2, holds=True),
+    LocalOp("c10d.reduce_scatter_tensor", c10d.reduce_scatter_tensor.default, group=3, holds=True),
+    LocalOp("c10d.all_to_all_single", c10d.all_to_all_single.default, group=3, holds=True),
     LocalOp(
         "c10d.all_reduce_",
         memory_ops.all_reduce_,
@@ -36,6 +37,7 @@ STARTS = (
         memory_ops.all_gather_into,
         group=2,
         into="out",
+        holds=True,
         plain=lambda args, kwargs: (c10d.all_gather_into_tensor.default, args, {}),
     ),
 )
@@ -63,7 +65,13 @@ MEMORY = (
     LocalOp("memory.mm_pieces", memory_ops.mm_pieces, into=2, plain=_product),
     LocalOp("aten.mm.out", aten.mm.out, into="out", plain=_product),
     LocalOp("memory.join", memory_ops.join, shares=True, plain=lambda args, kwargs: (pack.flatten, args[1:], {})),
-    LocalOp("memory.adjoin", memory_ops.adjoin, shares=True, plain=lambda args, kwargs: (pack.flatten, (*args, 1), {})),
+    LocalOp(
+        "memory.adjoin",
+        memory_ops.adjoin,
+        shares=True,
+        adjoins=True,
+        plain=lambda args, kwargs: (pack.flatten, (*args, 1), {}),
+    ),
     LocalOp("memory.spread", memory_ops.spread, into=0, plain=lambda args, kwargs: (pack.unflatten, args[1:], {})),
     LocalOp("memory.own", memory_ops.own, plain=lambda args, kwargs: args[0]),
 )
@@ -77,6 +85,15 @@ OTHER = (
 LOCAL_OPS: dict[Any, LocalOp] = {row.function: row for row in (*STARTS, *PACKING, *MEMORY, *OTHER)}
 """The rows by their function."""
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}
+
+
+def sent_by(wait: fx.Node) -> list[fx.Node]:
+    """What a wait sets free: the operands of collectives that hold them until then."""
+    row = row_of(wait.target)
+    if row is None or row.name != "c10d.wait_tensor":
+        return []
+    started = [(node, row_of(node.target)) for node in wait.all_input_nodes]
+    return [node.all_input_nodes[0] for node, row in started if row is not None and row.holds]
 
 
 def row_of(target: Any) -> LocalOp | None:

@@ -124,6 +124,8 @@ class LocalOp:
         plain: of the arguments, the call that gives the same value in memory of its own, or the operand that is it
             already; None where this call is such a one.
         memory: the result is memory, and no value.
+        holds: what it sends stays in memory until it was waited for.
+        adjoins: the result is the operands themselves where they lie one behind the other, and a copy elsewhere.
     """
 
     name: str
@@ -135,6 +137,8 @@ class LocalOp:
     moves: bool = False
     plain: Plain | None = None
     memory: bool = False
+    holds: bool = False
+    adjoins: bool = False
 
     def destination(self, node: fx.Node) -> fx.Node | None:
         """The operand whose memory is written."""

@@ -6,7 +6,7 @@ What a call does is the program's; *how* it is done may be an engine's (:class:`
     def program(x, w):
         mm = _mm(x, w)
         x = None
-        all_reduce = yield _Request, mm, None
+        all_reduce = (yield _Request, mm, None).pop()
         return (all_reduce,)
 """
 
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardfx.ir.ops.local_ops import sent_by
+
 from .rank_program import RankProgram
 from .sharing import destination
 
@@ -36,8 +38,8 @@ class Forms:
 
     Args:
         instead: function -> what is called in its place.
-        ask: of a node, what a coroutine yields beside its first operand and the memory that its result goes into;
-            None where it calls the function itself.
+        ask: of a node, what a coroutine yields beside its first operand and the memory that its result goes into
+            (it takes the result out of the list that it is sent); None where it calls the function itself.
     """
 
     instead: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class _Writer:
         for node in self.nodes:
             if node.op == "call_function" and not node.users:
                 last[node] = node
-            for used in node.all_input_nodes:
+            for used in (*node.all_input_nodes, *sent_by(node)):
                 last[used] = node
         dying: dict[fx.Node, list[str]] = {}
         for used, user in last.items():
@@ -133,7 +135,7 @@ class _Writer:
         if asked is not None:
             into = destination(node)
             at = "None" if into is None else into.name
-            return f"{node.name} = yield {self._name(asked)}, {self._text(node.args[0])}, {at}"
+            return f"{node.name} = (yield {self._name(asked)}, {self._text(node.args[0])}, {at}).pop()"
         function = self.forms.instead.get(node.target, node.target)
         parts = [self._text(a) for a in node.args] + [f"{k}={self._text(a)}" for k, a in node.kwargs.items()]
         return f"{node.name} = {self._name(function)}({', '.join(parts)})"

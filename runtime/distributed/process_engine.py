@@ -13,11 +13,11 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms, Source, write_source
-from shardfx.runtime.engine import RankWatch, Watch, seed_tensor
+from shardfx.runtime.engine import Watch, seed_tensor
+from shardfx.runtime.memory_pool import MemoryPool
 
 from . import gloo
 from .groups import axes_of, make_groups
-from .memory_pool import MemoryPool
 from .peer_failure import ended, ending_together, finish_together
 
 Tensor = torch.Tensor
@@ -31,7 +31,8 @@ class ProcessEngine:
         self.device, self.rank = device, dist.get_rank()
         with ending_together("making the groups of ranks"):
             make_groups(graph.mesh, axes_of(graph))
-        self._sources: WeakKeyDictionary[RankProgram, tuple[Source, MemoryPool]] = WeakKeyDictionary()
+        self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -59,11 +60,10 @@ class ProcessEngine:
         program, given = programs[self.rank], inputs[self.rank]
         if watch is not None:
             watcher = watch.watch(self.rank)
-            source, pool = self._written(program, watcher)
+            source = write_source(program, self._forms(program), watcher)
         else:
             source = self.source(program)
-            pool = self._sources[program][1]
-        pool.next_step()
+        self._pools[program].next_step()
         with torch.no_grad():
             try:
                 if watch is not None:
@@ -78,18 +78,15 @@ class ProcessEngine:
     def source(self, program: RankProgram) -> Source:
         """The function that runs for a program, written once."""
         if program not in self._sources:
-            self._sources[program] = self._written(program)
-        return self._sources[program][0]
+            self._sources[program] = write_source(program, self._forms(program))
+        return self._sources[program]
 
-    def _written(self, program: RankProgram, watcher: RankWatch | None = None) -> tuple[Source, MemoryPool]:
-        pool = MemoryPool()
-        return write_source(program, self._forms(pool), watcher), pool
-
-    def _forms(self, pool: MemoryPool) -> Forms:
-        """How this backend does what programs ask for."""
-        if self.device.type != "cpu":
-            return Forms(instead={memory_ops.empty: pool.empty})
+    def _forms(self, program: RankProgram) -> Forms:
+        """How this backend does what a program asks for."""
+        pool = self._pools.setdefault(program, MemoryPool())
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty}
+        if self.device.type != "cpu":
+            return Forms(instead)
         instead[c10d.reduce_scatter_tensor.default] = gloo.reduce_scatter
         instead[c10d.wait_tensor.default] = gloo.wait
         return Forms(instead=instead)

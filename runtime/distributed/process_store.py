@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind
-from shardfx.ir.ops.comm import all_gather
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
 
@@ -68,7 +68,7 @@ class ProcessStore:
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut rank 0's whole parameters and buffers into the stored pieces; what is stored already is written over."""
-        memory = {} if self.parameters else self._neighbours()
+        memory = {} if self.parameters else self._side_by_side()
         for given in self._inputs:
             name = given.name
             if name not in whole:
@@ -89,21 +89,13 @@ class ProcessStore:
             else:
                 self.buffers[name] = [shard.wrap(piece.clone()) if _spec(given).axes else piece.clone()]
 
-    def _neighbours(self) -> dict[str, Tensor]:
-        """Memory for parameters that are gathered together: side by side, so that nothing is copied before a gather."""
-        stored = {given.value: given for given in self.graph.of_kind(InputKind.PARAMETER)}
+    def _side_by_side(self) -> dict[str, Tensor]:
+        """Memory for the parameters that are gathered together."""
         found: dict[str, Tensor] = {}
-        for node in self.graph.nodes:
-            together = [stored[value] for value in node.operands if value in stored]
-            if node.op is not all_gather or len(node.operands) == 1 or len(together) < len(node.operands):
-                continue
-            if any(given.name in found for given in together):
-                continue
+        for together in neighbours(self.graph.nodes, self.graph.inputs):
             shapes = [_spec(g).local_shape(g.value.shape, self.mesh, self.mesh.coords(self.rank)) for g in together]
-            sizes = [torch.Size(shape).numel() for shape in shapes]
-            flat = torch.empty(sum(sizes), dtype=node.operands[0].type.dtype, device=self.device)
-            for given, shape, part in zip(together, shapes, flat.split(sizes), strict=True):
-                found[given.name] = part.view(shape)
+            places = side_by_side(shapes, together[0].value.type.dtype, self.device)
+            found |= {given.name: place for given, place in zip(together, places, strict=True)}
         return found
 
     def to(self, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Source
 from shardfx.runtime.engine import Watch, seed_tensor
+from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import run
 
 from .collectives import perform
@@ -37,6 +38,7 @@ class VirtualEngine:
     def __init__(self, mesh: Mesh, device: torch.device | None = None) -> None:
         self.mesh, self.device = mesh, device or torch.device("cpu")
         self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -56,13 +58,15 @@ class VirtualEngine:
         """Run all programs to their ends; gives what each returns."""
         sources = {}
         for rank, program in programs.items():
+            pool = self._pools.setdefault(program, MemoryPool())
+            pool.next_step()
             if watch is not None:
                 watcher = watch.watch(rank)
                 watcher.inputs(program.inputs, inputs[rank])
-                sources[rank] = as_coroutine(program, watcher)
+                sources[rank] = as_coroutine(program, pool, watcher)
                 continue
             if program not in self._sources:
-                self._sources[program] = as_coroutine(program)
+                self._sources[program] = as_coroutine(program, pool)
             sources[rank] = self._sources[program]
         with torch.no_grad(), one_thread():
             return run(sources, inputs, self.mesh, perform)

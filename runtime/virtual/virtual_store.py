@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardfx.ir.graph import Graph, InputKind
+from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 
@@ -22,16 +23,22 @@ class VirtualStore:
         self.parameters: dict[str, list[nn.Parameter]] = {}
         self.buffers: dict[str, list[Tensor]] = {}
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self._neighbours = neighbours(graph.nodes, graph.inputs)
         placed = [(given.name, given.value, given.value.spec) for given in self._inputs]
         self._shards = {name: Shards.of(spec, value.shape, graph.mesh) for name, value, spec in placed if spec}
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored shards; what is stored already is written over."""
+        memory = {} if self.parameters else self._side_by_side()
         for given in self._inputs:
             if given.name not in whole:
                 continue
             layout, tensor = self._shards[given.name], whole[given.name].detach()
-            pieces = [layout.cut(tensor, i).to(self.device, copy=True) for i in range(layout.count)]
+            pieces = [layout.cut(tensor, i) for i in range(layout.count)]
+            pieces = [
+                place.copy_(piece) if place is not None else piece.to(self.device, copy=True)
+                for place, piece in zip(memory.get(given.name, [None] * layout.count), pieces, strict=True)
+            ]
             held = self.parameters.get(given.name) or self.buffers.get(given.name)
             if held:
                 for old, new in zip(held, pieces, strict=True):
@@ -42,12 +49,28 @@ class VirtualStore:
             else:
                 self.buffers[given.name] = pieces
 
+    def _side_by_side(self) -> dict[str, list[Tensor]]:
+        """Memory for the pieces of parameters that are gathered together, where the same ranks hold them."""
+        found: dict[str, list[Tensor]] = {}
+        for together in self._neighbours:
+            layouts = [self._shards[given.name] for given in together]
+            if any(layout.by_rank != layouts[0].by_rank for layout in layouts):
+                continue
+            dtype = together[0].value.type.dtype
+            places = [
+                side_by_side([layout.local_shapes[i] for layout in layouts], dtype, self.device)
+                for i in range(layouts[0].count)
+            ]
+            found |= {given.name: [place[k] for place in places] for k, given in enumerate(together)}
+        return found
+
     def to(self, device: torch.device) -> None:
         """Move what is stored; parameters stay the same objects."""
         self.device = device
-        for pieces in self.parameters.values():
-            for piece in pieces:
-                piece.data = piece.data.to(device)
+        memory = self._side_by_side()
+        for name, pieces in self.parameters.items():
+            for i, piece in enumerate(pieces):
+                piece.data = memory[name][i].copy_(piece.data) if name in memory else piece.data.to(device)
         self.buffers = {name: [tensor.to(device) for tensor in tensors] for name, tensors in self.buffers.items()}
 
     def piece(self, name: str, rank: int) -> Tensor:

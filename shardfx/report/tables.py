@@ -97,6 +97,7 @@ def _memory(report: Report) -> list[RenderableType]:
         ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),
         ("results", peak.of("results") + peak.of("new buffers"), "at the peak: loss, results, new contents of buffers"),
         ("communication", peak.of("communication"), "at the peak: what is packed, sent and received"),
+        ("kept", peak.of("kept"), "at the peak: memory of gathers and gradients that is kept between steps, idle then"),
         ("temporaries", peak.of("temporaries"), "at the peak: everything else"),
     ):
         if size or name in ("parameters", "activations", "gradients", "temporaries"):

@@ -1,7 +1,7 @@
-"""``python -m tests.torchrun.fork 4 NAME:ARGUMENT,...`` forks 4 ranks that call functions of :mod:`.workers`.
+"""``main(["4", "NAME:ARGUMENT,...", ...])`` forks 4 ranks that call functions of :mod:`.workers`.
 
-To import torch and to capture a model takes longer than what is tested: the parent does both, once, and the ranks find
-the plans that it made (see :func:`remember_plans`).
+To capture a model takes longer than what is tested: the parent does it, once, and the ranks find the plans that it
+made (see :func:`remember_plans`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import sys
 import time
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,7 +19,7 @@ import shardfx.api
 import tests.plans
 from shardfx.compile import compile_model
 from shardfx.compiled import Compiled
-from tests.plans import MESHES, plan
+from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
@@ -73,13 +71,23 @@ def rank_main(rank: int, size: int, port: int, calls: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def main(size: int, calls: list[str]) -> int:
-    torch.set_num_threads(1)
+def prepare(worker: str, arguments: list[str]) -> None:
+    """Make what the ranks will ask for."""
+    name, mesh, *more = arguments
+    case = make(name)
+    plan(case, MESHES[mesh], specs=stored_specs(case) if "stored" in more else {})
+    if worker == "trains_like_one_device":
+        tests.plans.single_device(case, 3)
+
+
+def main(arguments: list[str]) -> int:
+    size, calls = int(arguments[0]), arguments[1:]
     remember_plans()
-    for name, mesh in {tuple(c.partition(":")[2].split(",")[:2]) for c in calls if ":" in c and "dp2tp2" in c}:
-        plan(make(name), MESHES[mesh])
-        tests.plans.single_device(make(name), 3)
-    if any(call in GATED for call in calls):
+    for call in calls:
+        worker, _, given = call.partition(":")
+        if len(given.split(",")) > 1 and given.split(",")[1] in MESHES:
+            prepare(worker, given.split(","))
+    if any(call.partition(":")[0] in GATED for call in calls):
         for name in PLANS:
             gated(name)
     print(f"plans: {time.process_time():.1f} s of CPU", flush=True)
@@ -104,7 +112,3 @@ GATED = (
     "takes_global_or_local_batches",
     "accumulates_and_scales_gradients",
 )
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

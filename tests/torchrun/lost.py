@@ -1,4 +1,4 @@
-"""Ranks that fail on purpose: ``python -m tests.torchrun.lost exits raises ...`` prints how each rank ended, as JSON.
+"""Ranks that fail on purpose: ``main(["exits", "raises"])`` prints how each rank ended, as JSON.
 
 Four ranks on a mesh of 2 x 2 take a step in which rank 1 does something else; a rank's end is
 ``[seconds, what it raised]``, or None where the process is gone.
@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +23,8 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.module.programs import TRAIN
+
+from .fork import remember_plans
 
 TIMEOUT = 3
 """Of the process group, in seconds."""
@@ -80,9 +81,7 @@ def step(pm: sx.ParallelModule, mode: str) -> None:
         pm(x, y)
 
 
-def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+def planned(mode: str) -> sx.ParallelModule:
     torch.manual_seed(0)
     model = Net()
     if mode == "makes_nan":
@@ -94,7 +93,13 @@ def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
         targets=(torch.zeros(8, dtype=torch.int64),),
         specs={"args.0": "dp, -", "targets.0": "dp", "fc1.weight": "tp, -"},
     )
-    pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints)
+    return sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints)
+
+
+def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    pm = planned(mode)
     dist.barrier()
     started = time.monotonic()
     try:
@@ -131,6 +136,8 @@ def ends(mode: str) -> list[End]:
     return found
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print("ENDS", json.dumps({mode: ends(mode) for mode in sys.argv[1:]}))
+def main(modes: list[str]) -> int:
+    remember_plans()
+    planned("exits")  # which ranks inherit
+    print("ENDS", json.dumps({mode: ends(mode) for mode in modes}))
+    return 0

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import shardfx as sx
-from shardfx.runtime.distributed.process_engine import ProcessEngine
-from tests.plans import MESHES, plan
+from tests.live_memory import check_footprint, held_in_a_step
+from tests.plans import MESHES, plan, stored_specs
+from tests.printed import check_printed, noting_programs
 from tests.reference import rel_err
 from tests.virtual.test_rank_modules import TIMES, TimeCollectives
 from tests.zoo import make
@@ -74,23 +73,24 @@ def saves_programs(name: str, folder: str) -> None:
 
 
 @worker
-def runs_what_is_printed(name: str, mesh: str) -> None:
-    """The engine is given the program that ``rank_program`` prints; and it is proven."""
-    case, ran = make(name), dict[int, str]()
-    run = ProcessEngine.run
-
-    def noting(self: ProcessEngine, programs: Any, inputs: Any, watch: Any = None) -> Any:
-        ran.update({rank: str(program) for rank, program in programs.items()})
-        return run(self, programs, inputs, watch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessEngine, "run", noting)
-        pm = plan(case, MESHES[mesh])
-        assert pm._programs.step._engine is None
-        pm(*case.args, *case.targets, **case.kwargs)
-    rank = dist.get_rank()
-    assert ran == {rank: str(pm.rank_program(rank))}
+def is_proven(name: str, mesh: str) -> None:
+    """Under torchrun as elsewhere; and planning makes no engine."""
+    pm = plan(make(name), MESHES[mesh])
     assert pm.verify()
+    assert pm._programs.step._engine is None
+
+
+@worker
+def runs_what_is_printed(name: str, mesh: str, stored: str = "") -> None:
+    """The engine is given the program that ``rank_program`` prints, and holds what the report predicts."""
+    case = make(name)
+    with noting_programs() as ran:
+        pm = plan(case, MESHES[mesh], specs=stored_specs(case) if stored else {})
+        held = held_in_a_step(pm, case)
+    check_printed(pm, ran)
+    ((rank, mine),) = held.items()
+    found = check_footprint(pm.rank_program(rank), mine, exact=False)
+    assert rank or pm.report().memory.peak == found.peak
 
 
 @worker

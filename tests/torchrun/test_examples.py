@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.torchrun.launch import ROOT, torchrun
+from tests.torchrun.launch import ROOT, example
 from tests.virtual.test_examples import one_device
 
 
 def test_the_gpt_trains_as_on_one_device(tmp_path: Path) -> None:
-    printed = torchrun(4, [str(ROOT / "examples" / "gpt_torchrun.py"), str(tmp_path / "saved")], timeout=240)
+    printed = example(4, [str(ROOT / "examples" / "gpt_torchrun.py"), str(tmp_path / "saved")])
     losses = [float(number) for number in re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE)]
     assert losses == pytest.approx(one_device(len(losses)), abs=2e-5)
     assert losses[-1] < losses[0] - 1

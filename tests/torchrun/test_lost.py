@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.torchrun.launch import ROOT, run
+from tests.torchrun.launch import ended
 from tests.torchrun.lost import MODES, TIMEOUT, End
 
 SOON = TIMEOUT + 8.0
@@ -15,7 +15,7 @@ SOON = TIMEOUT + 8.0
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[End]]:
-    printed = run(["-m", "tests.torchrun.lost", *MODES], 200, ROOT)
+    printed = ended(*MODES)
     return json.loads(next(line for line in printed.splitlines() if line.startswith("ENDS"))[5:])
 
 

@@ -13,7 +13,7 @@ import torch
 from tests.plans import MESHES, plan
 from tests.reference import rel_err
 from tests.torchrun.launch import on_ranks, torchrun
-from tests.zoo import make
+from tests.zoo import CASES, make
 
 
 def test_models_train_like_one_device_and_send_what_their_graph_says() -> None:
@@ -34,11 +34,16 @@ def test_calling_and_checkpoints(tmp_path: Path) -> None:
         "takes_global_or_local_batches",
         "evaluates_with_the_trained_weights",
         "accumulates_and_scales_gradients",
-        "dropout_is_drawn_by_rank_0",
+        "dropout_is_drawn_by_rank_0:dropout_mlp,dp2tp2",
         "what_dtensor_cannot_say_is_an_error",
         "weights_come_from_rank_0_or_later",
         f"checkpoints_move_between_plans:{tmp_path}",
     )
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_all_plans(tmp_path: Path) -> None:
+    on_ranks(4, f"checkpoints_move_between_plans:{tmp_path},all")
 
 
 def test_mistakes_and_programs(tmp_path: Path) -> None:
@@ -54,10 +59,19 @@ def test_mistakes_and_programs(tmp_path: Path) -> None:
 def test_programs_run_as_they_are_printed() -> None:
     on_ranks(
         2,
-        "runs_what_is_printed:gpt_fused,tp2",
+        "is_proven:mlp3,dp2",
+        "runs_what_is_printed:mlp3,tp2",
+        "runs_what_is_printed:gpt_fused,dp2,stored",
         "times_collectives:mlp3,dp2",
         "runs_compiled_and_changed:mlp3,dp2",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_runs_as_it_is_printed_and_holds_what_is_predicted(name: str) -> None:
+    on_ranks(2, *(f"runs_what_is_printed:{name},{how}" for how in ("tp2", "dp2", "dp2,stored")), timeout=500)
 
 
 @pytest.mark.slow
@@ -74,7 +88,7 @@ def test_saved_programs_compute_the_same_alone(tmp_path: Path) -> None:
     pm.save_programs(tmp_path)
     loss = pm(*case.args, *case.targets)
     loss.backward()
-    printed = torchrun(2, [str(tmp_path / "run.py"), "--save"], cwd=tmp_path)
+    printed = torchrun(2, [str(tmp_path / "run.py"), "--save"], tmp_path)
     assert "rank 1: loss:loss" in printed
     text = (tmp_path / "rank0.py").read_text()
     assert not [line for line in text.splitlines() if "import" in line and "shardfx" in line]

@@ -132,9 +132,11 @@ def same_state(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> 
 
 
 @worker
-def checkpoints_move_between_plans(folder: str) -> None:
-    """Train on one plan, save with DCP, load into every plan: parameters, buffers and AdamW's state are the same."""
-    for source in PLANS:
+def checkpoints_move_between_plans(folder: str, pairs: str = "") -> None:
+    """Train on one plan, save with DCP, load into the next (``pairs="all"``: into every plan): parameters, buffers and
+    AdamW's state are the same."""
+    names = list(PLANS)
+    for i, source in enumerate(names):
         model, pm, x, y = gated(source)
         mine, theirs = torch.optim.AdamW(pm.parameters(), lr=1e-2), torch.optim.AdamW(model.parameters(), lr=1e-2)
         loss = train(pm, lambda pm=pm, x=x, y=y: pm(x, y), mine)
@@ -147,7 +149,7 @@ def checkpoints_move_between_plans(folder: str) -> None:
                 assert torch.equal(parameter.full_tensor(), state[name]), name
         held, moments = get_state_dict(pm, mine)
         dcp.save({"model": held, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
-        for target in PLANS:
+        for target in names if pairs else [names[(i + 1) % len(names)]]:
             _, other, _, _ = gated(target, seed=1)
             optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
             held, moments = get_state_dict(other, optimizer)
@@ -233,10 +235,10 @@ def accumulates_and_scales_gradients() -> None:
 
 
 @worker
-def dropout_is_drawn_by_rank_0() -> None:
+def dropout_is_drawn_by_rank_0(name: str, mesh: str) -> None:
     """The generators differ, the step does not: replicas agree, and a seed reproduces."""
-    case = make("dropout_mlp")
-    pm = plan(case, MESHES["dp2tp2"])
+    case = make(name)
+    pm = plan(case, MESHES[mesh])
 
     def step(seed: int) -> float:
         torch.manual_seed(seed + 100 * dist.get_rank())

@@ -26,8 +26,9 @@ from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_graph
 from shardfx.module.programs import TRAIN
 from shardfx.runtime.debug.collective_counts import count_collectives
-from tests.live_memory import live_bytes
-from tests.plans import MESHES, plan
+from tests.live_memory import check_footprint, held_in_a_step
+from tests.plans import MESHES, plan, stored_specs
+from tests.zoo import CASES as ZOO
 from tests.zoo import make
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -56,12 +57,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt stored": ("gpt_separate", "dp2", {"specs": {"layers.*.fc*.weight": "dp, -"}}),
 }
 SLOW: dict[str, tuple[str, str, dict[str, Any]]] = {
-    **{
-        name: (name, "dp2tp2", {})
-        for name in ("gpt_fused", "llama", "hf_gpt2", "hf_gpt2_dropout", "hf_llama", "hf_qwen3")
-    },
-    **{name: (name, "dp2tp2", {}) for name in ("hf_t5", "hf_vit")},
-    "hf_bert": ("hf_bert", "tp4", {}),
+    **{f"{name} dp2tp2": (name, "dp2tp2", {}) for name in ZOO},
+    **{f"{name} stored": (name, "dp2", {"specs": stored_specs(make(name))}) for name in ZOO},
+    "hf_bert tp4": ("hf_bert", "tp4", {}),
     "stored, not fused": ("gpt_separate", "dp2tp2", {"specs": {"layers.*.q.weight": "tp dp, -"}, "fuse_mb": 0}),
 }
 
@@ -72,23 +70,21 @@ def planned(case: str) -> sx.ParallelModule:
     return plan(make(name), MESHES[mesh], **hints)
 
 
-def holds_what_a_run_holds(pm: sx.ParallelModule) -> None:
-    """Call by call, to the byte: of what runs, and of the program in which every value has memory of its own."""
-    for program in (running(pm), lowered(pm), running(pm, pm.mesh.size - 1)):
-        found, real = replay(program), live_bytes(program)
-        assert dict(zip([call.name for call in found.calls], found.live, strict=True)) == real
-        assert found.peak.nbytes >= max(real.values())
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_every_call_holds_what_a_run_holds(case: str) -> None:
-    holds_what_a_run_holds(planned(case))
+    given, pm = make({**CASES, **SLOW}[case][0]), planned(case)
+    held = held_in_a_step(pm, given)
+    assert len(held) == pm.mesh.size
+    for rank in (0, pm.mesh.size - 1):
+        found = check_footprint(running(pm, rank), held[rank])
+        assert rank or pm.report().memory.peak == found.peak
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW)
-def test_every_call_of_larger_models_holds_what_a_run_holds(case: str) -> None:
-    holds_what_a_run_holds(planned(case))
+def test_programs_in_which_every_value_has_memory_of_its_own_hold_what_a_run_holds() -> None:
+    given, pm = make("mlp3"), plan(make("mlp3"), MESHES["dp2"], specs=STORED)
+    for rank in range(pm.mesh.size):
+        pm._programs.step.put(rank, TRAIN, lowered(pm, rank))
+    check_footprint(lowered(pm), held_in_a_step(pm, given)[0])
 
 
 @pytest.mark.parametrize("case", ["sequence", "resnet", "stored"])

@@ -20,7 +20,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import validate_program
 from shardfx.ir.spec import TensorType
 from shardfx.passes.rank import InPlace, OwnOutputs, RankContext, RankPass, run_rank_passes
-from shardfx.runtime.distributed.memory_pool import MemoryPool
+from shardfx.runtime.memory_pool import MemoryPool
 from tests.plans import plan
 from tests.rank_golden import CASES, FOLDER, made
 from tests.zoo import make

@@ -34,7 +34,7 @@ def pm() -> sx.ParallelModule:
 
 # ---- memory
 
-CATEGORIES = ("activations", "gathered", "gradients", "results", "new buffers", "communication", "temporaries")
+CATEGORIES = ("activations", "gathered", "gradients", "results", "new buffers", "communication", "kept", "temporaries")
 
 
 class Live(TorchDispatchMode):

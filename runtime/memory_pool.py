@@ -1,7 +1,8 @@
-"""What stands behind ``memory.empty`` on a real rank: memory that stays between steps.
+"""What stands behind ``memory.empty`` in an engine: memory that stays between steps.
 
-It is lent to whoever asks and taken back when nobody holds it, as torch does on a GPU. What a step hands out
-(gradients) are views of it; where somebody still holds one, the next step gets other memory.
+It is lent to whoever asks for as many bytes and taken back when nobody holds it, as torch does on a GPU. What a step
+hands out (gradients) are views of it; where somebody still holds one, the next step gets other memory. A footprint
+counts on it (:mod:`shardfx.ir.cost.storages`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Lent:
 
 
 class MemoryPool:
-    """Flat memory by size and dtype."""
+    """Memory of one program, by size."""
 
     def __init__(self) -> None:
         self._kept: list[_Lent] = []
@@ -39,15 +40,15 @@ class MemoryPool:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
         """As :func:`shardfx.ir.ops.memory_ops.empty`: memory that nobody holds."""
-        numel = torch.Size(shape).numel()
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
         for each in self._kept:
-            if each.flat.numel() == numel and each.flat.dtype is dtype and _use_count(each.storage) == each.alone:
+            if each.flat.numel() == nbytes and _use_count(each.storage) == each.alone:
                 each.used = True
-                return each.flat.view(shape)
-        flat = torch.empty(numel, dtype=dtype, device=device)
+                return each.flat.view(dtype).view(shape)
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         storage = flat.untyped_storage()
         self._kept.append(_Lent(flat, storage, _use_count(storage)))
-        return flat.view(shape)
+        return flat.view(dtype).view(shape)
 
 
 def _use_count(storage: Any) -> int:
