@@ -24,13 +24,14 @@ VERSION = 1
 class PlanFields:
     """What a plan says.
 
-    ``inputs`` and ``hinted`` are placements as text, by name; ``strategies`` the cuts of each op's factors, by the
-    op's key: phase, module, op, and its number among those alike.
+    ``inputs`` and ``hinted`` are placements as text, by name; ``cuts`` the hints on ops; ``strategies`` the cuts of
+    each op's factors, by the op's key: phase, module, op, and its number among those alike.
     """
 
     mesh: Mesh
     inputs: Mapping[str, str]
     hinted: Mapping[str, str]
+    cuts: Mapping[str, str]
     strategies: Mapping[str, str]
     passes: tuple[str, ...]
     fingerprint: str
@@ -101,6 +102,7 @@ def _fields_of(content: dict[str, Any], where: str) -> PlanFields:
             mesh=Mesh(links=links, **axes),
             inputs=_texts("inputs", content["inputs"]),
             hinted=_texts("hinted", content["hinted"]),
+            cuts=_texts("cuts", content.get("cuts", {})),
             strategies=_texts("strategies", content["strategies"]),
             passes=tuple(_text_of("passes", each) for each in _list(content["passes"])),
             fingerprint=_text_of("fingerprint", content["fingerprint"]),

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardfx.ir.mesh import Link
+from shardfx.ir.ops.memory_ops import all_gather_into
+
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LONG, RUNS = 0.02, 5
@@ -75,12 +78,13 @@ def link(device: torch.device) -> Link | None:
 def _gather_seconds(nbytes: int, ranks: int, device: torch.device) -> float:
     """Seconds of the fastest of a few gathers; as many on every rank, for they wait for one another."""
     mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    whole, times = mine.new_empty(nbytes * ranks), []
+    assert dist.group.WORLD is not None
+    whole, group, times = mine.new_empty(nbytes * ranks), dist.group.WORLD.group_name, []
     for _ in range(RUNS + 1):
         dist.barrier()
         _wait(device)
         started = time.perf_counter()
-        dist.all_gather_into_tensor(whole, mine)
+        wait_tensor(all_gather_into(mine, ranks, group, out=whole))
         _wait(device)
         times.append(time.perf_counter() - started)
     return min(times[1:])
