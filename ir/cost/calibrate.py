@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+
+from shardfx.ir.mesh import Link
+from shardfx.ir.ops.memory_ops import all_gather_into
+
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LONG, RUNS = 0.02, 5
 """Seconds that a run should take, and how many of them."""
 LARGEST = 8192
 """Rows and columns of the largest matrix that is tried."""
+GATHERED = 1 << 24
+"""The bytes of each rank that are gathered to time a link."""
 
 
 def flops_by_dtype(device: torch.device) -> dict[torch.dtype, float]:
@@ -50,6 +59,35 @@ def call_overhead(device: torch.device) -> float:
             x.add_(1.0)
 
     return _fastest(row, device) / many
+
+
+def link(device: torch.device) -> Link | None:
+    """What connects the ranks of the default process group: a gather among all of them, of next to nothing and of much.
+
+    All ranks measure together and find the same, for the slowest counts. None where there are no other ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    ranks = dist.get_world_size()
+    seconds = torch.tensor([_gather_seconds(1, ranks, device), _gather_seconds(GATHERED, ranks, device)], device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    little, much = seconds.tolist()
+    return Link((ranks - 1) * GATHERED / max(much - little, 1e-9), little / math.log2(ranks))
+
+
+def _gather_seconds(nbytes: int, ranks: int, device: torch.device) -> float:
+    """Seconds of the fastest of a few gathers; as many on every rank, for they wait for one another."""
+    mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    assert dist.group.WORLD is not None
+    whole, group, times = mine.new_empty(nbytes * ranks), dist.group.WORLD.group_name, []
+    for _ in range(RUNS + 1):
+        dist.barrier()
+        _wait(device)
+        started = time.perf_counter()
+        wait_tensor(all_gather_into(mine, ranks, group, out=whole))
+        _wait(device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
@@ -149,7 +150,9 @@ class Machine:
     def measure(cls, device: str | torch.device | None = None, name: str = "") -> Machine:
         """The machine at hand, measured for a few seconds: matrix products by dtype, a copy of memory, a small op.
 
-        What connects ranks is not measured, for there is one process: that of the nearest known machine is taken.
+        Where a process group of several ranks is there, all of them call this together, and what connects them is
+        measured as well: as one link between any two, whichever machine they are on. Else the links are not measured,
+        but those of the nearest known machine; ``source`` says which it was. Virtual ranks send nothing.
 
         Args:
             device: what computes; by default CUDA where there is one, else the CPU.
@@ -157,14 +160,17 @@ class Machine:
         """
         at = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         like = cls.load("cpu-laptop" if at.type == "cpu" else "h100-dgx")
+        measured = calibrate.link(at)
+        links = like.links if measured is None else (Level("measured", measured),)
+        of_links = f"links as of {like.name}" if measured is None else f"one link, among {dist.get_world_size()} ranks"
         return cls(
             name or f"measured {at.type}",
             {str(dtype).removeprefix("torch."): rate for dtype, rate in calibrate.flops_by_dtype(at).items()},
             calibrate.memory_bandwidth(at),
             calibrate.memory_bytes(at),
-            like.links,
+            links,
             calibrate.call_overhead(at),
-            f"measured with torch {torch.__version__} on {calibrate.device_name(at)}; links as of {like.name}",
+            f"measured with torch {torch.__version__} on {calibrate.device_name(at)}; {of_links}",
         )
 
     def json(self) -> str:

@@ -9,12 +9,25 @@ from typing import Any, NamedTuple
 import torch
 
 from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops import pack
 from shardfx.ir.rules.book import Contiguous, replicated, rule
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.schema import argument, given_tensors
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
-__all__ = ["Indexed", "argument", "at_dim", "given_tensors", "indexed", "moves", "ops", "packed", "untouched", "words"]
+__all__ = [
+    "Indexed",
+    "argument",
+    "at_dim",
+    "checked",
+    "given_tensors",
+    "indexed",
+    "moves",
+    "ops",
+    "packed",
+    "untouched",
+    "words",
+]
 
 moves = functools.partial(rule, linear="0", moves_only=True)
 """The rule of an op that only moves the elements of its first operand about."""
@@ -75,3 +88,8 @@ def indexed(node: Node, letter: str, mark: str = "") -> Indexed | None:
     result = [*(f"{letter}{i}" for i in first), *own, *(f"{letter}{i}" for i in kept if i not in first)]
     table = words((f"{letter}{i}" for i in range(node.operands[0].type.ndim)), {f"{letter}{i}" for i in at})
     return Indexed(table, ", ".join("~" if each is None else f"~{words(own)}" for each in indices), result, kept)
+
+
+def checked(emit: Emit, index: Any, size: int, ignored: int | None = None) -> Any:
+    """An index into a table that is cut, found to be one: an op of torch sees that itself, of the table as a whole."""
+    return emit.call(pack.inside, index, size, ignored)

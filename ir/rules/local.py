@@ -18,7 +18,6 @@ from shardfx.ir.cut import Coords, Cut, bounds, in_stretches
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import pack
 from shardfx.ir.spec import Spec
 
 aten = torch.ops.aten
@@ -202,11 +201,6 @@ def mine(emit: Emit, index: Any, held: Held) -> tuple[Any, Any]:
         place = emit.call(aten.add.Tensor, place, digit) if place is not None else digit
         stride, below = stride * piece.length, below * piece.size
     return place, outside
-
-
-def checked(emit: Emit, index: Any, size: int, ignored: int | None = None) -> Any:
-    """An index into a table that is cut, found to be one: an op of torch sees that itself, of the table as a whole."""
-    return emit.call(pack.inside, index, size, ignored)
 
 
 def others_zero(emit: Emit, found: Any, outside: Any, *, rows: bool = False) -> Any:

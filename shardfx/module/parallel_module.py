@@ -14,6 +14,7 @@ from torch import fx, nn
 from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
+from shardfx.ir.capture.intake.given import quiet_copies
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import values
 from shardfx.ir.errors import Error
@@ -80,7 +81,8 @@ class ParallelModule(Root):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
-        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        with quiet_copies():
+            made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:

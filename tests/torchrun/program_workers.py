@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardfx as sx
+from shardfx.ir.cost import calibrate
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan, stored_specs
 from tests.printed import check_printed, noting_programs
@@ -114,3 +115,20 @@ def runs_compiled_and_changed(name: str, mesh: str) -> None:
     pm.compile(backend="aot_eager")
     assert "memory." not in str(pm.rank_program(dist.get_rank()))
     assert same(step(pm, name), expected)
+
+
+@worker
+def measures_links() -> None:
+    """All ranks measure one link, the same on each, and a mesh may have it."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    calibrate.LARGEST, calibrate.GATHERED = 256, 1 << 20
+    machine = sx.Machine.measure("cpu")
+    (level,) = machine.links
+    assert level.name == "measured" and f"among {dist.get_world_size()} ranks" in machine.source
+    assert 1e6 < level.link.bandwidth < 1e12 and 1e-6 < level.link.latency < 1
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, level.link)
+    assert found == [level.link] * len(found)
+    assert machine.connect(sx.Mesh(dp=2))["dp"].link == level.link
+    assert sx.Machine.parse(machine.json()) == machine

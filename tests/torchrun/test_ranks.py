@@ -53,6 +53,7 @@ def test_mistakes_and_programs(tmp_path: Path) -> None:
         "compiles_whole:mlp3,dp,aot_eager",
         "compiles_whole:mlp3,tp,aot_eager",
         "mistakes_are_errors",
+        "measures_links",
     )
 
 

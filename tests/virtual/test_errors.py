@@ -131,7 +131,7 @@ def test_a_wrong_input_shape() -> None:
     pm = make()
     with pytest.raises(sx.Error, match=r"batch_size \(5\)"):
         pm(X[:5], Y)
-    with pytest.raises(sx.Error, match="to have the same dtype"):
+    with pytest.raises(sx.Error, match="must have the same dtype"):
         pm(X.float(), Y)
     with pytest.raises(sx.Error, match="not those that the model was captured with"):
         pm(X, Y, Y)

@@ -6,8 +6,8 @@ import copy
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -63,10 +63,17 @@ def _remedy(model: object) -> str:
 
 def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     """A deep copy, with what ``memo`` says in place of tensors."""
-    with warnings.catch_warnings():  # of torch's own class, when torch's own trees of arguments are copied
-        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+    with quiet_copies():
         made: nn.Module = _copied(module, memo)
         return made
+
+
+@contextmanager
+def quiet_copies() -> Iterator[None]:
+    """Without the warning of torch about its own class, when its trees of arguments are copied."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        yield
 
 
 ATOMS = (str, int, float, bool, type(None))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument, packed
+from shardfx.ir.rulebook.dims import argument, checked, packed
 from shardfx.ir.rules.book import RuleEntry, rule
-from shardfx.ir.rules.local import Emit, checked, mine
+from shardfx.ir.rules.local import Emit, mine
 from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, indexed, words
+from shardfx.ir.rulebook.dims import argument, at_dim, checked, given_tensors, indexed, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
-from shardfx.ir.rules.local import Emit, checked, mine, nothing, others_zero
+from shardfx.ir.rules.local import Emit, mine, nothing, others_zero
 from shardfx.ir.rules.sharding_rule import SAME, ShardingRule
 from shardfx.ir.rules.template import Template, template
 
