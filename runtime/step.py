@@ -20,6 +20,24 @@ Results = dict[tuple[OutputKind, str], list[torch.Tensor]]
 STORED = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
+def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None:
+    """Raise where a watched value is another than for the example that the program was captured with.
+
+    Raises:
+        Error: naming the model's line, and both values.
+    """
+    for output, value in zip(outputs, out, strict=True):
+        guard = output.guard
+        if guard is not None and not guard.holds(value := value.cpu()):
+            raise Error(
+                "these data lead the model elsewhere than the example did",
+                where="  ".join(part for part in (str(guard.where), guard.where.code) if part),
+                expected=f"{guard.expected!r:.200}, as for the example that was captured",
+                got=f"{value.tolist()!r:.200}",
+                remedy="parallelize the model once more, with an example that takes this way",
+            )
+
+
 @dataclass
 class Step:
     """The programs of one planned graph on a store.
@@ -70,6 +88,9 @@ class Step:
         """Run the ranks of this process on whole inputs, or on this rank's own part of each; new buffers are stored.
 
         Gives the distinct pieces of every output (under ``torchrun`` this rank's own).
+
+        Raises:
+            Error: a guard does not hold: the model would do something else for these inputs. Nothing is stored.
         """
         programs = self.programs(kinds)
         first = next(iter(programs.values()))
@@ -81,6 +102,8 @@ class Step:
                 for rank, program in programs.items()
             }
             outs = self.engine.run(programs, given, watch)
+            for out in outs.values():
+                check_guards(first.outputs, out)
             results: Results = {}
             for i, output in enumerate(first.outputs):
                 pieces: dict[int, torch.Tensor] = {}

@@ -23,6 +23,7 @@ rank to which it speaks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
@@ -214,5 +215,5 @@ def _silent(graph: Graph) -> Graph:
         if isinstance(node.op, OwnOp):
             same.update(zip(node.outs, node.operands, strict=True))
     found.nodes = [node for node in found.nodes if not isinstance(node.op, OwnOp)]
-    found.outputs = [Output(o.kind, o.name, same.get(o.value, o.value)) for o in found.outputs]
+    found.outputs = [replace(o, value=same.get(o.value, o.value)) for o in found.outputs]
     return found
