@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Guard, OutputKind
 from shardfx.ir.text import parse_graph, print_graph
+from tests.zoo.cases import double
 
 F64 = torch.float64
 MESHES = [
@@ -274,3 +275,67 @@ def test_saved_programs_check_their_guards(tmp_path: Path) -> None:
     watched = {name for name in space["OUTPUTS"] if name.startswith(OutputKind.GUARD)}
     assert set(space["GUARDS"]) == watched and len(watched) == 3
     assert [expected for expected, _ in space["GUARDS"].values()][1:] == [3, 3]
+
+
+def _tokens() -> Tensor:
+    return torch.randint(5, 60, (4, 16))
+
+
+def _llava() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Image features are scattered into the tokens that stand for them; that there are as many is asked."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**size, image_size=8, patch_size=4)
+    words = LlamaConfig(**size, vocab_size=64, num_key_value_heads=2, max_position_embeddings=64, use_cache=False)
+    config = LlavaConfig(vision_config=vision, text_config=words, image_token_id=3, vision_feature_layer=-1)
+    tokens = _tokens()
+    tokens[:, 2:6] = 3
+    return LlavaForConditionalGeneration(config), {"input_ids": tokens, "pixel_values": torch.randn(4, 3, 8, 8)}
+
+
+def _longformer() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Which tokens are seen by all is a mask of the data."""
+    from transformers import LongformerConfig, LongformerModel
+
+    config = LongformerConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=40,
+        attention_window=8,
+    )
+    ones = torch.ones(4, 16, dtype=torch.long)
+    seen_by_all = ones * (torch.arange(16) == 0)
+    return LongformerModel(config), {
+        "input_ids": _tokens(),
+        "attention_mask": ones,
+        "global_attention_mask": seen_by_all,
+    }
+
+
+def _first_result(out: Any) -> Tensor:
+    return out[0].square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
+@pytest.mark.parametrize(("build", "tolerance"), [(_llava, 1e-12), (_longformer, 1e-3)])  # float32 inside: longformer
+def test_models_of_transformers(build: Callable[[], Any], tolerance: float) -> None:
+    with double():
+        model, kwargs = build()
+        model.eval()
+        kept = copy.deepcopy(model)
+        pm = make(model, (), kwargs=kwargs, loss=_first_result, specs={"kwargs.input_ids": "dp, -"})
+        expected = _first_result(kept(**kwargs))
+        expected.backward()
+        pm(**kwargs).backward()
+    grads = pm.full_grads()
+    apart = [(grads[n] - p.grad).abs().max() for n, p in kept.named_parameters() if p.grad is not None]
+    assert max(apart) < tolerance
+    assert guards(pm) and pm.verify()
+    other = {"input_ids": torch.full((4, 16), 7), "global_attention_mask": torch.ones(4, 16, dtype=torch.long)}
+    with pytest.raises(sx.Error, match=r"elsewhere(.|\n)*modeling_"):
+        pm(**kwargs | {name: other[name] for name in kwargs if name in other})
