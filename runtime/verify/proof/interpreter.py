@@ -232,8 +232,27 @@ class Rank:
     def _fits(self, held: Spec, wanted: Spec, output: Output) -> bool:
         if held.partial or held == wanted:
             return held == wanted
+        return self._same_box(output, held, wanted, self.rank)
+
+    def _same_box(self, output: Output, held: Spec, wanted: Spec, rank: int) -> bool:
         box = self.proof.numbering.box
-        return box(output.value.shape, held, self.rank).equals(box(output.value.shape, wanted, self.rank))
+        return box(output.value.shape, held, rank).equals(box(output.value.shape, wanted, rank))
+
+    def promised(self, outputs: Sequence[Output], ranks: Sequence[int]) -> None:
+        """Check that what the plan holds of each output is what its place promises, on some ranks.
+
+        Raises:
+            Failed: it is another box.
+        """
+        assert self.result is not None
+        for output in outputs:
+            held, wanted = output.value.spec, self._spec(output)
+            assert held is not None
+            other = held.partial != wanted.partial or not all(self._same_box(output, held, wanted, r) for r in ranks)
+            if held != wanted and other:
+                shape = output.value.shape
+                what = f"this is the part {held.text(shape)}, where {wanted.text(shape)} is expected"
+                raise Failed(self.fault(what, self.result, f"{output.kind.value} {output.name}"))
 
     def _first_unknown(self, node: fx.Node) -> fx.Node:
         """The first node, in program order, behind ``node`` of which nothing is known though all its operands are."""
