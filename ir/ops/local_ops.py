@@ -75,15 +75,13 @@ OTHER = (
 
 LOCAL_OPS: dict[Any, LocalOp] = {row.function: row for row in (*STARTS, *PACKING, *MEMORY, *OTHER)}
 """The rows by their function."""
+_BY_IDENTITY = {id(function): row for function, row in LOCAL_OPS.items()}
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}
 
 
 def row_of(target: Any) -> LocalOp | None:
     """The row of a program's function; None for torch's own ops and for functions of which nothing is known."""
-    try:
-        found = LOCAL_OPS.get(target)
-    except TypeError:  # a target that is not hashable
-        return None
+    found = _BY_IDENTITY.get(id(target))  # torch hashes its ops in Python
     return found if found is not None else getattr(target, ROW, None)
 
 

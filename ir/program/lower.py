@@ -130,7 +130,8 @@ class Lowering:
         share = Share(self.current, self.mesh, self.coords) if self.current is not None else None
         target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
-        made = self.fx.create_node("call_function", target, args, kwargs, name)
+        made = self.fx.create_node("call_function", target, name=name)
+        made.args, made.kwargs = args, kwargs  # given to create_node, torch walks them in Python
         if self.current is not None:
             made.meta["shardfx"] = self.current
         if gives is not None:

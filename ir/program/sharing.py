@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import fx
@@ -39,14 +40,19 @@ def shared_inputs(node: fx.Node) -> list[fx.Node]:
         if row.name == "memory.join":
             return list(node.all_input_nodes)
         return list(node.all_input_nodes) if row.shares else []
-    if isinstance(target, torch._ops.OpOverload):
-        shares = target in UNSAFE or any(result.alias_info is not None for result in target._schema.returns)
-        return list(node.all_input_nodes) if shares else []
+    if isinstance(target, torch._ops.OpOverload) and not _may_share(target):
+        return []
     return list(node.all_input_nodes)
 
 
 UNSAFE = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
 """Ops whose results share memory, though their schemas do not say so."""
+
+
+@cache
+def _may_share(op: torch._ops.OpOverload) -> bool:
+    """Whether the result of one of torch's ops may be in an operand's memory."""
+    return op in UNSAFE or any(result.alias_info is not None for result in op._schema.returns)
 
 
 class Sharing:
@@ -70,14 +76,17 @@ class Sharing:
             if node.target is operator.getitem and not shared:  # the same result of a call, taken twice
                 first = taken.setdefault((node.all_input_nodes[0], node.args[1]), node)
                 shared = [first] if first is not node else []
-            roots = dict.fromkeys(self._root[used] for used in shared)
-            root = next(iter(roots), node)
-            for other in list(roots)[1:]:
-                for known in members.pop(other):
-                    self._root[known] = root
-                    members[root].append(known)
-                self._uses.setdefault(root, []).extend(self._uses.pop(other, ()))
-            self._owned[root] = all(self._owned[r] for r in roots) if roots else node.op == "call_function"
+            root = node
+            if shared:
+                root, *others = roots = list(dict.fromkeys(self._root[used] for used in shared))
+                for other in others:
+                    for known in members.pop(other):
+                        self._root[known] = root
+                        members[root].append(known)
+                    self._uses.setdefault(root, []).extend(self._uses.pop(other, ()))
+                self._owned[root] = all(self._owned[r] for r in roots)
+            else:
+                self._owned[node] = node.op == "call_function"
             self._root[node] = root
             members.setdefault(root, []).append(node)
             for used in node.all_input_nodes:

@@ -38,6 +38,7 @@ class Buckets(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Make the buckets."""
         coords, changed = program.mesh.coords(program.rank), False
+        order = {node: i for i, node in enumerate(program.graph.nodes)}
         for node in list(program.graph.nodes):
             made = node.meta.get("shardfx")
             if node.target is not pack.flatten or len(node.users) != 1 or not isinstance(made, Node):
@@ -50,13 +51,14 @@ class Buckets(RankPass):
             shapes = [v.spec.local_shape(v.shape, program.mesh, coords) for v in made.operands if v.spec is not None]
             if len(shapes) != len(tensors):
                 continue
-            _bucket(program.graph, node, tensors, shapes, pieces, made.operands[0].type.dtype, context.device)
+            first = min(tensors, key=order.__getitem__)
+            _bucket(first, node, tensors, shapes, pieces, made.operands[0].type.dtype, context.device)
             changed = True
         return changed
 
 
 def _bucket(
-    graph: fx.Graph,
+    first: fx.Node,
     flat: fx.Node,
     tensors: Sequence[fx.Node],
     shapes: Sequence[tuple[int, ...]],
@@ -64,8 +66,8 @@ def _bucket(
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    """Put memory in place of a concatenation."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    """Put memory in place of a concatenation of ``tensors``, of which ``first`` is made first."""
+    graph = flat.graph
     sizes = [torch.Size(shape).numel() // pieces for shape in shapes]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -73,7 +75,7 @@ def _bucket(
         made.meta["shardfx"] = flat.meta["shardfx"]
         return made
 
-    with graph.inserting_before(min(tensors, key=order.__getitem__)):
+    with graph.inserting_before(first):
         memory = call(memory_ops.empty, [sum(sizes) * pieces], dtype, device)
     written, at = [], 0
     for tensor, shape, size in zip(tensors, shapes, sizes, strict=True):

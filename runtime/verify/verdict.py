@@ -136,12 +136,12 @@ class _Broken(Exception):
         self.fault = fault
 
 
-def _sound(program: RankProgram) -> RankProgram:
+def _sound(program: RankProgram, *, in_place: bool = False) -> RankProgram:
     """The plain form of a program that is well formed: that is what is proven."""
     fault = first_broken([program])
     if fault is not None:
         raise _Broken(fault)
-    return plain(program)
+    return plain(program, in_place=in_place)
 
 
 def _ask(
@@ -165,7 +165,7 @@ def _ask(
             after,
             rules,
             lambda graph, rank: lower(graph, rank, rules, {OutputKind.RESULT}, device),
-            lambda rank: _sound(program(after, rank)),
+            lambda rank: _sound(program(after, rank), in_place=True),
             others,
             nodes,
             inputs,

@@ -43,14 +43,34 @@ class Family:
         """The program of one of the ranks."""
         if not self.varying:
             return self.program
-        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self.program.graph.nodes:
-            env[node] = graph.node_copy(node, env.__getitem__)
-        for node in self.varying:
-            made = env[node]
-            made.args = fx.node.map_aggregate(made.args, lambda arg: self.together.at(arg, rank))  # type: ignore[assignment]
-            made.kwargs = fx.node.map_aggregate(made.kwargs, lambda arg: self.together.at(arg, rank))  # type: ignore[assignment]
-        return Written(graph)
+        key = tuple([self.together.at(arg, rank) for arg in self._numbers])
+        if key not in self._copies:
+            graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+            for node in self.program.graph.nodes:
+                env[node] = graph.node_copy(node, env.__getitem__)
+            self._put(rank, [env[node] for node in self.varying])
+            self._copies[key] = Written(graph)
+        return self._copies[key]
+
+    @cached_property
+    def _numbers(self) -> list[Any]:
+        return [arg for node in self.varying for arg in leaves(node) if varies(arg)]
+
+    @cached_property
+    def _copies(self) -> dict[tuple[Any, ...], Written]:
+        return {}
+
+    def settled(self, rank: int) -> HasGraph:
+        """The same, without a copy: from now on the family is this rank alone."""
+        self._put(rank, self.varying)
+        return self.program
+
+    def _put(self, rank: int, nodes: Iterable[fx.Node]) -> None:
+        def at(arg: Any) -> Any:
+            return self.together.at(arg, rank)
+
+        for node in nodes:
+            node.args, node.kwargs = fx.node.map_aggregate(node.args, at), fx.node.map_aggregate(node.kwargs, at)  # type: ignore[assignment]
 
 
 def varies(arg: Any) -> bool:

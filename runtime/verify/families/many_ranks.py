@@ -136,10 +136,7 @@ class Own:
 
     def at(self, rank: int) -> HasGraph:
         """The plan's own program of a rank."""
-        if rank in self.other:
-            return self.other[rank].at(rank)
-        known = [family for family in (self.pattern, *self.alike) if family and rank in family.together.place]
-        return known[0].at(rank) if known else self.program(rank)
+        return self.other[rank].at(rank) if rank in self.other else self.program(rank)
 
 
 class Whole:
@@ -159,18 +156,15 @@ class Whole:
         """
         own = self.own
         if own.pattern is not None:
-            self._together(own.pattern, pair(own.pattern.ranks, self.mesh)[:1])
+            self._lock_step({(r := pair(own.pattern.ranks, self.mesh)[0]): own.pattern.settled(r)}, ())
             self._promises()
         for family in own.alike:
-            self._together(family, pair(family.ranks, self.mesh))
+            self._lock_step({r: family.at(r) for r in pair(family.ranks, self.mesh)}, ())
         apart = {*changed, *own.other}
         if apart:
             axes = {tuple(n.kwargs["axes"]) for n in self.proof.after.nodes if isinstance(n.op, OwnOp) and n.kwargs["axes"]}
             near = {m for r in apart for each in axes for m in self.mesh.group(r, each)}
             self._lock_step({r: changed.get(r) or own.at(r) for r in sorted(apart | near)}, apart)
-
-    def _together(self, family: Family, ranks: Sequence[int]) -> None:
-        self._lock_step({r: family.at(r) for r in ranks}, ())
 
     def _lock_step(self, programs: Mapping[int, HasGraph], apart: Iterable[int]) -> None:
         alone = set(apart)

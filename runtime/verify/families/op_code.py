@@ -10,7 +10,7 @@ planned outputs. Then what is proven of the code, op by op, and of the planned g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,90 +77,102 @@ def operands(node: Node) -> list[Value]:
     return list(dict.fromkeys(node.operands))
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
+class _Op:
+    """How far the code of a planned node has been read."""
+
+    code: Code
+    operands: list[Value]
+    outs: list[Value]
+    next: int = 0
+
+
 class Reading:
-    """The reading of a family's program."""
+    """The reading of a family's program. ``codes`` is the code of each planned node, by its first result."""
 
-    family: Family
-    nodes: Sequence[Node]
-    codes: Mapping[Value, Code]
-    """By the first result of each planned node: the code of its op on these ranks."""
-    calls: int = 0
-    _stands: dict[fx.Node, Value] = field(default_factory=dict)
-    _made: dict[fx.Node, tuple[Value, int]] = field(default_factory=dict)
-    _same: dict[Value, Value] = field(default_factory=dict)
-    """Of values that are one on a rank, for their op does nothing there: the first."""
-    _next: dict[Value, int] = field(default_factory=dict)
-    _restricted: dict[tuple[int, Any], Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for node in self.nodes:
+    def __init__(self, family: Family, nodes: Sequence[Node], codes: Mapping[Value, Code]) -> None:
+        self.family = family
+        self.calls = 0
+        self._ops: dict[Value, _Op] = {}
+        self._stands: dict[fx.Node, Value] = {}
+        self._made: dict[fx.Node, tuple[_Op, int]] = {}
+        self._same: dict[Value, Value] = {}
+        """Of values that are one on a rank, for their op does nothing there: the first."""
+        self._restricted: dict[tuple[int, Any], Any] = {}
+        for node in nodes:
+            outs = node.outs
+            op = _Op(codes[outs[0]], [self._one(value) for value in operands(node)], outs)
+            self._ops[outs[0]] = op
             first: dict[Operand | Made, Value] = {}
-            for ref, value in zip(self._code(node).results, node.outs, strict=True):
+            for ref, value in zip(op.code.results, outs, strict=True):
                 if isinstance(ref, Operand):
-                    self._same[value] = self._one(operands(node)[ref.index])
-                elif ref in first:
+                    self._same[value] = op.operands[ref.index]
+                elif first.setdefault(ref, value) is not value:
                     self._same[value] = first[ref]
-                else:
-                    first[ref] = value
-
-    def _code(self, node: Node) -> Code:
-        return self.codes[node.outs[0]]
 
     def _one(self, value: Value) -> Value:
         return self._same.get(value, value)
 
     def first_other(self, inputs: Sequence[Input], outputs: Sequence[Output]) -> fx.Node | None:
         """The first node at which the program is not the planned graph in this code; None: it is."""
-        known = {node.outs[0]: node for node in self.nodes}
         given = iter(inputs)
+        node: fx.Node
         for node in self.family.program.graph.nodes:
             if node.op == "placeholder":
-                self._stands[node] = self._one(next(given).value)
+                self._stands[node] = next(given).value
             elif node.op == "output":
-                returned = [self._stands.get(result) for result in node.args[0]]
+                results: Any = node.args[0]
+                returned = [self._stands.get(result) for result in results]
                 return None if returned == [self._one(output.value) for output in outputs] else node
             elif node.op != "call_function":
                 return node
             elif node.target in IDENTITY:
-                source = node.args[0]
-                for table in (self._stands, self._made):
-                    if source in table:
-                        table[node] = table[source]  # type: ignore[index]
-            elif not self._reads(node, known):
+                source: Any = node.args[0]
+                if source in self._stands:
+                    self._stands[node] = self._stands[source]
+                if source in self._made:
+                    self._made[node] = self._made[source]
+            elif not self._reads(node):
                 return node
         return None
 
-    def _reads(self, node: fx.Node, known: Mapping[Value, Node]) -> bool:
+    def _reads(self, node: fx.Node) -> bool:
         """Whether a call is the next one of its op."""
         made = node.meta.get("shardfx")
-        planned = known.get(made.outs[0]) if isinstance(made, Node) and made.outs else None
-        if planned is None:
+        op = self._ops.get(made.outs[0]) if isinstance(made, Node) and made.outs else None
+        if op is None or op.next >= len(op.code.calls):
             return False
-        key, code = planned.outs[0], self._code(planned)
-        place = self._next.get(key, 0)
-        if place >= len(code.calls):
+        place, call = op.next, op.code.calls[op.next]
+        if node.target is not call.target or not self._alike(op, call.args, node.args):
             return False
-        call, given = code.calls[place], operands(planned)
-
-        def is_(ref: Any, arg: Any) -> bool:
-            if isinstance(arg, fx.Node):
-                if isinstance(ref, Operand):
-                    return self._stands.get(arg) is self._one(given[ref.index])
-                return isinstance(ref, Made) and self._made.get(arg) == (key, ref.call)
-            a, b = self._constant(code, ref), self._constant(None, arg)
-            return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
-
-        if node.target is not call.target or not alike((call.args, call.kwargs), (node.args, node.kwargs), is_):
+        if (call.kwargs or node.kwargs) and not self._alike(op, call.kwargs, node.kwargs):
             return False
-        self._next[key] = place + 1
-        self._made[node] = key, place
-        for ref, value in zip(code.results, planned.outs, strict=True):
+        op.next += 1
+        self._made[node] = op, place
+        for ref, value in zip(op.code.results, op.outs, strict=True):
             if isinstance(ref, Made) and ref.call == place:
                 self._stands[node] = self._one(value)
                 break
         self.calls += 1
         return True
+
+    def _alike(self, op: _Op, ref: Any, arg: Any) -> bool:
+        """Whether an argument is what the code has there."""
+        if isinstance(arg, fx.Node):
+            if isinstance(ref, Operand):
+                return self._stands.get(arg) is op.operands[ref.index]
+            return isinstance(ref, Made) and self._made.get(arg) == (op, ref.call)
+        if isinstance(ref, (list, tuple)):
+            if not isinstance(arg, (list, tuple)) or len(ref) != len(arg):
+                return False
+            for a, b in zip(ref, arg, strict=True):  # noqa: SIM110, the loop is where the time goes
+                if not self._alike(op, a, b):
+                    return False
+            return True
+        if isinstance(ref, dict):
+            return isinstance(arg, dict) and ref.keys() == arg.keys() and all(self._alike(op, ref[k], arg[k]) for k in ref)
+        a, b = self._constant(op.code, ref), self._constant(None, arg)
+        return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
 
     def numbers(self, code: Code | None, calls: Iterable[Call]) -> list[Any]:
         """Of calls in a code (None: in the program) the targets and constants of those that are not the same on all
@@ -185,16 +197,6 @@ class Reading:
             found = tuple(each[place] for place in places)
             self._restricted[key] = found[0] if len(set(found)) == 1 else found
         return self._restricted[key]
-
-
-def alike(a: Any, b: Any, same: Callable[[Any, Any], bool]) -> bool:
-    """Whether two nests of arguments are the same, the leaves being so by ``same``."""
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(alike(x, y, same) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(alike(a[k], b[k], same) for k in a)
-    return same(a, b)
-
 
 
 def same_numbers(family: Family, nodes: Sequence[Node], codes: Mapping[Value, Code]) -> bool:

@@ -47,8 +47,9 @@ class SingleOps:
 
     def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write) -> None:
         self._graph, self._nodes, self._book, self._write = graph, nodes, book, write
-        self._keys = {node.outs[0]: op_key(node) for node in nodes}
-        self._codes: dict[Any, list[Code]] = {}
+        numbers: dict[Any, int] = {}
+        self._keys = {node.outs[0]: numbers.setdefault(op_key(node), len(numbers)) for node in nodes}
+        self._codes: dict[int, list[Code]] = {}
         self.parts: list[list[int]] = [list(range(graph.mesh.size))]
         """Ranks on which every op has the same code, numbers aside."""
         self.interpreted = 0

@@ -96,22 +96,27 @@ class Rank:
 
     # ---- the same program at another rank ---------------------------------------------------------------------
 
-    def as_at(self, node: fx.Node, rank: int) -> Elements | None:
-        """What a node holds where this program runs at another rank's coordinates; None: that cannot be said."""
+    def as_at(self, node: fx.Node, rank: int, moved: dict[Any, Elements]) -> Elements | None:
+        """What a node holds where this program runs at another rank's coordinates; None: that cannot be said.
+
+        ``moved`` keeps what calls give, for ranks that hold the same.
+        """
         facts = self.facts(node)
         if facts:
             return self.proof.numbering.codes(facts[0], rank)
         if node.op != "call_function" or node.target is c10d.wait_tensor.default or node.target in COLLECTIVES:
             return None
-        given = {n: self.as_at(n, rank) for n in node.all_input_nodes}
+        given = {n: self.as_at(n, rank, moved) for n in node.all_input_nodes}
         if None in given.values():
             return None
         function = MOVES.get(node.target)
         if function is None:
             return None
-        args: Any = fx.map_arg(node.args, given.__getitem__)  # type: ignore[arg-type]
-        made: Elements = function(*args, **node.kwargs)
-        return made
+        key = node, *given.values()
+        if key not in moved:
+            args: Any = fx.map_arg(node.args, given.__getitem__)  # type: ignore[arg-type]
+            moved[key] = function(*args, **node.kwargs)
+        return moved[key]
 
     # ---- one call ---------------------------------------------------------------------------------------------
 
