@@ -70,7 +70,7 @@ class Family:
             return self.together.at(arg, rank)
 
         for node in nodes:
-            node.args, node.kwargs = fx.node.map_aggregate(node.args, at), fx.node.map_aggregate(node.kwargs, at)  # type: ignore[assignment]
+            node.args, node.kwargs = fx.node.map_aggregate(node.args, at), fx.node.map_aggregate(node.kwargs, at)
 
 
 def varies(arg: Any) -> bool:

@@ -30,9 +30,10 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Failed, Fault
 from shardfx.runtime.verify.proof.every_rank import begin
-from shardfx.runtime.verify.proof.interpreter import COLLECTIVES, HasGraph, Rank
+from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
 from shardfx.runtime.verify.proof.known import Proof
 from shardfx.runtime.verify.proof.meeting import LockStep
+from shardfx.runtime.verify.proof.numbering import COLLECTIVES
 
 from .family import Family, families
 from .op_code import Reading, same_numbers
@@ -162,7 +163,9 @@ class Whole:
             self._lock_step({r: family.at(r) for r in pair(family.ranks, self.mesh)}, ())
         apart = {*changed, *own.other}
         if apart:
-            axes = {tuple(n.kwargs["axes"]) for n in self.proof.after.nodes if isinstance(n.op, OwnOp) and n.kwargs["axes"]}
+            axes = {
+                tuple(n.kwargs["axes"]) for n in self.proof.after.nodes if isinstance(n.op, OwnOp) and n.kwargs["axes"]
+            }
             near = {m for r in apart for each in axes for m in self.mesh.group(r, each)}
             self._lock_step({r: changed.get(r) or own.at(r) for r in sorted(apart | near)}, apart)
 

@@ -57,7 +57,7 @@ class Code:
     @staticmethod
     def of(family: Family) -> Code:
         """The code of an op that stands alone in a program."""
-        code, env = Code(family), dict[fx.Node, Operand | Made]()
+        code, env = Code(family), dict[fx.Node, Any]()
         for node in family.program.graph.nodes:
             if node.op == "placeholder":
                 env[node] = Operand(len(env))
@@ -170,7 +170,9 @@ class Reading:
                     return False
             return True
         if isinstance(ref, dict):
-            return isinstance(arg, dict) and ref.keys() == arg.keys() and all(self._alike(op, ref[k], arg[k]) for k in ref)
+            return (
+                isinstance(arg, dict) and ref.keys() == arg.keys() and all(self._alike(op, ref[k], arg[k]) for k in ref)
+            )
         a, b = self._constant(op.code, ref), self._constant(None, arg)
         return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
 

@@ -7,9 +7,11 @@ that is a *linear* function of the rank's coordinates, and is else the same on a
 - of an op that communicates, or that moves elements: at every coordinate along its *own* axes (those of its group, and
   those along which its code is not the same), and along each other axis at two, for what is linear and right at two
   places is right at all;
-- of an op whose rule writes the code itself (``local``): at two ranks of each family, and what the rule says is compared
-  with the code for all ranks at once;
-- of any other, at two ranks: only shapes could differ, and they are equal.
+- of an op whose rule writes the code itself (``local``): at two ranks of each family, and the code is compared with
+  what the rule says for all ranks at once;
+- of any other, at two ranks of each family: only shapes could differ, and they are equal.
+
+Where that is not so (no rule is the code's reason, yet it has numbers that differ), it is interpreted on all ranks.
 """
 
 from __future__ import annotations
@@ -101,11 +103,12 @@ class SingleOps:
             own = {*node.kwargs["axes"], *axes_of(_numbers(made, mesh), mesh)}
             return _linear(own, mesh)
         entry = self._book.entry(node.op)
-        if node.strategy is None or entry is None or entry.local is None or not is_cut(node):
-            return pair(range(mesh.size), mesh)
-        if all(self._as_the_rule_says(node, family, mesh) for family in made):
-            return sorted({rank for family in made for rank in pair(family.ranks, mesh)})
-        return range(mesh.size)
+        if entry is not None and entry.local is not None and node.strategy is not None and is_cut(node):
+            if not all(self._as_the_rule_says(node, family, mesh) for family in made):
+                return range(mesh.size)
+        elif any(family.varying for family in made):
+            return range(mesh.size)
+        return sorted({rank for family in made for rank in pair(family.ranks, mesh)})
 
     def _as_the_rule_says(self, node: Node, family: Family, mesh: Mesh) -> bool:
         """Whether the code is what the op's rule writes for all ranks of a family."""

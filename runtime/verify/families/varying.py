@@ -144,7 +144,9 @@ class Varying:
         if bool((mask == first).all()):
             return first
         chosen = mask.tolist()
-        raise Split([[r for r, m in zip(self.together.ranks, chosen, strict=True) if m is way] for way in (True, False)])
+        raise Split(
+            [[r for r, m in zip(self.together.ranks, chosen, strict=True) if m is way] for way in (True, False)]
+        )
 
     def _compared(self, other: Any, do: Callable[[Any, Any], Any]) -> Any:
         if isinstance(other, Varying):
@@ -178,7 +180,7 @@ class Varying:
             parts.setdefault(number, []).append(rank)
         raise Split(list(parts.values()))
 
-    __hash__ = __index__ = __int__ = __float__ = __abs__ = __invert__ = __round__ = _exactly  # type: ignore[assignment]
+    __hash__ = __index__ = __int__ = __float__ = __abs__ = __invert__ = __round__ = _exactly
     __truediv__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rdivmod__ = __pow__ = __rpow__ = _exactly
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _exactly
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _exactly

@@ -2,7 +2,8 @@
 
 Not every rank need be interpreted: at a collective of a rank whose group has others, these *shadows* are taken to run
 the same program at their own coordinates. What a shadow sends is then what the rank sends, with the facts behind it
-being those of the shadow's coordinates. Who may be a shadow, and why, is said in :mod:`.representatives`.
+being those of the shadow's coordinates. Who may be a shadow, and why, is said in
+:mod:`shardfx.runtime.verify.families.many_ranks`.
 """
 
 from __future__ import annotations
