@@ -17,13 +17,14 @@ from typing import ClassVar
 import torch
 
 from .mesh import Mesh
-from .node import NOWHERE, Attr, Node, Phase, Strategy, Value, Where, op_name, substitute
+from .node import NOWHERE, Attr, FactorCuts, Node, Phase, Pin, Strategy, Value, Where, op_name, substitute
 from .repeat import Repeat
 from .spec import Spec
 
 __all__ = [
     "NOWHERE",
     "Attr",
+    "FactorCuts",
     "Graph",
     "Input",
     "InputKind",
@@ -31,6 +32,7 @@ __all__ = [
     "Output",
     "OutputKind",
     "Phase",
+    "Pin",
     "Strategy",
     "Value",
     "Where",

@@ -44,6 +44,10 @@ class Where:
 NOWHERE = Where()
 
 
+FactorCuts = tuple[tuple[str, tuple[str, ...]], ...]
+"""Which factor of an op's rule is cut over which axes, major first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """How a node is computed: the spec it needs of each tensor operand and gives to each result.
@@ -53,7 +57,19 @@ class Strategy:
 
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
-    cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    cuts: FactorCuts = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """How somebody wants a node to be cut: the axes of some factors of its rule (none: whole), and ``by`` whom.
+
+    ``op`` is the op that this is said of where that is a part of the node's: ``aten.mm`` of an ``addmm``.
+    """
+
+    cuts: FactorCuts
+    by: str
+    op: str = ""
 
 
 Attr = int | float | bool | str
@@ -105,7 +121,8 @@ class Node:
     """One application of an op. ``args`` and ``kwargs`` nest Values in lists and tuples, as the op's schema does.
 
     ``attrs`` are a pass's own remarks (``{"lane": 1}``): the text, copies and rewrites keep them, and no op reads them.
-    ``made_by`` is the pass that made the node, "" for capture; ``why`` says why, in words.
+    ``pin`` is how somebody wants it to be cut. ``made_by`` is the pass that made the node, "" for capture; ``why`` says
+    why, in words.
     """
 
     op: Any
@@ -116,6 +133,7 @@ class Node:
     where: Where = NOWHERE
     stage: int | None = None
     strategy: Strategy | None = None
+    pin: Pin | None = None
     why: str = ""
     attrs: Mapping[str, Attr] = field(default_factory=dict)
     made_by: str = ""
@@ -152,7 +170,7 @@ class Node:
         return f"<{op_name(self.op)} {', '.join(map(repr, self.outs))}>"
 
 
-KEPT = ("phase", "where", "stage", "strategy", "why", "made_by")
+KEPT = ("phase", "where", "stage", "strategy", "pin", "why", "made_by")
 """What a copy of a node has as it is, beside its op, arguments, results and attributes."""
 
 

@@ -83,7 +83,7 @@ class Context:
     Attributes:
         rules: the rules of ops; ``cache`` has those of nodes, each made once.
         planner: finds the cheapest communication on the mesh.
-        specs: the user's hints, as given: ``bind-hints`` writes them onto values.
+        specs, cuts: the user's hints, as given: ``bind-hints`` writes them onto values and nodes.
         decisions: why values are cut as they are, for ``pm.explain``.
         seconds: how long each pass took.
     """
@@ -91,6 +91,7 @@ class Context:
     rules: RuleBook
     planner: Redistribution
     specs: Mapping[str, Any] = field(default_factory=dict)
+    cuts: Mapping[str, Any] = field(default_factory=dict)
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     cache: RuleCache = field(init=False)

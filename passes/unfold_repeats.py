@@ -118,29 +118,29 @@ def _hand_on(unfolded: Iterable[Unfolded], context: Context) -> None:
             one.causes = tuple(made[number] for made, number in causes)
 
 
-def why_whole(graph: Graph, specs: Mapping[str, Any]) -> str:
+def why_whole(graph: Graph, hints: Mapping[str, Any]) -> str:
     """Why blocks that are left out cannot be planned by those that are there: a hint that tells them apart."""
-    known = [*graph.aliases, *module_outputs(graph)]
+    known = [*graph.aliases, *module_outputs(graph), *(node.where.module for node in graph.nodes)]
     for repeat in graph.repeats:
         alike = range(repeat.first - 1, repeat.last + 2)
         names = [name for name in dict.fromkeys(known) if repeat.within(name) == alike[0]]
-        for text, hint in specs.items():
-            if not _for_all(text, hint, specs, repeat, alike, names):
+        for text, hint in hints.items():
+            if not _for_all(text, hint, hints, repeat, alike, names):
                 return f"the hint {text!r} is not for all of the blocks {repeat.block(alike[0])} to {alike[-1]}"
     return ""
 
 
-def of_those_there(graph: Graph, specs: Mapping[str, Any]) -> dict[str, Any]:
+def of_those_there(graph: Graph, hints: Mapping[str, Any]) -> dict[str, Any]:
     """The hints without those that name a block that is left out."""
     repeats = graph.repeats
-    return {t: hint for t, hint in specs.items() if "*" in t or not any(r.within(t) in r.left_out for r in repeats)}
+    return {t: hint for t, hint in hints.items() if "*" in t or not any(r.within(t) in r.left_out for r in repeats)}
 
 
 def _for_all(
-    text: str, hint: Any, specs: Mapping[str, Any], repeat: Repeat, alike: range, names: Iterable[str]
+    text: str, hint: Any, hints: Mapping[str, Any], repeat: Repeat, alike: range, names: Iterable[str]
 ) -> bool:
     """Whether a hint says the same of all blocks that are alike, or other hints say it of the others."""
     if "*" not in text:
-        return repeat.within(text) not in alike or all(specs.get(repeat.moved(text, i)) == hint for i in alike)
-    matches = pattern(text).fullmatch
+        return repeat.within(text) not in alike or all(hints.get(repeat.moved(text, i)) == hint for i in alike)
+    matches = pattern(text.partition(":")[0]).fullmatch  # a hint on ops names them behind a colon
     return all(bool(matches(name)) == bool(matches(repeat.moved(name, i))) for name in names for i in alike)

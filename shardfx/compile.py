@@ -123,8 +123,8 @@ def plan_graph(
     if captured.graph.repeats and may_leave_out(passes) and on_pass is None:
         graph = captured.graph.copy()
         context = new_context(hints, graph, rules)
-        context.specs = of_those_there(graph, hints.specs)
-        why = why_whole(graph, hints.specs)
+        why = why_whole(graph, hints.specs) or why_whole(graph, context.cuts)
+        context.specs, context.cuts = (of_those_there(graph, given) for given in (hints.specs, context.cuts))
         if not why:
             try:
                 run_passes(graph, passes, context)
@@ -141,4 +141,5 @@ def plan_graph(
 
 def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     """What the passes begin with."""
-    return Context(rules, Redistribution(graph.mesh), specs=hints.specs)
+    planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
+    return Context(rules, Redistribution(graph.mesh), specs=hints.specs, cuts={**planned, **hints.cuts})

@@ -29,6 +29,10 @@ class Hints:
             ``targets.N``, or a module's path for its output; ``*`` stands for one part of a name, ``**`` for any.
             A placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), a ``Spec``, or
             DTensor placements, one per mesh axis.
+        cuts: how ops are cut, said on the ops themselves: module path, or ``path:op`` (patterns as in ``specs``) ->
+            axes by factor of the op's rule, in the words in which graphs are printed (``"n{tp} m{}"``; factors not
+            named are free, ``m{}`` stays whole), or one spec for each operand (``("dp, -", "-, tp")``). Without an op
+            the module's products are meant. The backward of the op follows.
         strict: an op without a sharding rule is an error, not a warning.
         fuse_mb: collectives of one kind travel together up to so many megabytes; 0 leaves them alone.
         passes: further passes: instances, or text such as ``"count-nodes{mb=2}"`` for those of installed plugins. Each
@@ -52,6 +56,7 @@ class Hints:
     loss: Callable[..., Any] | None = None
     targets: tuple[Any, ...] = ()
     specs: Mapping[str, Any] = field(default_factory=dict)
+    cuts: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
     fuse_mb: float = 25.0
     passes: Sequence[Pass | str] = ()
@@ -75,6 +80,13 @@ class Hints:
                     expected=f"{name}=(x,)",
                     got=type(getattr(self, name)).__name__,
                     remedy="put a comma behind a single tensor: (x,)",
+                )
+        for name in ("specs", "cuts", "kwargs"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise Error(
+                    f"Hints({name}=...) is not a mapping",
+                    expected=f"{name}={{'...': ...}}",
+                    got=type(getattr(self, name)).__name__,
                 )
         Machine.of(self.machine)  # which says so if there is none of that name
         for each in fields(self):

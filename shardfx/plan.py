@@ -4,7 +4,8 @@
     >>> plan = Plan.load("plan.json")
     >>> again = sx.parallelize(model, plan.mesh, sx.Hints(args=(x,), loss=loss, targets=(y,), specs=plan.specs))
 
-``plan.specs`` has the stored placement of every input and that of every hinted value: the same model then gets the same
+``plan.specs`` has the stored placement of every input and that of every hinted value, and brings the hints on ops
+(``plan.cuts``) along: the same model then gets the same
 program. They remember their plan, so that another model or mesh is an error and no surprise; ``dict(plan.specs)`` are
 plain hints. The file is JSON; placements are in the text form of graphs::
 
@@ -25,13 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.graph import Graph, Node, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.sharding.bind_hints import as_spec
+from shardfx.passes.sharding.pins import factors_text
 
 from .plan_file import FORMAT, VERSION, read_plan
 
@@ -53,13 +55,14 @@ class PlannedSpecs(dict[str, Spec]):
 class Plan:
     """What was decided: everything else follows from it, the model and the hints' other options.
 
-    ``inputs`` and ``hinted`` are placements as text, by name; ``strategies`` the cuts of each op's factors, by the
-    op's key: phase, module, op, and its number among those alike.
+    ``inputs`` and ``hinted`` are placements as text, by name; ``cuts`` the hints on ops; ``strategies`` the cuts of
+    each op's factors, by the op's key: phase, module, op, and its number among those alike.
     """
 
     mesh: Mesh
     inputs: Mapping[str, str]
     hinted: Mapping[str, str]
+    cuts: Mapping[str, str]
     strategies: Mapping[str, str]
     passes: tuple[str, ...]
     fingerprint: str
@@ -125,6 +128,7 @@ class Plan:
             "passes": list(self.passes),
             "inputs": dict(self.inputs),
             "hinted": dict(self.hinted),
+            "cuts": dict(self.cuts),
             "strategies": dict(self.strategies),
         }
         path = Path(path)
@@ -150,6 +154,7 @@ def make_plan(compiled: Compiled) -> Plan:
         graph.mesh,
         inputs,
         dict(_hinted(compiled)),
+        _pinned(graph),
         {key: cuts_text(node) for key, node in node_keys(graph).items() if node.strategy is not None},
         tuple(str(each) for each in compiled.passes),
         fingerprint(compiled.before),
@@ -174,6 +179,18 @@ def _hinted(compiled: Compiled) -> dict[str, str]:
     return found
 
 
+def _pinned(graph: Graph) -> dict[str, str]:
+    """What hints on ops say, as ``Hints(cuts=...)`` takes it; by op where one hint came to say several things."""
+    by: dict[str, dict[str, str]] = {}
+    for node in graph.nodes:
+        if node.pin is not None:
+            by.setdefault(node.pin.by, {})[f"{node.where.module}:{op_name(node.op)}"] = factors_text(node.pin.cuts)
+    found = {}
+    for hint, said in by.items():
+        found.update({hint: next(iter(said.values()))} if len(set(said.values())) == 1 else said)
+    return found
+
+
 def _text(value: Value, spec: Spec | None) -> str:
     return (spec or Spec.whole(value.type.ndim)).text(value.shape)
 
@@ -181,7 +198,7 @@ def _text(value: Value, spec: Spec | None) -> str:
 def cuts_text(node: Node) -> str:
     """``m{dp} k{tp}``, or ``-`` where nothing is cut."""
     assert node.strategy is not None
-    return " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in node.strategy.cuts) or "-"
+    return factors_text(node.strategy.cuts)
 
 
 def fingerprint(graph: Graph) -> str:

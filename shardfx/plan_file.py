@@ -24,6 +24,7 @@ class PlanFields(TypedDict):
     mesh: Mesh
     inputs: dict[str, str]
     hinted: dict[str, str]
+    cuts: dict[str, str]
     strategies: dict[str, str]
     passes: tuple[str, ...]
     fingerprint: str
@@ -76,6 +77,7 @@ def _fields_of(content: dict[str, Any], where: str) -> PlanFields:
             mesh=Mesh(links=links, **axes),
             inputs=_texts("inputs", content["inputs"]),
             hinted=_texts("hinted", content["hinted"]),
+            cuts=_texts("cuts", content.get("cuts", {})),
             strategies=_texts("strategies", content["strategies"]),
             passes=tuple(_text_of("passes", each) for each in _list(content["passes"])),
             fingerprint=_text_of("fingerprint", content["fingerprint"]),

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Input, Node, Output, Strategy, Value, Where
+from shardfx.ir.graph import Input, Node, Output, Pin, Strategy, Value, Where
 from shardfx.ir.ops.table import OwnOp
 
 from .arguments import read_argument, read_axes, read_spec, write_argument, write_axes, write_spec
@@ -103,6 +103,27 @@ def _read_cuts(node: Node, line: Line, scope: ReadScope) -> None:
         if line.accept(word):
             given[word] = () if line.accept("-") else tuple(line.many(lambda: read_spec(line, scope)[1], ""))
     node.strategy = Strategy(given["needs"], given["gives"], tuple(cuts))
+
+
+def _write_pin(node: Node, scope: PrintScope) -> str | None:
+    """``pinned "fc1" n{tp} m{}``, or ``pinned "fc1:aten.mm" aten.mm: k{tp}`` where it is said of a part of the op."""
+    if node.pin is None:
+        return None
+    cuts = " ".join(_factor(factor) + write_axes(axes) for factor, axes in node.pin.cuts)
+    return f" {json.dumps(node.pin.by)}{f' {node.pin.op}:' if node.pin.op else ''} {cuts}"
+
+
+def _read_pin(node: Node, line: Line, scope: ReadScope) -> None:
+    by = json.loads(line.take("string", "in quotes who pins it"))
+    op = ""
+    cuts: list[tuple[str, tuple[str, ...]]] = []
+    while line.kind == "string" or (line.kind == "word" and line.token not in RESERVED):
+        name = line.name("a factor")
+        if not cuts and not op and line.accept(":"):
+            op = name
+        else:
+            cuts.append((name, read_axes(line, scope)))
+    node.pin = Pin(tuple(cuts), by, op)
 
 
 def _factor(name: str) -> str:
@@ -196,6 +217,7 @@ def _read_where(node: Node, line: Line, scope: ReadScope) -> None:
 
 NODE: tuple[Attribute[Node], ...] = (
     Attribute("cuts", _write_cuts, _read_cuts),
+    Attribute("pinned", _write_pin, _read_pin),
     Attribute("{", _write_attrs, _read_attrs),
     Attribute("stage", _write_stage, _read_stage),
     Attribute("by", _write_made_by, _read_made_by, asked=True),

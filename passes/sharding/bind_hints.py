@@ -7,7 +7,8 @@ DTensor placements, one per mesh axis.
     before   parameter %qkv.weight : f32[192, 64]                   hints: "qkv.weight": "tp, dp"
     after    parameter %qkv.weight : f32[(3 64{tp}), 64{dp}] hint [(3 64{tp}), 64] "qkv.weight"
 
-An axis that cuts the leading dim of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
+Hints on ops (``Hints(cuts=...)``) are written onto nodes by :mod:`.bind_cuts`. An axis that cuts the leading dim of an
+input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, Context, Pass
 
+from .bind_cuts import pin_nodes
 from .fused_layout import fused_layout
 from .seeds import BY_PASS, as_used, data_axes
 
 
 @dataclass(frozen=True)
 class BindHints(Pass):
-    """Write the user's hints onto the values that they name: on a parameter as it computes, and how it is stored."""
+    """Write the user's hints onto the values and nodes that they name: on a parameter as it computes, and is stored."""
 
     name: ClassVar[str] = "bind-hints"
     establishes: ClassVar[frozenset[str]] = frozenset({HINTED})
@@ -43,7 +45,7 @@ class BindHints(Pass):
         for value, (spec, name) in bound.items():
             value.hint, value.hinted_by = spec, name
         store(graph, [given.value for given in graph.of_kind(InputKind.PARAMETER) if given.value in bound], context)
-        return bool(bound)
+        return pin_nodes(graph, context) or bool(bound)
 
 
 def store(graph: Graph, parameters: Iterable[Value], context: Context) -> None:

@@ -18,6 +18,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 
 from .held import Held
+from .pins import pinned
 
 TurnedDown = tuple[tuple[str, Value | None], ...]
 """What was turned down: in words, and perhaps the value that it was of."""
@@ -41,12 +42,18 @@ class Conflicts:
 
     def resolve(self, node: Node, with_results: bool) -> tuple[dict[str, Cut], TurnedDown]:
         """The cut of each factor, conflicts settled; and what was turned down, in words."""
-        found = self._candidates(node, with_results)
-        if not found:
+        pins = pinned(node)
+        found = {factor: each for factor, each in self._candidates(node, with_results).items() if factor not in pins}
+        if not found and not pins:
             return {}, ()
         down: list[tuple[str, Value | None]] = []
         cuts = {factor: self._best(node, factor, options, down) for factor, options in found.items()}
         mesh = self.held.mesh
+        for axis in (axis for cut in pins.values() for axis in cut.axes):
+            for factor in (factor for factor, cut in cuts.items() if axis in cut.axes):
+                down.append((f"axis {axis} on factor {factor}", None))
+                cuts[factor] = without(cuts[factor], axis, mesh)
+        cuts |= pins
         wanted: dict[str, list[str]] = {}
         for factor, cut in cuts.items():
             for axis in cut.axes:
@@ -99,11 +106,14 @@ class Conflicts:
     def _settle(
         self, node: Node, axis: str, factors: list[str], cuts: dict[str, Cut], found: dict[str, list[Candidate]]
     ) -> str:
-        """Which of the factors gets the axis: one cut by a parameter's hint, else the cheapest by bytes moved."""
+        """Which of the factors gets the axis: the one that was pinned in the forward, one cut by a parameter's hint,
+        else the cheapest by bytes moved."""
         having = {f: [c.value for c in found[f] if axis in c.cut.axes] for f in factors}
+        followed = [f for f, values in having.items() if any(self.held.follows(node, v, axis) for v in values)]
         strong = [f for f, values in having.items() if any(self.held.is_strong(v, axis) for v in values)]
-        if len(strong) == 1:
-            return strong[0]
+        for sure in (followed, strong):
+            if len(sure) == 1:
+                return sure[0]
         mesh = self.held.mesh
         scored = []
         for i, factor in enumerate(factors):

@@ -10,7 +10,7 @@ that elsewhere the fused kernel stays.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._decomp import decomposition_table
@@ -20,6 +20,14 @@ from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
+
+
+class Parted(NamedTuple):
+    """A node that was taken apart: what it is made of, and which value stands for each of its results."""
+
+    node: Node
+    made: list[Node]
+    swapped: list[tuple[Value, Value]]
 
 
 class Expander:
@@ -37,14 +45,18 @@ class Expander:
         entry = self._book.entry(node.op)
         return entry is not None and bool(entry.expand)
 
-    def apply(self, graph: Graph, nodes: list[Node]) -> list[tuple[Value, Value]]:
-        """Replace the nodes; gives each result that went with the one that stands for it."""
-        rewriter = Rewriter(graph)
-        swapped = [pair for node in nodes for pair in self._replace(graph, node, rewriter)]
-        rewriter.apply()
-        return swapped
+    def parts(self, node: Node) -> list[Any]:
+        """The ops that a node would be taken apart into."""
+        return list(dict.fromkeys(each.target for each in self._trace(node).graph.nodes if each.op == "call_function"))
 
-    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> list[tuple[Value, Value]]:
+    def apply(self, graph: Graph, nodes: list[Node]) -> list[Parted]:
+        """Replace the nodes; gives of each what stands for it."""
+        rewriter = Rewriter(graph)
+        parted = [self._replace(graph, node, rewriter) for node in nodes]
+        rewriter.apply()
+        return parted
+
+    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> Parted:
         made, given = splice(self._trace(node), node.operands, like=node, mesh=graph.mesh)
         for each in made:
             each.why = f"part of {op_name(node.op)}, taken apart because a cut stands in its way"
@@ -55,7 +67,7 @@ class Expander:
         for old, new in swapped:
             rewriter.replace(old, new)
         rewriter.erase(node)
-        return swapped
+        return Parted(node, made, swapped)
 
     def _trace(self, node: Node) -> torch.fx.GraphModule:
         key = alike(node)

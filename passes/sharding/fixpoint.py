@@ -7,7 +7,8 @@ settles conflicts (:mod:`.conflicts`), and hands the result on. What is surest g
     1  from the operands of any op to its results and to its other operands
     2  from the results of any op back to its operands
 
-and all of the forward pass before the backward. A hint is never overwritten.
+and all of the forward pass before the backward. A hint is never overwritten. A pin (:mod:`.pins`) says how a node is
+cut, whatever its tensors hold.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shardfx.passes.base import Decision
 
 from .conflicts import Conflicts, TurnedDown
 from .held import Held, Origin
+from .pins import pinned
 from .seeds import Seed
 
 LEVELS = ("elementwise", "operands to results", "results to operands")
@@ -63,16 +65,22 @@ class Propagation:
         order = {node: i for i, node in enumerate(held.graph.nodes)}
         queue: list[tuple[int, int, int, Node]] = []
         queued: set[tuple[int, Node]] = set()
+        gradients = held.gradients()
+
+        def visit(node: Node) -> None:
+            rule = held.rules[node]
+            for level in (0,) if rule.transparent or rule.moves_only else (1, 2):
+                if (level, node) not in queued:
+                    queued.add((level, node))
+                    heapq.heappush(queue, (node.phase is not Phase.FORWARD, level, order[node], node))
 
         def touch(value: Value) -> None:
-            near = [*users[value], *([value.node] if value.node is not None else [])]
-            for node in near:
-                rule = held.rules[node]
-                for level in (0,) if rule.transparent or rule.moves_only else (1, 2):
-                    if (level, node) not in queued:
-                        queued.add((level, node))
-                        heapq.heappush(queue, (node.phase is not Phase.FORWARD, level, order[node], node))
+            for node in [*users[value], *([value.node] if value.node is not None else [])]:
+                visit(node)
 
+        for node in order:
+            if pinned(node):
+                visit(node)
         for value in list(held.cuts if start is None else start):
             if any(cut.axes for cut in held.of(value)):
                 touch(value)
@@ -88,6 +96,9 @@ class Propagation:
                     continue
                 if self._extend(value, dims, cuts, node, level, turned_down):
                     touch(value)
+                    for gradient in gradients.get(value, ()):
+                        if self._follow(gradient, value):
+                            touch(gradient)
 
     def _extend(
         self,
@@ -119,7 +130,7 @@ class Propagation:
                 continue
             held[d] = cut
             changed = True
-            near = None
+            near, hint = None, ""
             causes: list[Decision] = []
             for axis in sorted(fresh):
                 factor = next(f for f in dim if f in cuts and axis in cuts[f].axes)
@@ -127,12 +138,30 @@ class Propagation:
                 near = next(iter(having), near)
                 made = (self.decisions.get(v, []) for v in having)
                 causes += [next(each for each in those if axis in each.cut.axes) for those in made if those]
+            if near is None and node.pin is not None:
+                hint = node.pin.by
             how = LEVELS[level and (2 if near is not None and near.node is node else 1)]
-            self._note(Decision(value, d, cut, how, "", turned_down, node, near, tuple(causes)))
+            self._note(Decision(value, d, cut, how, hint, turned_down, node, near, tuple(causes)))
         return changed
+
+    def _follow(self, gradient: Value, parameter: Value) -> bool:
+        """A gradient is cut as its parameter is, where that comes from a pin; says whether it changed."""
+        held = self.held
+        by_pin = all(held.is_pinned(parameter, axis) for cut in held.of(parameter) for axis in cut.axes)
+        if not by_pin or gradient in held.closed or held.of(gradient) == held.of(parameter):
+            return False
+        held.cuts[gradient] = list(held.of(parameter))
+        for made in self.decisions.get(parameter, ()):
+            self._note(Decision(gradient, made.dim, made.cut, "gradient of it", near=parameter, causes=(made,)))
+            for axis in made.cut.axes:
+                held.origin[gradient, axis] = held.origin[parameter, axis]
+        return True
 
     def _origin(self, value: Value, node: Node, axis: str, factor: str) -> list[Value]:
         """Remember which hint an axis of a value came from; gives the tensors that it came from."""
+        if node.pin is not None and axis in pinned(node).get(factor, WHOLE).axes:
+            self.held.origin[value, axis] = Origin(node.pin.by, operator=True, pinned=node.where)
+            return []
         having = self.held.having(node, axis, factor)
         origins = [self.held.origin[v, axis] for v in having if (v, axis) in self.held.origin]
         if origins:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardfx.ir.cut import WHOLE, Cut
-from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.spec import Spec
@@ -23,10 +23,14 @@ class NodeTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """The hint that an axis came from; ``operator``: a parameter's, which says how ops are cut."""
+    """The hint that an axis came from; ``operator``: a parameter's or an op's, which says how ops are cut.
+
+    ``pinned`` is where the op stands that is pinned so.
+    """
 
     hint: str
     operator: bool
+    pinned: Where | None = None
 
 
 WEAK = Origin("", False)
@@ -94,6 +98,15 @@ class Held:
         """The placement that a value holds."""
         return Spec(tuple(self.of(value)))
 
+    def gradients(self) -> dict[Value, list[Value]]:
+        """The gradients of each parameter."""
+        parameters = {given.name: given.value for given in self.graph.of_kind(InputKind.PARAMETER)}
+        found: dict[Value, list[Value]] = {}
+        for output in self.graph.outputs:
+            if output.kind is OutputKind.GRADIENT and output.name in parameters:
+                found.setdefault(parameters[output.name], []).append(output.value)
+        return found
+
     def having(self, node: Node, axis: str, factor: str) -> list[Value]:
         """The tensors of a node that hold a cut of a factor over an axis."""
         found = []
@@ -103,6 +116,14 @@ class Held:
                 found.append(value)
         return found
 
+    def follows(self, node: Node, value: Value, axis: str) -> bool:
+        """Whether a value's cut over an axis comes from the pin of the op whose backward a node belongs to."""
+        return node.phase is not Phase.FORWARD and self.origin.get((value, axis), WEAK).pinned == node.where
+
+    def is_pinned(self, value: Value, axis: str) -> bool:
+        """Whether a value's cut over an axis comes from a pin."""
+        return self.origin.get((value, axis), WEAK).pinned is not None
+
     def is_strong(self, value: Value, axis: str) -> bool:
-        """Whether a value's cut over an axis comes from a hint on a parameter."""
+        """Whether a value's cut over an axis comes from a hint on a parameter or an op."""
         return self.origin.get((value, axis), WEAK).operator

@@ -26,6 +26,7 @@ from .conflicts import Conflicts
 from .decompose import Expander
 from .fixpoint import Propagation
 from .held import Held
+from .pins import check_pin, hand_over, must_part
 from .seeds import seeds_of
 
 MOST_ROUNDS = 8
@@ -55,14 +56,21 @@ class Propagate(Pass):
             if not blocked:
                 break
             around = [value for node in blocked for value in node.operands]
-            for old, new in expander.apply(graph, blocked):
+            parted = expander.apply(graph, blocked)
+            for old, new in (pair for each in parted for pair in each.swapped):
                 state.take_over(old, new)
                 new.hint, new.hinted_by = old.hint, old.hinted_by
                 around.append(new)
             held.changed_graph()
+            for each in parted:
+                if each.node.pin is not None:
+                    hand_over(each.node.pin, each.node, each.made, held.rules, graph.mesh)
             state.run(around)
         else:
             raise Error("ops are taken apart without end", got=", ".join(op_name(n.op) for n in blocked[:3]))
+        for node in graph.nodes:
+            if node.pin is not None:
+                check_pin(node, held.rules[node], graph.mesh)
         self._report_missing(graph, context)
         write(held, sweep(held, state.conflicts))
         context.decisions.update(state.decisions)
@@ -91,8 +99,10 @@ class Propagate(Pass):
 
 
 def is_blocked(node: Node, state: Held) -> bool:
-    """Whether some operand holds a cut of a factor that the op needs whole."""
+    """Whether some operand holds a cut of a factor that the op needs whole, or somebody wants it cut."""
     rule = state.rules[node]
+    if must_part(node, rule):
+        return True
     for value, dims in zip(node.operands, rule.operands, strict=True):
         held = state.cuts.get(value)
         if held is None:

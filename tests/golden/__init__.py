@@ -4,6 +4,7 @@
 ``capture`` for the first one), so that all the state of a plan is in these texts. Hints stand in comments::
 
     # hint layers.*.fc1.weight: tp, -
+    # cut layers.*.fc1: n{tp}
 
 Other files are small cases written by hand: the graph that goes in, a line ``becomes:``, and what comes out. They may
 name their pass with options (``# pass fuse-comm{mb=1}``) and hints. ``python -m tests.golden`` writes all of it anew;
@@ -28,6 +29,7 @@ FOLDER = Path(__file__).parent
 CAPTURE = "capture"
 BECOMES = "\nbecomes:\n"
 HINT = re.compile(r"^# hint (\S+): (.*)$", re.MULTILINE)
+CUT = re.compile(r"^# cut (\S+): (.*)$", re.MULTILINE)
 PASS = re.compile(r"^# pass (.*)$", re.MULTILINE)
 ORDER = (CAPTURE, *BUILT_IN)
 
@@ -85,10 +87,16 @@ def header(text: str) -> str:
 def after(each: Pass, text: str) -> str:
     """The text of a graph after a pass."""
     graph = parse_graph(text)
-    context = Context(default_rules(), Redistribution(graph.mesh), specs=dict(HINT.findall(text)))
+    context = given(graph, text)
     each.run(graph, context)
     graph.established |= each.establishes
     return printed(graph)
+
+
+def given(graph: Graph, text: str) -> Context:
+    """What the passes begin with: the hints that a text names."""
+    specs, cuts = (dict(kind.findall(text)) for kind in (HINT, CUT))
+    return Context(default_rules(), Redistribution(graph.mesh), specs=specs, cuts=cuts)
 
 
 def printed(graph: Graph) -> str:
@@ -102,7 +110,7 @@ def printed(graph: Graph) -> str:
 def rest(name: str, text: str) -> str:
     """The text of a graph after a pass and all that follow it."""
     graph = parse_graph(text)
-    context = Context(default_rules(), Redistribution(graph.mesh), specs=dict(HINT.findall(text)))
+    context = given(graph, text)
     names = list(BUILT_IN)
     passes = [BUILT_IN[each]() for each in names[names.index(name) :]]
     run_passes(graph, passes, context)

@@ -1,0 +1,108 @@
+"""What a pin (how somebody wants a node to be cut) means to propagation: checked against the op's rule, and followed.
+
+A pinned factor is cut as it says, whatever the operands hold; its axes are no other factor's. An op that cannot be cut
+so as it is, is taken apart, and the pin goes to the part that has these factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from shardfx.ir.cut import Cut, smallest
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import FactorCuts, Node, Pin, op_name
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
+
+
+def pinned(node: Node) -> dict[str, Cut]:
+    """The cuts of the factors that are pinned, whole ones too."""
+    if node.pin is None or node.pin.op:
+        return {}
+    return {factor: Cut(axes) for factor, axes in node.pin.cuts}
+
+
+def must_part(node: Node, rule: ShardingRule) -> bool:
+    """Whether a pin asks for something that the op can do only in parts."""
+    pin = node.pin
+    return pin is not None and (bool(pin.op) or any(axes and f in rule.whole for f, axes in pin.cuts))
+
+
+def factors_text(cuts: FactorCuts) -> str:
+    """``n{tp} m{}``, or ``-`` where nothing is cut."""
+    return " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in cuts) or "-"
+
+
+def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
+    """Raise if a pin names a factor or an axis twice, or an axis that is none of ranks.
+
+    Raises:
+        Error: naming it.
+    """
+    where, got = f"hint {pin.by!r}; {where}", factors_text(pin.cuts)
+    axes = [axis for _, axes in pin.cuts for axis in axes]
+    for kind, names in (("factor", [factor for factor, _ in pin.cuts]), ("axis", axes)):
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise Error(f"a hint names {kind} {twice!r} twice", where=where, expected=f"each {kind} once", got=got)
+    for axis in axes:
+        if axis not in mesh.names or mesh[axis].time:
+            what = "is an axis of time" if axis in mesh.names else "is unknown"
+            raise Error(f"mesh axis {axis!r} {what}", where=where, expected=f"axes of ranks of {mesh!r}", got=got)
+
+
+def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool = False) -> None:
+    """Raise if a node cannot be cut as it is pinned. ``may_part``: the op may still be taken apart.
+
+    Raises:
+        Error: there is no such factor, axis or piece; the factor must stay whole. It prints the op's rule.
+    """
+    assert node.pin is not None
+    check_names(node.pin, mesh, str(node.where))
+    where = f"hint {node.pin.by!r}; {node.where}"
+    said = f"{op_name(node.op)}: {rule_text(rule)}"
+    for factor, axes in node.pin.cuts:
+        got = f"{factor}{{{','.join(axes)}}}"
+        if factor not in rule.sizes:
+            raise Error(f"the op has no factor {factor!r}", where=where, expected=f"a factor of {said}", got=got)
+        if axes and factor in rule.whole and not may_part:
+            raise Error(
+                f"the op needs its factor {factor!r} whole", where=where, expected=f"{said} (! is whole)", got=got
+            )
+        if axes and smallest(rule.sizes[factor], axes, mesh) == 0:
+            raise Error(
+                f"some ranks would get nothing of the factor {factor!r}",
+                where=where,
+                expected=f"at most {rule.sizes[factor]} pieces, each with something in it; {said}",
+                got=f"{got}, which is {mesh.extent(axes)} pieces",
+            )
+
+
+def hand_over(pin: Pin, node: Node, parts: Iterable[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
+    """Pin the part of a node that was taken apart of which the pin is said.
+
+    Raises:
+        Error: no part can be cut so.
+    """
+    made = list(parts)
+    named = [each for each in made if not pin.op or op_name(each.op) == pin.op]
+    fitting = [each for each in named if _fits(pin, rules[each])]
+    for each in fitting:
+        each.pin = replace(pin, op="")
+        check_pin(each, rules[each], mesh)
+    if not fitting:
+        raise Error(
+            f"{op_name(node.op)} cannot be cut so",
+            where=f"hint {pin.by!r}; {node.where}",
+            expected=f"factors of {_rules(named or made, rules)} (! is whole)",
+            got=factors_text(pin.cuts),
+        )
+
+
+def _fits(pin: Pin, rule: ShardingRule) -> bool:
+    return all(factor in rule.sizes and not (axes and factor in rule.whole) for factor, axes in pin.cuts)
+
+
+def _rules(nodes: Sequence[Node], rules: Mapping[Node, ShardingRule]) -> str:
+    return "; ".join(dict.fromkeys(f"{op_name(node.op)}: {rule_text(rules[node])}" for node in nodes))
