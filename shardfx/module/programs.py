@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import fx
 
+from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
@@ -80,18 +82,19 @@ class Programs:
             return self.made(graph, rank, kinds)
 
         used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
-        return verify(
-            compiled.before,
-            compiled.after,
-            compiled.context.rules,
-            kinds,
-            program,
-            used,
-            modules,
-            run,
-            known,
-            torch.device(self.device),
-        )
+        with nullcontext() if run else no_collection():  # what runs makes tensors
+            return verify(
+                compiled.before,
+                compiled.after,
+                compiled.context.rules,
+                kinds,
+                program,
+                used,
+                modules,
+                run,
+                known,
+                torch.device(self.device),
+            )
 
     def use(self, modules: Mapping[int, fx.GraphModule], proven: bool, known: Mapping[str, torch.Tensor]) -> None:
         """Run ``modules`` from now on, in the place of the programs of their ranks.
