@@ -1,4 +1,4 @@
-"""Llama-3-70B's shapes on dp=8 x tp=8, planned without weights: from the module to one rank's GraphModule.
+"""Llama-3-70B's shapes on dp=8 x tp=8, planned without weights: from the module to one rank's program.
 
     python -m benchmarks.plan_scale [--layers 80]
 
