@@ -28,7 +28,7 @@ from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.verify.verdict import Verdict
 
-from .call import Form, first_form, inputs_of, model_results, read_call
+from .call import Form, autocast_around, first_form, inputs_of, model_results, read_call
 from .hand_out import trained, wanting
 from .place import Place
 from .programs import INFER, LOSS, TRAIN, Programs
@@ -126,7 +126,7 @@ class ParallelModule(Root):
         trains = call.has_targets and self._programs.trains
         wanted = wanting(self._state.store, call) if trains and torch.is_grad_enabled() else {}
         inputs = inputs_of(call, self._programs.step)
-        form = Form(self._tree.training, inputs, frozenset(wanted))
+        form = Form(self._tree.training, inputs, frozenset(wanted), autocast_around())
         programs = self._variants.serving(form, call, self._new_programs)
         compiled, step = programs.compiled, programs.step
         if trains:
