@@ -64,7 +64,7 @@ WEIGHT = torch.rand(4, dtype=F64)
         (lambda: Plain().double(), {}, "no input, parameter or buffer(.|\n)*scales(.|\n)*register_buffer"),
         (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHT)}, "WEIGHT of the loss(.|\n)*as a target"),
         (mlp, {"loss": nn.CrossEntropyLoss(weight=WEIGHT)}, "the loss has tensors of its own"),
-        (lambda: Branches().double(), {}, "depend on the data(.|\n)*test_calls.py"),
+        (lambda: Branches().double(), {}, "depend on the data(.|\n)*test_refused.py"),
         (mlp, {"strict": "yes"}, "strict=(.|\n)*True or False"),
         (mlp, {"fuse_mb": -1}, "megabytes"),
         (mlp, {"device": "gpus"}, "name of a device"),
