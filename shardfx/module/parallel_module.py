@@ -127,7 +127,7 @@ class ParallelModule(Root):
         wanted = wanting(self._state.store, call) if trains and torch.is_grad_enabled() else {}
         inputs = inputs_of(call, self._programs.step)
         form = Form(self._tree.training, inputs, frozenset(wanted), autocast_around())
-        programs = self._variants.serving(form, call, self._new_programs)
+        programs = self._variants.serving(form, call, self._new_programs, self._state.filled)
         compiled, step = programs.compiled, programs.step
         if trains:
             if torch.is_grad_enabled():

@@ -2,7 +2,8 @@
 
 A plan is captured for the example inputs, in the mode that the model was in. What comes in another form is planned when
 it is first seen, under the same hints, from a copy of the model without weights, with the placements that the first
-plan stores: all work on one store. The most recent few are kept.
+plan stores: all work on one store. The most recent few are kept. With ``Hints(guard=True)`` the copy has the weights of
+the moment, and the call's own tensors are the examples.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .call import TARGETS, Call, Form
 from .programs import Programs
 
 Build = Callable[[nn.Module, Hints], Compiled]
+Fill = Callable[[nn.Module], nn.Module]
+"""Gives a module without weights those that it has at the moment."""
 log = logging.getLogger("shardfx")
 
 
@@ -56,7 +59,7 @@ class Variants:
         """All programs there are."""
         return [programs for _, programs in self.known]
 
-    def serving(self, form: Form, call: Call, make: Callable[[Compiled], Programs]) -> Programs:
+    def serving(self, form: Form, call: Call, make: Callable[[Compiled], Programs], fill: Fill) -> Programs:
         """The programs for a call; planned, if there are none.
 
         Raises:
@@ -69,7 +72,7 @@ class Variants:
                 return programs
         first, programs = self.known[0]
         started = time.perf_counter()
-        made = make(self._plan(programs.compiled.after, form, call))
+        made = make(self._plan(programs.compiled.after, form, call, fill))
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
         if len(self.known) > self.hints.shapes:
@@ -81,7 +84,7 @@ class Variants:
         """Make all programs anew."""
         self.known = [(form, make(programs.compiled)) for form, programs in self.known]
 
-    def _plan(self, first: Graph, form: Form, call: Call) -> Compiled:
+    def _plan(self, first: Graph, form: Form, call: Call, fill: Fill) -> Compiled:
         """The plan for a form of call, which stores what ``first`` stores.
 
         Raises:
@@ -92,7 +95,8 @@ class Variants:
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name in form.gradients)
         ours = stored(first)
-        made = self.build(self.skeleton, self._hints(ours, form, call))
+        model = fill(self.skeleton) if self.hints.guard else self.skeleton
+        made = self.build(model, self._hints(ours, form, call))
         for name, theirs in stored(made.after).items():
             if ours.get(name, theirs) != theirs:
                 raise Error(
@@ -110,7 +114,7 @@ class Variants:
         hints = self.hints
         planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
         specs = {**hints.specs, **ours}
-        args, kwargs, targets = _examples(form, call)
+        args, kwargs, targets = _examples(form, call, hints.guard)
         cuts = {**planned, **hints.cuts}
         if call.has_targets or not hints.targets:
             return replace(hints, args=args, kwargs=kwargs, targets=targets, specs=specs, cuts=cuts)
@@ -118,14 +122,28 @@ class Variants:
         return replace(hints, args=args, kwargs=kwargs, targets=(), loss=None, specs=specs, cuts=cuts)
 
 
-def _examples(form: Form, call: Call) -> Any:
-    """Example inputs for a form of call: arguments by position and by name, and targets, without content."""
+def _examples(form: Form, call: Call, real: bool) -> Any:
+    """Example inputs for a form of call: arguments by position and by name, and targets; those of the call itself if
+    they are to be real, else without content.
+
+    Raises:
+        Error: they are to be real, and are only a rank's part of them.
+    """
     leaves, tree = pytree.tree_flatten((call.args, dict(call.kwargs), call.targets))
     made = []
     for name, leaf in zip(call.leaves, leaves, strict=True):
         type = form.inputs[name]
         if isinstance(type, TensorType):
-            leaf = torch.empty(type.shape, dtype=type.dtype, device="meta", requires_grad=name in form.gradients)
+            if real and tuple(leaf.shape) != type.shape:
+                raise Error(
+                    "a call in a new form is an example of what the data decide, and must be whole",
+                    where="pm(...)",
+                    expected=f"{name} of shape {type.shape}",
+                    got=f"this rank's part, of shape {tuple(leaf.shape)}",
+                    remedy="call pm once with the global batch in this form",
+                )
+            made_of = leaf.detach().clone() if real else torch.empty(type.shape, dtype=type.dtype, device="meta")
+            leaf = made_of.requires_grad_(name in form.gradients)
         made.append(leaf)
     return pytree.tree_unflatten(made, tree)
 
