@@ -46,6 +46,10 @@ class ModuleEngine:
         """Those of the engine."""
         return self._engine.ranks
 
+    def prepare(self) -> None:
+        """As the engine does."""
+        self._engine.prepare()
+
     def seed(self) -> Tensor:
         """A step's seed."""
         return self._engine.seed()
@@ -59,6 +63,7 @@ class ModuleEngine:
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
             return self._engine.run(programs, inputs, watch)
+        self.prepare()
         with torch.no_grad():
             if self._perform is None:
                 (rank,) = programs

@@ -16,6 +16,7 @@ from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import ModuleEngine
+from shardfx.runtime.peers import Alone, Peers
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.collectives import perform
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -60,6 +61,14 @@ class Place:
         from shardfx.runtime.distributed.process_engine import ProcessEngine
 
         return ProcessEngine(graph, self.device)
+
+    def make_peers(self) -> Peers:
+        """The other ranks, to a parallel module. All of them call it alike."""
+        if self.virtual:
+            return Alone()
+        from shardfx.runtime.distributed.process_peers import ProcessPeers
+
+        return ProcessPeers()
 
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs as modules, through ``torch.compile(**options)``."""
