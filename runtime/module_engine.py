@@ -63,7 +63,6 @@ class ModuleEngine:
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
             return self._engine.run(programs, inputs, watch)
-        self.prepare()
         with torch.no_grad():
             if self._perform is None:
                 (rank,) = programs

@@ -44,7 +44,17 @@ class Step:
 
     @property
     def engine(self) -> Engine:
-        """What runs the programs; made when first asked for."""
+        """What runs the programs, ready to; made when first asked for, by all ranks alike."""
+        made = self._unprepared()
+        made.prepare()
+        return made
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of this process; no other process is asked."""
+        return self._unprepared().ranks
+
+    def _unprepared(self) -> Engine:
         if self._engine is None:
             self._engine = self.make_engine()
         return self._engine
@@ -71,16 +81,16 @@ class Step:
 
         Gives the distinct pieces of every output (under ``torchrun`` this rank's own).
         """
-        programs = self.programs(kinds)
+        programs, engine = self.programs(kinds), self.engine
         first = next(iter(programs.values()))
-        seed = self.engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
+        seed = engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
         cut: dict[tuple[str, int], torch.Tensor] = {}
         with torch.no_grad():
             given = {
                 rank: [self._piece(g, rank, inputs, seed, cut) for g in program.inputs]
                 for rank, program in programs.items()
             }
-            outs = self.engine.run(programs, given, watch)
+            outs = engine.run(programs, given, watch)
             results: Results = {}
             for i, output in enumerate(first.outputs):
                 pieces: dict[int, torch.Tensor] = {}
@@ -145,10 +155,10 @@ class Step:
 
     def local_shapes(self, given: Input) -> set[tuple[int, ...]]:
         """The shapes that a rank of this process may pass for an input beside the global one."""
-        if len(self.engine.ranks) > 1 or self.graph.mesh.size == 1:
+        if len(self.ranks) > 1 or self.graph.mesh.size == 1:
             return set()
         shards = self.shards(given)
-        return {shards.local_shapes[shards.by_rank[rank]] for rank in self.engine.ranks}
+        return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}
 
     def rank_inputs(
         self, rank: int, program: RankProgram, inputs: Mapping[str, torch.Tensor]

@@ -63,7 +63,6 @@ class ProcessEngine:
         Raises:
             Error: it raised here, or on another rank while this one waited for it (see :mod:`.peer_failure`).
         """
-        self.prepare()
         program, given = programs[self.rank], inputs[self.rank]
         if watch is not None:
             watcher = watch.watch(self.rank)

@@ -181,7 +181,7 @@ def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:
 
 def contents(step: Step, call: Call, local: bool) -> list[Content]:
     """The tensors of a call as a real rank passes them."""
-    (rank,) = step.engine.ranks
+    (rank,) = step.ranks
     found = []
     for given, tensor in taken(step, call):
         shards, whole = step.shards(given), _passed(step, given, tensor) is Passed.WHOLE or not local

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +291,8 @@ class ParallelModule(Root):
         of another one (``"h100-dgx"``).
         """
         program = self._programs.running(0, self._programs.kinds())
-        return make_report(self._compiled, program, machine, self._programs.warnings())
+        exchanged = self._place.exchanged if self._compiling is None else inf
+        return make_report(self._compiled, program, machine, self._programs.warnings(), exchanged)
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
