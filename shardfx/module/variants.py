@@ -60,6 +60,10 @@ class Variants:
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
 
+    def begin(self, form: Form, programs: Programs, fill: Fill) -> None:
+        """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
+        self.known, self.fill = [(form, programs)], fill
+
     @property
     def all(self) -> list[Programs]:
         """All programs there are."""
