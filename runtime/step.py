@@ -65,7 +65,17 @@ class Step:
 
     @property
     def engine(self) -> Engine:
-        """What runs the programs; made when first asked for."""
+        """What runs the programs, ready to; made when first asked for, by all ranks alike."""
+        made = self._unprepared()
+        made.prepare()
+        return made
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of this process; no other process is asked."""
+        return self._unprepared().ranks
+
+    def _unprepared(self) -> Engine:
         if self._engine is None:
             self._engine = self.make_engine()
         return self._engine
@@ -95,17 +105,17 @@ class Step:
         Raises:
             Error: a guard does not hold: the model would do something else for these inputs. Nothing is stored.
         """
-        programs = self.programs(kinds)
+        programs, engine = self.programs(kinds), self.engine
         first = next(iter(programs.values()))
-        seed = self.engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
+        seed = engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
         cut: dict[tuple[str, int], torch.Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(engine.device.type, enabled=False):  # casts are in the programs
             given = {
                 rank: [self._piece(g, rank, inputs, seed, cut) for g in program.inputs]
                 for rank, program in programs.items()
             }
             try:
-                outs = self.engine.run(programs, given, watch)
+                outs = engine.run(programs, given, watch)
             except Error as error:
                 if kinds and self._runs_on and any(output.guard is not None for output in first.outputs):
                     self._explain(inputs, error)
@@ -130,7 +140,7 @@ class Step:
     @property
     def _runs_on(self) -> bool:
         """Whether the engine may be used after a program failed: not where each rank is a process, which then ends."""
-        return len(self.engine.ranks) > 1 or self.graph.mesh.size == 1
+        return len(self.ranks) > 1 or self.graph.mesh.size == 1
 
     def _explain(self, inputs: Mapping[str, torch.Tensor], error: Error) -> None:
         """Why programs failed, where the reason is that the model would have gone another way before.
@@ -196,7 +206,7 @@ class Step:
         if self._runs_on:
             return set()
         shards = self.shards(given)
-        return {shards.local_shapes[shards.by_rank[rank]] for rank in self.engine.ranks}
+        return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}
 
     def rank_inputs(
         self, rank: int, program: RankProgram, inputs: Mapping[str, torch.Tensor]

@@ -22,17 +22,22 @@ from shardfx.compiled import Compiled
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.plan import PlannedSpecs
+from shardfx.runtime.engine import Watch
+from shardfx.runtime.peers import Peers
 from shardfx.runtime.step import STORED
 
-from .call import TARGETS, Call, Form
-from .programs import Programs
+from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
+from .hand_out import trained, wanting
+from .programs import INFER, LOSS, TRAIN, Programs
 
 Build = Callable[[nn.Module, Hints], Compiled]
 Fill = Callable[[nn.Module], nn.Module]
 """Gives a module without weights those that it has at the moment."""
+Make = Callable[[Compiled], Programs]
+RUNS = {TRAIN: "a training step", LOSS: "the loss alone", INFER: "the model's results"}
 log = logging.getLogger("shardfx")
 
 
@@ -51,16 +56,49 @@ class Variants:
 
     def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
         self.skeleton, self.hints, self.build = skeleton, hints, build
+        self.fill: Fill = lambda model: model
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
+
+    def begin(self, form: Form, programs: Programs, fill: Fill) -> None:
+        """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
+        self.known, self.fill = [(form, programs)], fill
 
     @property
     def all(self) -> list[Programs]:
         """All programs there are."""
         return [programs for _, programs in self.known]
 
-    def serving(self, form: Form, call: Call, make: Callable[[Compiled], Programs], fill: Fill) -> Programs:
-        """The programs for a call; planned, if there are none.
+    def run(self, call: Call, training: frozenset[str], peers: Peers, make: Make, watch: Watch | None) -> Any:
+        """Run a call on this process's ranks, with the modules of these paths in training mode; the other ranks make
+        the same call.
+
+        Raises:
+            Error: they do not; the model cannot be planned for such a call; a rank fails.
+        """
+        first = self.known[0][1]
+        trains = call.has_targets and first.trains
+        kinds = INFER if not trains else TRAIN if torch.is_grad_enabled() else LOSS
+        wanted = wanting(first.step.store, call) if kinds is TRAIN else {}
+        form = Form(training, inputs_of(call, first.step), frozenset(wanted), autocast_around())
+
+        def words() -> dict[str, str]:
+            return {"runs": RUNS[kinds], **form.words(), **({"debug_nan": "on"} if watch is not None else {})}
+
+        key = (kinds, form.key, watch is not None)
+        local = peers.agree(key, words, passed(first.step, call))
+        programs = self.serving(form, call, peers, make)
+        step = programs.step
+        peers.compare(key, lambda: contents(step, call, local))
+        results = step.run(kinds, call.tensors, watch)
+        if kinds is TRAIN:
+            return trained(step, call, local, wanted, results)
+        if kinds is LOSS:
+            return results[OutputKind.LOSS, "loss"][0]
+        return model_results(programs.compiled, step, local, results)
+
+    def serving(self, form: Form, call: Call, peers: Peers, make: Make) -> Programs:
+        """The programs for a call; planned on all ranks, if there are none.
 
         Raises:
             Error: the model cannot be planned for such a call.
@@ -70,9 +108,9 @@ class Variants:
                 if 0 < i < len(self.known) - 1:
                     self.known.append(self.known.pop(i))
                 return programs
-        first, programs = self.known[0]
+        first, ours = self.known[0][0], self.known[0][1].compiled.after
         started = time.perf_counter()
-        made = make(self._plan(programs.compiled.after, form, call, fill))
+        made = make(peers.planned(lambda: self._plan(ours, form, call), lambda plan: plan.after))
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
         if len(self.known) > self.hints.shapes:
@@ -80,11 +118,11 @@ class Variants:
         self.known.append((form, made))
         return made
 
-    def renew(self, make: Callable[[Compiled], Programs]) -> None:
+    def renew(self, make: Make) -> None:
         """Make all programs anew."""
         self.known = [(form, make(programs.compiled)) for form, programs in self.known]
 
-    def _plan(self, first: Graph, form: Form, call: Call, fill: Fill) -> Compiled:
+    def _plan(self, first: Graph, form: Form, call: Call) -> Compiled:
         """The plan for a form of call, which stores what ``first`` stores.
 
         Raises:
@@ -95,7 +133,7 @@ class Variants:
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name in form.gradients)
         ours = stored(first)
-        model = fill(self.skeleton) if self.hints.guard else self.skeleton
+        model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
         made = self.build(model, self._hints(ours, form, call))
         for name, theirs in stored(made.after).items():
             if ours.get(name, theirs) != theirs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
@@ -22,19 +23,24 @@ if TYPE_CHECKING:
 
 
 def make_report(
-    compiled: Compiled, program: RankProgram, machine: Machine | str | None = None, notes: Iterable[str] = ()
+    compiled: Compiled,
+    program: RankProgram,
+    machine: Machine | str | None = None,
+    notes: Iterable[str] = (),
+    exchanged: float = inf,
 ) -> Report:
     """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
-    state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs.
+    state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs;
+    ``exchanged`` as for :func:`shardfx.ir.cost.replay.replay`.
     """
     graph, context = compiled.after, compiled.context
     planned = Machine.of(compiled.hints.machine)
     device = planned if machine is None else Machine.of(machine)
     mesh = device.connect(graph.mesh, instead_of=planned)
     with no_collection():
-        footprint = replay(program)
+        footprint = replay(program, exchanged)
         communication = Communication(tuple(comm_rows(graph, mesh)))
     return Report(
         mesh,
