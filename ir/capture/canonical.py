@@ -111,6 +111,10 @@ def _to_copy(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict
     return builder.add(op, args, types, dtype=types.dtype)
 
 
+def _all(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    return builder.add(aten.all.default if op is aten._is_all_true.default else aten.any.default, args, types)
+
+
 def _transpose(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     """A transpose of a transpose is nothing."""
     source = args[0].node
@@ -211,6 +215,8 @@ CANONICAL: dict[Any, Canonical] = {
     aten.contiguous: _same,
     aten._assert_tensor_metadata: _nothing,
     aten._assert_async: _nothing,
+    aten._is_all_true: _all,
+    aten._is_any_true: _all,
     aten._to_copy: _to_copy,
     aten.t: _transpose,
     aten.transpose.int: _transpose,

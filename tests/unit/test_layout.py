@@ -54,7 +54,14 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.distributed": (*PROGRAMS, "runtime"),
     "runtime.debug": (*GRAPHS, "runtime"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
-    "runtime.verify": (*PROGRAMS, "ir.rules", "runtime.verify.proof", "runtime.verify.sample"),
+    "runtime.verify": (
+        *PROGRAMS,
+        "ir.rules",
+        "runtime.verify.families",
+        "runtime.verify.proof",
+        "runtime.verify.sample",
+    ),
+    "runtime.verify.families": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof"),
     "runtime.verify.proof": (*PROGRAMS, "ir.capture", "ir.rules", "runtime", "runtime.verify"),
     "runtime.verify.sample": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof", "runtime.virtual"),
     "visualize": ("ir", "visualize.paint", "visualize.scene"),
@@ -71,6 +78,7 @@ IN_FUNCTIONS = {
     ("module.parallel_module", "visualize"),  # needs Graphviz, which only pictures do
     ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.place", "runtime.distributed.process_engine"),
+    ("module.place", "runtime.distributed.process_peers"),
 }
 """The imports that stand in a function, and why."""
 MOST_FILES = 12
