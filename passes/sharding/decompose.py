@@ -36,11 +36,12 @@ class Expander:
     def __init__(self, book: RuleBook) -> None:
         self._book = book
         self._traced: dict[object, torch.fx.GraphModule] = {}
-        self._final: set[Node] = set()
+        self._parts_of: dict[Node, frozenset[Any]] = {}
+        """Of a node that is a part: the ops that were taken apart to it, of which none is taken apart again."""
 
     def can(self, node: Node) -> bool:
-        """Whether there is a decomposition, and the node is not already what is left of one."""
-        if node in self._final:
+        """Whether there is a decomposition, and the node is not already what is left of one: so there is an end."""
+        if node.op in self._parts_of.get(node, ()):
             return False
         entry = self._book.entry(node.op)
         return entry is not None and bool(entry.expand)
@@ -58,11 +59,11 @@ class Expander:
 
     def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> Parted:
         made, given = splice(self._trace(node), node.operands, like=node, mesh=graph.mesh)
+        whole = self._parts_of.get(node, frozenset()) | {node.op}
         for each in made:
             each.why = f"part of {op_name(node.op)}, taken apart because a cut stands in its way"
             rewriter.before(node, each)
-            if each.op is node.op:
-                self._final.add(each)
+            self._parts_of[each] = whole
         swapped = [(o, n) for o, n in zip(node.results, given, strict=False) if o is not None and n is not None]
         for old, new in swapped:
             rewriter.replace(old, new)

@@ -21,15 +21,14 @@ from shardfx.ir.graph import Graph, InputKind, Node, op_name
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
+from shardfx.passes.lost_work import report_lost_work
 
 from .conflicts import Conflicts
 from .decompose import Expander
 from .fixpoint import Propagation
 from .held import Held
 from .pins import check_pin, hand_over, must_part
-from .seeds import seeds_of
-
-MOST_ROUNDS = 8
+from .seeds import data_axes, seeds_of
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,7 @@ class Propagate(Pass):
         state = Propagation(held, Conflicts(held, context.planner))
         state.seed(seeds_of(graph))
         state.run()
-        for _ in range(MOST_ROUNDS):
-            blocked = [node for node in graph.nodes if expander.can(node) and is_blocked(node, held)]
-            if not blocked:
-                break
+        while blocked := [node for node in graph.nodes if expander.can(node) and is_blocked(node, held)]:
             around = [value for node in blocked for value in node.operands]
             parted = expander.apply(graph, blocked)
             for old, new in (pair for each in parted for pair in each.swapped):
@@ -66,13 +62,12 @@ class Propagate(Pass):
                 if each.node.pin is not None:
                     hand_over(each.node.pin, each.node, each.made, held.rules, graph.mesh)
             state.run(around)
-        else:
-            raise Error("ops are taken apart without end", got=", ".join(op_name(n.op) for n in blocked[:3]))
         for node in graph.nodes:
             if node.pin is not None:
                 check_pin(node, held.rules[node], graph.mesh)
         self._report_missing(graph, context)
         write(held, sweep(held, state.conflicts))
+        report_lost_work(graph, data_axes(graph))
         context.decisions.update(state.decisions)
         graph.rename()
         return True

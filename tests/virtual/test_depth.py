@@ -51,3 +51,21 @@ def test_the_plan_is_the_same(name: str, how: str, monkeypatch: pytest.MonkeyPat
     assert short.plan == whole.plan
     for value in [*(given.name for given in short.after.inputs), *(f"%{node.name}" for node in short.after.nodes[::9])]:
         assert str(short.explain(value)) == str(whole.explain(value))
+
+
+def test_batch_norms_one_behind_the_other_are_taken_apart_however_many() -> None:
+    """Each is in the way of the cut of the batch, which the next one sees only when it is out of it."""
+    torch.manual_seed(0)
+    model, x = (
+        torch.nn.Sequential(*[torch.nn.BatchNorm1d(2) for _ in range(10)]).double(),
+        torch.randn(6, 2, dtype=torch.float64),
+    )
+    hints = sx.Hints(args=(x,), loss=lambda out: (out**3).sum(), specs={"args.0": "dp, -"})
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    assert not [node for node in pm.after.nodes if "batch_norm" in str(node.op)]
+    alone, together = (model(x) ** 3).sum(), pm(x)
+    alone.backward()
+    together.backward()
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
+    for name, grad in pm.full_grads().items():
+        torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-7, atol=1e-9)
