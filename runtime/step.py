@@ -85,7 +85,7 @@ class Step:
         first = next(iter(programs.values()))
         seed = engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
         cut: dict[tuple[str, int], torch.Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.engine.device.type, enabled=False):  # casts are in the programs
             given = {
                 rank: [self._piece(g, rank, inputs, seed, cut) for g in program.inputs]
                 for rank, program in programs.items()

@@ -25,6 +25,7 @@ from shardfx.ir.spec import TensorType
 
 from .canonical import convert_call
 from .sources import PREFIX, inherit_sources, source_of
+from .tape import content
 
 aten = torch.ops.aten
 
@@ -42,6 +43,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
     """The IR of a traced joint graph."""
     builder = GraphBuilder(mesh)
     output: torch.fx.Node | None = None
+    constants: dict[object, Value] = {}
     for node in gm.graph.nodes:
         builder.where = source_of(node)
         builder.phase = Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
@@ -49,9 +51,13 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
             builder.env[node] = _placeholder(builder, node, names)
         elif node.op == "get_attr":
             constant = getattr(gm, node.target)
+            key = content(constant)
+            if key is not None and key in constants:  # equal blocks have equal constants, each its own
+                builder.env[node] = constants[key]
+                continue
             name = f"constant.{len(builder.graph.of_kind(InputKind.CONSTANT))}"
             type = TensorType(tuple(constant.shape), constant.dtype)
-            builder.env[node] = builder.input(InputKind.CONSTANT, name, type, constant)
+            builder.env[node] = constants[key or id(constant)] = builder.input(InputKind.CONSTANT, name, type, constant)
         elif node.op == "call_function":
             builder.env[node] = convert_call(builder, node)
         elif node.op == "output":

@@ -20,6 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._decomp import get_decompositions
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
@@ -155,8 +156,6 @@ def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names) -> Graph:
     """The graph of a program's forward and backward."""
-    # as long to import as torch itself, so that only a process that captures pays for it
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)

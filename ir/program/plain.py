@@ -11,9 +11,6 @@ more than this form. The forms stand in the rows (:mod:`shardfx.ir.ops.local_ops
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
@@ -21,22 +18,25 @@ from shardfx.ir.ops.local_ops import row_of
 from .rank_program import RankProgram
 
 
-def plain(program: RankProgram) -> RankProgram:
-    """The same program without destinations; nodes keep their names and where they come from."""
-    graph, env = fx.Graph(), dict[fx.Node, Any]()
-    for node in program.graph.nodes:
+def plain(program: RankProgram, *, in_place: bool = False) -> RankProgram:
+    """The same program without destinations; nodes keep their names and where they come from.
+
+    ``in_place``: nobody needs ``program`` itself any more.
+    """
+    made = program if in_place else program.copy()
+    graph, memory = made.graph, list[fx.Node]()
+    for node in list(graph.nodes):
         row = row_of(node.target) if node.op == "call_function" else None
         if row is None or (row.plain is None and not row.memory):
-            env[node] = graph.node_copy(node, env.__getitem__)
             continue
-        if row.memory:
-            env[node] = None
-            continue
-        args, kwargs = fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)
-        made = row.plain(args, kwargs) if row.plain is not None else None
-        if isinstance(made, tuple):
-            target, given, named = made
-            made = graph.create_node("call_function", target, given, named, node.name)
-            made.meta = dict(node.meta)
-        env[node] = made
-    return replace(program, graph=graph)
+        form = row.plain(node.args, node.kwargs) if row.plain is not None else None
+        if isinstance(form, tuple):
+            node.target, node.args, node.kwargs = form
+        elif isinstance(form, fx.Node):
+            node.replace_all_uses_with(form)
+            graph.erase_node(node)
+        else:
+            memory.append(node)
+    for node in reversed(memory):
+        graph.erase_node(node)
+    return made

@@ -65,6 +65,7 @@ def run_rank_passes(program: RankProgram, passes: Iterable[RankPass], context: R
     established: set[str] = set()
     ran: list[str] = []
     order = order_of_collectives(program)
+    passes, changed = list(passes), False
     for each in passes:
         check_requires(each, established, ran, "rank pass")
         try:
@@ -77,12 +78,14 @@ def run_rank_passes(program: RankProgram, passes: Iterable[RankPass], context: R
                 where=f"rank {program.rank}, after {', '.join(ran) or 'lowering'}",
                 remedy="if it is your own pass, see the traceback above; else please report it",
             ) from error
-        if changed:
-            validate_program(program, after=each.name, ends=False)
-            _same_order(order, order_of_collectives(program), each, program)
         established |= each.establishes
+        if changed:
+            ends = each is passes[-1] and "OWN_OUTPUTS" in established
+            validate_program(program, after=each.name, ends=ends)
+            _same_order(order, order_of_collectives(program), each, program)
         ran.append(each.name)
-    validate_program(program, after=ran[-1] if ran else None, ends="OWN_OUTPUTS" in established)
+    if not changed:  # by the last of them
+        validate_program(program, after=ran[-1] if ran else None, ends="OWN_OUTPUTS" in established)
     return program
 
 

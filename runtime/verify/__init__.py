@@ -12,7 +12,14 @@
 ``calls``            which op of the model is a call this rank's version of?
 ``meeting``          ranks side by side, which come together at collectives
 ``every_rank``       all ranks' programs, and the proof
-``representatives``  the same for many ranks: every distinct op at every rank, whole programs of two
+
+``families``, for many ranks:
+
+``varying``          numbers that ranks have their own of, so that one program is written for many ranks
+``family``           ranks whose programs are one, up to such numbers
+``op_code``          the code of an op; a program read as the planned graph in the code of its ops
+``single_ops``       every distinct op alone, at every rank
+``many_ranks``       the proof
 
 ``sample``, on numbers:
 

@@ -9,16 +9,18 @@ import torch
 from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, Output, OutputKind
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
+from shardfx.ir.program.devices import CPU
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
+from .families import many_ranks
 from .fault import Fault
 from .first_change import named
-from .proof import every_rank, representatives
+from .proof import every_rank
 from .sample import compare, shrink_plan
 
 
@@ -62,18 +64,22 @@ def verify(
     rules: RuleBook,
     kinds: Iterable[OutputKind],
     program: Callable[[Graph, int], RankProgram],
+    used: Mapping[int, RankProgram],
     modules: Mapping[int, fx.GraphModule] | None,
     run: bool,
     stored: Mapping[str, torch.Tensor],
+    device: torch.device = CPU,
 ) -> Verdict:
     """Verify the programs of a plan for outputs of some kinds.
 
     Args:
         before, after: the captured graph and the planned one.
-        program: ``program(graph, rank)``: the program of a rank that runs; of ``after``, or (with ``run``) of the same
+        program: ``program(graph, rank)``: the plan's own program of a rank; of ``after``, or (with ``run``) of the same
             plan in small.
+        used: programs that run on some ranks in the place of the plan's own.
         modules: programs that somebody changed, in the place of those of some ranks.
         stored: inputs whose content counts.
+        device: what programs are written for.
 
     Raises:
         Error: ``modules`` names a rank that the mesh does not have, or has a module of another plan.
@@ -82,15 +88,15 @@ def verify(
     unknown = [r for r in modules or () if not (isinstance(r, int) and 0 <= r < mesh.size)]
     if unknown:
         raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
-    changed = {rank: program(after, rank).changed(module) for rank, module in (modules or {}).items()}
+    changed = {**used, **{r: program(after, r).changed(module) for r, module in (modules or {}).items()}}
     small = shrink_plan.shrink(before, after, rules) if run and not changed and shrink_plan.needed(before) else None
     if small is not None and not compare.alike(small.before, small.after, small.known(stored)):
         small = None  # numbers of the program stand for sizes: a count that a sum is divided by
     if small is not None:
         before, after, stored = small.before, small.after, small.known(stored)
-    inputs, _, outputs = select(after, kinds)
+    selected = select(after, kinds)
     try:
-        fault, checked = _ask(before, after, rules, program, changed, run, stored, inputs, outputs)
+        fault, checked = _ask(before, after, rules, program, changed, run, stored, selected, device)
     except _Broken as broken:
         fault, checked = broken.fault, {"ranks": mesh.size}
     if fault is not None and changed and not run:
@@ -130,12 +136,12 @@ class _Broken(Exception):
         self.fault = fault
 
 
-def _sound(program: RankProgram) -> RankProgram:
+def _sound(program: RankProgram, *, in_place: bool = False) -> RankProgram:
     """The plain form of a program that is well formed: that is what is proven."""
     fault = first_broken([program])
     if fault is not None:
         raise _Broken(fault)
-    return plain(program)
+    return plain(program, in_place=in_place)
 
 
 def _ask(
@@ -146,21 +152,22 @@ def _ask(
     changed: Mapping[int, RankProgram],
     run: bool,
     stored: Mapping[str, torch.Tensor],
-    inputs: Sequence[Input],
-    outputs: Sequence[Output],
+    selected: tuple[Sequence[Input], Sequence[Node], Sequence[Output]],
+    device: torch.device,
 ) -> tuple[Fault | None, dict[str, int]]:
     """The first fault, and how much was looked at."""
     ranks = range(after.mesh.size)
-
-    if not run and len(ranks) > representatives.EVERY and representatives.is_even(after):
+    inputs, nodes, outputs = selected
+    if not run and len(ranks) > many_ranks.EVERY and many_ranks.is_even(after):
         others = {rank: _sound(each) for rank, each in changed.items()}
-        return representatives.verify(
+        return many_ranks.verify(
             before,
             after,
             rules,
-            lambda graph, rank: lower(graph, rank, rules, {OutputKind.RESULT}),
-            lambda rank: _sound(program(after, rank)),
+            lambda graph, rank: plain(lower(graph, rank, rules, {OutputKind.RESULT}, device), in_place=True),
+            lambda rank: _sound(program(after, rank), in_place=True),
             others,
+            nodes,
             inputs,
             outputs,
         )

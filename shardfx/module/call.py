@@ -43,28 +43,32 @@ class Form:
     """What programs are made for: another form of call needs other programs.
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
-    else as it is; ``gradients`` the parameters and inputs that get one.
+    else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
+    around the call.
     """
 
     training: frozenset[str]
     inputs: Mapping[str, object]
     gradients: frozenset[str]
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
     def serves(self, other: Form) -> bool:
         """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
         same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
-        return same and rest and self.training == other.training and other.gradients <= self.gradients
+        around = self.training == other.training and self.autocast == other.autocast
+        return same and rest and around and other.gradients <= self.gradients
 
     @property
     def key(self) -> Hashable:
         """The same for equal forms."""
-        return self.training, frozenset(self.inputs.items()), self.gradients
+        return self.training, frozenset(self.inputs.items()), self.gradients, self.autocast
 
     def words(self) -> dict[str, str]:
         """The form by subject; equal forms have the same words in every process."""
         found = {name: _said(given) for name, given in self.inputs.items()}
+        found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
@@ -79,6 +83,9 @@ class Form:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             mode = "training" if changed[0] in other.training else "evaluation"
             found.append(f"{changed[0] or 'the model'}{more} in {mode} mode")
+        if self.autocast != other.autocast:
+            dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in other.autocast)
+            found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
         return "; ".join(found) or "no targets"
 
@@ -105,7 +112,13 @@ def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, b
     named = leaf_names(hints.args, hints.kwargs, hints.targets)
     wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     wanting |= {name for name, wants in trainable.items() if wants}
-    return Form(training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting))
+    return Form(training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting), autocast_around())
+
+
+def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of device for which ``torch.autocast`` is on, and its dtypes. What is captured has the casts in it."""
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

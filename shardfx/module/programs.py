@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import fx
 
+from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
@@ -56,11 +58,11 @@ class Programs:
 
     def program(self, rank: int, kinds: Kinds) -> RankProgram:
         """The plan's own program of a rank."""
+        self._check(rank, self.compiled.after)
         return self.made(self.compiled.after, rank, kinds)
 
     def made(self, graph: Graph, rank: int, kinds: Iterable[OutputKind]) -> RankProgram:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
-        self._check(rank, graph)
         context = RankContext(graph, self.device)
         program = lower(graph, rank, self.compiled.context.rules, kinds, torch.device(self.device))
         made = run_rank_passes(program, self.rank_passes, context)
@@ -80,13 +82,25 @@ class Programs:
         self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
     ) -> Verdict:
         """Whether the programs compute what the model computes."""
-        kinds, after = self.kinds(), self.compiled.after
+        kinds, compiled = self.kinds(), self.compiled
 
         def program(graph: Graph, rank: int) -> RankProgram:
-            return self.running(rank, kinds) if graph is after else self.made(graph, rank, kinds)
+            return self.made(graph, rank, kinds)
 
-        rules = self.compiled.context.rules
-        return verify(self.compiled.before, after, rules, kinds, program, modules, run, known)
+        used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
+        with nullcontext() if run else no_collection():  # what runs makes tensors
+            return verify(
+                compiled.before,
+                compiled.after,
+                compiled.context.rules,
+                kinds,
+                program,
+                used,
+                modules,
+                run,
+                known,
+                torch.device(self.device),
+            )
 
     def use(self, modules: Mapping[int, fx.GraphModule], proven: bool, known: Mapping[str, torch.Tensor]) -> None:
         """Run ``modules`` from now on, in the place of the programs of their ranks.

@@ -28,7 +28,7 @@ from shardfx.runtime.engine import Watch
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.step import STORED
 
-from .call import TARGETS, Call, Form, contents, inputs_of, model_results, passed
+from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
 from .hand_out import trained, wanting
 from .programs import INFER, LOSS, TRAIN, Programs
 
@@ -72,7 +72,7 @@ class Variants:
         trains = call.has_targets and first.trains
         kinds = INFER if not trains else TRAIN if torch.is_grad_enabled() else LOSS
         wanted = wanting(first.step.store, call) if kinds is TRAIN else {}
-        form = Form(training, inputs_of(call, first.step), frozenset(wanted))
+        form = Form(training, inputs_of(call, first.step), frozenset(wanted), autocast_around())
 
         def words() -> dict[str, str]:
             return {"runs": RUNS[kinds], **form.words(), **({"debug_nan": "on"} if watch is not None else {})}

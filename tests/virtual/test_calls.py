@@ -125,6 +125,21 @@ def test_what_wants_a_gradient() -> None:
     same_step(pm, alone, x, y)
 
 
+def test_autocast_around_a_call() -> None:
+    """Casts are captured, and programs run without casts of their own."""
+    x, y = batch()
+    x, model = x.float(), mlp().float()
+    pm, alone = parallel(model, args=(x,)), copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = pm(x, y), F.cross_entropy(alone(x), y)
+    ours.backward(), theirs.backward()
+    assert ours.dtype == theirs.dtype and near(ours, theirs)
+    assert torch.allclose(pm(x, y), F.cross_entropy(alone(x), y), rtol=1e-6)
+    grads = pm.full_grads()
+    for name, p in alone.named_parameters():
+        assert p.grad is not None and torch.allclose(grads[name], p.grad, rtol=0.02, atol=2e-3)
+
+
 # ---- inputs are bound by position ---------------------------------------------------------------------------
 
 

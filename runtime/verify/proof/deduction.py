@@ -9,7 +9,7 @@ the same functions of the rule book that the oracle executes against the whole o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardfx.ir.cut import Cut, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.program.devices import kernel_forms
@@ -50,25 +51,35 @@ class Fact:
 
 @dataclass
 class Deduction:
-    """Strategies by node and operand placements, each made once for all ranks."""
+    """Strategies by node and operand placements, each made once for all ranks, and once for nodes that are alike."""
 
     universe: Universe
     book: RuleBook
     mesh: Mesh
-    _rules: dict[Node, ShardingRule] = field(default_factory=dict)
-    _known: dict[tuple[Node, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
-    _cut: dict[tuple[Node, Strategy], Mapping[str, tuple[str, Cut]]] = field(default_factory=dict)
+    _kinds: dict[Node, int] = field(default_factory=dict)
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+    _rules: dict[int, ShardingRule] = field(default_factory=dict)
+    _known: dict[tuple[int, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
+    _cut: dict[tuple[int, int], Mapping[str, tuple[str, Cut]]] = field(default_factory=dict)
+
+    def _kind(self, node: Node) -> int:
+        """The same number for nodes that are alike, and of whose result the plan claims the same."""
+        if node not in self._kinds:
+            claims = tuple(self.universe.specs.get(self.universe.of[node.outs[0]], ()))
+            self._kinds[node] = self._numbers.setdefault((alike(node), claims), len(self._numbers))
+        return self._kinds[node]
 
     def rule(self, node: Node) -> ShardingRule:
         """The rule of a node; for an op without one, that every operand is needed whole."""
-        if node not in self._rules:
+        kind = self._kind(node)
+        if kind not in self._rules:
             entry = self.book.entry(node.op)
-            self._rules[node] = (entry.make(node) if entry is not None else None) or replicated(node)
-        return self._rules[node]
+            self._rules[kind] = (entry.make(node) if entry is not None else None) or replicated(node)
+        return self._rules[kind]
 
     def strategies(self, node: Node, specs: tuple[Spec, ...]) -> list[Strategy]:
         """The ways in which the node may be computed from operands that are placed so."""
-        key = (node, specs)
+        key = (self._kind(node), specs)
         if key not in self._known:
             self._known[key] = list(self._strategies(node, specs))
         return self._known[key]
@@ -104,7 +115,7 @@ class Deduction:
         A share of a sum is one piece of the box that is summed. Which one follows from the rank's coordinates and this
         cut: pieces of ``8{dp,tp}`` are not those of ``8{tp,dp}``, nor those of ``(2{dp} 4{tp})``.
         """
-        key = (node, made)
+        key = (self._kind(node), id(made))  # which lives as long as this does
         if key not in self._cut:
             rule, found = self.rule(node), dict[str, tuple[str, Cut]]()
             for value, spec, dims in zip(node.operands, made.operands, rule.operands, strict=True):

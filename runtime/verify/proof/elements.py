@@ -50,6 +50,8 @@ class Elements:
 
     def equals(self, other: Elements) -> bool:
         """Whether both hold the same numbers in the same shape."""
+        if self is other:
+            return True
         if self.shape != other.shape:
             return False
         if self.runs == other.runs:

@@ -96,22 +96,27 @@ class Rank:
 
     # ---- the same program at another rank ---------------------------------------------------------------------
 
-    def as_at(self, node: fx.Node, rank: int) -> Elements | None:
-        """What a node holds where this program runs at another rank's coordinates; None: that cannot be said."""
+    def as_at(self, node: fx.Node, rank: int, moved: dict[Any, Elements]) -> Elements | None:
+        """What a node holds where this program runs at another rank's coordinates; None: that cannot be said.
+
+        ``moved`` keeps what calls give, for ranks that hold the same.
+        """
         facts = self.facts(node)
         if facts:
             return self.proof.numbering.codes(facts[0], rank)
         if node.op != "call_function" or node.target is c10d.wait_tensor.default or node.target in COLLECTIVES:
             return None
-        given = {n: self.as_at(n, rank) for n in node.all_input_nodes}
+        given = {n: self.as_at(n, rank, moved) for n in node.all_input_nodes}
         if None in given.values():
             return None
         function = MOVES.get(node.target)
         if function is None:
             return None
-        args: Any = fx.map_arg(node.args, given.__getitem__)  # type: ignore[arg-type]
-        made: Elements = function(*args, **node.kwargs)
-        return made
+        key = node, *given.values()
+        if key not in moved:
+            args: Any = fx.map_arg(node.args, given.__getitem__)  # type: ignore[arg-type]
+            moved[key] = function(*args, **node.kwargs)
+        return moved[key]
 
     # ---- one call ---------------------------------------------------------------------------------------------
 
@@ -232,8 +237,27 @@ class Rank:
     def _fits(self, held: Spec, wanted: Spec, output: Output) -> bool:
         if held.partial or held == wanted:
             return held == wanted
+        return self._same_box(output, held, wanted, self.rank)
+
+    def _same_box(self, output: Output, held: Spec, wanted: Spec, rank: int) -> bool:
         box = self.proof.numbering.box
-        return box(output.value.shape, held, self.rank).equals(box(output.value.shape, wanted, self.rank))
+        return box(output.value.shape, held, rank).equals(box(output.value.shape, wanted, rank))
+
+    def promised(self, outputs: Sequence[Output], ranks: Sequence[int]) -> None:
+        """Check that what the plan holds of each output is what its place promises, on some ranks.
+
+        Raises:
+            Failed: it is another box.
+        """
+        assert self.result is not None
+        for output in outputs:
+            held, wanted = output.value.spec, self._spec(output)
+            assert held is not None
+            other = held.partial != wanted.partial or not all(self._same_box(output, held, wanted, r) for r in ranks)
+            if held != wanted and other:
+                shape = output.value.shape
+                what = f"this is the part {held.text(shape)}, where {wanted.text(shape)} is expected"
+                raise Failed(self.fault(what, self.result, f"{output.kind.value} {output.name}"))
 
     def _first_unknown(self, node: fx.Node) -> fx.Node:
         """The first node, in program order, behind ``node`` of which nothing is known though all its operands are."""

@@ -2,13 +2,15 @@
 
 Not every rank need be interpreted: at a collective of a rank whose group has others, these *shadows* are taken to run
 the same program at their own coordinates. What a shadow sends is then what the rank sends, with the facts behind it
-being those of the shadow's coordinates. Who may be a shadow, and why, is said in :mod:`.representatives`.
+being those of the shadow's coordinates. Who may be a shadow, and why, is said in
+:mod:`shardfx.runtime.verify.families.many_ranks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,6 +20,7 @@ from shardfx.ir.graph import op_name
 from shardfx.runtime.rendezvous import Groups
 from shardfx.runtime.verify.fault import Failed
 
+from .elements import Elements
 from .interpreter import Asked, Rank
 from .known import Known, Proof
 from .numbering import Source, Wrong
@@ -87,11 +90,12 @@ class LockStep:
                 raise Failed(self.ranks[member].fault(what, node))
         axes = str(first.args[-1]).partition("/")[2].partition("@")[0].split(".")
         tensors, hints, args = [], [], []
+        moved: dict[Any, Elements] = {}
         for member in members:
             if member in self.ranks:
                 node, sent, left = waiting[member]
             else:
-                node, sent, left = self._shadow(member, self.ranks[here[0]], first)
+                node, sent, left = self._shadow(member, self.ranks[here[0]], first, moved)
             tensors.append(sent)
             args.append(node.args[1:-1])
             hints += [h for h in left if h not in hints]
@@ -107,14 +111,14 @@ class LockStep:
         after = list(dict.fromkeys([*self.proof.numbering.inside(list(dict.fromkeys(got))), *after]))
         return {m: Known(codes=t, hints=after) for m, t in zip(members, got, strict=True) if m in self.ranks}
 
-    def _shadow(self, member: int, rank: Rank, node: fx.Node) -> Asked:
+    def _shadow(self, member: int, rank: Rank, node: fx.Node, moved: dict[Any, Elements]) -> Asked:
         """What a rank that is not interpreted sends."""
         pattern = self.pattern or rank
         twin = pattern.asked[len(rank.asked) - 1] if len(rank.asked) <= len(pattern.asked) else node
         if rank.changed or (twin.target, twin.args[1:-1]) != (node.target, node.args[1:-1]):
             what = f"the group {node.args[-1]} has ranks to which the plan's own programs do not speak here"
             raise Failed(rank.fault(what, node))
-        sent = pattern.as_at(twin.args[0], member)  # type: ignore[arg-type]
+        sent = pattern.as_at(twin.args[0], member, moved)  # type: ignore[arg-type]
         return twin, sent, pattern.items[twin.args[0]].hints  # type: ignore[index]
 
     def _reduced(self, hints: Sequence[int], axes: Sequence[str]) -> list[int]:

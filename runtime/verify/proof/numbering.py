@@ -88,7 +88,9 @@ class Numbering:
     mesh: Mesh
     sources: list[Source] = field(default_factory=list)
     _known: dict[Source, int] = field(default_factory=dict)
-    _boxes: dict[tuple[tuple[int, ...], Spec, int], Elements] = field(default_factory=dict)
+    _coords: dict[int, dict[str, int]] = field(default_factory=dict)
+    _boxes: dict[tuple[tuple[int, ...], Spec], dict[tuple[int, ...], Elements]] = field(default_factory=dict)
+    _codes: dict[tuple[int, Elements], Elements] = field(default_factory=dict)
 
     def number(self, source: Source) -> int:
         """From 1: 0 is padding."""
@@ -98,10 +100,13 @@ class Numbering:
         return self._known[source]
 
     def box(self, shape: tuple[int, ...], spec: Spec, rank: int) -> Elements:
-        """The places, in a whole of this shape, of what a rank holds."""
-        key = (shape, spec, rank)
-        if key not in self._boxes:
-            coords = self.mesh.coords(rank)
+        """The places, in a whole of this shape, of what a rank holds: one object for ranks that hold the same."""
+        if rank not in self._coords:
+            self._coords[rank] = self.mesh.coords(rank)
+        coords = self._coords[rank]
+        boxes = self._boxes.setdefault((shape, spec), {})
+        key = tuple([coords[axis] for axis in spec.axes])
+        if key not in boxes:
             base, stride = 0, 1
             loops = []
             pairs = zip(spec.sub_shape(shape), spec.box(shape, self.mesh, coords), strict=True)
@@ -109,14 +114,17 @@ class Numbering:
                 base += start * stride
                 loops.append((length, stride))
                 stride *= size
-            self._boxes[key] = Elements.of(spec.local_shape(shape, self.mesh, coords), base, reversed(loops))
-        return self._boxes[key]
+            boxes[key] = Elements.of(spec.local_shape(shape, self.mesh, coords), base, reversed(loops))
+        return boxes[key]
 
     def codes(self, fact: Fact, rank: int) -> Elements:
         """The numbers of what a rank holds."""
         shape = self.universe.terms.types[fact.term].shape
         number = self.number(Source(fact.term, fact.spec.partial, fact.origins))
-        return _moved(self.box(shape, fact.spec.reduced(), rank), {ZERO: number})
+        key = number, self.box(shape, fact.spec.reduced(), rank)
+        if key not in self._codes:
+            self._codes[key] = _moved(key[1], {ZERO: number})
+        return self._codes[key]
 
     def read(self, codes: Elements, hints: Sequence[int], rank: int) -> list[Fact]:
         """The facts about a tensor of numbered elements; ``hints`` are the sources of an empty one."""

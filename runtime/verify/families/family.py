@@ -1,0 +1,126 @@
+"""Families: ranks whose programs are one program, up to the numbers that each has its own of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from shardfx.ir.mesh import Mesh
+from shardfx.runtime.verify.proof.interpreter import HasGraph
+
+from .varying import Split, Together, Varying, leaves
+
+
+@dataclass(frozen=True)
+class Written:
+    """A program's graph."""
+
+    graph: fx.Graph
+
+
+@dataclass(frozen=True)
+class Family:
+    """Ranks, and the one program that was written for all of them."""
+
+    together: Together
+    program: HasGraph
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose program it is, in the order of the mesh."""
+        return self.together.ranks
+
+    @cached_property
+    def varying(self) -> list[fx.Node]:
+        """The calls whose constants are not the same on all ranks."""
+        return [node for node in self.program.graph.nodes if any(map(varies, leaves(node)))]
+
+    def at(self, rank: int) -> HasGraph:
+        """The program of one of the ranks."""
+        if not self.varying:
+            return self.program
+        key = tuple([self.together.at(arg, rank) for arg in self._numbers])
+        if key not in self._copies:
+            graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+            for node in self.program.graph.nodes:
+                env[node] = graph.node_copy(node, env.__getitem__)
+            self._put(rank, [env[node] for node in self.varying])
+            self._copies[key] = Written(graph)
+        return self._copies[key]
+
+    @cached_property
+    def _numbers(self) -> list[Any]:
+        return [arg for node in self.varying for arg in leaves(node) if varies(arg)]
+
+    @cached_property
+    def _copies(self) -> dict[tuple[Any, ...], Written]:
+        return {}
+
+    def settled(self, rank: int) -> HasGraph:
+        """The same, without a copy: from now on the family is this rank alone."""
+        self._put(rank, self.varying)
+        return self.program
+
+    def _put(self, rank: int, nodes: Iterable[fx.Node]) -> None:
+        def at(arg: Any) -> Any:
+            return self.together.at(arg, rank)
+
+        for node in nodes:
+            node.args, node.kwargs = fx.node.map_aggregate(node.args, at), fx.node.map_aggregate(node.kwargs, at)
+
+
+def varies(arg: Any) -> bool:
+    """Whether a constant is not the same on all ranks."""
+    return isinstance(arg, Varying) or (isinstance(arg, str) and "⟨" in arg)
+
+
+def families(write: Callable[[Any], HasGraph], parts: Iterable[Sequence[int]]) -> Iterator[Family]:
+    """The families of some ranks, each written once; ``parts`` are ranks that may be in one, as far as is known.
+
+    Raises:
+        Exception: whatever ``write`` raises for one rank alone.
+    """
+    waiting = [tuple(part) for part in parts][::-1]
+    while waiting:
+        ranks = waiting.pop()
+        together = Together(ranks)
+        try:
+            program = write(together.rank())
+        except Split as split:
+            waiting += [tuple(part) for part in split.parts]
+            continue
+        except Exception:
+            if len(ranks) == 1:
+                raise
+            waiting += [ranks[1:], ranks[:1]]  # the error is to be that of a rank
+            continue
+        yield Family(together, program)
+
+
+def refined(parts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks that are together in both."""
+    if len(others) == 1:
+        return [list(part) for part in parts]
+    found: dict[tuple[int, int], list[int]] = {}
+    mine = {rank: i for i, part in enumerate(parts) for rank in part}
+    theirs = {rank: i for i, part in enumerate(others) for rank in part}
+    for rank in sorted(mine):
+        found.setdefault((mine[rank], theirs[rank]), []).append(rank)
+    return list(found.values())
+
+
+def axes_of(values: dict[int, Any], mesh: Mesh) -> set[str]:
+    """The axes along which what ranks have is not the same."""
+    found = set()
+    for axis in mesh.space:
+        seen: dict[tuple[int, ...], Any] = {}
+        for rank, value in values.items():
+            rest = tuple(i for name, i in mesh.coords(rank).items() if name != axis.name)
+            if seen.setdefault(rest, value) != value:
+                found.add(axis.name)
+                break
+    return found

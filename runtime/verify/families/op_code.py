@@ -1,0 +1,219 @@
+"""The code of one op in a rank's program, and the reading of a program as such code, op by op.
+
+    %5 = comm.all_reduce(%4, axes=[tp])      c10d.all_reduce(operand 0, 'sum', group)
+                                             c10d.wait_tensor(call 0)                     result 0
+
+A program is *the planned graph in this code* if each of its calls is the next one of the code of the op that it comes
+from, takes what stands for the operands that the planned graph gives this op, and if it returns what stands for the
+planned outputs. Then what is proven of the code, op by op, and of the planned graph, is proven of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from shardfx.ir.graph import Input, Node, Output, Value
+from shardfx.runtime.verify.proof.interpreter import IDENTITY
+
+from .family import Family, varies
+from .varying import Varying, leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An operand of the op: each value stands once, in the order of the arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What an earlier call of the same code gave."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, its tensors being :class:`Operand` and :class:`Made`."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+@dataclass
+class Code:
+    """The calls that do one op on the ranks of a family."""
+
+    family: Family
+    calls: list[Call] = field(default_factory=list)
+    results: list[Operand | Made] = field(default_factory=list)
+
+    @staticmethod
+    def of(family: Family) -> Code:
+        """The code of an op that stands alone in a program."""
+        code, env = Code(family), dict[fx.Node, Any]()
+        for node in family.program.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = Operand(len(env))
+            elif node.op == "output":
+                code.results = [env[result] for result in node.args[0]]
+            elif node.target in IDENTITY:
+                env[node] = env[node.args[0]]
+            else:
+                args, kwargs = (fx.map_arg(each, env.__getitem__) for each in (node.args, node.kwargs))
+                env[node] = Made(len(code.calls))
+                code.calls.append(Call(node.target, args, kwargs))
+        return code
+
+
+def operands(node: Node) -> list[Value]:
+    """The operands of an op, each once."""
+    return list(dict.fromkeys(node.operands))
+
+
+@dataclass(slots=True, eq=False)
+class _Op:
+    """How far the code of a planned node has been read."""
+
+    code: Code
+    operands: list[Value]
+    outs: list[Value]
+    next: int = 0
+
+
+class Reading:
+    """The reading of a family's program. ``codes`` is the code of each planned node, by its first result."""
+
+    def __init__(self, family: Family, nodes: Sequence[Node], codes: Mapping[Value, Code]) -> None:
+        self.family = family
+        self.calls = 0
+        self._ops: dict[Value, _Op] = {}
+        self._stands: dict[fx.Node, Value] = {}
+        self._made: dict[fx.Node, tuple[_Op, int]] = {}
+        self._same: dict[Value, Value] = {}
+        """Of values that are one on a rank, for their op does nothing there: the first."""
+        self._restricted: dict[tuple[int, Any], Any] = {}
+        for node in nodes:
+            outs = node.outs
+            op = _Op(codes[outs[0]], [self._one(value) for value in operands(node)], outs)
+            self._ops[outs[0]] = op
+            first: dict[Operand | Made, Value] = {}
+            for ref, value in zip(op.code.results, outs, strict=True):
+                if isinstance(ref, Operand):
+                    self._same[value] = op.operands[ref.index]
+                elif first.setdefault(ref, value) is not value:
+                    self._same[value] = first[ref]
+
+    def _one(self, value: Value) -> Value:
+        return self._same.get(value, value)
+
+    def first_other(self, inputs: Sequence[Input], outputs: Sequence[Output]) -> fx.Node | None:
+        """The first node at which the program is not the planned graph in this code; None: it is."""
+        given = iter(inputs)
+        node: fx.Node
+        for node in self.family.program.graph.nodes:
+            if node.op == "placeholder":
+                self._stands[node] = next(given).value
+            elif node.op == "output":
+                results: Any = node.args[0]
+                returned = [self._stands.get(result) for result in results]
+                return None if returned == [self._one(output.value) for output in outputs] else node
+            elif node.op != "call_function":
+                return node
+            elif node.target in IDENTITY:
+                source: Any = node.args[0]
+                if source in self._stands:
+                    self._stands[node] = self._stands[source]
+                if source in self._made:
+                    self._made[node] = self._made[source]
+            elif not self._reads(node):
+                return node
+        return None
+
+    def _reads(self, node: fx.Node) -> bool:
+        """Whether a call is the next one of its op."""
+        made = node.meta.get("shardfx")
+        op = self._ops.get(made.outs[0]) if isinstance(made, Node) and made.outs else None
+        if op is None or op.next >= len(op.code.calls):
+            return False
+        place, call = op.next, op.code.calls[op.next]
+        if node.target is not call.target or not self._alike(op, call.args, node.args):
+            return False
+        if (call.kwargs or node.kwargs) and not self._alike(op, call.kwargs, node.kwargs):
+            return False
+        op.next += 1
+        self._made[node] = op, place
+        for ref, value in zip(op.code.results, op.outs, strict=True):
+            if isinstance(ref, Made) and ref.call == place:
+                self._stands[node] = self._one(value)
+                break
+        self.calls += 1
+        return True
+
+    def _alike(self, op: _Op, ref: Any, arg: Any) -> bool:
+        """Whether an argument is what the code has there."""
+        if isinstance(arg, fx.Node):
+            if isinstance(ref, Operand):
+                return self._stands.get(arg) is op.operands[ref.index]
+            return isinstance(ref, Made) and self._made.get(arg) == (op, ref.call)
+        if isinstance(ref, (list, tuple)):
+            if not isinstance(arg, (list, tuple)) or len(ref) != len(arg):
+                return False
+            for a, b in zip(ref, arg, strict=True):  # noqa: SIM110, the loop is where the time goes
+                if not self._alike(op, a, b):
+                    return False
+            return True
+        if isinstance(ref, dict):
+            return (
+                isinstance(arg, dict) and ref.keys() == arg.keys() and all(self._alike(op, ref[k], arg[k]) for k in ref)
+            )
+        a, b = self._constant(op.code, ref), self._constant(None, arg)
+        return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
+
+    def numbers(self, code: Code | None, calls: Iterable[Call]) -> list[Any]:
+        """Of calls in a code (None: in the program) the targets and constants of those that are not the same on all
+        ranks."""
+        found = []
+        for call in calls:
+            each = [self._constant(code, arg) for arg in leaves(call) if not isinstance(arg, (Operand, Made))]
+            if any(isinstance(constant, tuple) for constant in each):
+                found.append((call.target, each))
+        return found
+
+    def _constant(self, code: Code | None, arg: Any) -> Any:
+        """A constant as it is on each rank, where it is not the same on all."""
+        if not varies(arg):
+            return arg
+        together = self.family.together if code is None else code.family.together
+        key = id(together), together.mark(arg) if isinstance(arg, Varying) else arg
+        if key not in self._restricted:
+            each = together.on_each(arg)
+            assert each is not None
+            places = [together.place[rank] for rank in self.family.ranks]
+            found = tuple(each[place] for place in places)
+            self._restricted[key] = found[0] if len(set(found)) == 1 else found
+        return self._restricted[key]
+
+
+def same_numbers(family: Family, nodes: Sequence[Node], codes: Mapping[Value, Code]) -> bool:
+    """Whether the calls of a program that are not the same on all ranks are those of its ops' codes, and all of them.
+
+    The program is then one text in which each rank puts its own numbers, and these are proven.
+    """
+    reading = Reading(family, nodes, codes)
+    wanted = {node.outs[0]: reading.numbers(code, code.calls) for node in nodes if (code := codes[node.outs[0]]).calls}
+    found: dict[Value, list[Any]] = {}
+    for node in family.program.graph.nodes:
+        made = node.meta.get("shardfx")
+        numbers = reading.numbers(None, [Call(node.target, node.args, node.kwargs)])
+        if numbers and not (isinstance(made, Node) and made.outs):
+            return False
+        if numbers and isinstance(made, Node):
+            found.setdefault(made.outs[0], []).extend(numbers)
+    return found == {key: numbers for key, numbers in wanted.items() if numbers}

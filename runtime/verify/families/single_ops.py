@@ -1,0 +1,225 @@
+"""The ops of the planned graph, each alone: its code takes operands as placed to results as placed, on every rank.
+
+Ops that are equal (types, placements, arguments: those of 80 equal blocks) are taken once. The code of each is written
+for all ranks at once (:mod:`.varying`). All cuts being even, what a rank holds of a value begins at an element number
+that is a *linear* function of the rank's coordinates, and is else the same on all ranks. So the code is interpreted
+
+- of an op that communicates, or that moves elements: at every coordinate along its *own* axes (those of its group, and
+  those along which its code is not the same), and along each other axis at two, for what is linear and right at two
+  places is right at all;
+- of an op whose rule writes the code itself (``local``): at two ranks of each family, and the code is compared with
+  what the rule says for all ranks at once;
+- of any other, at two ranks of each family: only shapes could differ, and they are equal.
+
+Where that is not so (no rule is the code's reason, yet it has numbers that differ), it is interpreted on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import argument_key
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.rules.local import gives_list, is_cut
+from shardfx.runtime.verify.fault import Failed, Fault, place
+from shardfx.runtime.verify.proof.deduction import Deduction, same, written
+from shardfx.runtime.verify.proof.interpreter import IDENTITY, HasGraph, Rank
+from shardfx.runtime.verify.proof.known import Proof
+from shardfx.runtime.verify.proof.meeting import LockStep
+from shardfx.runtime.verify.proof.numbering import Numbering
+from shardfx.runtime.verify.proof.terms import build
+
+from .family import Family, axes_of, families, refined
+from .op_code import Code, Operand
+from .varying import Split, leaves
+
+Write = Callable[[Graph, Any], HasGraph]
+"""Writes the program of a rank, or of ranks together, for the results of a graph."""
+
+
+class SingleOps:
+    """The codes of a graph's ops, and their proof."""
+
+    def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write) -> None:
+        self._graph, self._nodes, self._book, self._write = graph, nodes, book, write
+        numbers: dict[Any, int] = {}
+        self._keys = {node.outs[0]: numbers.setdefault(op_key(node), len(numbers)) for node in nodes}
+        self._codes: dict[int, list[Code]] = {}
+        self.parts: list[list[int]] = [list(range(graph.mesh.size))]
+        """Ranks on which every op has the same code, numbers aside."""
+        self.interpreted = 0
+        """How many programs of one op were interpreted."""
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def codes(self, ranks: Sequence[int]) -> dict[Value, Code]:
+        """The code of each planned node, by its first result, on ranks that are in one part."""
+        chosen = {
+            key: next(code for code in codes if ranks[0] in code.family.together.place)
+            for key, codes in self._codes.items()
+        }
+        return {value: chosen[key] for value, key in self._keys.items()}
+
+    def fault(self) -> Fault | None:
+        """The first op that is wrong on some rank."""
+        for node in self._nodes:
+            key = self._keys[node.outs[0]]
+            if key in self._codes:
+                continue
+            small = alone(node, self._graph.mesh)
+            made = list(families(lambda rank, small=small: self._write(small, rank), self.parts))  # type: ignore[misc]
+            self._codes[key] = [Code.of(family) for family in made]
+            self.parts = refined(self.parts, [family.ranks for family in made])
+            found = self._fault(small, made)
+            if found is not None:
+                return Fault(found.what, self._leads_to(node), found.rank, node.name, place(node))
+        return None
+
+    def _fault(self, small: Graph, made: Sequence[Family]) -> Fault | None:
+        universe = build(_silent(small), small, self._book)
+        proof = Proof(small, universe, Deduction(universe, self._book, small.mesh), Numbering(universe, small.mesh))
+        of = {rank: family for family in made for rank in family.ranks}
+        ranks = {r: Rank(proof, r, of[r].at(r), small.inputs) for r in self._ranks(small.nodes[0], made, small.mesh)}
+        self.interpreted += len(ranks)
+        try:
+            LockStep(proof, ranks).run()
+            for rank in ranks.values():
+                rank.outputs(small.outputs)
+        except Failed as failed:
+            return failed.fault
+        return None
+
+    def _ranks(self, node: Node, made: Sequence[Family], mesh: Mesh) -> Iterable[int]:
+        """The ranks at which the code of an op is interpreted."""
+        if isinstance(node.op, OwnOp):
+            own = {*node.kwargs["axes"], *axes_of(_numbers(made, mesh), mesh)}
+            return _linear(own, mesh)
+        entry = self._book.entry(node.op)
+        if entry is not None and entry.local is not None and node.strategy is not None and is_cut(node):
+            if not all(self._as_the_rule_says(node, family, mesh) for family in made):
+                return range(mesh.size)
+        elif any(family.varying for family in made):
+            return range(mesh.size)
+        return sorted({rank for family in made for rank in pair(family.ranks, mesh)})
+
+    def _as_the_rule_says(self, node: Node, family: Family, mesh: Mesh) -> bool:
+        """Whether the code is what the op's rule writes for all ranks of a family."""
+        assert node.strategy is not None
+        nodes, root = list(family.program.graph.nodes), dict[fx.Node, fx.Node]()
+        for each in nodes:
+            if each.target in IDENTITY:
+                root[each] = root.get(each.args[0], each.args[0])
+        given = dict(zip(dict.fromkeys(node.operands), (n for n in nodes if n.op == "placeholder"), strict=True))
+        result = nodes[-1].args[0][0]
+        if len(node.results) > 1 or gives_list(node.op):
+            result = result.args[0]
+        tensors = [given[value] for value in node.operands]
+        try:
+            forms = written(node, node.strategy, tensors, mesh, family.together.rank(), self._book)
+            return any(same(form, result, root) for form in forms)
+        except Split:
+            return False
+
+    def _leads_to(self, node: Node) -> str:
+        """The first output that needs a node."""
+        needs = set(node.outs)
+        for each in self._graph.nodes:
+            if needs & set(each.operands):
+                needs.update(each.outs)
+        found = next((o for o in self._graph.outputs if o.value in needs), None)
+        return "" if found is None else f"{found.kind.value} {found.name}"
+
+
+def _numbers(made: Sequence[Family], mesh: Mesh) -> dict[int, Any]:
+    """What is not the same in the code of all ranks, the names of a rank's own groups aside."""
+    found: dict[int, list[Any]] = {rank: [i] for i, family in enumerate(made) for rank in family.ranks}
+    for family in made:
+        groups = {mesh.group_name(family.together.rank(), axes) for axes in _subsets(mesh)}
+        for node in family.varying:
+            for arg in leaves(node):
+                each = None if isinstance(arg, str) and arg in groups else family.together.on_each(arg)
+                for rank, number in zip(family.ranks, each or (), strict=bool(each)):
+                    found[rank].append(number)
+    return {rank: tuple(numbers) for rank, numbers in found.items()}
+
+
+def _subsets(mesh: Mesh) -> Iterator[tuple[str, ...]]:
+    names = [axis.name for axis in mesh.space]
+    for count in range(1, len(names) + 1):
+        yield from itertools.permutations(names, count)
+
+
+def _linear(own: Iterable[str], mesh: Mesh) -> list[int]:
+    """The ranks at every place along some axes, and at 0 and 1 along each other one."""
+    axes = mesh.sort(own)
+    others = [axis.name for axis in mesh.space if axis.name not in axes and axis.size > 1]
+    zero = dict.fromkeys((axis.name for axis in mesh.space), 0)
+    starts = [mesh.rank(zero), *(mesh.rank({**zero, name: 1}) for name in others)]
+    return sorted({rank for start in starts for rank in mesh.group(start, axes)})
+
+
+def pair(ranks: Sequence[int], mesh: Mesh) -> list[int]:
+    """Of some ranks one inside the mesh, at other coordinates along each axis as far as possible, and its mirror image
+    (or the last of them)."""
+    inside = {axis.name: (i + 1) % axis.size for i, axis in enumerate(mesh.space)}
+    mirrored = {axis.name: axis.size - 1 - inside[axis.name] for axis in mesh.space}
+    wanted = [mesh.rank(inside), mesh.rank(mirrored)]
+    if len(ranks) == mesh.size:
+        return sorted(set(wanted))
+    known = set(ranks)
+    return sorted({a if a in known else b for a, b in zip(wanted, (ranks[len(ranks) // 2], ranks[-1]), strict=True)})
+
+
+def op_key(node: Node) -> Any:
+    """Equal for nodes whose code is equal, and right or wrong alike."""
+    places: dict[Value, int] = {}
+
+    def index(value: Value) -> Operand:
+        return Operand(places.setdefault(value, len(places)))
+
+    args = tuple([argument_key(arg, index) for arg in node.args])
+    kwargs = tuple([(name, argument_key(arg, index)) for name, arg in node.kwargs.items()])
+    held = tuple([(v.type, v.spec) for v in places])
+    made = tuple([None if v is None else (v.type, v.spec) for v in node.results])
+    return node.op, args, kwargs, held, made, node.strategy
+
+
+def alone(node: Node, mesh: Mesh) -> Graph:
+    """A graph of one node: its operands come in as the plan places them, and its results go out so."""
+    inputs: dict[Value, Value] = {}
+
+    def given(value: Value) -> Value:
+        if value not in inputs:
+            inputs[value] = Value(value.type, None, 0, f"x{len(inputs)}", value.spec)
+        return inputs[value]
+
+    made = Node(node.op, (), {}, [], node.phase, node.where, node.stage, node.strategy)
+    made.args = substitute(node.args, given)
+    made.kwargs = {k: substitute(a, given) for k, a in node.kwargs.items()}
+    made.results = [None if v is None else Value(v.type, made, v.index, v.name, v.spec) for v in node.results]
+    return Graph(
+        mesh,
+        [Input(InputKind.ARGUMENT, v.name, v) for v in inputs.values()],
+        [made],
+        [Output(OutputKind.RESULT, str(i), v) for i, v in enumerate(made.outs)],
+    )
+
+
+def _silent(graph: Graph) -> Graph:
+    """The same graph without its communication: what it computes."""
+    found = graph.copy()
+    same: dict[Value, Value] = {}
+    for node in found.nodes:
+        if isinstance(node.op, OwnOp):
+            same.update(zip(node.outs, node.operands, strict=True))
+    found.nodes = [node for node in found.nodes if not isinstance(node.op, OwnOp)]
+    found.outputs = [Output(o.kind, o.name, same.get(o.value, o.value)) for o in found.outputs]
+    return found

@@ -1,0 +1,211 @@
+"""A number that each rank has its own of, so that the code which writes programs runs once for many ranks.
+
+    rank = Together([0, 1, 2, 3]).rank()      rank % 2            0, 1, 0, 1
+                                              rank // 2 - rank // 2   0: a number like any other
+                                              f"@{rank % 2}"      "@⟨0⟩", a text with a mark
+                                              if rank % 2: ...    raises Split: 0, 2 and 1, 3 go different ways
+
+Arithmetic is done for all ranks at once. Where code would go different ways for them, or asks for the number itself
+(as an index, a key, a size), it is run again for those ranks that go together: what it then writes for a rank is what
+it writes for that rank alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import fx
+
+MARK = re.compile("⟨(\\d+)⟩")
+"""Stands in a text for a number that ranks have their own of."""
+
+
+class Split(BaseException):
+    """Ranks go different ways. No Exception, for code that writes programs turns those into errors of its own."""
+
+    def __init__(self, parts: Sequence[Sequence[int]]) -> None:
+        super().__init__(f"{len(parts)} ways")
+        self.parts = parts
+
+
+class Together:
+    """Ranks for which one program is written."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.place = {rank: i for i, rank in enumerate(self.ranks)}
+        self._marked: list[tuple[int, ...]] = []
+        self._marks: dict[tuple[int, ...], int] = {}
+
+    def rank(self) -> Any:
+        """The number of the rank: a plain one, if there is one only."""
+        return self.number(torch.tensor(self.ranks))
+
+    def number(self, values: torch.Tensor) -> Any:
+        """One number for each of the ranks; a plain one where it is the same for all."""
+        first = int(values[0])
+        return first if bool((values == first).all()) else Varying(self, values)
+
+    def mark(self, number: Varying) -> str:
+        """What stands in a text for a number: equal marks for equal numbers."""
+        values = number.numbers()
+        if values not in self._marks:
+            self._marks[values] = len(self._marked)
+            self._marked.append(values)
+        return f"⟨{self._marks[values]}⟩"
+
+    def at(self, arg: Any, rank: int) -> Any:
+        """An argument as it is on one of the ranks."""
+        return _at(arg, self.place[rank]) if not isinstance(arg, str) else self._text(arg, self.place[rank])
+
+    def _text(self, text: str, place: int) -> str:
+        return MARK.sub(lambda found: str(self._marked[int(found[1])][place]), text) if "⟨" in text else text
+
+    def on_each(self, arg: Any) -> Sequence[Hashable] | None:
+        """A number or text on each rank; None: it is the same on all."""
+        if isinstance(arg, Varying):
+            return arg.numbers()
+        if isinstance(arg, str) and "⟨" in arg:
+            return [self._text(arg, place) for place in range(len(self.ranks))]
+        return None
+
+
+def _at(arg: Any, place: int) -> Any:
+    return int(arg.values[place]) if isinstance(arg, Varying) else arg
+
+
+class Varying:
+    """A number that is not the same on all of the ranks for which a program is written."""
+
+    __slots__ = ("_numbers", "together", "values")
+
+    def __init__(self, together: Together, values: torch.Tensor) -> None:
+        self.together, self.values = together, values
+        self._numbers: tuple[int, ...] | None = None
+
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each rank, in their order."""
+        if self._numbers is None:
+            self._numbers = tuple(self.values.tolist())
+        return self._numbers
+
+    # ---- for all ranks at once --------------------------------------------------------------------------------
+
+    def _made(self, other: Any, do: Callable[[Any, Any], Any]) -> Any:
+        if isinstance(other, Varying):
+            return self.together.number(do(self.values, other.values))
+        if isinstance(other, int):
+            return self.together.number(do(self.values, other))
+        return NotImplemented
+
+    def __add__(self, other: Any) -> Any:
+        return self._made(other, lambda a, b: a + b)
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Any) -> Any:
+        return self._made(other, lambda a, b: a * b)
+
+    __rmul__ = __mul__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._made(other, lambda a, b: a - b)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._made(other, lambda a, b: b - a)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._made(other, lambda a, b: a // b)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._made(other, lambda a, b: a % b)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __neg__(self) -> Any:
+        return self.together.number(-self.values)
+
+    def __format__(self, spec: str) -> str:
+        return self._exactly() if spec else self.together.mark(self)
+
+    def __str__(self) -> str:
+        return self.together.mark(self)
+
+    __repr__ = __str__
+
+    # ---- where ranks may go different ways --------------------------------------------------------------------
+
+    def _decided(self, mask: torch.Tensor) -> bool:
+        first = bool(mask[0])
+        if bool((mask == first).all()):
+            return first
+        chosen = mask.tolist()
+        raise Split(
+            [[r for r, m in zip(self.together.ranks, chosen, strict=True) if m is way] for way in (True, False)]
+        )
+
+    def _compared(self, other: Any, do: Callable[[Any, Any], Any]) -> Any:
+        if isinstance(other, Varying):
+            return self._decided(do(self.values, other.values))
+        return self._decided(do(self.values, other)) if isinstance(other, (int, float)) else NotImplemented
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared(other, lambda a, b: a == b)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared(other, lambda a, b: a != b)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(other, lambda a, b: a < b)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared(other, lambda a, b: a <= b)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(other, lambda a, b: a > b)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(other, lambda a, b: a >= b)
+
+    def __bool__(self) -> bool:
+        return self._decided(self.values != 0)
+
+    def _exactly(self, *_: Any) -> NoReturn:
+        parts: dict[int, list[int]] = {}
+        for rank, number in zip(self.together.ranks, self.numbers(), strict=True):
+            parts.setdefault(number, []).append(rank)
+        raise Split(list(parts.values()))
+
+    __hash__ = __index__ = __int__ = __float__ = __abs__ = __invert__ = __round__ = _exactly
+    __truediv__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rdivmod__ = __pow__ = __rpow__ = _exactly
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _exactly
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _exactly
+
+
+class HasArguments(Protocol):
+    """A call."""
+
+    @property
+    def args(self) -> Any:
+        """Its arguments."""
+
+    @property
+    def kwargs(self) -> Any:
+        """Its keyword arguments."""
+
+
+def leaves(node: HasArguments) -> Iterable[Any]:
+    """The constants among a call's arguments, nodes and nests aside."""
+    front: list[Any] = [node.args, node.kwargs]
+    while front:
+        arg = front.pop()
+        if isinstance(arg, (list, tuple)):
+            front.extend(reversed(arg))
+        elif isinstance(arg, dict):
+            front.extend(reversed(list(arg.values())))
+        elif not isinstance(arg, fx.Node):
+            yield arg

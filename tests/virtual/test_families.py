@@ -1,0 +1,201 @@
+"""Programs of many ranks, written and read as one: a rank whose program is another is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import fx
+
+import shardfx as sx
+from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.program.lower import Lowering
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.module import programs
+from shardfx.passes.rank import RankContext, run_rank_passes
+from shardfx.passes.rank.waits import Waits
+from shardfx.runtime.verify.families.family import Written, families
+from shardfx.runtime.verify.families.varying import Split, Together, Varying
+from shardfx.runtime.verify.verdict import Verdict
+from tests.zoo import make
+
+aten = torch.ops.aten
+UNREAD = 41
+"""A rank that is neither inside the mesh as the one whose whole program is interpreted, nor its mirror image."""
+
+
+@cache
+def many(rank_passes: tuple[sx.RankPass, ...] = ()) -> sx.ParallelModule:
+    """64 ranks."""
+    case = make("mlp3")
+    specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs, "fc1.bias": "-"}
+    x, y = case.args[0].repeat(2, 1), case.targets[0].repeat(2)
+    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs, rank_passes=list(rank_passes))
+    return sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints)
+
+
+def refused(verdict: Verdict, rank: int) -> None:
+    assert not verdict
+    assert verdict.fault is not None and verdict.fault.rank == rank, verdict.why
+
+
+def lowered_wrongly(target: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]], whole: bool) -> Any:
+    """Lowering that is wrong on one rank: in whole programs only, or an op that stands alone too."""
+    call = Lowering.call
+
+    def other(self: Lowering, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if self.rank == UNREAD and op is target and (len(self.graph.nodes) > 1) >= whole:
+            args = change(args)
+        return call(self, op, *args, **kwargs)
+
+    return other
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("target", "change"),
+    [
+        (aten.threshold_backward.default, lambda args: (args[0], args[1], 0.5)),
+        (aten.mm.default, lambda args: (args[1], args[0])),
+        (pack.take, lambda args: (*args[:3], 0, *args[4:])),
+    ],
+)
+def test_lowering_that_is_wrong_on_a_rank(
+    monkeypatch: pytest.MonkeyPatch, target: Any, change: Callable[..., Any], whole: bool
+) -> None:
+    monkeypatch.setattr(Lowering, "call", lowered_wrongly(target, change, whole))
+    refused(many().verify(), UNREAD)
+
+
+def test_a_rank_pass_that_is_wrong_on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Waits.run
+
+    def other(self: Waits, program: RankProgram, context: RankContext) -> bool:
+        if program.rank == UNREAD:
+            relu = next(node for node in program.graph.nodes if node.target is aten.relu.default)
+            relu.replace_all_uses_with(relu.args[0])
+        return run(self, program, context)
+
+    monkeypatch.setattr(Waits, "run", other)
+    refused(many().verify(), UNREAD)
+
+
+def test_a_slice_that_is_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank takes the first rows of the bias: right on some, and no number tells them apart."""
+    call = Lowering.call
+
+    def other(self: Lowering, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if op is pack.take and len(self.graph.nodes) > 1:
+            args = (*args[:3], 0, *args[4:])
+        return call(self, op, *args, **kwargs)
+
+    monkeypatch.setattr(Lowering, "call", other)
+    verdict = many().verify()
+    assert not verdict
+    assert verdict.checked["programs read"] == 0 and verdict.checked["whole programs"] == 64
+
+
+def test_a_collective_with_another_group_on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(program: RankProgram, *args: Any) -> RankProgram:
+        made = run_rank_passes(program, *args)
+        if made.rank == UNREAD:
+            start = next(node for node in made.graph.nodes if node.target is memory_ops.all_reduce_)
+            start.args = (*start.args[:-1], made.mesh.group_name(made.rank, ("dp", "tp")))
+        return made
+
+    monkeypatch.setattr(programs, "run_rank_passes", other)
+    verdict = many().verify()
+    assert not verdict
+    assert verdict.checked["programs read"] == 63 and verdict.checked["whole programs"] > 1
+
+
+@dataclass(frozen=True)
+class Otherwise(sx.RankPass):
+    """Takes a slice before the first relu: of all there is, or of too little."""
+
+    name: ClassVar[str] = "otherwise"
+    sound: bool = True
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Change the first relu."""
+        graph = program.graph
+        relu = next(node for node in graph.nodes if node.target is aten.relu.default)
+        with graph.inserting_before(relu):
+            same = graph.call_function(aten.slice.Tensor, (relu.args[0], 1, 0, 2**31 if self.sound else 1))
+        relu.update_arg(0, same)
+        return True
+
+
+def test_code_that_is_not_that_of_its_op_is_interpreted() -> None:
+    sound = many((Otherwise(),)).verify()
+    assert sound, sound.why
+    assert sound.checked["programs read"] == 0 and sound.checked["whole programs"] == 2
+    assert not many((Otherwise(False),)).verify()
+
+
+def test_programs_that_are_used_are_read() -> None:
+    """Also those that were put there unproven, when it is asked again."""
+    case = make("mlp3")
+    x, y = case.args[0].repeat(2, 1), case.targets[0].repeat(2)
+    specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs}
+    pm = sx.parallelize(
+        case.model, sx.Mesh(dp=16, tp=4), sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs)
+    )
+    changed = pm.rank_module(UNREAD)
+    relu = next(node for node in changed.graph.nodes if "relu" in node.name)
+    relu.replace_all_uses_with(relu.args[0])
+    pm.use({UNREAD: changed}, proven=False)
+    refused(pm.verify(), UNREAD)
+
+
+# ---- numbers that ranks have their own of ---------------------------------------------------------------------------
+
+
+def test_arithmetic_is_that_of_each_rank() -> None:
+    ranks = [3, 4, 9, 14]
+
+    def formula(r: Any) -> list[Any]:
+        q, m = divmod(r, 5)
+        return [r + 1, 7 - r, 2 * r, r // 4, r % 3, q * 5 + m - r, -r, min(r, 100), max(r, 0), f"@{r % 7}", r == r]
+
+    together = Together(ranks)
+    made = formula(together.rank())
+    assert made[5] == 0 and type(made[5]) is int
+    assert [[together.at(each, rank) for each in made] for rank in ranks] == [formula(rank) for rank in ranks]
+
+
+@pytest.mark.parametrize("ask", [lambda r: r > 4, bool, lambda r: [0, 1, 2][r // 7], hash, lambda r: r & 1])
+def test_ranks_go_different_ways(ask: Callable[[Any], Any]) -> None:
+    ranks = list(range(8))
+    with pytest.raises(Split) as split:
+        ask(Together(ranks).rank() - 0)
+    assert sorted(rank for part in split.value.parts for rank in part) == ranks
+
+
+def test_a_family_writes_what_each_rank_would() -> None:
+    def write(rank: Any) -> Written:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        if rank % 4 >= 2:
+            x = graph.call_function(aten.relu.default, (x,))
+        graph.output(graph.call_function(aten.mul.Tensor, (x, rank * 3)))
+        return Written(graph)
+
+    found = list(families(write, [range(8)]))
+    assert sorted(family.ranks for family in found) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    for family in found:
+        assert any(isinstance(arg, Varying) for node in family.varying for arg in node.args)
+        for rank in family.ranks:
+            assert str(family.at(rank).graph) == str(write(rank).graph)
+
+
+def test_an_error_is_that_of_a_rank() -> None:
+    def write(rank: Any) -> Written:
+        raise ValueError(f"rank {rank}")
+
+    with pytest.raises(ValueError, match="rank 0"):
+        list(families(write, [range(4)]))
