@@ -43,6 +43,7 @@ KEPT = {
     OutputKind.LOSS: "results",
     OutputKind.RESULT: "results",
     OutputKind.BUFFER: "new buffers",
+    OutputKind.GUARD: "results",
 }
 
 

@@ -62,7 +62,7 @@ class ParallelModule(Root):
         self._tree = Tree(self, model)
         self._tree.register(self._state)
         first = first_form(compiled.hints, self._tree.training, self._state.trainable)
-        variants.known.append((first, self._new_programs(compiled)))
+        variants.begin(first, self._new_programs(compiled), self._state.filled)
 
     @property
     def _programs(self) -> Programs:

@@ -2,7 +2,8 @@
 
 A plan is captured for the example inputs, in the mode that the model was in. What comes in another form is planned when
 it is first seen, under the same hints, from a copy of the model without weights, with the placements that the first
-plan stores: all work on one store. The most recent few are kept.
+plan stores: all work on one store. The most recent few are kept. With ``Hints(guard=True)`` the copy has the weights of
+the moment, and the call's own tensors are the examples.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from .hand_out import trained, wanting
 from .programs import INFER, LOSS, TRAIN, Programs
 
 Build = Callable[[nn.Module, Hints], Compiled]
+Fill = Callable[[nn.Module], nn.Module]
+"""Gives a module without weights those that it has at the moment."""
 Make = Callable[[Compiled], Programs]
 RUNS = {TRAIN: "a training step", LOSS: "the loss alone", INFER: "the model's results"}
 log = logging.getLogger("shardfx")
@@ -53,8 +56,13 @@ class Variants:
 
     def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
         self.skeleton, self.hints, self.build = skeleton, hints, build
+        self.fill: Fill = lambda model: model
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
+
+    def begin(self, form: Form, programs: Programs, fill: Fill) -> None:
+        """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
+        self.known, self.fill = [(form, programs)], fill
 
     @property
     def all(self) -> list[Programs]:
@@ -125,7 +133,8 @@ class Variants:
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name in form.gradients)
         ours = stored(first)
-        made = self.build(self.skeleton, self._hints(ours, form, call))
+        model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
+        made = self.build(model, self._hints(ours, form, call))
         for name, theirs in stored(made.after).items():
             if ours.get(name, theirs) != theirs:
                 raise Error(
@@ -143,7 +152,7 @@ class Variants:
         hints = self.hints
         planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
         specs = {**hints.specs, **ours}
-        args, kwargs, targets = _examples(form, call)
+        args, kwargs, targets = _examples(form, call, hints.guard)
         cuts = {**planned, **hints.cuts}
         if call.has_targets or not hints.targets:
             return replace(hints, args=args, kwargs=kwargs, targets=targets, specs=specs, cuts=cuts)
@@ -151,14 +160,28 @@ class Variants:
         return replace(hints, args=args, kwargs=kwargs, targets=(), loss=None, specs=specs, cuts=cuts)
 
 
-def _examples(form: Form, call: Call) -> Any:
-    """Example inputs for a form of call: arguments by position and by name, and targets, without content."""
+def _examples(form: Form, call: Call, real: bool) -> Any:
+    """Example inputs for a form of call: arguments by position and by name, and targets; those of the call itself if
+    they are to be real, else without content.
+
+    Raises:
+        Error: they are to be real, and are only a rank's part of them.
+    """
     leaves, tree = pytree.tree_flatten((call.args, dict(call.kwargs), call.targets))
     made = []
     for name, leaf in zip(call.leaves, leaves, strict=True):
         type = form.inputs[name]
         if isinstance(type, TensorType):
-            leaf = torch.empty(type.shape, dtype=type.dtype, device="meta", requires_grad=name in form.gradients)
+            if real and tuple(leaf.shape) != type.shape:
+                raise Error(
+                    "a call in a new form is an example of what the data decide, and must be whole",
+                    where="pm(...)",
+                    expected=f"{name} of shape {type.shape}",
+                    got=f"this rank's part, of shape {tuple(leaf.shape)}",
+                    remedy="call pm once with the global batch in this form",
+                )
+            made_of = leaf.detach().clone() if real else torch.empty(type.shape, dtype=type.dtype, device="meta")
+            leaf = made_of.requires_grad_(name in form.gradients)
         made.append(leaf)
     return pytree.tree_unflatten(made, tree)
 

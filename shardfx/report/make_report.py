@@ -113,7 +113,7 @@ def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Ma
     if output is not None and output.kind is OutputKind.GRADIENT:
         return f"gradient of {output.name}"
     if output is not None and output.kind is not OutputKind.RESULT:
-        return output.name if output.kind is OutputKind.LOSS else f"new content of {output.name}"
+        return f"new content of {output.name}" if output.kind is OutputKind.BUFFER else output.name
     maker = op_name(source.node.op) if source.node is not None else "an input"
     partial = operand.spec is not None and bool(operand.spec.partial)
     return f"{'partial sums' if partial else 'result'} of {maker}"
