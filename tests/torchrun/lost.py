@@ -112,6 +112,7 @@ def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     pm = planned(mode)
+    pm._programs.step.engine.prepare()  # all ranks make groups
     dist.barrier()
     started = time.monotonic()
     if rank == 1 and mode in BETWEEN:
