@@ -45,13 +45,20 @@ KEPT = {
 }
 
 
-def replay(program: RankProgram) -> Footprint:
-    """Replay a rank's program (rank 0 holds most).
+class CallError(Error):
+    """A call that cannot be run, and which node it is."""
+
+    node: str = ""
+
+
+def replay(program: RankProgram, fakes: FakeCalls | None = None) -> Footprint:
+    """Replay a rank's program (rank 0 holds most). ``fakes`` knows what calls of other programs made.
 
     Raises:
-        Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh.
+        Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that
+            cannot be run is a :class:`CallError`.
     """
-    return _walked(program).footprint()
+    return _walked(program, fakes).footprint()
 
 
 def values(program: RankProgram) -> dict[str, Any]:
@@ -69,9 +76,9 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: change(held, tensor, _Tensor) for node, held in _walked(program).held.items()}
 
 
-def _walked(program: RankProgram) -> _Walk:
+def _walked(program: RankProgram, fakes: FakeCalls | None = None) -> _Walk:
     mesh, coords = program.mesh, program.mesh.coords(program.rank)
-    walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER})
+    walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}, fakes)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
@@ -87,7 +94,10 @@ def _walked(program: RankProgram) -> _Walk:
             constant = program.constants[str(node.target)]
             walk.give(node, tuple(constant.shape), constant.dtype)
         elif node.op == "call_function":
-            walk.call(node)
+            try:
+                walk.call(node)
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                raise _cannot(node, error) from error
         elif node.op == "output":
             for output, result in zip(program.outputs, node.args[0], strict=True):
                 walk.keep(result, KEPT[output.kind])
@@ -99,6 +109,15 @@ def _walked(program: RankProgram) -> _Walk:
                 got=node.format_node(),
             )
     return walk
+
+
+def _cannot(node: fx.Node, error: Exception) -> CallError:
+    made = node.meta.get("shardfx")
+    said = next(iter(str(error).splitlines()), type(error).__name__)
+    line = str(made.where) if isinstance(made, Node) else ""
+    found = CallError(f"{node.name} cannot be run: {said}", where="; ".join(filter(None, (node.format_node(), line))))
+    found.node = node.name
+    return found
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +145,7 @@ class _Tensor:
 class _Walk:
     """The state between two calls."""
 
-    def __init__(self, mesh: Mesh, parameters: Iterable[Value]) -> None:
+    def __init__(self, mesh: Mesh, parameters: Iterable[Value], fakes: FakeCalls | None = None) -> None:
         self.mesh = mesh
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
@@ -134,7 +153,7 @@ class _Walk:
         self.calls: list[fx.Node] = []
         self.costs: list[Cost] = []
         self.inside: list[int] = []
-        self._fakes = FakeCalls()
+        self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
 
     def give(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> None:

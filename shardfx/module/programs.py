@@ -23,7 +23,8 @@ from shardfx.runtime.engine import Engine
 from shardfx.runtime.export.program_files import write_rank, write_shared
 from shardfx.runtime.step import Kinds, Step
 from shardfx.runtime.store import Store
-from shardfx.runtime.verify.verdict import Asked, Verdict, verify
+from shardfx.runtime.verify.plan_proof import Asked
+from shardfx.runtime.verify.verdict import Verdict, verify
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
@@ -25,6 +25,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.step import STORED
+from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form
 from .programs import Programs
@@ -55,6 +56,17 @@ class Variants:
     def all(self) -> list[Programs]:
         """All programs there are."""
         return [programs for _, programs in self.known]
+
+    def verify(
+        self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
+    ) -> Verdict:
+        """Whether all programs compute what the model computes; ``modules`` are in the place of some of the first."""
+        first, programs = self.known[0]
+        found = [programs.verify(modules, run, known)]
+        for form, programs in self.known[1:]:
+            if found[-1]:
+                found.append(programs.verify(None, run, known).said_of(first.difference(form)))
+        return together(found)
 
     def serving(self, form: Form, call: Call, make: Callable[[Compiled], Programs]) -> Programs:
         """The programs for a call; planned, if there are none.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import shardfx as sx
@@ -55,7 +55,7 @@ def test_the_programs_of_other_calls_are_proven() -> None:
     pm = planned()
     pm.eval()
     pm(X, Y)
-    assert "in evaluation mode: loss" in str(pm.verify()), str(pm.verify())
+    assert "in evaluation mode: loss" in str(pm.verify())
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -121,3 +121,82 @@ def test_a_lost_output_of_each_kind_is_named() -> None:
     ):
         check: Change = change
         assert f"{kind.value} " in planned(Changes(check)).verify().why
+
+
+# ---- programs that are not well formed ---------------------------------------------------------------------------
+
+
+def damaged(name: str, module: fx.GraphModule) -> object:
+    """A rank's module with something wrong in its form."""
+    graph = module.graph
+    relu = next(n for n in graph.nodes if n.target is aten.relu.default)
+    end = graph.output_node()
+    results = list(end.args[0])
+    if name == "extra arguments":
+        relu.args = (*relu.args, 3, 4)
+    elif name == "no argument":
+        relu.args = ()
+    elif name == "an unknown keyword":
+        relu.kwargs = {"how": 1}
+    elif name == "a view that needs a copy":
+        with graph.inserting_after(relu):
+            turned = graph.call_function(aten.t.default, (relu,))
+        with graph.inserting_after(turned):
+            flat = graph.call_function(aten.view.default, (turned, [-1]))
+        with graph.inserting_after(flat):
+            graph.call_function(aten.neg.default, (flat,))
+    elif name == "None is returned":
+        end.args = ((None, *results[1:]),)
+    elif name == "an output is missing":
+        end.args = (tuple(results[1:]),)
+    elif name == "no output":
+        graph.erase_node(end)
+    elif name == "an unknown collective":
+        group = next(n.args[-1] for n in graph.nodes if "all_reduce" in str(n.target))
+        with graph.inserting_after(relu):
+            graph.call_function(torch.ops._c10d_functional.broadcast.default, (relu, 0, group))
+    elif name == "a foreign function":
+        relu.target = len
+    elif name == "no module":
+        return graph
+    return module
+
+
+ERRORS = {
+    "an output is missing": "not a program of this plan",
+    "no output": "not a program of this plan",
+    "no module": "not a program",
+}
+SILENT = ("a foreign function", "an unknown collective")
+"""What a run may not notice."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "extra arguments",
+        "no argument",
+        "an unknown keyword",
+        "a view that needs a copy",
+        "None is returned",
+        "an output is missing",
+        "no output",
+        "an unknown collective",
+        "a foreign function",
+        "no module",
+    ],
+)
+def test_a_malformed_program_is_refused(name: str, plan_of_two: sx.ParallelModule) -> None:
+    pm = plan_of_two
+    changed = {rank: damaged(name, pm.rank_module(rank)) for rank in range(2)}
+    for run in (False, True):
+        if name in ERRORS:
+            with pytest.raises(sx.Error, match=ERRORS[name]):
+                pm.verify(changed, run=run)  # type: ignore[arg-type]
+        elif not run or name not in SILENT:
+            assert not pm.verify(changed, run=run)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def plan_of_two() -> sx.ParallelModule:
+    return planned()

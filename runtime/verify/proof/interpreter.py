@@ -126,6 +126,8 @@ class Rank:
         if target is c10d.wait_tensor.default:
             item = self.items[node.args[0]]  # type: ignore[index]
             return Known(item.facts, item.codes, item.hints, item.many, False, item.why)
+        if isinstance(target, torch._ops.OpOverload) and "c10d" in target.namespace:
+            raise Failed(self.fault(f"{op_name(target)} is a collective that no rule knows", node))
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise Failed(self.fault(f"{op_name(target)} changes a tensor in place", node))
         late = next((n for n in node.all_input_nodes if self.items[n].waits), None)

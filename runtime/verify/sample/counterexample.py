@@ -19,6 +19,8 @@ from .whole import apart_at, distance, run_whole
 MOST = 1 << 26
 """Numbers are sought where all values of all ranks together have no more elements than this."""
 TOLERANCE = 1e-9
+DOES_NOT_RUN = (Error, RuntimeError, IndexError, TypeError, ValueError, KeyError, AttributeError, AssertionError)
+"""What a program raises that cannot be run."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,12 @@ class Numbers:
         try:
             sample = draw_sample(self.before, self.after, self.known)
             right = run_whole(sample.before, sample.inputs, by_boxes(sample.after))
-        except (Error, RuntimeError, IndexError, TypeError, ValueError, KeyError):
+        except DOES_NOT_RUN:
             return fault
         try:
             got = run_whole(sample.after, sample.inputs, by_boxes(sample.after))
-        except (Error, RuntimeError, IndexError, TypeError, ValueError) as error:
-            return replace(fault, numbers=f"the planned graph does not run: {_first_line(error)}", certain=True)
+        except DOES_NOT_RUN as error:
+            return replace(fault, numbers=f"the planned graph does not run: {first_line(error)}", certain=True)
         wanted = {(o.kind, o.name): right[o.value] for o in sample.before.outputs}
         for output in sorted(sample.after.outputs, key=lambda o: f"{o.kind.value} {o.name}" != fault.output):
             mine = wanted[output.kind, output.name]
@@ -61,7 +63,7 @@ class Numbers:
             found, _ = verify(
                 self.before, self.after, self.book, given, given, inputs, outputs, self.known, locate=False
             )
-        except (Error, RuntimeError, IndexError, TypeError, ValueError, KeyError):
+        except DOES_NOT_RUN:
             return fault
         if found is None:
             return fault
@@ -72,5 +74,6 @@ def _count(graph: Graph) -> int:
     return sum(value.type.numel for value in graph.values())
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an exception says, in short."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -118,8 +118,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def apart_at(got: torch.Tensor, wanted: torch.Tensor) -> str:
     """Where two tensors differ most, in numbers."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
-        mine, theirs = (f"{tuple(t.shape)} of {t.dtype}" for t in (wanted, got))
-        return f"it is {theirs}, and {mine} of the model"
+        return f"it is {tuple(got.shape)} of {got.dtype}, and {tuple(wanted.shape)} of {wanted.dtype} of the model"
     same = torch.isclose(got, wanted, rtol=0, atol=0, equal_nan=True)
     apart = torch.where(same, 0.0, (got.double() - wanted.double()).abs())
     at = int(torch.nan_to_num(apart, nan=torch.inf).reshape(-1).argmax())
