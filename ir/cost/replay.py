@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
 
 from .amounts import Cost, Work
-from .fake_calls import FakeCalls, Layout, Made, Result, change, leaves
+from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .storages import Footprint, Storage
 
 KEPT = {
@@ -42,23 +43,22 @@ KEPT = {
     OutputKind.LOSS: "results",
     OutputKind.RESULT: "results",
     OutputKind.BUFFER: "new buffers",
+    OutputKind.GUARD: "results",
 }
 
 
-class CallError(Error):
-    """A call that cannot be run, and which node it is."""
-
-    node: str = ""
-
-
-def replay(program: RankProgram, fakes: FakeCalls | None = None) -> Footprint:
+def replay(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None) -> Footprint:
     """Replay a rank's program (rank 0 holds most). ``fakes`` knows what calls of other programs made.
+
+    Args:
+        exchanged: reduce-scatters of so many bytes run as an exchange and a sum: all that a rank gets is there from
+            the start to the wait, and the result is made there.
 
     Raises:
         Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that
             cannot be run is a :class:`CallError`.
     """
-    return _walked(program, fakes).footprint()
+    return _walked(program, exchanged, fakes).footprint()
 
 
 def values(program: RankProgram) -> dict[str, Any]:
@@ -76,9 +76,10 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: change(held, tensor, _Tensor) for node, held in _walked(program).held.items()}
 
 
-def _walked(program: RankProgram, fakes: FakeCalls | None = None) -> _Walk:
+def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None) -> _Walk:
     mesh, coords = program.mesh, program.mesh.coords(program.rank)
-    walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}, fakes)
+    parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
+    walk = _Walk(mesh, parameters, exchanged, fakes)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
@@ -97,7 +98,7 @@ def _walked(program: RankProgram, fakes: FakeCalls | None = None) -> _Walk:
             try:
                 walk.call(node)
             except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-                raise _cannot(node, error) from error
+                raise cannot(node, error) from error
         elif node.op == "output":
             for output, result in zip(program.outputs, node.args[0], strict=True):
                 walk.keep(result, KEPT[output.kind])
@@ -109,15 +110,6 @@ def _walked(program: RankProgram, fakes: FakeCalls | None = None) -> _Walk:
                 got=node.format_node(),
             )
     return walk
-
-
-def _cannot(node: fx.Node, error: Exception) -> CallError:
-    made = node.meta.get("shardfx")
-    said = next(iter(str(error).splitlines()), type(error).__name__)
-    line = str(made.where) if isinstance(made, Node) else ""
-    found = CallError(f"{node.name} cannot be run: {said}", where="; ".join(filter(None, (node.format_node(), line))))
-    found.node = node.name
-    return found
 
 
 @dataclass(eq=False, slots=True)
@@ -145,8 +137,10 @@ class _Tensor:
 class _Walk:
     """The state between two calls."""
 
-    def __init__(self, mesh: Mesh, parameters: Iterable[Value], fakes: FakeCalls | None = None) -> None:
-        self.mesh = mesh
+    def __init__(
+        self, mesh: Mesh, parameters: Iterable[Value], exchanged: float, fakes: FakeCalls | None = None
+    ) -> None:
+        self.mesh, self.exchanged = mesh, exchanged
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
         self.blocks: list[_Block] = []
@@ -155,6 +149,8 @@ class _Walk:
         self.inside: list[int] = []
         self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
+        self._received: dict[_Block, _Block] = {}
+        """By the result of a reduce-scatter that is an exchange: what is received."""
 
     def give(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """An input: memory of the caller's."""
@@ -190,6 +186,7 @@ class _Walk:
         )
         fresh = [_Block(nbytes, at, at, planned, kept=is_memory(node)) for nbytes in made.fresh]
         self.blocks += fresh
+        self._exchange(node, at, operands, fresh)
 
         def bind(result: Result) -> _Tensor:
             if result.fresh:
@@ -201,6 +198,17 @@ class _Walk:
         self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
         group = group_of(node)
         self.costs.append(self._work(node, made, operands) if group is None else self._sent(node, group, args[0]))
+
+    def _exchange(self, node: fx.Node, at: int, operands: list[_Tensor], fresh: list[_Block]) -> None:
+        """The memory of a reduce-scatter that runs as an exchange: what is received is there until it was summed."""
+        name = called(node)
+        if name == "c10d.reduce_scatter_tensor" and node.args[1] in ("sum", "avg"):
+            if operands[0].layout.nbytes >= self.exchanged:
+                received = _Block(operands[0].layout.nbytes, at, at, fresh[0].node)
+                self.blocks.append(received)
+                self._received[fresh[0]] = received
+        elif name == "c10d.wait_tensor" and operands[0].block in self._received:
+            operands[0].block.born = self._received[operands[0].block].last = at
 
     def _adjoined(self, node: fx.Node, operands: list[_Tensor]) -> Made | None:
         """What a call makes that gives its operands as one where they lie, if they lie one behind the other."""

@@ -75,6 +75,10 @@ def _other_outputs(before: Graph, after: Graph) -> Fault | None:
     for output, key in zip(after.outputs, wanted, strict=False):
         if (output.kind, output.name) != key:
             return _other(f"the planned graph returns this in the place of {key[0].value} {key[1]}", output)
+    guards = {output.name: output.guard for output in before.outputs if output.guard is not None}
+    for output in after.outputs:
+        if guards.get(output.name) != output.guard:
+            return _other("the planned graph expects something else of this guard than the captured one", output)
     if len(there) > len(wanted):
         return _other("the planned graph returns this twice", after.outputs[len(wanted)])
     return None

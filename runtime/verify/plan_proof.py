@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import fx
@@ -98,7 +99,7 @@ class Task:
         """
         for program in programs:
             try:
-                replay(program, fakes)
+                replay(program, fakes=fakes)
             except DOES_NOT_RUN as error:
                 node = getattr(error, "node", "")
                 what = f"the program does not run: {first_line(error)}"

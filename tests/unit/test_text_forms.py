@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardfx.ir.cut import WHOLE, Cut
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Output, OutputKind, Strategy, Where
+from shardfx.ir.graph import Graph, Guard, Node, Output, OutputKind, Strategy, Where
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.dropout import dropout
@@ -149,6 +149,17 @@ def test_any_attribute_comes_back(attrs: dict[str, Any], made_by: str, why: str,
         assert back.notes == graph.notes
     (silent,) = parse_graph(print_graph(graph)).nodes
     assert (silent.made_by, silent.why) == ("", "")
+
+
+@pytest.mark.parametrize("where", [Where(), Where("a.b"), Where("", "/m/model.py", 3), Where("a", "/m/a b.py", 3)])
+@pytest.mark.parametrize("expected", [True, 3, -0.5, float("inf"), [1, [2, 3]], []])
+def test_a_guard_comes_back(expected: Any, where: Where) -> None:
+    graph = one_op(aten.relu.default)
+    for of_loss in (False, True):
+        guard = Guard(expected, where, of_loss)
+        graph.outputs = [Output(OutputKind.GUARD, "guards.0", graph.nodes[0].outs[0], guard=guard)]
+        for back in (there_and_back(graph), graph.copy()):
+            assert back.outputs[0].guard == guard
 
 
 def test_an_attribute_without_a_text_is_an_error() -> None:

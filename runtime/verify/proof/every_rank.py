@@ -7,8 +7,9 @@ op's sharding rule; communication and packing are executed on element numbers (:
 output must be the box of the captured output that its place promises, and no share.
 
 Proven: every op, argument, operand, group, reduction, order, offset and padding of every rank; that all ranks of a
-group come together; that the planned graph is the captured one, sums reordered, copies and decompositions aside. Taken as
-given: the sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic (a sum in
+group come together; that the planned graph is the captured one, sums reordered, copies and decompositions aside.
+Taken as given: the sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic
+(a sum in
 another order is the same sum), and decompositions, which are compared with their op on random numbers only (and above
 ``CHECKED_NUMEL`` elements not at all). No fact is read off the programs' metadata, and none off the plan: its
 placements are tried as guesses where the operands leave a choice, and each guess is checked. A program may be right
