@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import shardfx as sx
 from shardfx.ir.program.plain import plain
+from shardfx.runtime.verify.plan_proof import first_broken
 from shardfx.runtime.verify.proof import every_rank
 from shardfx.runtime.verify.proof.terms import build
 from shardfx.runtime.verify.sample import compare
-from shardfx.runtime.verify.verdict import first_broken
 from tests.mutants import IN_PLACE, MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
 from tests.zoo import make

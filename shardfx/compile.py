@@ -33,6 +33,7 @@ from shardfx.passes import (
 from shardfx.passes.pipeline import may_leave_out
 from shardfx.passes.rank import RankPass, built_in
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
+from shardfx.runtime.verify.claims import without_content
 
 from .compiled import Compiled
 from .hints import Hints
@@ -134,7 +135,7 @@ def plan_graph(
     """
     why = ""
     if captured.graph.repeats and may_leave_out(passes) and on_pass is None:
-        graph = captured.graph.copy()
+        graph = own_constants(captured.graph.copy())
         context = new_context(hints, graph, rules)
         why = why_whole(graph, hints.specs) or why_whole(graph, context.cuts)
         context.specs, context.cuts = (of_those_there(graph, given) for given in (hints.specs, context.cuts))
@@ -144,12 +145,20 @@ def plan_graph(
                 return graph, context
             except Error as error:  # if blocks are not the reason, it is raised again, and then knows all their names
                 why = error.what
-    graph = whole(captured.graph)
+    graph = own_constants(whole(captured.graph))
     context = new_context(hints, graph, rules)
     if why:
         graph.notes.append(f"{PLANNED_WHOLE} ({why})")
     run_passes(graph, passes, context, on_pass)
     return graph, context
+
+
+def own_constants(graph: Graph) -> Graph:
+    """The same graph with constants of its own: what a pass writes into them is not written into the captured ones."""
+    for given in graph.inputs:
+        if given.constant is not None and not without_content(given.constant):
+            given.constant = given.constant.clone()
+    return graph
 
 
 def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:

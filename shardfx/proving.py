@@ -7,7 +7,8 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.text import parse_graph
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.proof.same_function import same_function
-from shardfx.runtime.verify.verdict import Verdict, text
+from shardfx.runtime.verify.sample.counterexample import Numbers
+from shardfx.runtime.verify.verdict import Verdict
 
 from .plugins import all_rules
 
@@ -17,8 +18,10 @@ CLAIM = "both graphs compute the same"
 def prove(before: Graph | str, after: Graph | str, rules: RuleBook | None = None) -> Verdict:
     """Whether two graphs (or their texts) are the same function of their inputs: true, or false with ``.why``.
 
-    Ops are compared as they are named, not run: two graphs may compute the same by other ops, and are "not proven".
-    Sums may be reordered, an op may be taken apart into its decomposition, and communication changes nothing.
+    Inputs, constants' contents, outputs and their order are the same. Ops are compared as they are named: sums may be
+    reordered, an op may be taken apart into its decomposition, or made of it, and communication and copies change
+    nothing. Where that is not enough both graphs are run on random numbers: they are ``"refuted"`` if those differ,
+    ``"unknown"`` if not.
 
     Raises:
         Error: a text is no graph.
@@ -33,5 +36,6 @@ def prove(before: Graph | str, after: Graph | str, rules: RuleBook | None = None
     found = same_function(first, second, rules or all_rules())
     checked = {"nodes": len(second.nodes), "outputs": len(second.outputs)}
     if isinstance(found, Fault):
-        return Verdict(False, text(found), checked=checked, fault=found, claim=CLAIM)
-    return Verdict(True, checked=checked | {"terms": len(found.terms.types)}, claim=CLAIM)
+        shown = found if found.certain else Numbers(first, second, rules or all_rules(), {}).of_graph(found)
+        return Verdict.of(shown, checked=checked, claim=CLAIM)
+    return Verdict.of(None, checked=checked | {"terms": len(found.terms.types)}, claim=CLAIM)

@@ -13,7 +13,7 @@ from shardfx.ir.text import print_graph
 from shardfx.passes import steps
 from shardfx.runtime.verify.verdict import Verdict
 
-from .compile import new_context, no_collection
+from .compile import new_context, no_collection, own_constants
 from .compiled import Compiled
 from .proving import prove
 
@@ -32,7 +32,7 @@ def rerun(compiled: Compiled, graph: Graph) -> Iterator[str]:
 
 def after_each_pass(compiled: Compiled) -> dict[str, Graph]:
     """The graph after each pass, by the pass's name."""
-    graph = compiled.before.copy()
+    graph = own_constants(compiled.before.copy())
     return {name: graph.copy() for name in rerun(compiled, graph)}
 
 
@@ -44,7 +44,7 @@ def diff(compiled: Compiled, name: str) -> str:
     Raises:
         Error: no pass of the plan has this name.
     """
-    graph = compiled.before.copy()
+    graph = own_constants(compiled.before.copy())
     names, text = _state(graph)
     seen = []
     for ran in rerun(compiled, graph):
@@ -79,7 +79,7 @@ def _named_as(graph: Graph, names: dict[Value, str]) -> list[str]:
 
 def verify_every_pass(compiled: Compiled) -> Verdict:
     """Whether the graph is the captured program after each pass; names the first pass after which it is not."""
-    graph = compiled.before.copy()
+    graph = own_constants(compiled.before.copy())
     passed = 0
     for name in rerun(compiled, graph):
         verdict = prove(compiled.before, graph, compiled.context.rules)
@@ -88,4 +88,4 @@ def verify_every_pass(compiled: Compiled) -> Verdict:
                 verdict, why=f"after pass {name!r}: {verdict.why}", checked={"passes": passed, **verdict.checked}
             )
         passed += 1
-    return Verdict(True, checked={"passes": passed})
+    return Verdict.of(None, checked={"passes": passed})

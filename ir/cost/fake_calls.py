@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node
 from shardfx.ir.ops.local_ops import row_of
 
 from . import flops
@@ -117,6 +120,22 @@ def _written(part: Any) -> frozenset[str]:
     """The memory that an argument or a result of a schema stands for, if it is written."""
     info = part.alias_info
     return frozenset(info.before_set) if info is not None and info.is_write else frozenset()
+
+
+class CallError(Error):
+    """A call that cannot be run, and which node it is."""
+
+    node: str = ""
+
+
+def cannot(node: fx.Node, error: Exception) -> CallError:
+    """What a call raised, with the node and the line of the model that it comes from."""
+    made = node.meta.get("shardfx")
+    said = next(iter(str(error).splitlines()), type(error).__name__)
+    line = str(made.where) if isinstance(made, Node) else ""
+    found = CallError(f"{node.name} cannot be run: {said}", where="; ".join(filter(None, (node.format_node(), line))))
+    found.node = node.name
+    return found
 
 
 class FakeCalls:

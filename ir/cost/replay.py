@@ -35,7 +35,7 @@ from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
 
 from .amounts import Cost, Work
-from .fake_calls import FakeCalls, Layout, Made, Result, change, leaves
+from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .storages import Footprint, Storage
 
 KEPT = {
@@ -47,17 +47,18 @@ KEPT = {
 }
 
 
-def replay(program: RankProgram, exchanged: float = inf) -> Footprint:
-    """Replay a rank's program (rank 0 holds most).
+def replay(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None) -> Footprint:
+    """Replay a rank's program (rank 0 holds most). ``fakes`` knows what calls of other programs made.
 
     Args:
         exchanged: reduce-scatters of so many bytes run as an exchange and a sum: all that a rank gets is there from
             the start to the wait, and the result is made there.
 
     Raises:
-        Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh.
+        Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that
+            cannot be run is a :class:`CallError`.
     """
-    return _walked(program, exchanged).footprint()
+    return _walked(program, exchanged, fakes).footprint()
 
 
 def values(program: RankProgram) -> dict[str, Any]:
@@ -75,9 +76,10 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: change(held, tensor, _Tensor) for node, held in _walked(program).held.items()}
 
 
-def _walked(program: RankProgram, exchanged: float = inf) -> _Walk:
+def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None) -> _Walk:
     mesh, coords = program.mesh, program.mesh.coords(program.rank)
-    walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}, exchanged)
+    parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
+    walk = _Walk(mesh, parameters, exchanged, fakes)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
@@ -93,7 +95,10 @@ def _walked(program: RankProgram, exchanged: float = inf) -> _Walk:
             constant = program.constants[str(node.target)]
             walk.give(node, tuple(constant.shape), constant.dtype)
         elif node.op == "call_function":
-            walk.call(node)
+            try:
+                walk.call(node)
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                raise cannot(node, error) from error
         elif node.op == "output":
             for output, result in zip(program.outputs, node.args[0], strict=True):
                 walk.keep(result, KEPT[output.kind])
@@ -132,7 +137,9 @@ class _Tensor:
 class _Walk:
     """The state between two calls."""
 
-    def __init__(self, mesh: Mesh, parameters: Iterable[Value], exchanged: float) -> None:
+    def __init__(
+        self, mesh: Mesh, parameters: Iterable[Value], exchanged: float, fakes: FakeCalls | None = None
+    ) -> None:
         self.mesh, self.exchanged = mesh, exchanged
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
@@ -140,7 +147,7 @@ class _Walk:
         self.calls: list[fx.Node] = []
         self.costs: list[Cost] = []
         self.inside: list[int] = []
-        self._fakes = FakeCalls()
+        self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
         self._received: dict[_Block, _Block] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""

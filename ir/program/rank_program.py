@@ -70,6 +70,13 @@ class RankProgram:
         Raises:
             Error: it does not take and give as many tensors as the plan, or calls what is no function.
         """
+        if not isinstance(module, fx.GraphModule):
+            raise Error(
+                "this is not a program",
+                where=f"rank {self.rank}",
+                expected=f"a torch.fx.GraphModule, as pm.rank_module({self.rank}) gives",
+                got=type(module).__name__,
+            )
         planned = {node.outs[0].name: node for node in self.planned().values() if node.outs}
         graph = fx.Graph()
         graph.output(_inlined(graph, module, {}))

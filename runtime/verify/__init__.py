@@ -25,7 +25,10 @@
 
 ``compare``          all ranks and the whole program on random numbers in float64 (``whole``)
 ``shrink_plan``      the same plan with small dims, for ``compare`` (``sizes``, ``small_graph``)
+``counterexample``   numbers that refute what could not be proven
 
-``fault`` says what is wrong in words of the model, ``first_change`` where somebody changed a program. ``proof`` imports
-neither the passes nor the lowering that made the programs.
+``claims`` holds a plan to the captured inputs, constants and outputs, ``plan_proof`` puts the parts together,
+``decomposition`` compares an op's decomposition with the op. ``fault`` says what is wrong in words of the model,
+``first_change`` where somebody changed a program. ``proof`` imports neither the passes nor the lowering that made the
+programs.
 """

@@ -9,13 +9,19 @@ from shardfx.ir.graph import Node
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a program stops being what the model says."""
+    """Where a program stops being what the model says, or being followed.
+
+    ``certain``: the program is wrong, whatever goes in. Otherwise it may be right in a way that no rule knows.
+    """
 
     what: str
     output: str = ""
     rank: int | None = None
     node: str = ""
     where: str = ""
+    numbers: str = ""
+    """What it gives, and what the model does, where that was run."""
+    certain: bool = False
 
 
 def place(node: Node) -> str:

@@ -2,49 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
 
 import torch
-from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
+from shardfx.ir.graph import Graph
 from shardfx.ir.program.devices import CPU
-from shardfx.ir.program.lower import lower, select
-from shardfx.ir.program.plain import plain
-from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
-from .families import many_ranks
+from .claims import other_claim
 from .fault import Fault
-from .first_change import named
-from .proof import every_rank
+from .plan_proof import Asked, Broken, PlanProof, Task
 from .sample import compare, shrink_plan
+
+
+class Status(StrEnum):
+    """What a verification came to."""
+
+    PROVEN = "proven"
+    REFUTED = "refuted"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the ranks' programs compute what the model computes; false where that is not proven.
+    """Whether the ranks' programs compute what the model computes; true where that is proven only.
 
-    ``why`` names the output, the rank, the node and the source line; ``checked`` says how much was looked at.
+    ``status`` is ``"proven"``, ``"refuted"`` (some output is another one: ``fault.numbers`` has a counterexample where
+    one was found by running) or ``"unknown"`` (the proof does not come to its end, and random numbers do not differ).
+    ``why`` names the output, the rank, the node and the source line; ``programs`` are those that were proven,
+    ``checked`` says how much was looked at.
     """
 
-    ok: bool
+    status: Status
     why: str = ""
     how: str = "proven"
     checked: Mapping[str, int] = field(default_factory=dict)
     fault: Fault | None = None
     claim: str = "the ranks compute what the model computes"
+    programs: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(fault: Fault | None, **more: Any) -> Verdict:
+        """The verdict for the first fault that was found, if any."""
+        if fault is None:
+            return Verdict(Status.PROVEN, **more)
+        return Verdict(Status.REFUTED if fault.certain else Status.UNKNOWN, text(fault), fault=fault, **more)
+
+    def said_of(self, form: str) -> Verdict:
+        """The same verdict, of the programs for a form of call."""
+        why = f"for {form}: {self.why}" if self.why else ""
+        return replace(self, why=why, programs=tuple(f"{form}: {each}" for each in self.programs))
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is proven."""
+        return self.status is Status.PROVEN
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
         looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
-        head = f"{self.how}: {self.claim}" if self.ok else f"not {self.how}"
-        return f"{head} ({looked})" if self.ok else f"{head}\n{self.why}\n  {'checked:':<10}{looked}"
+        if self.ok:
+            of = f" in {', '.join(self.programs)}" if self.programs else ""
+            return f"{self.how}: {self.claim}{of} ({looked})"
+        return f"{self.status}: not {self.how}\n{self.why}\n  {'checked:':<10}{looked}"
+
+
+def together(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict: the first that is not proven, or all of them."""
+    refused = next((each for each in verdicts if not each), None)
+    if refused is not None or len(verdicts) == 1:
+        return refused or verdicts[0]
+    counts: Counter[str] = Counter()
+    for each in verdicts:
+        counts.update({what: count for what, count in each.checked.items() if what != "ranks"})
+    checked = {"ranks": verdicts[0].checked["ranks"], **counts}
+    return replace(verdicts[0], checked=checked, programs=sum((each.programs for each in verdicts), ()))
 
 
 def text(fault: Fault) -> str:
@@ -55,6 +95,7 @@ def text(fault: Fault) -> str:
     lines = [fault.what]
     lines += [f"  {'where:':<10}{place}"] if place else []
     lines += [f"  {'output:':<10}{fault.output}"] if fault.output else []
+    lines += [f"  {'numbers:':<10}{fault.numbers}"] if fault.numbers else []
     return "\n".join(lines)
 
 
@@ -62,22 +103,15 @@ def verify(
     before: Graph,
     after: Graph,
     rules: RuleBook,
-    kinds: Iterable[OutputKind],
-    program: Callable[[Graph, int], RankProgram],
-    used: Mapping[int, RankProgram],
-    modules: Mapping[int, fx.GraphModule] | None,
+    asked: Sequence[Asked],
     run: bool,
     stored: Mapping[str, torch.Tensor],
     device: torch.device = CPU,
 ) -> Verdict:
-    """Verify the programs of a plan for outputs of some kinds.
+    """Verify the programs of a plan.
 
     Args:
         before, after: the captured graph and the planned one.
-        program: ``program(graph, rank)``: the plan's own program of a rank; of ``after``, or (with ``run``) of the same
-            plan in small.
-        used: programs that run on some ranks in the place of the plan's own.
-        modules: programs that somebody changed, in the place of those of some ranks.
         stored: inputs whose content counts.
         device: what programs are written for.
 
@@ -85,96 +119,37 @@ def verify(
         Error: ``modules`` names a rank that the mesh does not have, or has a module of another plan.
     """
     mesh = after.mesh
-    unknown = [r for r in modules or () if not (isinstance(r, int) and 0 <= r < mesh.size)]
+    unknown = [r for each in asked for r in each.modules if not (isinstance(r, int) and 0 <= r < mesh.size)]
     if unknown:
         raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
-    changed = {**used, **{r: program(after, r).changed(module) for r, module in (modules or {}).items()}}
-    small = shrink_plan.shrink(before, after, rules) if run and not changed and shrink_plan.needed(before) else None
+    how = "shown on random float64 numbers" if run else "proven"
+    names = tuple(each.name for each in asked)
+    claim = other_claim(before, after)
+    if claim is not None:
+        return Verdict.of(claim, how=how, checked={"ranks": mesh.size})
+    changed = [each.changed(after) for each in asked]
+    small = (
+        shrink_plan.shrink(before, after, rules) if run and not any(changed) and shrink_plan.needed(before) else None
+    )
     if small is not None and not compare.alike(small.before, small.after, small.known(stored)):
         small = None  # numbers of the program stand for sizes: a count that a sum is divided by
     if small is not None:
         before, after, stored = small.before, small.after, small.known(stored)
-    selected = select(after, kinds)
+        how = f"{how}, on shapes that were shrunk"
+    counts: Counter[str] = Counter({"ranks": mesh.size})
+    proof = PlanProof(
+        before,
+        after,
+        rules,
+        [Task.of(*each, after) for each in zip(asked, changed, strict=True)],
+        stored,
+        device,
+        counts,
+    )
     try:
-        fault, checked = _ask(before, after, rules, program, changed, run, stored, selected, device)
-    except _Broken as broken:
-        fault, checked = broken.fault, {"ranks": mesh.size}
-    if fault is not None and changed and not run:
-        fault = named(fault, {rank: program(after, rank) for rank in changed}, changed)
-    how = "shown on random float64 numbers" if run else "proven"
+        fault = proof.shown() if run else proof.proven()
+    except Broken as broken:
+        fault = broken.fault
     if small is not None:
-        how, checked = f"{how}, on shapes that were shrunk", {**checked, "sizes shrunk": small.sizes}
-    return Verdict(fault is None, "" if fault is None else text(fault), how, checked, fault)
-
-
-def first_broken(programs: Iterable[RankProgram]) -> Fault | None:
-    """The first program that is not well formed, so that it may not compute what its plain form does."""
-    for program in programs:
-        try:
-            validate_program(program)
-        except ProgramError as error:
-            return Fault(error.what, _leads_to(program, error.node), program.rank, error.node, error.line)
-    return None
-
-
-def _leads_to(program: RankProgram, name: str) -> str:
-    """The first output of a program that is made of a call."""
-    made = {node for node in program.graph.nodes if node.name == name}
-    for node in program.graph.nodes:
-        if made & set(node.all_input_nodes):
-            made.add(node)
-    results = program.result().args[0]
-    pairs = zip(program.outputs, results, strict=False)  # type: ignore[arg-type]
-    return next((f"{output.kind.value} {output.name}" for output, node in pairs if node in made), "")
-
-
-class _Broken(Exception):
-    """A program that is not well formed."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.what)
-        self.fault = fault
-
-
-def _sound(program: RankProgram, *, in_place: bool = False) -> RankProgram:
-    """The plain form of a program that is well formed: that is what is proven."""
-    fault = first_broken([program])
-    if fault is not None:
-        raise _Broken(fault)
-    return plain(program, in_place=in_place)
-
-
-def _ask(
-    before: Graph,
-    after: Graph,
-    rules: RuleBook,
-    program: Callable[[Graph, int], RankProgram],
-    changed: Mapping[int, RankProgram],
-    run: bool,
-    stored: Mapping[str, torch.Tensor],
-    selected: tuple[Sequence[Input], Sequence[Node], Sequence[Output]],
-    device: torch.device,
-) -> tuple[Fault | None, dict[str, int]]:
-    """The first fault, and how much was looked at."""
-    ranks = range(after.mesh.size)
-    inputs, nodes, outputs = selected
-    if not run and len(ranks) > many_ranks.EVERY and many_ranks.is_even(after):
-        others = {rank: _sound(each) for rank, each in changed.items()}
-        return many_ranks.verify(
-            before,
-            after,
-            rules,
-            lambda graph, rank: plain(lower(graph, rank, rules, {OutputKind.RESULT}, device), in_place=True),
-            lambda rank: _sound(program(after, rank), in_place=True),
-            others,
-            nodes,
-            inputs,
-            outputs,
-        )
-    own = {rank: program(after, rank) for rank in ranks}
-    given = {**own, **changed}
-    if run:
-        for each in given.values():
-            _sound(each)
-        return compare.verify(before, after, rules, given, own if changed else given, inputs, outputs, stored)
-    return every_rank.verify(before, after, rules, {r: _sound(each) for r, each in given.items()}, inputs, outputs)
+        counts["sizes shrunk"] += small.sizes
+    return Verdict.of(fault, how=how, checked=dict(counts), programs=() if fault is not None else names)

@@ -227,9 +227,9 @@ class ParallelModule(Root):
     ) -> Verdict:
         """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
 
-        By default a proof, without numbers (what it proves and takes as given: see
-        :mod:`shardfx.runtime.verify.proof.every_rank`). With ``run`` all ranks run beside the captured model in this
-        process, in float64, on random numbers; a large model on shapes that are shrunk, as the verdict then says.
+        Of all programs that a call may run; ``.status`` is ``"proven"``, ``"refuted"`` or ``"unknown"``. By default a
+        proof, without numbers (see :mod:`shardfx.runtime.verify.proof.every_rank`). With ``run`` all ranks run beside
+        the captured model in this process, in float64, on random numbers; a large model on shapes that are shrunk.
 
         Args:
             modules: programs that somebody changed, by rank; those of the other ranks are the plan's own.
@@ -247,7 +247,7 @@ class ParallelModule(Root):
         """
         if every_pass and not (verdict := verify_every_pass(self._compiled)):
             return verdict
-        return self._programs.verify(modules, run, self.known_inputs())
+        return self._variants.verify(modules, run, self.known_inputs())
 
     @contextmanager
     def debug_nan(self, *, inf: bool = True) -> Iterator[None]:

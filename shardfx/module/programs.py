@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,11 +23,14 @@ from shardfx.runtime.engine import Engine
 from shardfx.runtime.export.program_files import write_rank, write_shared
 from shardfx.runtime.step import Kinds, Step
 from shardfx.runtime.store import Store
+from shardfx.runtime.verify.plan_proof import Asked
 from shardfx.runtime.verify.verdict import Verdict, verify
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
+NAMES = {"loss and gradients": TRAIN, "loss": LOSS, "results": INFER}
+"""The programs that a call may run."""
 
 
 class Programs:
@@ -81,26 +85,34 @@ class Programs:
     def verify(
         self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
     ) -> Verdict:
-        """Whether the programs compute what the model computes."""
-        kinds, compiled = self.kinds(), self.compiled
-
-        def program(graph: Graph, rank: int) -> RankProgram:
-            return self.made(graph, rank, kinds)
-
-        used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
+        """Whether the programs compute what the model computes: all that a call may run."""
+        compiled, shapes = self.compiled, {g.name: g.value.shape for g in self.compiled.before.inputs}
         with nullcontext() if run else no_collection():  # what runs makes tensors
             return verify(
                 compiled.before,
                 compiled.after,
                 compiled.context.rules,
-                kinds,
-                program,
-                used,
-                modules,
+                self._asked(modules or {}),
                 run,
-                known,
+                {name: tensor for name, tensor in known.items() if shapes.get(name) == tuple(tensor.shape)},
                 torch.device(self.device),
             )
+
+    def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[Asked]:
+        """The programs that a call may run; ``modules`` are in the place of some of those that are meant."""
+        there = {output.kind for output in self.compiled.before.outputs}
+        meant = TRAIN if OutputKind.LOSS in there else INFER
+        found = []
+        for name, kinds in NAMES.items():
+            if (OutputKind.LOSS if OutputKind.LOSS in kinds else OutputKind.RESULT) not in there:
+                continue
+            used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
+            given = modules if kinds == meant else {}
+            found.append(Asked(name, kinds, partial(self._made_of, kinds), used, given))
+        return found
+
+    def _made_of(self, kinds: Kinds, graph: Graph, rank: int) -> RankProgram:
+        return self.made(graph, rank, kinds)
 
     def use(self, modules: Mapping[int, fx.GraphModule], proven: bool, known: Mapping[str, torch.Tensor]) -> None:
         """Run ``modules`` from now on, in the place of the programs of their ranks.

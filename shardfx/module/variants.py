@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import fx, nn
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
@@ -28,6 +28,7 @@ from shardfx.plan import PlannedSpecs
 from shardfx.runtime.engine import Watch
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.step import STORED
+from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
 from .hand_out import trained, wanting
@@ -68,6 +69,17 @@ class Variants:
     def all(self) -> list[Programs]:
         """All programs there are."""
         return [programs for _, programs in self.known]
+
+    def verify(
+        self, modules: Mapping[int, fx.GraphModule] | None, run: bool, known: Mapping[str, torch.Tensor]
+    ) -> Verdict:
+        """Whether all programs compute what the model computes; ``modules`` are in the place of some of the first."""
+        first, programs = self.known[0]
+        found = [programs.verify(modules, run, known)]
+        for form, programs in self.known[1:]:
+            if found[-1]:
+                found.append(programs.verify(None, run, known).said_of(first.difference(form)))
+        return together(found)
 
     def run(self, call: Call, training: frozenset[str], peers: Peers, make: Make, watch: Watch | None) -> Any:
         """Run a call on this process's ranks, with the modules of these paths in training mode; the other ranks make

@@ -56,6 +56,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
     "runtime.verify": (
         *PROGRAMS,
+        "ir.cost",
         "ir.rules",
         "runtime.verify.families",
         "runtime.verify.proof",

@@ -21,7 +21,9 @@ those of its ops' codes. A program that somebody gives is always interpreted, wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardfx.ir.graph import Graph, Input, Node, Output
@@ -29,7 +31,6 @@ from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Failed, Fault
-from shardfx.runtime.verify.proof.every_rank import begin
 from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
 from shardfx.runtime.verify.proof.known import Proof
 from shardfx.runtime.verify.proof.meeting import LockStep
@@ -61,41 +62,45 @@ def is_even(graph: Graph) -> bool:
     )
 
 
-def verify(
-    before: Graph,
-    after: Graph,
-    book: RuleBook,
-    write: Write,
-    program: Callable[[Any], HasGraph],
-    changed: Mapping[int, HasGraph],
-    nodes: Sequence[Node],
-    inputs: Sequence[Input],
-    outputs: Sequence[Output],
-) -> tuple[Fault | None, dict[str, int]]:
-    """The first fault of the programs, or None; and how much was checked. The plan must be even.
+@dataclass(frozen=True)
+class Asked:
+    """Programs for outputs of some kinds: the plan's own, and others by rank."""
 
-    ``write`` writes one op of ``nodes`` alone, ``program`` gives the plan's own programs, ``changed`` are others, by
-    rank.
+    program: Callable[[Any], HasGraph]
+    changed: Mapping[int, HasGraph]
+    nodes: Sequence[Node]
+    inputs: Sequence[Input]
+    outputs: Sequence[Output]
+
+
+def verify(
+    proof: Proof, book: RuleBook, write: Write, asked: Sequence[Asked], counts: Counter[str]
+) -> tuple[Fault | None, int]:
+    """The first fault of the programs, or None, and of which; ``counts`` says how much was checked.
+
+    ``write`` writes one op alone. The plan must be even.
     """
-    mesh = after.mesh
-    counts: dict[str, int] = {"ranks": mesh.size, "outputs": len(outputs) * mesh.size}
-    ops = SingleOps(after, nodes, book, write)
+    ops = SingleOps(proof.after, [node for each in asked for node in each.nodes], book, write)
     found = ops.fault()
-    counts |= {"distinct ops at every rank": len(ops)}
+    counts["distinct ops at every rank"] += len(ops)
     if found is not None:
-        return found, counts
-    proof = begin(before, after, book, outputs, counts)
-    if isinstance(proof, Fault):
-        return proof, counts
-    own = Own(program, ops, nodes, inputs, outputs, changed)
-    counts |= {"programs read": len(own.read), "calls read": own.calls, "families": own.families}
-    whole = Whole(proof, own, inputs, outputs)
-    try:
-        whole.interpret(changed)
-        fault = None
-    except Failed as failed:
-        fault = failed.fault
-    return fault, counts | {"whole programs": whole.count, "nodes": proof.nodes, "collectives": proof.collectives}
+        return found, 0
+    for number, each in enumerate(asked):
+        own = Own(each.program, ops, each.nodes, each.inputs, each.outputs, each.changed)
+        whole = Whole(proof, own, each.inputs, each.outputs)
+        try:
+            whole.interpret(each.changed)
+        except Failed as failed:
+            return failed.fault, number
+        counts.update(
+            {
+                "programs read": len(own.read),
+                "calls read": own.calls,
+                "families": own.families,
+                "whole programs": whole.count,
+            }
+        )
+    return None, 0
 
 
 class Own:
@@ -123,7 +128,7 @@ class Own:
         parts = [[rank for rank in part if rank not in set(changed)] for part in ops.parts]
         for family in families(program, sorted(filter(None, parts), key=len, reverse=True)):
             self.families += 1
-            codes = ops.codes(family.ranks)
+            codes = ops.codes(family.ranks, nodes)
             reading = Reading(family, nodes, codes)
             order, mine = order or _collectives(family), _collectives(family)
             if mine == order and reading.first_other(inputs, outputs) is None:

@@ -51,7 +51,7 @@ class SingleOps:
     def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write) -> None:
         self._graph, self._nodes, self._book, self._write = graph, nodes, book, write
         numbers: dict[Any, int] = {}
-        self._keys = {node.outs[0]: numbers.setdefault(op_key(node), len(numbers)) for node in nodes}
+        self._keys = {node: numbers.setdefault(op_key(node), len(numbers)) for node in nodes}
         self._codes: dict[int, list[Code]] = {}
         self.parts: list[list[int]] = [list(range(graph.mesh.size))]
         """Ranks on which every op has the same code, numbers aside."""
@@ -61,18 +61,18 @@ class SingleOps:
     def __len__(self) -> int:
         return len(self._codes)
 
-    def codes(self, ranks: Sequence[int]) -> dict[Value, Code]:
-        """The code of each planned node, by its first result, on ranks that are in one part."""
+    def codes(self, ranks: Sequence[int], nodes: Sequence[Node]) -> dict[Value, Code]:
+        """The code of planned nodes, by their first result, on ranks that are in one part."""
         chosen = {
             key: next(code for code in codes if ranks[0] in code.family.together.place)
             for key, codes in self._codes.items()
         }
-        return {value: chosen[key] for value, key in self._keys.items()}
+        return {node.outs[0]: chosen[self._keys[node]] for node in nodes}
 
     def fault(self) -> Fault | None:
         """The first op that is wrong on some rank."""
         for node in self._nodes:
-            key = self._keys[node.outs[0]]
+            key = self._keys[node]
             if key in self._codes:
                 continue
             small = alone(node, self._graph.mesh)

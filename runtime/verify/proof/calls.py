@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,9 @@ class Calls:
         operands = [n for n in _tensors(node) if n is not None]
         best = ""
         direct = [self.facts(n) for n in operands]
+        key = self._key(node, operands, direct)
+        if key in self.proof.deduced:
+            return self.proof.deduced[key]
         found: list[list[Fact | None]] = []
         if all(direct):
             for facts in itertools.product(*direct):
@@ -57,6 +60,7 @@ class Calls:
         else:
             unknown = next(n for n, f in zip(operands, direct, strict=True) if not f)
             best = f"nothing is known of {unknown.name}"
+        of_operands = bool(found)
         if not found:
             made, why = self._by_rule(node)
             found, best = made, why or best
@@ -67,7 +71,19 @@ class Calls:
             Known(list(dict.fromkeys(f for r in found if len(r) == count and (f := r[i])))[:MOST_FACTS])
             for i in range(count)
         ]
-        return many[0] if count == 1 and not gives_list(node.target) else Known(many=many)
+        known = many[0] if count == 1 and not gives_list(node.target) else Known(many=many)
+        if of_operands:
+            self.proof.deduced[key] = known
+        return known
+
+    def _key(self, node: fx.Node, operands: Sequence[fx.Node], facts: Sequence[list[Fact]]) -> Hashable:
+        """Equal for calls of programs of one rank from which the same follows: what is known of their operands, and
+        which of these are one tensor."""
+        places: dict[fx.Node, int] = {}
+        args = fx.map_arg(
+            (node.args, node.kwargs), lambda n: _Place(places.setdefault(self.root.get(n, n), len(places)))
+        )
+        return self.rank, node.target, repr(args), tuple(map(tuple, facts))
 
     def _makers(self, key: tuple[Any, tuple[int, ...]]) -> Sequence[Node]:
         makers = self.proof.universe.makers
@@ -148,6 +164,13 @@ class Calls:
         names = self.proof.universe.terms.names
         target = node.target
         return f"the model computes no {op_name(target)} of ({', '.join(names[f[0].term] for f in direct)})"
+
+
+class _Place(int):
+    """An operand among the arguments, not to be taken for a number."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:

@@ -7,17 +7,18 @@ op's sharding rule; communication and packing are executed on element numbers (:
 output must be the box of the captured output that its place promises, and no share.
 
 Proven: every op, argument, operand, group, reduction, order, offset and padding of every rank; that all ranks of a
-group come together; that the planned graph is the captured one, sums reordered and decompositions aside. Taken as
-given: the sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic (a sum in
+group come together; that the planned graph is the captured one, sums reordered, copies and decompositions aside.
+Taken as given: the sharding rules (the oracle executes them), torch's kernels, the capture itself, exact arithmetic
+(a sum in
 another order is the same sum), and decompositions, which are compared with their op on random numbers only (and above
 ``CHECKED_NUMEL`` elements not at all). No fact is read off the programs' metadata, and none off the plan: its
 placements are tried as guesses where the operands leave a choice, and each guess is checked. A program may be right
-in a way that no rule knows: then the answer is "not proven", at the node where the facts end.
+in a way that no rule knows: then the answer is "unknown", at the node where the facts end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from shardfx.ir.graph import Graph, Input, Output
 from shardfx.ir.rules.book import RuleBook
@@ -50,15 +51,22 @@ def verify(
     proof = begin(before, after, book, outputs, counts, universe)
     if isinstance(proof, Fault):
         return proof, counts
-    ranks = {r: Rank(proof, r, modules[r], inputs) for r in range(after.mesh.size)}
-    fault: Fault | None = None
+    fault = interpret(proof, modules, inputs, outputs)
+    return fault, counts | {"nodes": proof.nodes, "collectives": proof.collectives}
+
+
+def interpret(
+    proof: Proof, modules: Mapping[int, HasGraph], inputs: Sequence[Input], outputs: Sequence[Output]
+) -> Fault | None:
+    """The first fault of the programs of all ranks, or None."""
+    ranks = {r: Rank(proof, r, modules[r], inputs) for r in range(proof.after.mesh.size)}
     try:
         LockStep(proof, ranks).run()
         for rank in ranks.values():
             rank.outputs(outputs)
     except Failed as failed:
-        fault = failed.fault
-    return fault, counts | {"nodes": proof.nodes, "collectives": proof.collectives}
+        return failed.fault
+    return None
 
 
 def begin(
@@ -66,7 +74,7 @@ def begin(
     after: Graph,
     book: RuleBook,
     outputs: Sequence[Output],
-    counts: dict[str, int],
+    counts: MutableMapping[str, int],
     universe: Universe | None = None,
 ) -> Proof | Fault:
     """A proof, begun with that the planned graph is the same function of the inputs as the captured one; or the fault
@@ -74,7 +82,7 @@ def begin(
     found = same_function(before, after, book, outputs, universe)
     if isinstance(found, Fault):
         return found
-    counts |= {"terms": len(found.terms.types), "decompositions": found.decompositions}
+    counts.update({"terms": len(found.terms.types), "decompositions": found.decompositions})
     if found.trusted:
         counts["decompositions too large to compare"] = found.trusted
     return Proof(after, found, Deduction(found, book, after.mesh), Numbering(found, after.mesh))

@@ -23,6 +23,7 @@ from .deduction import Fact
 from .elements import Elements
 from .known import Known, Proof
 from .numbering import ALSO, COLLECTIVES, MOVERS, Source
+from .terms import COPIES, NEUTRAL, is_neutral
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -125,6 +126,8 @@ class Rank:
         if target is c10d.wait_tensor.default:
             item = self.items[node.args[0]]  # type: ignore[index]
             return Known(item.facts, item.codes, item.hints, item.many, False, item.why)
+        if isinstance(target, torch._ops.OpOverload) and "c10d" in target.namespace:
+            raise Failed(self.fault(f"{op_name(target)} is a collective that no rule knows", node))
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise Failed(self.fault(f"{op_name(target)} changes a tensor in place", node))
         late = next((n for n in node.all_input_nodes if self.items[n].waits), None)
@@ -145,7 +148,19 @@ class Rank:
         if item.why and target in ALSO:
             moved = self._move(node, ALSO[target])
             return item if moved.why else moved
-        return item
+        return self._given_back(node) if item.why and (target in COPIES or target in NEUTRAL) else item
+
+    def _given_back(self, node: fx.Node) -> Known:
+        """What is known of a call that the model does not have, but gives its operand back."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        facts = self.facts(source)
+        if node.target in NEUTRAL and not (
+            is_neutral(node.target, node.args, node.kwargs)
+            and all(self.proof.universe.terms.types[f.term].dtype.is_floating_point for f in facts)
+        ):
+            return Known(why=f"the model computes no such {op_name(node.target)}")
+        return self.items[source] if facts else Known(why=f"nothing is known of {source.name}")
 
     def _getitem(self, node: fx.Node) -> Known:
         source, index = node.args

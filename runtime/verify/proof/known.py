@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph
@@ -36,5 +36,7 @@ class Proof:
     numbering: Numbering
     drawn: dict[int, Spec] = field(default_factory=dict)
     """The placement for which each random mask is drawn."""
+    deduced: dict[Hashable, Known] = field(default_factory=dict)
+    """What follows from calls: one call stands in several programs of a rank."""
     nodes: int = 0
     collectives: int = 0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardfx.ir.graph import Graph, Output
+from shardfx.ir.graph import Graph, Output, Value, op_name
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
+from shardfx.runtime.verify.claims import other_claim
+from shardfx.runtime.verify.decomposition import Unjustified
 from shardfx.runtime.verify.fault import Fault
 
-from .terms import Universe, Unjustified, build, differing
+from .terms import Universe, build, differing, is_sum
 
 
 def same_function(
@@ -24,22 +27,40 @@ def same_function(
     Communication is taken as nothing: that placements fit together is the validator's, that the ranks' programs keep to
     them the proof's of these programs. ``universe`` is :func:`.terms.build`'s, if it is there already.
     """
-    guards, kept = ({o.name: o.guard for o in graph.outputs if o.guard is not None} for graph in (before, after))
-    lost = next((name for name in guards if guards[name] != kept.get(name)), None)
-    if lost is not None:
-        changed = "expects something else" if lost in kept else "is gone"
-        return Fault(f"a guard of the captured graph {changed} in the planned one", f"guard {lost}")
-    wanted, there = ({(o.kind, o.name) for o in graph.outputs} for graph in (before, after))
-    if outputs is None and wanted != there:
-        kind, name = min(wanted ^ there)
-        lacks = "lacks an output" if (kind, name) in wanted else "has an output that the captured one lacks"
-        return Fault(f"the planned graph {lacks}", f"{kind.value} {name}")
+    claim = other_claim(before, after) if outputs is None else None
+    if claim is not None:
+        return claim
+    wanted = after.outputs if outputs is None else list(outputs)
     try:
         universe = universe or build(before, after, book)
+        if differing(universe, wanted) is not None:  # perhaps since ops of the captured program were made one
+            universe = build(before, after, book, fused=True)
     except Unjustified as error:
         return Fault(str(error))
-    other = differing(universe, after.outputs if outputs is None else outputs)
-    if other is not None:
-        what = "the planned graph computes another function of the inputs than the captured one"
-        return Fault(what, f"{other.kind.value} {other.name}", None, other.value.name, str(other.value.where))
-    return universe
+    other = differing(universe, wanted)
+    return universe if other is None else _blamed(universe, after, other)
+
+
+def _blamed(universe: Universe, after: Graph, output: Output) -> Fault:
+    """The first node behind an output that the captured program does not have."""
+    name = f"{output.kind.value} {output.name}"
+    behind = {output.value}
+    for node in reversed(after.nodes):
+        if behind & set(node.outs):
+            behind.update(node.operands)
+    adds: set[Value] = set()
+    """What is only a part of a sum: in another order than that of the captured program it is there all the same."""
+    for node in reversed(after.nodes):
+        on = isinstance(node.op, OwnOp) or is_sum(node)
+        for value in node.operands if on else ():
+            if is_sum(node) or adds & set(node.outs):
+                adds.add(value)
+    for node in after.nodes:
+        unknown = [v for v in node.outs if v in behind and universe.of[v] not in universe.captured]
+        if unknown and not isinstance(node.op, OwnOp) and not (is_sum(node) and unknown[0] in adds):
+            what = "the planned graph computes another function of the inputs than the captured one"
+            what += f", which has no such {op_name(node.op)}"
+            return Fault(what, name, None, unknown[0].name, str(node.where))
+    held = universe.terms.names[universe.of[output.value]]
+    what = f"the planned graph computes another function of the inputs than the captured one: it returns a {held}"
+    return Fault(what, name, None, output.value.name, str(output.value.where))

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.capture.canonical import convert_call
@@ -22,14 +20,12 @@ from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_n
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec, TensorType
+from shardfx.runtime.verify.decomposition import Unjustified, justified, small
 
 aten = torch.ops.aten
 
 SAME = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Ops that differ in the memory they use only."""
-CHECKED_NUMEL = 1 << 22
-"""A decomposition is compared with its op where the op's tensors have no more elements than this."""
-TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -37,10 +33,6 @@ class Ref:
     """A term among the arguments of another."""
 
     term: int
-
-
-class Unjustified(Exception):
-    """A decomposition that is not the op, or that cannot be made."""
 
 
 @dataclass
@@ -77,11 +69,11 @@ class Terms:
         types = [None if v is None else v.type for v in node.results]
         if is_sum(node):
             parts = tuple(sorted(part for t in operands for part in self._sums.get(t, (t,))))
-            made = self._make(("sum", parts), types, node)
+            made = self._make(("sum", parts, types[0]), types, node)
             assert made[0] is not None
             self._sums[made[0]] = parts
             return made
-        if moves_nothing(node):
+        if gives_back(node):
             return (operands[0],)
         if op is aten.reshape.default:  # how the shape was written (-1, a SymInt) does not matter
             args = (args[0], list(node.outs[0].shape))
@@ -95,21 +87,50 @@ class Terms:
 
 
 def is_sum(node: Node) -> bool:
-    """An add of two tensors of one type: the order of such adds does not matter."""
+    """An add of two tensors of one dtype: the order of such adds does not matter, nor which of them is broadcast
+    first."""
     return (
         node.op is aten.add.Tensor
         and not node.kwargs
         and len(node.operands) == len(node.args) == 2
-        and all(v.type == node.outs[0].type for v in node.operands)
+        and all(v.type.dtype == node.outs[0].type.dtype for v in node.operands)
     )
 
 
-def moves_nothing(node: Node) -> bool:
-    """A slice of all there is."""
-    if node.op is not aten.slice.Tensor:
+COPIES = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
+"""Ops that give their operand back, in other memory at most."""
+NEUTRAL = {
+    aten.mul.Tensor: 1,
+    aten.mul.Scalar: 1,
+    aten.div.Tensor: 1,
+    aten.div.Scalar: 1,
+    aten.pow.Tensor_Scalar: 1,
+    aten.add.Tensor: 0,
+    aten.add.Scalar: 0,
+    aten.sub.Tensor: 0,
+    aten.sub.Scalar: 0,
+}
+"""The number with which an op gives its first operand back."""
+RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+"""Ops that give their operand back where it has the shape already."""
+
+
+def gives_back(node: Node) -> bool:
+    """Whether an op gives its one operand back: a copy, a product with 1, a slice of all there is."""
+    if len(node.operands) != 1 or len(node.outs) != 1 or node.outs[0].type != node.operands[0].type:
         return False
-    step = node.args[4] if len(node.args) > 4 else node.kwargs.get("step", 1)
-    return step == 1 and node.outs[0].shape == node.operands[0].shape
+    if node.op is aten.slice.Tensor:
+        step = node.args[4] if len(node.args) > 4 else node.kwargs.get("step", 1)
+        return bool(step == 1)
+    if node.op in COPIES or node.op in RESHAPES or node.op is aten._to_copy.default:
+        return True
+    return node.op in NEUTRAL and is_neutral(node.op, node.args, node.kwargs)
+
+
+def is_neutral(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op's number is the one with which it gives its first operand back."""
+    plain = not kwargs and len(args) == 2 and isinstance(args[1], (int, float))
+    return plain and not isinstance(args[0], (int, float)) and bool(args[1] == NEUTRAL.get(op))
 
 
 def frozen(arg: Any) -> Any:
@@ -135,6 +156,8 @@ class Universe:
     """Nodes whose rule writes a rank's version itself, with the terms of their operands."""
     specs: dict[int, list[Spec]] = field(default_factory=dict)
     """Placements in which the plan holds a term: claims, for what alone does not say how it is cut."""
+    captured: set[int] = field(default_factory=set)
+    """What the captured program computes, parts of ops that were taken apart among them."""
     decompositions: int = 0
     trusted: int = 0
     """Decompositions of ops too large to be compared with."""
@@ -144,23 +167,33 @@ class Universe:
         return tuple(None if v is None else self.of[v] for v in node.results)
 
 
-def build(before: Graph, after: Graph, book: RuleBook) -> Universe:
-    """The terms of the planned program, and the captured program's outputs among them."""
+def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False) -> Universe:
+    """The terms of the planned program, and the captured program's outputs among them.
+
+    ``fused``: what the planned program does by an op that the captured one does not have is taken apart, too.
+    """
     terms = Terms()
     of: dict[Value, int] = {given.value: terms.given(given.name, given.value.type) for given in after.inputs}
     universe = Universe(terms, of, {})
+    reader = None
+    if fused:
+        there = _as_they_are(before, universe)
+        reader = _Reader(after, universe, book, there, {t for made in there for t in made if t is not None}, False)
     seen: set[tuple[int | None, ...]] = set()
+    registered: set[Any] = set()
     for node in after.nodes:
         if isinstance(node.op, OwnOp):
             of.update(zip(node.outs, (of[v] for v in node.operands), strict=True))
             continue
-        made = terms.apply(node, of.__getitem__)
+        made = terms.apply(node, of.__getitem__) if reader is None else reader.results(node, of)
         of.update((v, t) for v, t in zip(node.results, made, strict=True) if v is not None and t is not None)
         key = tuple(of[v] for v in node.operands)
-        if made in seen and not is_sum(node):
-            continue
         seen.add(made)
-        universe.makers.setdefault((SAME.get(node.op, node.op), key), []).append(node)
+        asked = (SAME.get(node.op, node.op), key)
+        if (asked, made) in registered:
+            continue
+        registered.add((asked, made))
+        universe.makers.setdefault(asked, []).append(node)
         entry = book.entry(node.op)
         if entry is not None and entry.local is not None:
             universe.written.append((frozenset(key), node))
@@ -169,18 +202,33 @@ def build(before: Graph, after: Graph, book: RuleBook) -> Universe:
             held = universe.specs.setdefault(term, [])
             if value.spec.reduced() not in held:
                 held.append(value.spec.reduced())
+    if reader is not None:
+        universe.decompositions = len(reader.checked)
     _captured(before, universe, book, seen)
     return universe
+
+
+def _as_they_are(graph: Graph, universe: Universe) -> set[tuple[int | None, ...]]:
+    """The terms of a graph's nodes, none of them taken apart."""
+    of = {given.value: universe.terms.given(given.name, given.value.type) for given in graph.inputs}
+    found = set()
+    for node in graph.nodes:
+        made = universe.terms.apply(node, of.__getitem__)
+        of.update((v, t) for v, t in zip(node.results, made, strict=False) if v is not None and t is not None)
+        found.add(made)
+    return found
 
 
 def _captured(before: Graph, universe: Universe, book: RuleBook, planned: set[tuple[int | None, ...]]) -> None:
     """The terms of the captured program, among those of the planned one."""
     of = {given.value: universe.terms.given(given.name, given.value.type) for given in before.inputs}
+    universe.captured.update(of.values())
     reader = _Reader(before, universe, book, planned, set(universe.of.values()))
     for node in before.nodes:
         made = reader.results(node, of)
         of.update((v, t) for v, t in zip(node.results, made, strict=False) if v is not None and t is not None)
-    universe.decompositions = len(reader.checked)
+    universe.captured.update(of.values(), reader.inside)
+    universe.decompositions += len(reader.checked)
     universe.outputs = {(o.kind, o.name): of[o.value] for o in before.outputs}
 
 
@@ -194,7 +242,11 @@ class _Reader:
     book: RuleBook
     planned: set[tuple[int | None, ...]]
     known: set[int]
-    checked: dict[Any, torch.fx.GraphModule] = field(default_factory=dict)
+    must: bool = True
+    """An op whose decomposition is not justified is an error; or else it stays as it is."""
+    checked: dict[Any, torch.fx.GraphModule | None] = field(default_factory=dict)
+    inside: set[int] = field(default_factory=set)
+    """The terms of what ops were taken apart into."""
 
     def results(self, node: Node, of: Mapping[Value, int]) -> tuple[int | None, ...]:
         """The terms of a node's results."""
@@ -204,9 +256,18 @@ class _Reader:
             return made
         key = (node.op, frozen(substitute(node.args, lambda v: v.type)), frozen(dict(node.kwargs)))
         if key not in self.checked:
-            self.checked[key] = justified(node, entry.expand)
+            self.checked[key] = self._justified(node, entry.expand)
             self.universe.trusted += not small(node)
-        return self._taken_apart(self.checked[key], node, of)
+        traced = self.checked[key]
+        return made if traced is None else self._taken_apart(traced, node, of)
+
+    def _justified(self, node: Node, expand: Any) -> torch.fx.GraphModule | None:
+        try:
+            return justified(node, expand)
+        except Unjustified:
+            if self.must:
+                raise
+            return None
 
     def _taken_apart(self, traced: torch.fx.GraphModule, node: Node, of: Mapping[Value, int]) -> tuple[int | None, ...]:
         builder = GraphBuilder(self.graph.mesh)
@@ -226,67 +287,9 @@ class _Reader:
         for made in builder.graph.nodes:
             found = self.results(made, inner)
             inner.update((v, t) for v, t in zip(made.results, found, strict=False) if v is not None and t is not None)
+            self.inside.update(t for t in found if t is not None)
         given = results if isinstance(results, (list, tuple)) else [results]
         return tuple(None if v is None else inner[v] for v in given)
-
-
-def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
-    """The decomposition of a node, traced, after a comparison with the op on random numbers."""
-    decomposition = expand if callable(expand) else decomposition_table[node.op]
-
-    def call(function: Callable[..., Any], tensors: Iterable[torch.Tensor], wide: bool = False) -> Any:
-        given = iter(tensors)
-        args = substitute(node.args, lambda _: next(given))
-        kwargs = {k: substitute(a, lambda _: next(given)) for k, a in node.kwargs.items()}
-        out = function(*widened(args), **widened(kwargs)) if wide else function(*args, **kwargs)
-        return tuple(out) if isinstance(out, (tuple, list)) else out
-
-    def function(*tensors: torch.Tensor) -> Any:
-        return call(decomposition, tensors)
-
-    fake = [torch.empty(v.shape, dtype=v.type.dtype, device="meta") for v in node.operands]
-    traced = make_fx(function, tracing_mode="real")(*fake)
-    if small(node):
-        random = torch.Generator().manual_seed(0)
-        least = min((size for v in node.operands for size in v.shape), default=2)
-        tensors = [_random(v.type, random, min(least, 2)) for v in node.operands]
-        with torch.no_grad():
-            expected, got = call(node.op, tensors, True), call(decomposition, tensors, True)
-        pairs = zip(expected, got, strict=False) if isinstance(expected, tuple) else [(expected, got)]
-        for (a, b), value in zip(pairs, node.results, strict=False):
-            asked = value is not None and a is not None  # an output mask leaves some out
-            if asked and (b is None or not _close(a, b)):
-                raise Unjustified(f"the decomposition of {op_name(node.op)} gives other numbers than the op")
-    return traced
-
-
-def small(node: Node) -> bool:
-    """Whether the node can be run here, for a comparison."""
-    return sum(v.type.numel for v in [*node.operands, *node.outs]) <= CHECKED_NUMEL
-
-
-def widened(arg: Any) -> Any:
-    """A nest of arguments with float64 for every floating-point dtype among them."""
-    if isinstance(arg, torch.dtype) and arg.is_floating_point:
-        return torch.float64
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(widened(a) for a in arg)
-    if isinstance(arg, dict):
-        return {k: widened(a) for k, a in arg.items()}
-    return arg
-
-
-def _random(type: TensorType, random: torch.Generator, indices: int) -> torch.Tensor:
-    """Random numbers that are far from zero; integers below ``indices``, as they may be indices."""
-    if type.dtype.is_floating_point:
-        return torch.rand(type.shape, dtype=torch.float64, generator=random) + 0.25
-    if type.dtype is torch.bool:
-        return torch.rand(type.shape, generator=random) < 0.5
-    return torch.randint(0, max(indices, 1), type.shape, generator=random).to(type.dtype)
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
 def differing(universe: Universe, outputs: Iterable[Output]) -> Output | None:

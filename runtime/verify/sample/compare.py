@@ -9,7 +9,7 @@ mistakes. Random masks are drawn box by box, as the ranks draw them. What is sho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import Share, is_cut
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
+from shardfx.runtime.verify.decomposition import widened
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.first_change import where
-from shardfx.runtime.verify.proof.terms import widened
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
-from .whole import Draw, distance, first_difference, run_whole
+from .whole import Draw, apart_at, distance, first_difference, run_whole
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -76,7 +76,7 @@ def verify(
     try:
         got = _run(programs, given)
     except (Error, RuntimeError, IndexError, TypeError, ValueError) as error:
-        return Fault(f"the programs do not run to their end: {error}"), counts
+        return Fault(f"the programs do not run to their end: {error}", certain=True), counts
     for rank, results in got.items():
         if len(results) != len(outputs):
             return Fault(f"the program returns {len(results)} values, not {len(outputs)}", rank=rank), counts
@@ -87,7 +87,7 @@ def verify(
             if not apart <= tolerance:
                 name = f"{output.kind.value} {output.name}"
                 what = f"a relative error of {apart:.1e} on random float64 inputs"
-                fault = Fault(what, name, rank)
+                fault = Fault(what, name, rank, numbers=apart_at(got[rank][i], wanted), certain=True)
                 return _located(fault, sample, book, modules, own, given) if locate else fault, counts
     return None, counts
 
@@ -133,7 +133,7 @@ def _located(
         return fault
     _, _, rank, name = min(apart)
     node = next(n for n in modules[rank].graph.nodes if n.name == name)
-    return Fault(fault.what, fault.output, rank, name, where(node))
+    return replace(fault, rank=rank, node=name, where=where(node))
 
 
 def _run(programs: Sequence[RankProgram], given: Sequence[Sequence[Tensor]]) -> Mapping[int, Sequence[Tensor]]:

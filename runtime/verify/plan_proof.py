@@ -1,0 +1,228 @@
+"""The programs of a plan, proven or run; :mod:`.verdict` gives the answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.cost.fake_calls import FakeCalls
+from shardfx.ir.cost.replay import replay
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
+from shardfx.ir.program.lower import lower, select
+from shardfx.ir.program.plain import plain
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.validate_program import ProgramError, validate_program
+from shardfx.ir.rules.book import RuleBook
+
+from .families import many_ranks
+from .fault import Fault
+from .first_change import named
+from .proof import every_rank
+from .proof.known import Proof
+from .sample import compare
+from .sample.counterexample import DOES_NOT_RUN, Numbers, first_line
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Programs for outputs of some kinds.
+
+    Args:
+        name: what is said of them.
+        program: ``program(graph, rank)``: the plan's own program of a rank; of the planned graph, or of the same plan
+            in small.
+        used: programs that run on some ranks in the place of the plan's own.
+        modules: programs that somebody changed, in the place of those of some ranks.
+    """
+
+    name: str
+    kinds: frozenset[OutputKind]
+    program: Callable[[Graph, int], RankProgram]
+    used: Mapping[int, RankProgram] = field(default_factory=dict)
+    modules: Mapping[int, fx.GraphModule] = field(default_factory=dict)
+
+    def changed(self, graph: Graph) -> dict[int, RankProgram]:
+        """The programs that are not the plan's own."""
+        return {**self.used, **{r: self.program(graph, r).changed(module) for r, module in self.modules.items()}}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Programs for outputs of some kinds, and what of the graph they are."""
+
+    asked: Asked
+    changed: Mapping[int, RankProgram]
+    inputs: Sequence[Input]
+    nodes: Sequence[Node]
+    outputs: Sequence[Output]
+
+    @staticmethod
+    def of(asked: Asked, changed: Mapping[int, RankProgram], after: Graph) -> Task:
+        """The part of a planned graph that some programs are of."""
+        return Task(asked, changed, *select(after, asked.kinds))
+
+    def sound(self, program: RankProgram, *, in_place: bool = False) -> RankProgram:
+        """The plain form of a program that is well formed, and takes and gives what it should: that is what is
+        proven."""
+        for what, mine, theirs in (("takes", program.inputs, self.inputs), ("gives", program.outputs, self.outputs)):
+            names, wanted = ([f"{each.kind.value} {each.name}" for each in ends] for ends in (mine, theirs))
+            if names != wanted:
+                other = next((w for w, n in zip_longest(wanted, names) if w != n), None)
+                said = f"the program {what} {len(names)} values, not the plan's {len(wanted)}, from {other} on"
+                raise Broken(Fault(said, str(other or ""), program.rank, certain=True))
+        fault = first_broken([program])
+        if fault is not None:
+            raise Broken(fault)
+        results: Any = program.result().args[0]
+        none = (
+            None
+            if not isinstance(results, (list, tuple))
+            else next((i for i, each in enumerate(results) if not isinstance(each, fx.Node)), None)
+        )
+        if none is not None:
+            output = self.outputs[none]
+            said = f"the program returns {results[none]!r}"
+            raise Broken(Fault(said, f"{output.kind.value} {output.name}", program.rank, "output", certain=True))
+        return plain(program, in_place=in_place)
+
+    def run(self, programs: Iterable[RankProgram], fakes: FakeCalls) -> None:
+        """Every call gives something, of operands that lie in memory as they will.
+
+        Raises:
+            Broken: one does not.
+        """
+        for program in programs:
+            try:
+                replay(program, fakes=fakes)
+            except DOES_NOT_RUN as error:
+                node = getattr(error, "node", "")
+                what = f"the program does not run: {first_line(error)}"
+                raise Broken(Fault(what, _leads_to(program, node), program.rank, node, certain=True)) from error
+
+
+@dataclass
+class PlanProof:
+    """The programs of a plan, to be proven, or shown to be right."""
+
+    before: Graph
+    after: Graph
+    rules: RuleBook
+    tasks: Sequence[Task]
+    stored: Mapping[str, torch.Tensor]
+    device: torch.device
+    counts: Counter[str]
+    fakes: FakeCalls = field(default_factory=FakeCalls)
+
+    @property
+    def ranks(self) -> range:
+        """All ranks of the mesh."""
+        return range(self.after.mesh.size)
+
+    def shown(self) -> Fault | None:
+        """The first output that random numbers show to be another one."""
+        for task in self.tasks:
+            own = {rank: task.asked.program(self.after, rank) for rank in self.ranks}
+            given = {**own, **task.changed}
+            for each in given.values():
+                task.sound(each)
+            fault, checked = compare.verify(
+                self.before,
+                self.after,
+                self.rules,
+                given,
+                own if task.changed else given,
+                task.inputs,
+                task.outputs,
+                self.stored,
+            )
+            self.counts["outputs"] += checked["outputs"]
+            if fault is not None:
+                return fault
+        return None
+
+    def proven(self) -> Fault | None:
+        """The first fault, with numbers that show it if there are some."""
+        numbers = Numbers(self.before, self.after, self.rules, self.stored)
+        proof = every_rank.begin(self.before, self.after, self.rules, self.after.outputs, self.counts)
+        if isinstance(proof, Fault):
+            return numbers.of_graph(proof)
+        for task in self.tasks:
+            self.counts["outputs"] += len(task.outputs) * len(self.ranks)
+        if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
+            fault, number = self._many(proof)
+        else:
+            fault, number = self._each(proof)
+        self.counts.update({"nodes": proof.nodes, "collectives": proof.collectives})
+        if fault is None:
+            return None
+        task = self.tasks[number]
+        if task.changed:
+            fault = named(fault, {rank: task.asked.program(self.after, rank) for rank in task.changed}, task.changed)
+        if fault.certain or len(self.ranks) > many_ranks.EVERY:
+            return fault
+        given = {rank: task.changed.get(rank) or task.asked.program(self.after, rank) for rank in self.ranks}
+        return numbers.of_ranks(fault, given, task.inputs, task.outputs)
+
+    def _each(self, proof: Proof) -> tuple[Fault | None, int]:
+        for number, task in enumerate(self.tasks):
+            given = {r: task.changed.get(r) or task.asked.program(self.after, r) for r in self.ranks}
+            sound = {r: task.sound(each) for r, each in given.items()}
+            task.run(given.values(), self.fakes)
+            fault = every_rank.interpret(proof, sound, task.inputs, task.outputs)
+            if fault is not None:
+                return fault, number
+        return None, 0
+
+    def _many(self, proof: Proof) -> tuple[Fault | None, int]:
+        def write(graph: Graph, rank: int) -> RankProgram:
+            return plain(lower(graph, rank, self.rules, {OutputKind.RESULT}, self.device), in_place=True)
+
+        for task in self.tasks:
+            task.run(task.changed.values(), self.fakes)
+        asked = [
+            many_ranks.Asked(
+                lambda rank, task=task: task.sound(task.asked.program(self.after, rank), in_place=True),  # type: ignore[misc]
+                {rank: task.sound(each) for rank, each in task.changed.items()},
+                task.nodes,
+                task.inputs,
+                task.outputs,
+            )
+            for task in self.tasks
+        ]
+        return many_ranks.verify(proof, self.rules, write, asked, self.counts)
+
+
+def first_broken(programs: Iterable[RankProgram]) -> Fault | None:
+    """The first program that is not well formed, so that it may not compute what its plain form does."""
+    for program in programs:
+        try:
+            validate_program(program)
+        except ProgramError as error:
+            leads = _leads_to(program, error.node)
+            return Fault(error.what, leads, program.rank, error.node, error.line, certain=True)
+    return None
+
+
+def _leads_to(program: RankProgram, name: str) -> str:
+    """The first output of a program that is made of a call."""
+    made = {node for node in program.graph.nodes if node.name == name}
+    for node in program.graph.nodes:
+        if made & set(node.all_input_nodes):
+            made.add(node)
+    results = program.result().args[0]
+    pairs = zip(program.outputs, results, strict=False)  # type: ignore[arg-type]
+    return next((f"{output.kind.value} {output.name}" for output, node in pairs if node in made), "")
+
+
+class Broken(Exception):
+    """A program that is not well formed."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.what)
+        self.fault = fault
