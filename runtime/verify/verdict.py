@@ -28,7 +28,8 @@ from .sample import compare, shrink_plan
 class Verdict:
     """Whether the ranks' programs compute what the model computes; false where that is not proven.
 
-    ``why`` names the output, the rank, the node and the source line; ``checked`` says how much was looked at.
+    ``why`` names the output, the rank, the node and the source line; ``checked`` says how much was looked at, ``given``
+    what is taken as given.
     """
 
     ok: bool
@@ -37,6 +38,7 @@ class Verdict:
     checked: Mapping[str, int] = field(default_factory=dict)
     fault: Fault | None = None
     claim: str = "the ranks compute what the model computes"
+    given: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.ok
@@ -44,7 +46,8 @@ class Verdict:
     def __str__(self) -> str:
         looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
         head = f"{self.how}: {self.claim}" if self.ok else f"not {self.how}"
-        return f"{head} ({looked})" if self.ok else f"{head}\n{self.why}\n  {'checked:':<10}{looked}"
+        given = "".join(f"\n  {'given:':<10}{each}" for each in self.given)
+        return f"{head} ({looked}){given}" if self.ok else f"{head}\n{self.why}\n  {'checked:':<10}{looked}"
 
 
 def text(fault: Fault) -> str:

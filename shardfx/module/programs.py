@@ -24,6 +24,8 @@ from shardfx.runtime.step import Kinds, Step
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict, verify
 
+from .rules_checked import with_rules
+
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
@@ -89,7 +91,7 @@ class Programs:
 
         used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
         with nullcontext() if run else no_collection():  # what runs makes tensors
-            return verify(
+            verdict = verify(
                 compiled.before,
                 compiled.after,
                 compiled.context.rules,
@@ -101,6 +103,7 @@ class Programs:
                 known,
                 torch.device(self.device),
             )
+        return with_rules(verdict, compiled.after, compiled.context.rules)
 
     def use(self, modules: Mapping[int, fx.GraphModule], proven: bool, known: Mapping[str, torch.Tensor]) -> None:
         """Run ``modules`` from now on, in the place of the programs of their ranks.

@@ -45,6 +45,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.capture.intake": (*ONE_OP, "ir.capture"),
     "ir.capture.patterns": (*ONE_OP, "ir.capture"),
     "ir.oracle": RULES,
+    "ir.oracle.planned": (*ONE_OP, "ir.oracle"),
     "passes": (*ONE_OP, "ir.unfolding", "ir.validate", "passes.communication", "passes.sharding"),
     "passes.communication": (*ONE_OP, "passes"),
     "passes.sharding": (*ONE_OP, "ir.capture", "passes"),
