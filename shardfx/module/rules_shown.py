@@ -9,9 +9,9 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import op_name
-from shardfx.ir.oracle.apart import Lost, apart
 from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.planned.rule_check import SECONDS, example, wrong_trials
+from shardfx.ir.oracle.running.apart import Lost, apart
 from shardfx.ir.rules.book import RuleEntry
 
 

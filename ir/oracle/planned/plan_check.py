@@ -11,9 +11,9 @@ from shardfx.ir.rules.book import RuleBook, RuleEntry
 
 from ...graph import Graph, Node, op_name
 from ...mesh import Mesh
-from ..apart import Lost, apart
 from ..findings import default_folder
 from ..instance import describe
+from ..running.apart import Lost, apart
 from .kept_answers import AnswersFolder, kept_answers
 from .share_check import Answer, check_share
 from .small_share import used_axes

@@ -12,9 +12,9 @@ from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.rules.template import Template
 
 from ..instance import Instance, instance
+from ..running.draws import draws
+from ..running.memory_layouts import AS_CUT, LAYOUTS
 from ..soundness import Refutation, difference, said, trials
-from .draws import draws
-from .memory_layouts import AS_CUT, LAYOUTS
 from .share_check import fails_without_numbers, undisturbed
 
 SECONDS = 120.0

@@ -1,4 +1,4 @@
-"""Is what a plan does with one node right? Its share is executed in small, and called without numbers at its own size."""
+"""Is what a plan does with one node right? Its share is executed in small, and called without numbers in full size."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardfx.ir.rules.book import RuleEntry, perform
 from ...graph import Node, Strategy
 from ...mesh import Mesh
 from ..instance import as_results, bind, describe
+from ..running.draws import draws
+from ..running.memory_layouts import AS_CUT, LAYOUTS
 from ..soundness import Executor, difference, said
-from .draws import draws
-from .memory_layouts import AS_CUT, LAYOUTS
 from .small_share import small_share, used_axes
 
 RANDOM = (dropout,)

@@ -25,7 +25,7 @@ from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
 from ...graph import Node, Strategy, Value, substitute
 from ...mesh import Mesh
 from ..instance import Instance, instance
-from .draws import FLOATS, Draw
+from ..running.draws import FLOATS, Draw
 
 MOST_ELEMENTS = 20_000
 MOST_RANKS = 8

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from ...graph import Node
 from ..cut_search import UNCHECKED
 from ..instance import Instance, bind, call
 
@@ -49,9 +48,10 @@ def draws(of: Instance, seed: int = 0) -> Iterator[Instance]:
     generator = torch.Generator().manual_seed(seed)
     span = span_of(of)
     for floats in FLOATS:
-        made = of.on([_draw(t, floats, span, of.node, generator) for t in of.tensors])
-        if _gives_numbers(made):
-            yield made
+        for ordered in (False, True) if any(_is_integer(t) for t in of.tensors) else (False,):
+            made = of.on([_draw(t, floats, span, ordered, generator) for t in of.tensors])
+            if _gives_numbers(made):
+                yield made
 
 
 def span_of(of: Instance) -> Range:
@@ -68,7 +68,8 @@ def span_of(of: Instance) -> Range:
             return 0, 2
         checked = decomposition_table[checked]
     limits = sorted({s for t in of.tensors for s in t.shape} | set(_numbers(of.node.args)), reverse=True)
-    for low, high in [(-m, m) for m in limits] + [(0, m) for m in limits if m > 1] + [(1, m) for m in limits if m > 1]:
+    from_zero = [(0, end) for m in limits if m > 1 for end in (m + 1, m)]
+    for low, high in [(-m, m) for m in limits] + from_zero + [(1, m) for m in limits if m > 1]:
         ends = torch.tensor([low, high - 1])
         if _takes(of, checked, [_ends(t, ends) if _is_integer(t) else t for t in of.tensors]):
             return low, high
@@ -79,7 +80,8 @@ def _ends(like: Tensor, ends: Tensor) -> Tensor:
     return ends.repeat(-(-max(like.numel(), 1) // 2))[: like.numel()].reshape(like.shape).to(like.dtype)
 
 
-def _draw(like: Tensor, floats: Draw, span: Range, node: Node, generator: torch.Generator) -> Tensor:
+def _draw(like: Tensor, floats: Draw, span: Range, ordered: bool, generator: torch.Generator) -> Tensor:
+    """Other values; integers are shuffled, or in order, as offsets are."""
     shape = tuple(like.shape)
     if like.is_floating_point() or like.is_complex():
         return floats(shape, generator).to(like.dtype)
@@ -87,7 +89,8 @@ def _draw(like: Tensor, floats: Draw, span: Range, node: Node, generator: torch.
         return torch.rand(shape, generator=generator) < 0.5
     made = torch.randint(*span, shape, generator=generator).flatten()
     made[: 2 if made.numel() > 1 else 0] = torch.tensor([span[0], span[1] - 1])[: made.numel()]
-    return made[torch.randperm(made.numel(), generator=generator)].reshape(shape).to(like.dtype)
+    made = made.sort().values if ordered else made[torch.randperm(made.numel(), generator=generator)]
+    return made.reshape(shape).to(like.dtype)
 
 
 def _takes(of: Instance, op: Any, tensors: list[Tensor]) -> bool:
