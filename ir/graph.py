@@ -9,10 +9,10 @@ can be executed, and outputs (results, loss, gradients, new buffer contents). It
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +26,7 @@ __all__ = [
     "Attr",
     "FactorCuts",
     "Graph",
+    "Guard",
     "Input",
     "InputKind",
     "Node",
@@ -73,11 +74,43 @@ class OutputKind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
     BUFFER = "buffer"
+    GUARD = "guard"
+
+    @property
+    def leaves_whole(self) -> bool:
+        """Whether every rank gets all of it."""
+        return self in (OutputKind.LOSS, OutputKind.GUARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What a value was for the example, where the model's code asked for it and went on accordingly.
+
+    The program is the model for data that give the same. ``expected`` is what ``tolist()`` of the value gives; guards
+    ``of_loss`` stand in the loss, and do not concern the model's results.
+    """
+
+    expected: Any
+    where: Where = NOWHERE
+    of_loss: bool = False
+
+    def concerns(self, kinds: Container[OutputKind]) -> bool:
+        """Whether programs for outputs of these kinds go the way that this guard watches."""
+        return not self.of_loss or OutputKind.LOSS in kinds or OutputKind.GRADIENT in kinds
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether a value is what it was: a float up to what another order of summing makes of it."""
+        expected = torch.tensor(self.expected, dtype=value.dtype).reshape(value.shape)
+        if not value.dtype.is_floating_point:
+            return torch.equal(value, expected)
+        slack = torch.finfo(value.dtype).eps ** (2 / 3)
+        return torch.allclose(value, expected, rtol=slack, atol=slack, equal_nan=True)
 
 
 @dataclass(eq=False, slots=True)
 class Output:
-    """An output of the graph: a result of the model, its loss, a parameter's gradient, or a buffer's new content.
+    """An output of the graph: a result of the model, its loss, a parameter's gradient, a buffer's new content, or a
+    value that a ``guard`` watches.
 
     ``spec`` is the placement in which it must leave the program; None while that is not known.
     """
@@ -86,6 +119,7 @@ class Output:
     name: str
     value: Value
     spec: Spec | None = None
+    guard: Guard | None = None
 
 
 @dataclass(eq=False)
@@ -133,14 +167,14 @@ class Graph:
 
     def output_specs(self) -> dict[Output, Spec]:
         """The placement in which each output must leave: as it says; or else a gradient and a buffer's new content as
-        their input is stored, a loss whole, a result as it is made, and nothing partial."""
+        their input is stored, a loss and a guard whole, a result as it is made, and nothing partial."""
         stored = {given.name: given.value.spec for given in self.inputs}
         found: dict[Output, Spec] = {}
         for output in self.outputs:
             made = output.value.spec
             spec = stored.get(output.name) if output.kind in (OutputKind.GRADIENT, OutputKind.BUFFER) else None
             if spec is None:
-                whole = output.kind is OutputKind.LOSS or made is None
+                whole = output.kind.leaves_whole or made is None
                 spec = Spec.whole(output.value.type.ndim) if whole or made is None else made.reduced()
             found[output] = output.spec or spec
         return found
@@ -169,7 +203,7 @@ class Graph:
             new = old.copied(values.__getitem__)
             values.update(zip(old.outs, new.outs, strict=True))
             nodes.append(new)
-        outputs = [Output(o.kind, o.name, values[o.value], o.spec) for o in self.outputs]
+        outputs = [Output(o.kind, o.name, values[o.value], o.spec, o.guard) for o in self.outputs]
         return Graph(self.mesh, inputs, nodes, outputs, self.established, list(self.notes), self.repeats)
 
     def __str__(self) -> str:

@@ -45,6 +45,9 @@ class Engine(Protocol):
     def ranks(self) -> Sequence[int]:
         """The ranks that run in this process."""
 
+    def prepare(self) -> None:
+        """What the processes of a job do together before their first run; again it does nothing."""
+
     def seed(self) -> Tensor:
         """A step's seed, the same on all ranks; ``torch.manual_seed`` makes it reproducible."""
 

@@ -46,6 +46,10 @@ class ModuleEngine:
         """Those of the engine."""
         return self._engine.ranks
 
+    def prepare(self) -> None:
+        """As the engine does."""
+        self._engine.prepare()
+
     def seed(self) -> Tensor:
         """A step's seed."""
         return self._engine.seed()

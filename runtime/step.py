@@ -20,6 +20,27 @@ Results = dict[tuple[OutputKind, str], list[torch.Tensor]]
 STORED = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
+ELSEWHERE = "these data lead the model elsewhere than the example did"
+
+
+def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None:
+    """Raise where a watched value is another than for the example that the program was captured with.
+
+    Raises:
+        Error: naming the model's line, and both values.
+    """
+    for output, value in zip(outputs, out, strict=True):
+        guard = output.guard
+        if guard is not None and not guard.holds(value := value.cpu()):
+            raise Error(
+                ELSEWHERE,
+                where="  ".join(part for part in (str(guard.where), guard.where.code) if part),
+                expected=f"{guard.expected!r:.200}, as for the example that was captured",
+                got=f"{value.tolist()!r:.200}",
+                remedy="parallelize the model once more, with an example that takes this way",
+            )
+
+
 @dataclass
 class Step:
     """The programs of one planned graph on a store.
@@ -44,7 +65,17 @@ class Step:
 
     @property
     def engine(self) -> Engine:
-        """What runs the programs; made when first asked for."""
+        """What runs the programs, ready to; made when first asked for, by all ranks alike."""
+        made = self._unprepared()
+        made.prepare()
+        return made
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of this process; no other process is asked."""
+        return self._unprepared().ranks
+
+    def _unprepared(self) -> Engine:
         if self._engine is None:
             self._engine = self.make_engine()
         return self._engine
@@ -70,17 +101,27 @@ class Step:
         """Run the ranks of this process on whole inputs, or on this rank's own part of each; new buffers are stored.
 
         Gives the distinct pieces of every output (under ``torchrun`` this rank's own).
+
+        Raises:
+            Error: a guard does not hold: the model would do something else for these inputs. Nothing is stored.
         """
-        programs = self.programs(kinds)
+        programs, engine = self.programs(kinds), self.engine
         first = next(iter(programs.values()))
-        seed = self.engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
+        seed = engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
         cut: dict[tuple[str, int], torch.Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(engine.device.type, enabled=False):  # casts are in the programs
             given = {
                 rank: [self._piece(g, rank, inputs, seed, cut) for g in program.inputs]
                 for rank, program in programs.items()
             }
-            outs = self.engine.run(programs, given, watch)
+            try:
+                outs = engine.run(programs, given, watch)
+            except Error as error:
+                if kinds and self._runs_on and any(output.guard is not None for output in first.outputs):
+                    self._explain(inputs, error)
+                raise
+            for out in outs.values():
+                check_guards(first.outputs, out)
             results: Results = {}
             for i, output in enumerate(first.outputs):
                 pieces: dict[int, torch.Tensor] = {}
@@ -95,6 +136,23 @@ class Step:
                     found = [self.store.as_gradient(output.name, piece) for piece in found]
                 results[output.kind, output.name] = found
         return results
+
+    @property
+    def _runs_on(self) -> bool:
+        """Whether the engine may be used after a program failed: not where each rank is a process, which then ends."""
+        return len(self.ranks) > 1 or self.graph.mesh.size == 1
+
+    def _explain(self, inputs: Mapping[str, torch.Tensor], error: Error) -> None:
+        """Why programs failed, where the reason is that the model would have gone another way before.
+
+        Raises:
+            Error: a guard does not hold.
+        """
+        try:
+            self.run(frozenset(), inputs)  # the guards alone
+        except Error as guarded:
+            if guarded.what == ELSEWHERE:
+                raise guarded from error
 
     def layout(self, output: Output) -> Shards:
         """Which ranks hold which pieces of an output."""
@@ -145,10 +203,10 @@ class Step:
 
     def local_shapes(self, given: Input) -> set[tuple[int, ...]]:
         """The shapes that a rank of this process may pass for an input beside the global one."""
-        if len(self.engine.ranks) > 1 or self.graph.mesh.size == 1:
+        if self._runs_on:
             return set()
         shards = self.shards(given)
-        return {shards.local_shapes[shards.by_rank[rank]] for rank in self.engine.ranks}
+        return {shards.local_shapes[shards.by_rank[rank]] for rank in self.ranks}
 
     def rank_inputs(
         self, rank: int, program: RankProgram, inputs: Mapping[str, torch.Tensor]

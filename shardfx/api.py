@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from shardfx.ir.capture.intake.given import as_module
-from shardfx.ir.capture.trace import capture
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
@@ -20,7 +19,7 @@ from shardfx.module.variants import Variants, without_weights
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
 
-from .compile import compile_model, no_collection
+from .compile import capture_model, compile_model, no_collection
 from .compiled import Compiled
 from .hints import Hints
 from .plugins import all_rules
@@ -95,8 +94,7 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
         print(sx.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
     """
     mesh = Mesh(dp=1) if mesh is None else mesh
-    captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
-    return whole(captured.graph)
+    return whole(capture_model(model, mesh, hints).graph)
 
 
 def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> Place:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
+import torch
 from torch import nn
 
 from shardfx.ir.capture.trace import Captured, capture
@@ -85,6 +86,19 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def capture_model(model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, hints: Hints) -> Captured:
+    """Capture ``model`` for the examples of the hints."""
+    return capture(
+        model,
+        mesh,
+        args=hints.args,
+        kwargs=hints.kwargs,
+        loss=hints.loss,
+        targets=hints.targets,
+        guard=hints.guard,
+    )
+
+
 def compile_model(
     model: nn.Module,
     mesh: Mesh,
@@ -95,7 +109,7 @@ def compile_model(
     """Capture ``model`` and run the passes. Links that the mesh does not state are those of the machine."""
     passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     with no_collection():
-        captured = capture(model, mesh, args=hints.args, kwargs=hints.kwargs, loss=hints.loss, targets=hints.targets)
+        captured = capture_model(model, mesh, hints)
         if isinstance(hints.specs, PlannedSpecs):
             hints.specs.plan.check(whole(captured.graph))
         graph, context = plan_graph(captured, hints, rules, passes, on_pass)

@@ -49,6 +49,9 @@ class Hints:
             ``pm.verify()`` executes them (see also :func:`shardfx.check_rule`).
         rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
             :class:`shardfx.RankPass`, or text for those of installed plugins.
+        guard: a model whose code depends on the data (``if x.sum() > 0``, ``.item()``, ``x[mask]``) is captured as it
+            runs for the examples, which must be real, as must be the weights. Every call then checks that each
+            condition and each such size is as it was: another branch is an error, and no wrong number.
 
     Example::
 
@@ -69,6 +72,7 @@ class Hints:
     rank_passes: Sequence[RankPass | str] = ()
     device: str | torch.device | None = None
     shapes: int = 8
+    guard: bool = False
     zero: int = field(default=0, metadata=LATER)
     zero_axis: str = field(default="dp", metadata=LATER)
     recompute: Any = field(default=None, metadata=LATER)
@@ -120,6 +124,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
     "cuts": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
+    "guard": (lambda given: isinstance(given, bool), "True or False"),
     "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
     "passes": (lambda given: isinstance(given, (list, tuple)), "a list of passes"),
     "rules": (

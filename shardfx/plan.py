@@ -175,7 +175,8 @@ def fingerprint(graph: Graph) -> str:
     for node in graph.nodes:
         note(node.phase.value, key_of(node, lambda value: (numbers[value], value.type)))
     for output in graph.outputs:
-        note(output.kind.value, output.name, numbers[output.value])
+        expected = () if output.guard is None else (output.guard.expected,)
+        note(output.kind.value, output.name, numbers[output.value], *expected)
     return f"sha256:{digest.hexdigest()[:32]}"
 
 

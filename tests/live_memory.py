@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -142,6 +143,7 @@ class Measured:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.device, self.ranks, self.seed = engine, engine.device, engine.ranks, engine.seed
+        self.prepare = engine.prepare
         self.memory = LiveMemory(alone=len(engine.ranks) == 1)
 
     def run(
@@ -164,12 +166,12 @@ def held_in_a_step(pm: sx.ParallelModule, case: Case) -> dict[int, Held]:
     return {rank: Held.least(steps[1:]) for rank, steps in engine.memory.steps.items()}
 
 
-def check_footprint(program: RankProgram, held: Held, *, exact: bool = True) -> Footprint:
+def check_footprint(program: RankProgram, held: Held, *, exact: bool = True, exchanged: float = inf) -> Footprint:
     """The footprint of a program is what its rank held, call by call, to the byte; and at most, within a percent.
 
     Not ``exact``: a call may hold more for a moment, as threads do.
     """
-    found = replay(program)
+    found = replay(program, exchanged)
     for call, predicted in zip(found.calls, found.live, strict=True):
         real = held.behind[call.name]
         assert real == predicted or (real > predicted and not exact), (call.name, predicted, real)

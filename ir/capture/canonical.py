@@ -45,6 +45,8 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Error(f"{target} is not an op of torch", where=str(builder.where))
+    if target.overloadpacket in OF_MEMORY:
+        check_in_order(node, str(builder.where))
     types = types_of(node.meta.get("val"))
     canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket)
     if canonical is not None:
@@ -58,6 +60,29 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
             remedy="draw the numbers outside of the model and pass them as an input",
         )
     return builder.add(target, args, types, **kwargs)
+
+
+OF_MEMORY = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
+"""Ops that see how a tensor lies in memory. In a program every operand of theirs lies in order, from the start on."""
+
+
+def check_in_order(node: torch.fx.Node, where: str) -> None:
+    """The tensor that such an op sees lies so on one device too.
+
+    Raises:
+        Error: it does not.
+    """
+    source = node.args[0]
+    assert isinstance(source, torch.fx.Node)
+    lies = source.meta["val"]
+    if not lies.is_contiguous() or lies.storage_offset():
+        raise Error(
+            f"{node.target} of a tensor that does not lie in order in memory",
+            where=where,
+            expected="a contiguous tensor that is the whole of its storage",
+            got=f"shape {tuple(lies.shape)}, strides {lies.stride()}, offset {lies.storage_offset()}",
+            remedy="call .clone(memory_format=torch.contiguous_format) on it before",
+        )
 
 
 def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -84,6 +109,10 @@ def _to_copy(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict
     if types.dtype == args[0].type.dtype:
         return args[0]
     return builder.add(op, args, types, dtype=types.dtype)
+
+
+def _all(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    return builder.add(aten.all.default if op is aten._is_all_true.default else aten.any.default, args, types)
 
 
 def _transpose(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
@@ -186,10 +215,12 @@ CANONICAL: dict[Any, Canonical] = {
     aten.contiguous: _same,
     aten._assert_tensor_metadata: _nothing,
     aten._assert_async: _nothing,
+    aten._is_all_true: _all,
+    aten._is_any_true: _all,
     aten._to_copy: _to_copy,
     aten.t: _transpose,
     aten.transpose.int: _transpose,
-    aten.view: _view,
+    aten.view.default: _view,
     aten._unsafe_view: _view,
     aten.reshape: _view,
     aten.native_dropout: _dropout,

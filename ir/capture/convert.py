@@ -18,30 +18,34 @@ from torch._functorch._aot_autograd.descriptors import (
 
 from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where
+from shardfx.ir.graph import Graph, Guard, InputKind, Output, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
 
 from .canonical import convert_call
 from .sources import PREFIX, inherit_sources, source_of
+from .tape import content
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the placeholders of the traced program are called: leaf names, tied names, and whether there is a loss."""
+    """What goes in and out of the traced program: leaf names, tied names, the loss if there is one, and the guards of
+    its last outputs."""
 
     leaves: tuple[str, ...]
     aliases: Mapping[str, str]
     loss: Where | None = None
+    guards: tuple[Guard, ...] = ()
 
 
 def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
     """The IR of a traced joint graph."""
     builder = GraphBuilder(mesh)
     output: torch.fx.Node | None = None
+    constants: dict[object, Value] = {}
     for node in gm.graph.nodes:
         builder.where = source_of(node)
         builder.phase = Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
@@ -49,9 +53,13 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
             builder.env[node] = _placeholder(builder, node, names)
         elif node.op == "get_attr":
             constant = getattr(gm, node.target)
+            key = content(constant)
+            if key is not None and key in constants:  # equal blocks have equal constants, each its own
+                builder.env[node] = constants[key]
+                continue
             name = f"constant.{len(builder.graph.of_kind(InputKind.CONSTANT))}"
             type = TensorType(tuple(constant.shape), constant.dtype)
-            builder.env[node] = builder.input(InputKind.CONSTANT, name, type, constant)
+            builder.env[node] = constants[key or id(constant)] = builder.input(InputKind.CONSTANT, name, type, constant)
         elif node.op == "call_function":
             builder.env[node] = convert_call(builder, node)
         elif node.op == "output":
@@ -60,6 +68,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
             raise Error(f"unexpected {node.op} in the captured graph", where=str(builder.where), got=node.format_node())
     assert output is not None
     _outputs(builder, output, names)
+    _drop_settled(builder.graph)
     dead_code(builder.graph)
     inherit_sources(builder.graph, names.loss)
     builder.graph.rename()
@@ -95,9 +104,15 @@ def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:
     flat = node.args[0]
     assert isinstance(flat, (list, tuple))
     result = 0
+    guards = iter(enumerate(names.guards))
+    unguarded = sum(isinstance(desc, PlainAOTOutput) for desc in node.meta["desc"]) - len(names.guards)
     for arg, desc in zip(flat, node.meta["desc"], strict=True):
         value = builder.env.get(arg) if isinstance(arg, torch.fx.Node) else None
-        if isinstance(desc, PlainAOTOutput):
+        guard = None
+        if isinstance(desc, PlainAOTOutput) and desc.idx >= unguarded:
+            number, guard = next(guards)
+            kind, name = OutputKind.GUARD, f"guards.{number}"
+        elif isinstance(desc, PlainAOTOutput):
             if desc.idx == 0 and names.loss is not None:
                 kind, name = OutputKind.LOSS, "loss"
             else:
@@ -132,8 +147,17 @@ def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:
             builder.phase = Phase.BACKWARD
             known.value = builder.add(aten.add.Tensor, (known.value, value), value.type)
         else:
-            builder.graph.outputs.append(Output(kind, name, value))
+            builder.graph.outputs.append(Output(kind, name, value, guard=guard))
     sort_gradients(builder.graph)
+
+
+def _drop_settled(graph: Graph) -> None:
+    """Leave out the guards of what no input has a part in: it is as it was."""
+    open_ = {given.value for given in graph.inputs if given.kind is not InputKind.CONSTANT}
+    for node in graph.nodes:
+        if not open_.isdisjoint(node.operands):
+            open_.update(node.outs)
+    graph.outputs = [output for output in graph.outputs if output.guard is None or output.value in open_]
 
 
 def sort_gradients(graph: Graph) -> None:

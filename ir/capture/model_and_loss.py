@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Where
+from shardfx.ir.graph import Guard, Where
+
+from .decisions import Decisions, stored
+from .intake.refusals import explain_decision
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,11 @@ def _result(leaf: object) -> object:
 
 
 class Results:
-    """How the model's results are arranged: known once it was traced."""
+    """How the model's results are arranged, and what it asked of the data: known once it was traced."""
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
+    guards: tuple[Guard, ...] = ()
 
 
 class ModelAndLoss(nn.Module):
@@ -70,16 +75,36 @@ class ModelAndLoss(nn.Module):
         loss: Callable[..., torch.Tensor] | None,
         targets: int,
         results: Results,
+        guard: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self._tree, self._leaves, self._targets = tree, list(leaves), targets
         self.loss = loss
         self.results = results
+        self.guard = guard
+        self._stored = stored(model) if guard else {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The model's tensors, behind the loss where there is one. ``tensors`` are the leaves of arguments and
-        targets."""
+        """The model's tensors, behind the loss where there is one, and behind them what guards watch. ``tensors`` are
+        the leaves of arguments and targets.
+
+        Raises:
+            Error: what the code does depends on the data, and there are no guards.
+        """
+        decisions = Decisions(self.model, self._stored)
+        try:
+            with decisions if self.guard else nullcontext():
+                outs = self._run(tensors, decisions)
+        except Exception as error:
+            found = explain_decision(error, self.model, self.guard)
+            if found is None:
+                raise
+            raise found from error
+        self.results.guards = tuple(decisions.guards)
+        return (*outs, *decisions.values)
+
+    def _run(self, tensors: tuple[torch.Tensor, ...], decisions: Decisions) -> tuple[torch.Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
@@ -93,6 +118,7 @@ class ModelAndLoss(nn.Module):
             if unknown is not None:
                 raise unknown.error("the model's result")
             return tuple(outs)
+        decisions.of_loss = True
         loss = self.loss(out, *targets)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise Error(

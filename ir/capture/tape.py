@@ -84,6 +84,15 @@ def _place(path: str, lists: Sequence[str]) -> Place:
     return None
 
 
+def content(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """What makes two constants the same: type and bytes; None for a large one, and for one without content."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.numel() > MOST_CONSTANT:
+        return None
+    with _disable_current_modes():
+        flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)  # numpy knows no bfloat16
+        return tuple(tensor.shape), tensor.dtype, flat.numpy().tobytes()
+
+
 class Tape(TorchDispatchMode):
     """Writes down every op that is called, below autograd."""
 
@@ -149,10 +158,10 @@ class Tape(TorchDispatchMode):
             return "stored", name
         if id(tensor) in self._inputs:
             return "input", self._inputs[id(tensor)]
-        if isinstance(tensor, FakeTensor) or tensor.numel() > MOST_CONSTANT:
+        known = content(tensor)
+        if known is None:
             raise Unknown
-        with _disable_current_modes():
-            return "constant", tensor.detach().cpu().numpy().tobytes()
+        return "constant", known
 
     def _note_shared(self, tensor: torch.Tensor) -> None:
         if tensor.requires_grad:

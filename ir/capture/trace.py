@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._decomp import get_decompositions
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
@@ -28,6 +29,7 @@ from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
 from .convert import Names, convert
+from .decisions import with_numbers
 from .intake.given import as_module, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.refusals import explain, reject_loss, reject_unknown_shapes
@@ -87,11 +89,13 @@ def capture(
     loss: Callable[..., torch.Tensor] | None = None,
     targets: tuple[Any, ...] = (),
     fold: bool = True,
+    guard: bool = False,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
     Args:
         fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
+        guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
@@ -111,14 +115,14 @@ def capture(
     with ExitStack() as stack:
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
-        traced, tensors = on_cpu(hooks.model, tensors, stack)
+        traced, tensors = on_cpu(hooks.model, tensors, stack, guard)
         params = dict(traced.named_parameters(remove_duplicate=False))
         buffers = dict(traced.named_buffers(remove_duplicate=False))
         aliases = _aliases({**params, **buffers})
         results = Results()
 
         def program(model: nn.Module) -> ModelAndLoss:
-            return ModelAndLoss(model, tree, leaves, loss, len(targets), results)
+            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard)
 
         short = Shortened(traced)
         if fold:
@@ -133,7 +137,9 @@ def capture(
             note = f"{TRACED_WHOLE} ({error.what})"
     hooks.check()
     _name_ties(graph, aliases)
-    graph.notes = [note] if note else []
+    guards = sum(output.guard is not None for output in graph.outputs)
+    said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
+    graph.notes = [each for each in (note, said) if each]
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases)
 
 
@@ -155,16 +161,16 @@ def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names) -> Graph:
     """The graph of a program's forward and backward."""
-    # as long to import as torch itself, so that only a process that captures pays for it
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)
     try:
         with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
-            exported = torch.export.export(program, tensors, strict=False).module()
-            reject_unknown_shapes(exported)
+            with with_numbers() if program.guard else nullcontext():
+                exported = torch.export.export(program, tensors, strict=False).module()
+            reject_unknown_shapes(exported, program.guard)
+            names = replace(names, guards=program.results.guards)
             keep_whole(exported)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions, _record_nn_module_stack=True
@@ -173,4 +179,4 @@ def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh,
     except Error:
         raise
     except Exception as error:
-        raise explain(error, program.model, program.loss) from error
+        raise explain(error, program.model, program.loss, program.guard) from error

@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -42,16 +43,21 @@ KEPT = {
     OutputKind.LOSS: "results",
     OutputKind.RESULT: "results",
     OutputKind.BUFFER: "new buffers",
+    OutputKind.GUARD: "results",
 }
 
 
-def replay(program: RankProgram) -> Footprint:
+def replay(program: RankProgram, exchanged: float = inf) -> Footprint:
     """Replay a rank's program (rank 0 holds most).
+
+    Args:
+        exchanged: reduce-scatters of so many bytes run as an exchange and a sum: all that a rank gets is there from
+            the start to the wait, and the result is made there.
 
     Raises:
         Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh.
     """
-    return _walked(program).footprint()
+    return _walked(program, exchanged).footprint()
 
 
 def values(program: RankProgram) -> dict[str, Any]:
@@ -69,9 +75,9 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: change(held, tensor, _Tensor) for node, held in _walked(program).held.items()}
 
 
-def _walked(program: RankProgram) -> _Walk:
+def _walked(program: RankProgram, exchanged: float = inf) -> _Walk:
     mesh, coords = program.mesh, program.mesh.coords(program.rank)
-    walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER})
+    walk = _Walk(mesh, {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}, exchanged)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
@@ -126,8 +132,8 @@ class _Tensor:
 class _Walk:
     """The state between two calls."""
 
-    def __init__(self, mesh: Mesh, parameters: Iterable[Value]) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, parameters: Iterable[Value], exchanged: float) -> None:
+        self.mesh, self.exchanged = mesh, exchanged
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
         self.blocks: list[_Block] = []
@@ -136,6 +142,8 @@ class _Walk:
         self.inside: list[int] = []
         self._fakes = FakeCalls()
         self._costs: dict[Any, Cost] = {}
+        self._received: dict[_Block, _Block] = {}
+        """By the result of a reduce-scatter that is an exchange: what is received."""
 
     def give(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """An input: memory of the caller's."""
@@ -171,6 +179,7 @@ class _Walk:
         )
         fresh = [_Block(nbytes, at, at, planned, kept=is_memory(node)) for nbytes in made.fresh]
         self.blocks += fresh
+        self._exchange(node, at, operands, fresh)
 
         def bind(result: Result) -> _Tensor:
             if result.fresh:
@@ -182,6 +191,17 @@ class _Walk:
         self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
         group = group_of(node)
         self.costs.append(self._work(node, made, operands) if group is None else self._sent(node, group, args[0]))
+
+    def _exchange(self, node: fx.Node, at: int, operands: list[_Tensor], fresh: list[_Block]) -> None:
+        """The memory of a reduce-scatter that runs as an exchange: what is received is there until it was summed."""
+        name = called(node)
+        if name == "c10d.reduce_scatter_tensor" and node.args[1] in ("sum", "avg"):
+            if operands[0].layout.nbytes >= self.exchanged:
+                received = _Block(operands[0].layout.nbytes, at, at, fresh[0].node)
+                self.blocks.append(received)
+                self._received[fresh[0]] = received
+        elif name == "c10d.wait_tensor" and operands[0].block in self._received:
+            operands[0].block.born = self._received[operands[0].block].last = at
 
     def _adjoined(self, node: fx.Node, operands: list[_Tensor]) -> Made | None:
         """What a call makes that gives its operands as one where they lie, if they lie one behind the other."""

@@ -205,16 +205,33 @@ def hold(made: Strategy, of: Instance, mesh: Mesh, generator: torch.Generator) -
     """What every rank holds of the operands: its pieces, and its share of those that are partial."""
     shares: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(mesh.size)}
     for tensor, spec in zip(of.tensors, made.operands, strict=True):
-        axis = next(iter(spec.partial_axes), None)
-        terms = [tensor]
-        if axis is not None:
-            kind, count = dict(spec.partial)[axis], mesh[axis].size
+        terms: dict[tuple[int, ...], torch.Tensor] = {(): tensor}
+        for axis, kind in spec.partial:
             assert kind in REDUCTIONS
-            terms = split_sum(tensor, count, generator) if kind == "sum" else split_max(tensor, count, kind, generator)
+            terms = {
+                (*at, i): part
+                for at, term in terms.items()
+                for i, part in enumerate(_split(term, mesh[axis].size, kind, generator))
+            }
         for rank, held in shares.items():
             coords = mesh.coords(rank)
-            held.append(piece(terms[coords[axis]] if axis is not None else tensor, Spec(spec.dims), mesh, coords))
+            term = terms[tuple(coords[axis] for axis in spec.partial_axes)]
+            held.append(piece(term, Spec(spec.dims), mesh, coords))
     return shares
+
+
+def _split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
+    """``count`` tensors that reduce to one."""
+    if kind in ("max", "min"):
+        return split_max(tensor, count, kind, generator)
+    if kind == "product":
+        others = [torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5 for _ in range(count - 1)]
+        first = tensor
+        for other in others:
+            first = first / other
+        return [first, *others]
+    terms = split_sum(tensor, count, generator)
+    return [term * count for term in terms] if kind == "avg" else terms
 
 
 def lay_out(tensor: torch.Tensor, wanted: Contiguous) -> torch.Tensor:

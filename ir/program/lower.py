@@ -37,9 +37,9 @@ aten = torch.ops.aten
 
 
 def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
-    """The part of the graph that the outputs of some kinds need."""
+    """The part of the graph that the outputs of some kinds need, with the guards that concern them."""
     wanted = set(kinds)
-    outputs = [output for output in graph.outputs if output.kind in wanted]
+    outputs = [o for o in graph.outputs if o.kind in wanted or (o.guard is not None and o.guard.concerns(wanted))]
     needed = {output.value for output in outputs}
     nodes = []
     for node in reversed(graph.nodes):

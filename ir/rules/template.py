@@ -14,9 +14,13 @@ x, ...     the same for each tensor that follows, if there are any
 from __future__ import annotations
 
 import functools
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value, op_name
@@ -105,7 +109,7 @@ class Template:
             object.__setattr__(self, name, value)
 
     def __call__(self, node: Node, sizes: tuple[tuple[str, int], ...] = ()) -> ShardingRule:
-        """The rule of a node.
+        """The rule of a node. What would be a sum of booleans is their maximum: whether any is true.
 
         Args:
             sizes: those of factors that do not follow from the shapes.
@@ -113,6 +117,8 @@ class Template:
         Raises:
             Error: the node has other tensors than the template.
         """
+        if self.reduce == "sum" and node.outs and all(value.type.dtype is torch.bool for value in node.outs):
+            return template(self.text, self.linear, "max", self.moves_only, self.transparent)(node, sizes)
         slots = given_tensors(node)
         if len(slots) < len(self.operands) - self.more[0] or (len(slots) > len(self.operands) and not self.more[0]):
             raise Error(
@@ -131,7 +137,7 @@ class Template:
         arguments = tuple((name, _frozen(argument(node, name))) for name in self.names)
         shapes = tuple(each.shape if isinstance(each, Value) else each is not None for each in slots)
         made = tuple(None if value is None else value.shape for value in node.results)
-        return _rule(self, Key(shapes, made, arguments, sizes))
+        return _rule(self, Key(shapes, made, arguments, sizes, barred(node, slots) if self.groups else frozenset()))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -144,11 +150,33 @@ def _rule(template: Template, key: Key) -> ShardingRule:
     for group in template.groups:
         asked = set(range(len(key.operands))) if group is ALL else group
         given = frozenset(position[i] for i in asked if i in position)
-        if given and not numbers & asked:  # what adds a number is not linear in the rest
+        if given and not (numbers | key.barred) & asked:  # what adds a number is not linear in the rest
             linear.append(given)
     return ShardingRule(
         operands, results, sizes, whole, tuple(linear), template.reduce, template.moves_only, template.transparent
     )
+
+
+def barred(node: Node, slots: Sequence[Any]) -> frozenset[int]:
+    """The tensor arguments that may be no partial sums, whatever the op: terms that are rounded to the result's dtype
+    are not those of the rounded sum, and numbers that are infinite make NaN of terms of two signs."""
+    if any(isinstance(each, float) and not math.isfinite(each) for each in (*node.args, *node.kwargs.values())):
+        return frozenset(range(len(slots)))
+    made = {value.type.dtype for value in node.outs}
+    return frozenset(
+        i
+        for i, each in enumerate(slots)
+        if isinstance(each, Value) and not all(keeps_precision(each.type.dtype, dtype) for dtype in made)
+    )
+
+
+@functools.cache
+def keeps_precision(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a number of the one dtype is one of the other, but for its imaginary part."""
+    if not (source.is_floating_point or source.is_complex):
+        return True
+    source, target = (each.to_real() if each.is_complex else each for each in (source, target))
+    return target.is_floating_point and torch.promote_types(source, target) == target
 
 
 template = functools.cache(Template)

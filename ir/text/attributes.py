@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Input, Node, Output, Pin, Strategy, Value, Where
+from shardfx.ir.graph import Guard, Input, Node, Output, Pin, Strategy, Value, Where
 from shardfx.ir.ops.table import OwnOp
 
 from .arguments import read_argument, read_axes, read_spec, write_argument, write_axes, write_spec
@@ -193,15 +193,16 @@ def _read_why(node: Node, line: Line, scope: ReadScope) -> None:
     node.why = json.loads(line.take("string", "the reason in quotes"))
 
 
-def _write_where(node: Node, scope: PrintScope) -> str | None:
-    where = node.where
+def write_where(where: Where, scope: PrintScope) -> str | None:
+    """`` layers.0  model.py:42``, None where nothing is known."""
     parts = [quoted(where.module, BARE_SOURCE)] if where.module else []
     if where.file:
         parts.append(f"{quoted(scope.labels[where.file], BARE_SOURCE)}:{where.line}")
     return f" {'  '.join(parts)}" if parts else None
 
 
-def _read_where(node: Node, line: Line, scope: ReadScope) -> None:
+def read_where(line: Line, scope: ReadScope) -> Where:
+    """A module, a file with a line, or both."""
     module, file, number = "", "", 0
     line.at = line.start if line.kind else line.at
     while match := WHERE.match(line.text, line.at):
@@ -212,7 +213,11 @@ def _read_where(node: Node, line: Line, scope: ReadScope) -> None:
         else:
             file, number = scope.files.get(name, name), int(match[2])
     line.next()
-    node.where = Where(module, file, number)
+    return Where(module, file, number)
+
+
+def _read_source(node: Node, line: Line, scope: ReadScope) -> None:
+    node.where = read_where(line, scope)
 
 
 NODE: tuple[Attribute[Node], ...] = (
@@ -222,7 +227,7 @@ NODE: tuple[Attribute[Node], ...] = (
     Attribute("stage", _write_stage, _read_stage),
     Attribute("by", _write_made_by, _read_made_by, asked=True),
     Attribute("why", _write_why, _read_why, asked=True),
-    Attribute("@", _write_where, _read_where, column=WIDTH),
+    Attribute("@", lambda node, scope: write_where(node.where, scope), _read_source, column=WIDTH),
 )
 RESERVED = frozenset({"needs", "gives", *(each.word for each in NODE)})
 """The words that end a list of factors; a factor of such a name stands in quotes."""
@@ -283,4 +288,31 @@ def _read_output_spec(output: Output, line: Line, scope: ReadScope) -> None:
     output.spec = read_spec(line, scope)[1]
 
 
-OUTPUT: tuple[Attribute[Output], ...] = (Attribute(":", _write_output_spec, _read_output_spec, gap=" "),)
+def _write_expects(output: Output, scope: PrintScope) -> str | None:
+    if output.guard is None:
+        return None
+    return f" {write_argument(output.guard.expected, scope)}{' of loss' if output.guard.of_loss else ''}"
+
+
+def _read_expects(output: Output, line: Line, scope: ReadScope) -> None:
+    expected = read_argument(line, scope)
+    if of_loss := line.accept("of"):
+        line.expect("loss")
+    output.guard = Guard(expected, of_loss=of_loss)
+
+
+def _write_asked(output: Output, scope: PrintScope) -> str | None:
+    return None if output.guard is None else write_where(output.guard.where, scope)
+
+
+def _read_asked(output: Output, line: Line, scope: ReadScope) -> None:
+    if output.guard is None:
+        line.fail("what the guard expects, such as expects True, before its source")
+    output.guard = replace(output.guard, where=read_where(line, scope))
+
+
+OUTPUT: tuple[Attribute[Output], ...] = (
+    Attribute(":", _write_output_spec, _read_output_spec, gap=" "),
+    Attribute("expects", _write_expects, _read_expects),
+    Attribute("@", _write_asked, _read_asked, column=WIDTH),
+)

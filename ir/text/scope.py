@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Value
+from shardfx.ir.graph import Graph, Value, Where
 from shardfx.ir.mesh import Link, Mesh, Time
 
 from .lexer import Line, T
@@ -37,7 +37,7 @@ class PrintScope:
 
     def __init__(self, graph: Graph) -> None:
         self.tokens = _value_tokens(graph)
-        self.labels = _file_labels([node.where.file for node in graph.nodes])
+        self.labels = _file_labels([where.file for where in _sources(graph)])
         self.placed = any(value.spec is not None for value in graph.values())
 
     def use(self, value: Value) -> str:
@@ -98,6 +98,11 @@ def _value_tokens(graph: Graph) -> dict[Value, str]:
     if len({*tokens.values(), *named.values()}) < len(tokens) + len(made):
         named = {value: f"%{number}" for number, value in enumerate(made)}
     return {**named, **tokens}
+
+
+def _sources(graph: Graph) -> list[Where]:
+    """The sources of nodes and guards."""
+    return [node.where for node in graph.nodes] + [o.guard.where for o in graph.outputs if o.guard is not None]
 
 
 def _file_labels(files: Iterable[str]) -> dict[str, str]:

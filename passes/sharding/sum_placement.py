@@ -24,6 +24,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.finite import Sure, keeps_terms_finite, sure_facts
 
 from .propagate import scattered
 
@@ -49,12 +50,14 @@ class _Sums:
     rules: dict[Node, ShardingRule] = field(default_factory=dict)
     reduced: dict[Value, Spec] = field(default_factory=dict)
     """What a partial value is needed as, once it is reduced."""
+    facts: dict[Value, Sure] = field(default_factory=dict)
     ends: set[Value] = field(default_factory=set)
     """Values that are reduced in any case: outputs, and those with a hint."""
 
     def run(self) -> bool:
         self.users = self.graph.users()
         self.rules = {node: self.context.cache.rule(node) for node in self.graph.nodes}
+        self.facts = sure_facts(self.graph, self.rules)
         self.reduced = {value: self._needed(value) for value in self.graph.values()}
         self.ends = {output.value for output in self.graph.outputs}
         self.ends |= {value for value in self.graph.values() if value.hint is not None}
@@ -124,8 +127,9 @@ class _Sums:
         for i, dims in enumerate(rule.operands):
             if i not in group and any(f in using for dim in dims for f in dim):
                 return None
-        missing = [f for f in using if any(f not in present for present in rule.result_factors)]
-        return None if missing else group
+        if any(f not in present for f in using for present in rule.result_factors):
+            return None
+        return group if keeps_terms_finite(node, group, self.facts) else None
 
     def _stay(
         self, axis: str, reach: dict[Value, str], passing: dict[Node, frozenset[int]]

@@ -81,6 +81,34 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
 
 
 _made: dict[str, dist.ProcessGroup] = {}
+CPU_GROUP = "shardfx/cpu"
+"""All ranks, to tell one another what no device is to wait for."""
+
+
+def make_cpu_group() -> None:
+    """Make the group of all ranks on gloo, unless it is there. All ranks call it alike."""
+    if find_group(CPU_GROUP) is None:
+        made = dist.new_group(backend="gloo", timeout=_timeout())
+        _register_process_group(CPU_GROUP, made)  # type: ignore[arg-type]
+        _made[CPU_GROUP] = made
+
+
+def the_cpu_group() -> dist.ProcessGroup:
+    """That group.
+
+    Raises:
+        Error: a rank failed, and this one left its groups.
+    """
+    made = find_group(CPU_GROUP)
+    if made is None:
+        raise Error(
+            "this rank has left the others",
+            where=f"rank {dist.get_rank()}",
+            expected="no call of a parallel module after one that ended all ranks",
+            got="another call",
+            remedy="start the job again from its last checkpoint",
+        )
+    return made
 
 
 def leave_groups() -> None:

@@ -53,15 +53,15 @@ def ending_together(what: str = "") -> Iterator[None]:
 
 def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
     """Tell the others how this rank's program ended, and leave; gives the error to raise here."""
-    rank, generation = dist.get_rank(), leave_count()
+    rank, generation = dist.get_rank(), _left
     waits = bool(what) or (node is not None and _communicates(node) and isinstance(error, RuntimeError))
     collective = f"{place(rank, None)}; {what}" if what else place(rank, node)
     if not waits:
         made = failed(rank, node, error)
-        _tell(rank, generation, {"failed": str(made)})
+        tell({"failed": str(made)})
         leave_groups()
         return made
-    _tell(rank, generation, {"waits": collective})
+    tell({"waits": collective})
     leave_groups()
     words, store = _listen(rank, generation)
     return _lost(collective, _waiting_in(node, what), error, words, store)
@@ -70,16 +70,19 @@ def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
 def _lost(collective: str, name: str, error: Exception, words: Mapping[int, Any], store: bool) -> Error:
     silent = [r for r in range(dist.get_world_size()) if r != dist.get_rank() and r not in words]
     failures = [f"rank {r}: {text}" for r, word in sorted(words.items()) if (text := word.get("failed"))]
+    gone = [f"rank {r} has ended: {word['left']}" for r, word in sorted(words.items()) if "left" in word]
     waits = [f"waits too: {word['waits']}" for _, word in sorted(words.items()) if "waits" in word]
     lines = [f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"]
-    lines += [line for text in failures for line in text.splitlines()]
+    lines += [line for text in [*failures, *gone] for line in text.splitlines()]
     if not store:
         lines.append("the job's store does not answer: the process that kept it (rank 0, without torchrun) has ended")
     elif silent:
-        lines.append(f"no word within {WAIT:g} s from rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}")
+        ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        lines.append(f"no word within {WAIT:g} s from {ranks}: stuck, killed, or gone from the job")
+    how = "failed" if failures else "ended" if gone else ""
     timed_out = "time" in lines[0].lower() and "out" in lines[0].lower()
     return Error(
-        f"a rank failed while others waited for it in {name}" if failures else f"a rank is missing in {name}",
+        f"a rank {how} while others waited for it in {name}" if how else f"a rank is missing in {name}",
         where=collective,
         expected="every rank of the group in this collective"
         + (", before the process group's time-out" if timed_out else ""),
@@ -110,7 +113,7 @@ def finish_together() -> None:
     """
     global _finished
     _finished += 1
-    rank, generation, done = dist.get_rank(), leave_count(), f"shardfx/done/{_finished}/"
+    rank, generation, done = dist.get_rank(), _left, f"shardfx/done/{_finished}/"
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{done}{rank}", "")
     missing = set(range(dist.get_world_size())) - {rank}
@@ -129,22 +132,36 @@ def finish_together() -> None:
 # ---- telling one another
 
 _left = _finished = 0
-
-
-def leave_count() -> int:
-    """How often this process has left its groups: all ranks that end together agree on it."""
-    return _left
+"""How often this process has left its groups, and how many watched steps it has finished: all ranks that end together
+agree on both."""
 
 
 def _key(rank: int, generation: int) -> str:
     return f"shardfx/ended/{generation}/{rank}"
 
 
-def _tell(rank: int, generation: int, word: Mapping[str, str]) -> None:
+def tell(word: Mapping[str, str]) -> None:
+    """Tell the others how this rank ends: what ``failed``, in what it ``waits``, or why it has ``left``."""
     global _left
     _left += 1
     with suppress(RuntimeError):  # the store is gone with the process that kept it
-        dist.distributed_c10d._get_default_store().set(_key(rank, generation), json.dumps(word))
+        dist.distributed_c10d._get_default_store().set(_key(dist.get_rank(), _left - 1), json.dumps(word))
+
+
+def say_waiting(which: int) -> None:
+    """Say that this rank waits at the start of its call of this number."""
+    with suppress(RuntimeError):
+        dist.distributed_c10d._get_default_store().set(f"shardfx/waits/{_left}/{which}/{dist.get_rank()}", "")
+
+
+def not_waiting(which: int) -> list[int]:
+    """The ranks that have not said so."""
+    others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return [r for r in others if not store.check([f"shardfx/waits/{_left}/{which}/{r}"])]
+    except RuntimeError:
+        return others
 
 
 def _listen(rank: int, generation: int) -> tuple[dict[int, Any], bool]:

@@ -29,8 +29,7 @@ class ProcessEngine:
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self.device, self.rank = device, dist.get_rank()
-        with ending_together("making the groups of ranks"):
-            make_groups(graph.mesh, axes_of(graph))
+        self._graph, self._ready = graph, False
         self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
@@ -38,6 +37,13 @@ class ProcessEngine:
     def ranks(self) -> Sequence[int]:
         """This process's own."""
         return [self.rank]
+
+    def prepare(self) -> None:
+        """Make the groups of ranks, once."""
+        if not self._ready:
+            with ending_together("making the groups of ranks"):
+                make_groups(self._graph.mesh, axes_of(self._graph))
+            self._ready = True
 
     def seed(self) -> Tensor:
         """Rank 0's draw. All ranks draw, so that generators that start alike stay alike."""

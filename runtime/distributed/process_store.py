@@ -7,7 +7,6 @@ Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind
-from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
@@ -25,6 +23,7 @@ from shardfx.ir.spec import Spec
 from .dtensor_shard import DTensorShard
 from .groups import device_mesh, make_groups
 from .peer_failure import ending_together
+from .process_peers import digest, plan_text
 
 Tensor = torch.Tensor
 c10d = torch.ops._c10d_functional
@@ -51,10 +50,8 @@ class ProcessStore:
 
     def _agree(self) -> None:
         """All ranks have made the same plan: else they would wait for one another for ever."""
-        lines = [f"{n.op} {n.kwargs} {[v.type for v in n.outs]}" for n in self.graph.nodes if isinstance(n.op, OwnOp)]
-        lines += [f"{g.name} {g.value.type} {g.value.spec}" for g in self.graph.inputs]
-        mine = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        every: list[str | None] = [None] * self.mesh.size
+        mine = digest(plan_text(self.graph))
+        every: list[int | None] = [None] * self.mesh.size
         dist.all_gather_object(every, mine)
         other = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
         if other:

@@ -36,6 +36,9 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
     imports = [f"import {file}" for file in FILES if f"{file}." in code]
     imports += [f"import {file}  # defines ops of torch.ops.shardfx" for file in own_files(program)]
     places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
+    guards = [
+        f'    "{o.kind}:{o.name}": ({o.guard.expected!r}, {str(o.guard.where)!r}),' for o in program.outputs if o.guard
+    ]
     header = HEADER.format(
         rank=rank,
         mesh=mesh,
@@ -43,6 +46,7 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
         imports="\n".join(["", *imports, ""]) if imports else "",
         names=json.dumps([g.name for g in program.inputs], indent=4),
         outputs=json.dumps([f"{o.kind}:{o.name}" for o in program.outputs], indent=4),
+        guards="\n".join(["{", *guards, "}"]) if guards else "{}",
     )
     (folder / f"rank{rank}.py").write_text(header + code + "\n", encoding="utf-8")
     torch.save(dict(state), folder / f"rank{rank}.pt")

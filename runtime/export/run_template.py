@@ -14,6 +14,7 @@ from torch import device
 {imports}
 INPUTS = {names}
 OUTPUTS = {outputs}
+GUARDS = {guards}
 
 
 '''
@@ -57,6 +58,12 @@ def main() -> None:
     with torch.no_grad():
         results = program.forward(*[state[name] for name in program.INPUTS])
     named = dict(zip(program.OUTPUTS, results, strict=True))
+    for name, (expected, where) in program.GUARDS.items():  # what the model did for the example
+        torch.testing.assert_close(
+            named[name].cpu(),
+            torch.tensor(expected, dtype=named[name].dtype).reshape(named[name].shape),
+            msg=lambda text: f"these data lead the model elsewhere than the example did, at {{where}}: {{text}}",
+        )
     if "--save" in sys.argv:
         torch.save(named, FOLDER / f"results{{RANK}}.pt")
     first = next(iter(named))
@@ -76,7 +83,8 @@ One file per rank, written by shardfx. They need torch and nothing else:
     torchrun --nproc-per-node {size} run.py
 
 - `rankN.py`: the program of rank N. `forward` takes the rank's own pieces of what `INPUTS` names, and gives its pieces
-  of what `OUTPUTS` names. Behind each line stands the module and the source line that it comes from.
+  of what `OUTPUTS` names; where these are in `GUARDS`, they must be what stands there. Behind each line stands the
+  module and the source line that it comes from.
 - `rankN.pt`: those pieces, by name (`torch.load(..., weights_only=True)`). Put your own there, or call `forward`
   yourself.
 - `groups.json`: the names of the process groups, and the ranks in each; `run.py` shows how they are made.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -23,13 +24,20 @@ Tensor = torch.Tensor
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Virtual ranks take turns, on small tensors: threads within an op would only get in one another's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    """Virtual ranks take turns, on small tensors: threads within an op would only get in one another's way.
+
+    The number of threads is the process's: one run at a time sets it, and puts it back.
+    """
+    with _running:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+_running = threading.RLock()
 
 
 class VirtualEngine:
@@ -44,6 +52,9 @@ class VirtualEngine:
     def ranks(self) -> Sequence[int]:
         """All of them."""
         return range(self.mesh.size)
+
+    def prepare(self) -> None:
+        """Nothing: all is here."""
 
     def seed(self) -> Tensor:
         """A step's seed."""

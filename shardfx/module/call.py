@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from shardfx.compiled import Compiled
 from shardfx.hints import Hints
 from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import InputKind, OutputKind
+from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
+from shardfx.runtime.peers import Content, Passed
 from shardfx.runtime.step import Results, Step
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
@@ -42,19 +43,34 @@ class Form:
     """What programs are made for: another form of call needs other programs.
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
-    else as it is; ``gradients`` the parameters and inputs that get one.
+    else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
+    around the call.
     """
 
     training: frozenset[str]
     inputs: Mapping[str, object]
     gradients: frozenset[str]
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
     def serves(self, other: Form) -> bool:
         """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
         same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
-        return same and rest and self.training == other.training and other.gradients <= self.gradients
+        around = self.training == other.training and self.autocast == other.autocast
+        return same and rest and around and other.gradients <= self.gradients
+
+    @property
+    def key(self) -> Hashable:
+        """The same for equal forms."""
+        return self.training, frozenset(self.inputs.items()), self.gradients, self.autocast
+
+    def words(self) -> dict[str, str]:
+        """The form by subject; equal forms have the same words in every process."""
+        found = {name: _said(given) for name, given in self.inputs.items()}
+        found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
+        found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
+        return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: Form) -> str:
         """In which way another form differs, in words."""
@@ -67,6 +83,9 @@ class Form:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             mode = "training" if changed[0] in other.training else "evaluation"
             found.append(f"{changed[0] or 'the model'}{more} in {mode} mode")
+        if self.autocast != other.autocast:
+            dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in other.autocast)
+            found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
         return "; ".join(found) or "no targets"
 
@@ -74,7 +93,10 @@ class Form:
 def _said(given: object) -> str:
     if isinstance(given, TensorType):
         return f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}"
-    return str(given[1]) if isinstance(given, tuple) else str(given)
+    if isinstance(given, tuple):
+        kind, value = given
+        return str(value) if isinstance(value, str) else f"a {kind}"
+    return str(given)
 
 
 def kind_of(leaf: object) -> object:
@@ -90,7 +112,13 @@ def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, b
     named = leaf_names(hints.args, hints.kwargs, hints.targets)
     wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     wanting |= {name for name, wants in trainable.items() if wants}
-    return Form(training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting))
+    return Form(training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting), autocast_around())
+
+
+def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of device for which ``torch.autocast`` is on, and its dtypes. What is captured has the casts in it."""
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -129,8 +157,8 @@ def inputs_of(call: Call, step: Step) -> dict[str, object]:
     return found
 
 
-def model_results(compiled: Compiled, step: Step, inputs: Mapping[str, torch.Tensor], results: Results) -> Any:
-    """The model's own results, as it arranges them: whole, or of a local batch this rank's part.
+def model_results(compiled: Compiled, step: Step, local: bool, results: Results) -> Any:
+    """The model's own results, as it arranges them: whole, or (``local``) of a local batch this rank's part.
 
     Raises:
         Error: the model gives something that holds tensors in a way that is not known.
@@ -140,13 +168,36 @@ def model_results(compiled: Compiled, step: Step, inputs: Mapping[str, torch.Ten
     if unknown is not None:
         raise unknown.error("pm(...)")
     outputs = [o for o in step.graph.outputs if o.kind is OutputKind.RESULT]
-    local = is_local(step, inputs)
     given = iter([results[o.kind, o.name][0] if local else step.whole(o, results[o.kind, o.name]) for o in outputs])
     leaves = [next(given) if leaf == "tensor" else leaf for leaf in captured.result_leaves]
     return pytree.tree_unflatten(leaves, captured.result_tree)
 
 
-def is_local(step: Step, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a rank was given its own part of the inputs."""
-    shapes = {g.name: g.value.shape for g in step.graph.inputs}
-    return any(tuple(t.shape) != shapes[name] for name, t in inputs.items() if name in shapes)
+def taken(step: Step, call: Call) -> list[tuple[Input, torch.Tensor]]:
+    """The tensors of a call that programs take."""
+    inputs = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
+    return [(inputs[name], tensor) for name, tensor in call.tensors.items() if name in inputs]
+
+
+def passed(step: Step, call: Call) -> Passed:
+    """How a rank was given its inputs: one that is its own part tells."""
+    found = [_passed(step, given, tensor) for given, tensor in taken(step, call)]
+    return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
+
+
+def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:
+    shape = tuple(tensor.shape)
+    if shape not in step.local_shapes(given):
+        return Passed.WHOLE  # perhaps that of another form
+    return Passed.EITHER if shape == given.value.shape else Passed.PART
+
+
+def contents(step: Step, call: Call, local: bool) -> list[Content]:
+    """The tensors of a call as a real rank passes them."""
+    (rank,) = step.ranks
+    found = []
+    for given, tensor in taken(step, call):
+        shards, whole = step.shards(given), _passed(step, given, tensor) is Passed.WHOLE or not local
+        piece, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
+        found.append(Content(given.name, tensor, given.value.shape, part, -1 if whole else piece))
+    return found

@@ -12,7 +12,7 @@ from shardfx.ir.graph import OutputKind
 from shardfx.runtime.step import Results, Step
 from shardfx.runtime.store import Store
 
-from .call import Call, is_local
+from .call import Call
 
 
 class HandOut(torch.autograd.Function):
@@ -85,10 +85,12 @@ def wanting(store: Store, call: Call) -> dict[str, list[torch.Tensor]]:
     return {name: tensors for name, tensors in found.items() if tensors}
 
 
-def trained(step: Step, call: Call, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results) -> torch.Tensor:
-    """The loss, with its gradients ready for all that want one; an input's is whole, as the input is."""
+def trained(
+    step: Step, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
+) -> torch.Tensor:
+    """The loss, with its gradients ready for all that want one; an input's is whole, as the input is unless
+    ``local``."""
     outputs = {output.name: output for output in step.graph.outputs if output.kind is OutputKind.GRADIENT}
-    local = is_local(step, call.tensors)
     tensors: list[torch.Tensor] = []
     grads: list[torch.Tensor | None] = []
     for name, pieces in wanted.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardfx.ir.capture.intake.given import quiet_copies
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import values
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.plan import Plan, make_plan
@@ -28,10 +29,9 @@ from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.verify.verdict import Verdict
 
-from .call import Form, first_form, inputs_of, model_results, read_call
-from .hand_out import trained, wanting
+from .call import first_form, read_call
 from .place import Place
-from .programs import INFER, LOSS, TRAIN, Programs
+from .programs import Programs
 from .state import ModelState
 from .tree import Root, Tree
 from .variants import Variants
@@ -54,6 +54,7 @@ class ParallelModule(Root):
         self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
         self._state = ModelState(compiled, place.make_store(compiled.after), model)
+        self._peers = place.make_peers()
         self._compiling: Mapping[str, Any] | None = None
         self._variants = variants
         self._hunt: NanHunt | None = None
@@ -61,7 +62,7 @@ class ParallelModule(Root):
         self._tree = Tree(self, model)
         self._tree.register(self._state)
         first = first_form(compiled.hints, self._tree.training, self._state.trainable)
-        variants.known.append((first, self._new_programs(compiled)))
+        variants.begin(first, self._new_programs(compiled), self._state.filled)
 
     @property
     def _programs(self) -> Programs:
@@ -118,22 +119,20 @@ class ParallelModule(Root):
         is first seen, which a line of the log says; the most recent ``Hints(shapes=8)`` are kept.
 
         Raises:
-            Error: inputs are not those of the capture, or a rank fails.
+            Error: inputs are not those of the capture; ranks make different calls; a rank fails.
         """
-        self._state.check_complete()
-        self._tree.check()
-        call = read_call(self._compiled.hints, args, kwargs)
-        trains = call.has_targets and self._programs.trains
-        wanted = wanting(self._state.store, call) if trains and torch.is_grad_enabled() else {}
-        inputs = inputs_of(call, self._programs.step)
-        form = Form(self._tree.training, inputs, frozenset(wanted))
-        programs = self._variants.serving(form, call, self._new_programs)
-        compiled, step = programs.compiled, programs.step
-        if trains:
-            if torch.is_grad_enabled():
-                return trained(step, call, wanted, step.run(TRAIN, call.tensors, self._hunt))
-            return step.run(LOSS, call.tensors, self._hunt)[OutputKind.LOSS, "loss"][0]
-        return model_results(compiled, step, call.tensors, step.run(INFER, call.tensors, self._hunt))
+        with self._peers.calling():
+            self._state.check_complete()
+            self._tree.check()
+            call = read_call(self._compiled.hints, args, kwargs)
+            return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._hunt)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """What all ranks are asked for."""
+        with self._peers.calling():
+            self._peers.agree(what, lambda: {"runs": what})
+            yield
 
     # ---- the programs ---------------------------------------------------------------------------------------
 
@@ -200,7 +199,8 @@ class ParallelModule(Root):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers by the model's own names, tied ones under each of their names."""
-        return self._state.full()
+        with self._together("full_state_dict()"):
+            return self._state.full()
 
     def load_full_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Load whole parameters and buffers by the model's own names, each rank its pieces.
@@ -211,12 +211,14 @@ class ParallelModule(Root):
         Raises:
             Error: missing or unexpected names (unless ``strict`` is False), a wrong shape or dtype.
         """
-        self._state.load_full(state_dict, strict)
-        self._tree.register(self._state)
+        with self._together("load_full_state_dict(...)"):
+            self._state.load_full(state_dict, strict)
+            self._tree.register(self._state)
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients by the model's own names; parameters without one are left out."""
-        return self._state.full_grads()
+        with self._together("full_grads()"):
+            return self._state.full_grads()
 
     # ---- understanding it -----------------------------------------------------------------------------------
 
@@ -289,7 +291,8 @@ class ParallelModule(Root):
         of another one (``"h100-dgx"``).
         """
         program = self._programs.running(0, self._programs.kinds())
-        return make_report(self._compiled, program, machine, self._programs.warnings())
+        exchanged = self._place.exchanged if self._compiling is None else inf
+        return make_report(self._compiled, program, machine, self._programs.warnings(), exchanged)
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.

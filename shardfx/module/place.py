@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
+from shardfx.runtime.distributed import gloo
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import ModuleEngine
+from shardfx.runtime.peers import Alone, Peers
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.collectives import perform
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -61,9 +64,22 @@ class Place:
 
         return ProcessEngine(graph, self.device)
 
+    def make_peers(self) -> Peers:
+        """The other ranks, to a parallel module. All of them call it alike."""
+        if self.virtual:
+            return Alone()
+        from shardfx.runtime.distributed.process_peers import ProcessPeers
+
+        return ProcessPeers()
+
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs as modules, through ``torch.compile(**options)``."""
         return ModuleEngine(self.make_engine(graph), graph.mesh, options, perform if self.virtual else None)
+
+    @property
+    def exchanged(self) -> float:
+        """From how many bytes on reduce-scatters run as an exchange."""
+        return gloo.LARGE if not self.virtual and self.device.type == "cpu" else inf
 
     def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
         """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""

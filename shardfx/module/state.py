@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.compiled import Compiled
+from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind
@@ -79,6 +80,19 @@ class ModelState:
             stored = known in self.store.parameters or known in self.store.buffers
             result[name] = self.store.whole(known) if stored else self.extra[name]
         return result
+
+    def filled(self, skeleton: nn.Module) -> nn.Module:
+        """A copy of the module with the weights of the moment, whole and on the CPU. All ranks call it alike."""
+        whole: dict[str, torch.Tensor] = {}
+        memo: dict[int, object] = {}
+        for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
+            known = self.aliases.get(name, name)
+            if known not in whole:
+                stored = known in self.store.parameters or known in self.store.buffers
+                whole[known] = (self.store.whole(known) if stored else self.extra[known]).detach().cpu().clone()
+            made = whole[known]
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        return copied(skeleton, memo)
 
     def known_inputs(self) -> dict[str, torch.Tensor]:
         """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""

@@ -2,7 +2,8 @@
 
 A plan is captured for the example inputs, in the mode that the model was in. What comes in another form is planned when
 it is first seen, under the same hints, from a copy of the model without weights, with the placements that the first
-plan stores: all work on one store. The most recent few are kept.
+plan stores: all work on one store. The most recent few are kept. With ``Hints(guard=True)`` the copy has the weights of
+the moment, and the call's own tensors are the examples.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from shardfx.compiled import Compiled
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.plan import PlannedSpecs
+from shardfx.runtime.engine import Watch
+from shardfx.runtime.peers import Peers
 from shardfx.runtime.step import STORED
 
-from .call import TARGETS, Call, Form
-from .programs import Programs
+from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
+from .hand_out import trained, wanting
+from .programs import INFER, LOSS, TRAIN, Programs
 
 Build = Callable[[nn.Module, Hints], Compiled]
+Fill = Callable[[nn.Module], nn.Module]
+"""Gives a module without weights those that it has at the moment."""
+Make = Callable[[Compiled], Programs]
+RUNS = {TRAIN: "a training step", LOSS: "the loss alone", INFER: "the model's results"}
 log = logging.getLogger("shardfx")
 
 
@@ -48,16 +56,49 @@ class Variants:
 
     def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
         self.skeleton, self.hints, self.build = skeleton, hints, build
+        self.fill: Fill = lambda model: model
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
+
+    def begin(self, form: Form, programs: Programs, fill: Fill) -> None:
+        """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
+        self.known, self.fill = [(form, programs)], fill
 
     @property
     def all(self) -> list[Programs]:
         """All programs there are."""
         return [programs for _, programs in self.known]
 
-    def serving(self, form: Form, call: Call, make: Callable[[Compiled], Programs]) -> Programs:
-        """The programs for a call; planned, if there are none.
+    def run(self, call: Call, training: frozenset[str], peers: Peers, make: Make, watch: Watch | None) -> Any:
+        """Run a call on this process's ranks, with the modules of these paths in training mode; the other ranks make
+        the same call.
+
+        Raises:
+            Error: they do not; the model cannot be planned for such a call; a rank fails.
+        """
+        first = self.known[0][1]
+        trains = call.has_targets and first.trains
+        kinds = INFER if not trains else TRAIN if torch.is_grad_enabled() else LOSS
+        wanted = wanting(first.step.store, call) if kinds is TRAIN else {}
+        form = Form(training, inputs_of(call, first.step), frozenset(wanted), autocast_around())
+
+        def words() -> dict[str, str]:
+            return {"runs": RUNS[kinds], **form.words(), **({"debug_nan": "on"} if watch is not None else {})}
+
+        key = (kinds, form.key, watch is not None)
+        local = peers.agree(key, words, passed(first.step, call))
+        programs = self.serving(form, call, peers, make)
+        step = programs.step
+        peers.compare(key, lambda: contents(step, call, local))
+        results = step.run(kinds, call.tensors, watch)
+        if kinds is TRAIN:
+            return trained(step, call, local, wanted, results)
+        if kinds is LOSS:
+            return results[OutputKind.LOSS, "loss"][0]
+        return model_results(programs.compiled, step, local, results)
+
+    def serving(self, form: Form, call: Call, peers: Peers, make: Make) -> Programs:
+        """The programs for a call; planned on all ranks, if there are none.
 
         Raises:
             Error: the model cannot be planned for such a call.
@@ -67,9 +108,9 @@ class Variants:
                 if 0 < i < len(self.known) - 1:
                     self.known.append(self.known.pop(i))
                 return programs
-        first, programs = self.known[0]
+        first, ours = self.known[0][0], self.known[0][1].compiled.after
         started = time.perf_counter()
-        made = make(self._plan(programs.compiled.after, form, call))
+        made = make(peers.planned(lambda: self._plan(ours, form, call), lambda plan: plan.after))
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
         if len(self.known) > self.hints.shapes:
@@ -77,7 +118,7 @@ class Variants:
         self.known.append((form, made))
         return made
 
-    def renew(self, make: Callable[[Compiled], Programs]) -> None:
+    def renew(self, make: Make) -> None:
         """Make all programs anew."""
         self.known = [(form, make(programs.compiled)) for form, programs in self.known]
 
@@ -92,7 +133,8 @@ class Variants:
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name in form.gradients)
         ours = stored(first)
-        made = self.build(self.skeleton, self._hints(ours, form, call))
+        model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
+        made = self.build(model, self._hints(ours, form, call))
         for name, theirs in stored(made.after).items():
             if ours.get(name, theirs) != theirs:
                 raise Error(
@@ -110,7 +152,7 @@ class Variants:
         hints = self.hints
         planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
         specs = {**hints.specs, **ours}
-        args, kwargs, targets = _examples(form, call)
+        args, kwargs, targets = _examples(form, call, hints.guard)
         cuts = {**planned, **hints.cuts}
         if call.has_targets or not hints.targets:
             return replace(hints, args=args, kwargs=kwargs, targets=targets, specs=specs, cuts=cuts)
@@ -118,14 +160,28 @@ class Variants:
         return replace(hints, args=args, kwargs=kwargs, targets=(), loss=None, specs=specs, cuts=cuts)
 
 
-def _examples(form: Form, call: Call) -> Any:
-    """Example inputs for a form of call: arguments by position and by name, and targets, without content."""
+def _examples(form: Form, call: Call, real: bool) -> Any:
+    """Example inputs for a form of call: arguments by position and by name, and targets; those of the call itself if
+    they are to be real, else without content.
+
+    Raises:
+        Error: they are to be real, and are only a rank's part of them.
+    """
     leaves, tree = pytree.tree_flatten((call.args, dict(call.kwargs), call.targets))
     made = []
     for name, leaf in zip(call.leaves, leaves, strict=True):
         type = form.inputs[name]
         if isinstance(type, TensorType):
-            leaf = torch.empty(type.shape, dtype=type.dtype, device="meta", requires_grad=name in form.gradients)
+            if real and tuple(leaf.shape) != type.shape:
+                raise Error(
+                    "a call in a new form is an example of what the data decide, and must be whole",
+                    where="pm(...)",
+                    expected=f"{name} of shape {type.shape}",
+                    got=f"this rank's part, of shape {tuple(leaf.shape)}",
+                    remedy="call pm once with the global batch in this form",
+                )
+            made_of = leaf.detach().clone() if real else torch.empty(type.shape, dtype=type.dtype, device="meta")
+            leaf = made_of.requires_grad_(name in form.gradients)
         made.append(leaf)
     return pytree.tree_unflatten(made, tree)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
@@ -22,19 +23,24 @@ if TYPE_CHECKING:
 
 
 def make_report(
-    compiled: Compiled, program: RankProgram, machine: Machine | str | None = None, notes: Iterable[str] = ()
+    compiled: Compiled,
+    program: RankProgram,
+    machine: Machine | str | None = None,
+    notes: Iterable[str] = (),
+    exchanged: float = inf,
 ) -> Report:
     """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
-    state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs.
+    state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs;
+    ``exchanged`` as for :func:`shardfx.ir.cost.replay.replay`.
     """
     graph, context = compiled.after, compiled.context
     planned = Machine.of(compiled.hints.machine)
     device = planned if machine is None else Machine.of(machine)
     mesh = device.connect(graph.mesh, instead_of=planned)
     with no_collection():
-        footprint = replay(program)
+        footprint = replay(program, exchanged)
         communication = Communication(tuple(comm_rows(graph, mesh)))
     return Report(
         mesh,
@@ -107,7 +113,7 @@ def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Ma
     if output is not None and output.kind is OutputKind.GRADIENT:
         return f"gradient of {output.name}"
     if output is not None and output.kind is not OutputKind.RESULT:
-        return output.name if output.kind is OutputKind.LOSS else f"new content of {output.name}"
+        return f"new content of {output.name}" if output.kind is OutputKind.BUFFER else output.name
     maker = op_name(source.node.op) if source.node is not None else "an input"
     partial = operand.spec is not None and bool(operand.spec.partial)
     return f"{'partial sums' if partial else 'result'} of {maker}"

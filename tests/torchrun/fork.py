@@ -19,12 +19,20 @@ import shardfx.api
 import tests.plans
 from shardfx.compile import compile_model
 from shardfx.compiled import Compiled
+from shardfx.ir.capture.model_and_loss import leaf_names
 from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
+from . import call_workers
 from .program_workers import WORKERS
 from .workers import PLANS, gated
+
+
+def leaf_shapes(hints: sx.Hints) -> list[object]:
+    """The shapes of example inputs."""
+    leaves = leaf_names(hints.args, hints.kwargs, hints.targets)
+    return [(name, getattr(leaf, "shape", leaf), getattr(leaf, "requires_grad", False)) for name, leaf in leaves]
 
 
 def remember_plans() -> None:
@@ -40,6 +48,7 @@ def remember_plans() -> None:
                 model.training,
                 mesh,
                 hints.loss is None,
+                leaf_shapes(hints),
                 sorted(hints.specs.items(), key=repr),
                 hints.rank_passes,
             )
@@ -90,6 +99,8 @@ def main(arguments: list[str]) -> int:
     if any(call.partition(":")[0] in GATED for call in calls):
         for name in PLANS:
             gated(name)
+    if any(call.partition(":")[0] in call_workers.PREPARED for call in calls):
+        call_workers.prepare()
     print(f"plans: {time.process_time():.1f} s of CPU", flush=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

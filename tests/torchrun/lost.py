@@ -69,13 +69,24 @@ def makes_nan(_: dict[str, Any]) -> None:
 MODES: dict[str, Callable[[dict[str, Any]], None]] = {f.__name__: f for f in (exits, raises, sticks, makes_nan)}
 
 
+def raises_between() -> None:
+    raise ValueError("no more rows")
+
+
+def returns() -> None:
+    """Its loader has fewer batches than the others'."""
+
+
+BETWEEN: dict[str, Callable[[], None]] = {f.__name__: f for f in (raises_between, returns)}
+
+
 def step(pm: sx.ParallelModule, mode: str) -> None:
     x, y = torch.linspace(-1, 1, 48).view(8, 6), torch.arange(8) % 4
     if mode == "makes_nan":
         with pm.debug_nan():
             pm(x, y)
     else:
-        if dist.get_rank() == 1:
+        if mode in MODES and dist.get_rank() == 1:
             source = pm._programs.step.engine.source(pm._programs.step.programs(TRAIN)[1])
             MODES[mode](source.start.__globals__)
         pm(x, y)
@@ -97,11 +108,14 @@ def planned(mode: str) -> sx.ParallelModule:
 
 
 def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
+    """A rank; in the modes between two calls rank 1 takes no step, and ends as processes do."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     pm = planned(mode)
     dist.barrier()
     started = time.monotonic()
+    if rank == 1 and mode in BETWEEN:
+        return BETWEEN[mode]()
     try:
         step(pm, mode)
         end.send([time.monotonic() - started, ""])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.torchrun.launch import ended
-from tests.torchrun.lost import MODES, TIMEOUT, End
+from tests.torchrun.lost import BETWEEN, MODES, TIMEOUT, End
 
 SOON = TIMEOUT + 8.0
 """The time-out, two seconds to hear from one another, and a busy machine."""
@@ -15,7 +15,7 @@ SOON = TIMEOUT + 8.0
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[End]]:
-    printed = ended(*MODES)
+    printed = ended(*MODES, *BETWEEN)
     return json.loads(next(line for line in printed.splitlines() if line.startswith("ENDS"))[5:])
 
 
@@ -66,3 +66,11 @@ def test_a_nan_is_named_on_all_ranks(ends: dict[str, list[End]]) -> None:
     assert len(found) == 4, ends["makes_nan"]
     assert all("lost.py:" in text and "backward" in text for text in found)
     assert found[0].startswith("a rank failed while others waited") and "rank 1: an inf" in found[0], found[0]
+
+
+def test_a_rank_that_ends_between_two_calls_says_why(ends: dict[str, list[End]]) -> None:
+    for text in others(ends["raises_between"]):
+        assert text.startswith("a rank ended while others waited for it in the start of a call"), text
+        assert "rank 1 has ended: ValueError: no more rows at lost.py:" in text, text
+    for text in others(ends["returns"]):
+        assert "rank 1 has ended: it has come to the end of its program" in text, text

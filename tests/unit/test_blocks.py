@@ -17,7 +17,7 @@ from shardfx.ir.capture.repeats import find_repeats
 from shardfx.ir.capture.shells import Form, Outcomes
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, InputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import Spec
@@ -116,6 +116,27 @@ def test_of_lists_within_lists_the_outer_one_is_shortened() -> None:
     given = {"args": (torch.rand(2, 4),), "loss": F.mse_loss, "targets": (torch.rand(2, 4),)}
     short, whole = (capture(model, Mesh(dp=2), **given, fold=fold).graph for fold in (True, False))
     assert [repeat.path for repeat in short.repeats] == ["blocks"]
+    unfold(short)
+    assert str(short) == str(whole)
+
+
+class Scales(nn.Module):
+    """Writes down a constant in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+
+
+def test_equal_constants_are_one() -> None:
+    model = nn.Sequential()
+    model.blocks = nn.Sequential(*(Scales() for _ in range(DEPTH)))
+    given = {"args": (torch.rand(2, 4),), "loss": F.mse_loss, "targets": (torch.rand(2, 4),)}
+    short, whole = (capture(model, Mesh(dp=2), **given, fold=fold).graph for fold in (True, False))
+    assert [repeat.path for repeat in short.repeats] == ["blocks"] and len(whole.of_kind(InputKind.CONSTANT)) == 1
     unfold(short)
     assert str(short) == str(whole)
 

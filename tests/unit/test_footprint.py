@@ -167,6 +167,20 @@ def test_a_bucket_is_allocated_once_and_written_in_place() -> None:
     assert found.storages[0].category == "results" and found.peak.of("temporaries") == total
 
 
+def test_a_reduce_scatter_that_is_an_exchange_holds_all_it_receives() -> None:
+    def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
+        started = g.call_function(c10d.reduce_scatter_tensor.default, (x, "sum", 2, "dp2/dp@0"))
+        g.call_function(aten.mm.default, (x, y))
+        waited = g.call_function(c10d.wait_tensor.default, (started,))
+        return g.call_function(aten.neg.default, (waited,))
+
+    program, whole = program_of(build), 8 * 8 * 4
+    half = whole // 2
+    assert replay(program).live == (half, half + whole, half, 2 * half)
+    assert replay(program, exchanged=whole).live == (whole, 2 * whole, whole + half, 2 * half)
+    assert replay(program, exchanged=whole + 1).live == replay(program).live
+
+
 def test_a_gather_into_given_memory_allocates_nothing() -> None:
     def build(g: fx.Graph, x: fx.Node, y: fx.Node) -> fx.Node:
         pool = g.call_function(memory_ops.empty, ([16, 8], torch.float32))

@@ -80,6 +80,7 @@ IN_FUNCTIONS = {
     ("module.parallel_module", "visualize"),  # needs Graphviz, which only pictures do
     ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.place", "runtime.distributed.process_engine"),
+    ("module.place", "runtime.distributed.process_peers"),
 }
 """The imports that stand in a function, and why."""
 MOST_FILES = 12

@@ -111,6 +111,14 @@ def test_large_shapes_are_executed_in_small() -> None:
         assert bool(sx.parallelize(Calls(lambda x: x.softmax(1)), sx.Mesh(r=8), hints, virtual=True).verify()) is good
 
 
+def test_a_sum_that_is_partial_over_two_axes_is_executed() -> None:
+    x = torch.randn(4, 8, 6, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), specs={"args.0": "a, b, -"}, strict=True)
+    pm = sx.parallelize(Calls(lambda x: -x.sum((0, 1)).view(3, 2)), sx.Mesh(a=2, b=2), hints, virtual=True)
+    assert any(len(v.spec.partial) == 2 for node in pm.after.nodes for v in node.operands if v.spec is not None)
+    assert pm.verify(), pm.verify().why
+
+
 def test_what_is_given_stands_in_the_verdict_and_in_the_readme() -> None:
     verdict = planned(sx.rule(ops.numbered.default, "n! d -> n! d"), numbered, COLUMNS).verify()
     words = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())

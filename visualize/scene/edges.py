@@ -14,7 +14,7 @@ from .boxes import TIMES, Box, BoxLine, Edge, Kind, Lane, Picture
 from .flow import Flow
 from .fold import ENDS
 
-RESULTS = (OutputKind.RESULT, OutputKind.LOSS)
+RESULTS = (OutputKind.RESULT, OutputKind.LOSS, OutputKind.GUARD)
 
 
 def wire(flow: Flow, lanes: list[Lane]) -> Picture:

@@ -6,8 +6,9 @@ import copy
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,12 +105,18 @@ HOW = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstat
 """By which a class says how it is copied."""
 
 
-def on_cpu(model: nn.Module, tensors: Sequence[torch.Tensor], stack: ExitStack) -> tuple[nn.Module, list[torch.Tensor]]:
-    """A model and examples that are on another device than the CPU (or on ``meta``), as fakes on the CPU.
+def on_cpu(
+    model: nn.Module, tensors: Sequence[torch.Tensor], stack: ExitStack, real: bool = False
+) -> tuple[nn.Module, list[torch.Tensor]]:
+    """A model and examples that are on another device than the CPU (or on ``meta``), as fakes on the CPU; with ``real``
+    as copies there.
 
     So what is captured names no device, and is the same for all; on ``meta`` some ops have no autograd kernel. An
     example that is given twice, or is a parameter or buffer of the model, is another tensor than that: inputs are what
     stands in a place, whatever else it is.
+
+    Raises:
+        Error: they are to be real, and some are fake or on ``meta``.
     """
     everything = [*model.parameters(), *model.buffers(), *tensors]
     mode = next((t.fake_mode for t in everything if isinstance(t, FakeTensor)), None)
@@ -119,14 +126,41 @@ def on_cpu(model: nn.Module, tensors: Sequence[torch.Tensor], stack: ExitStack) 
         other = id(tensor) in seen or tensor.is_inference()
         distinct.append(tensor.detach().clone().requires_grad_(tensor.requires_grad) if other else tensor)
         seen.add(id(tensor))
+    if real:
+        _reject_empty(model, tensors)
+        distinct = [t.detach().requires_grad_(t.requires_grad) for t in distinct]
     if mode is None and all(t.device.type == "cpu" for t in everything):
         return model, distinct
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, object] = {id(t): _fake(t, mode) for t in (*model.parameters(), *model.buffers())}
-    distinct = [_fake(t, mode) for t in distinct]
+    there: Callable[[torch.Tensor], torch.Tensor] = _copy if real else partial(_fake, mode=mode)
+    memo: dict[int, object] = {id(t): there(t) for t in (*model.parameters(), *model.buffers())}
+    distinct = [there(t) for t in distinct]
     model = copied(model, memo)
-    stack.enter_context(mode)
+    if not real:
+        stack.enter_context(mode)
     return model, distinct
+
+
+def _reject_empty(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named |= {f"example input {i}": tensor for i, tensor in enumerate(tensors)}
+    empty = next((name for name, t in named.items() if t.is_meta or isinstance(t, FakeTensor)), None)
+    if empty is not None:
+        raise Error(
+            f"{empty!r} has no content to decide anything by",
+            where="Hints(guard=True)",
+            expected="real weights and real example inputs",
+            got="a fake tensor, or one on meta",
+            remedy="initialise the model, and give a batch of real data as examples",
+        )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same content on the CPU."""
+    made = tensor.detach().cpu()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

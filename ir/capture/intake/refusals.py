@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 from shardfx.ir.capture.sources import is_user_file, source_of
 from shardfx.ir.errors import Error
+from shardfx.ir.graph import Where
 
 HOOKS = {
     "_backward_hooks": "a backward hook",
@@ -91,23 +94,31 @@ def refuse_hook(where: str, what: str, remedy: str) -> NoReturn:
     raise Error(f"{what} would never be called", where=where, expected="no such hook", remedy=remedy)
 
 
-def reject_unknown_shapes(exported: torch.fx.GraphModule) -> None:
+def reject_unknown_shapes(exported: torch.fx.GraphModule, guarded: bool) -> None:
     """A value whose shape is only known when the program runs (``nonzero``) is refused where it is made."""
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
-            raise _data_dependent(
-                str(source_of(node)) + f"  {source_of(node).code}", f"{node.target} of shape {tuple(value.shape)}"
-            )
+            where = source_of(node)
+            raise _data_dependent(said(where), f"{node.target} of shape {tuple(value.shape)}", guarded)
 
 
-def _data_dependent(where: str | None, got: str) -> Error:
+def said(where: Where) -> str:
+    """A source with its line of code."""
+    return "  ".join(part for part in (str(where), where.code) if part)
+
+
+def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
+    mask = "use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`"
+    guard = "Hints(guard=True) captures what the model does for the examples, and checks it at every call"
     return Error(
         "the model's shapes or control flow depend on the data",
         where=where,
-        expected="shapes that follow from the shapes of the inputs",
+        expected="ops that guards know: `if tensor`, .item(), nonzero(), x[mask], repeat_interleave, ..."
+        if guarded
+        else "shapes and branches that follow from the shapes of the inputs",
         got=got,
-        remedy="use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`",
+        remedy=mask if guarded else f"{guard}; or {mask}",
     )
 
 
@@ -115,12 +126,21 @@ DATA_DEPENDENT = ("GuardOnDataDependent", "data-dependent", "Could not guard", "
 FOREIGN = "convert all Tensors to FakeTensors"
 
 
-def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None) -> Error:
+def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error | None:
+    """What is said of an error of torch's, if the reason is that the model's code depends on the data."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, Error) or not any(word in text for word in DATA_DEPENDENT):
+        return None
+    return _data_dependent(_user_frame(error, model), text.splitlines()[0][:300], guarded)
+
+
+def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None, guarded: bool) -> Error:
     """What the user did that torch.export does not take, from its own words."""
+    decision = explain_decision(error, model, guarded)
+    if decision is not None:
+        return decision
     text = f"{type(error).__name__}: {error}"
     where = _user_frame(error, model)
-    if any(word in text for word in DATA_DEPENDENT):
-        return _data_dependent(where, text.splitlines()[0][:300])
     if FOREIGN in text:
         return _foreign(where, model, loss)
     return Error(
@@ -175,11 +195,12 @@ def _has_tensor(value: object) -> bool:
 def _user_frame(error: Exception, model: nn.Module) -> str | None:
     """The innermost line of code outside of torch that the error passed through, and the module that it is of."""
     names = {id(module): path for path, module in model.named_modules()}
-    found, trace, of_module = None, error.__traceback__, ""
+    found, trace, of_module = Where(), error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
         of_module = names.get(id(trace.tb_frame.f_locals.get("self")), of_module)
         if is_user_file(code.co_filename):
-            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+            line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
+            found = Where("", code.co_filename, trace.tb_lineno, line)
         trace = trace.tb_next
-    return "  ".join(part for part in (of_module, found) if part) or None
+    return said(replace(found, module=of_module)) or None

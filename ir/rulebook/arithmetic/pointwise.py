@@ -15,10 +15,10 @@ aten = torch.ops.aten
 LINEAR = {
     "0": """
         neg div.Tensor div.Scalar prims::div mul _to_copy to.dtype clone alias alias_copy detach lift_fresh
-        real _conj _conj_physical deg2rad rad2deg ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other
-        special_xlog1py.default polar native_dropout_backward threshold_backward gelu_backward silu_backward
+        real _conj _conj_physical deg2rad rad2deg polar native_dropout_backward threshold_backward
+        gelu_backward silu_backward
         tanh_backward sigmoid_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward
-        hardsigmoid_backward mish_backward softplus_backward logit_backward softshrink_backward
+        hardsigmoid_backward mish_backward softplus_backward softshrink_backward
         hardshrink_backward _prelu_kernel_backward rrelu_with_noise_backward
         """,
     "0|1": "mul.Tensor",
@@ -29,7 +29,8 @@ LINEAR = {
     "1&2": "where.self",
 }
 """Which operands may be partial sums; an overload wins over its name. ``mul`` by a number is linear, by a
-tensor in each of the two."""
+tensor in each of the two. Not in the table is what is multiplied by a number that may be infinite for numbers that
+occur: ``xlogy`` by log(0), ``ldexp`` by 2 ** 5000, ``logit``'s gradient by 1 / 0."""
 
 _LINEAR = {op: text for text, names in LINEAR.items() for op in ops(names)}
 _FORM = "d.., ... -> d.., ..."
@@ -38,11 +39,11 @@ _FORM = "d.., ... -> d.., ..."
 def linear(node: Node) -> str:
     """Which operands may be partial sums; a few ops are linear for some values of their other arguments."""
     op = node.op
-    if op in (aten._to_copy.default, aten.to.dtype) and not _keeps_precision(node):
-        return ""
     if op is aten.masked_fill.Scalar:
         return "0" if node.args[2] == 0 else ""
     if op is aten.where.ScalarSelf and node.args[1] != 0:
+        return ""
+    if op.overloadpacket in (aten.div, torch.ops.prims.div) and node.args[1] == 0:
         return ""
     return _LINEAR[op] if op in _LINEAR else _LINEAR.get(op.overloadpacket, "")
 
@@ -50,12 +51,6 @@ def linear(node: Node) -> str:
 def pointwise(node: Node) -> Template:
     """Every dim of the result is a factor; an operand has those of its dims that are not broadcast."""
     return template(_FORM, linear(node), transparent=True)
-
-
-def _keeps_precision(node: Node) -> bool:
-    """A cast of partial sums to fewer bits would round before it adds: that is another result."""
-    source, target = node.operands[0].type.dtype, node.outs[0].type.dtype
-    return target.is_floating_point and torch.promote_types(source, target) == target
 
 
 POINTWISE = rule((), pointwise)

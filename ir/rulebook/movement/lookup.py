@@ -144,4 +144,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.bucketize.Tensor, "d.., t! -> d.."),
     rule(aten.searchsorted.Tensor, searchsorted),
     rule(aten.histc, histc),
+    rule(aten.nonzero_static, "d..! -> k! n!"),
+    rule(aten.repeat_interleave.Tensor, "d! -> k!"),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.rulebook.dims import argument, given_tensors, indexed, untouched, words
+from shardfx.ir.rulebook.dims import argument, given_tensors, indexed, packed, untouched, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import add_once
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -94,5 +94,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.index_add, index_write, local=add_once),
     rule((aten.index_copy, aten.index_fill, aten.index_reduce), index_write),
     rule((aten.put, aten.masked_scatter, aten.masked_scatter_backward, aten.diagonal_scatter), untouched),
-    rule((aten._unsafe_masked_index_put_accumulate, aten.as_strided_scatter), untouched),
+    rule(aten._unsafe_masked_index_put_accumulate, untouched),
+    packed(aten.as_strided_scatter, untouched),
 )

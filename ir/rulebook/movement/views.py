@@ -16,7 +16,7 @@ import torch
 
 from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument, moves, words
-from shardfx.ir.rules.book import RuleEntry, replicated, rule
+from shardfx.ir.rules.book import Contiguous, RuleEntry, replicated, rule
 from shardfx.ir.rules.local import reshaped
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 
@@ -73,16 +73,26 @@ def strided(node: Node) -> ShardingRule:
     return view(node) if plain and math.prod(size) == node.operands[0].type.numel else replicated(node, "0")
 
 
+def reread(node: Node) -> str:
+    """The bits read as another dtype: of the last dim several numbers become one, or one becomes several."""
+    wide, narrow = node.operands[0], node.outs[0]
+    if wide.type.dtype.itemsize == narrow.type.dtype.itemsize:
+        return "d.. -> d.."
+    more = wide.type.dtype.itemsize < narrow.type.dtype.itemsize
+    return "d.. (k r!) -> d.. k" if more else "d.. k -> d.. (k r!)"
+
+
 RULES: tuple[RuleEntry, ...] = (
-    rule((aten.view, aten._unsafe_view, aten.reshape, aten.view_copy), view, shape_arg=1, free=True),
+    rule((aten.view.default, aten._unsafe_view, aten.reshape, aten.view_copy.default), view, shape_arg=1, free=True),
+    rule((aten.view.dtype, aten.view_copy.dtype), reread, contiguous=Contiguous.ALL),
     rule((aten.unsqueeze, aten.unsqueeze_copy), view, free=True),
     # A dim of which a rank holds one element is no dim of size one.
     rule((aten.squeeze, aten.squeeze_copy), view, local=reshaped, free=True),
-    rule((aten.as_strided, aten.as_strided_copy), strided, local=reshaped),
+    rule((aten.as_strided, aten.as_strided_copy), strided, local=reshaped, contiguous=Contiguous.ALL),
     moves((aten.expand, aten.expand_copy), "d.. -> d..", shape_arg=1),
     moves(torch.ops.prims.broadcast_in_dim, "d.. -> d@broadcast_dimensions r..", shape_arg=1),
     moves((aten.permute, aten.permute_copy), "d@dims -> d..", free=True),
     moves((aten.transpose.int, aten.transpose_copy.int, aten.t, aten.t_copy), transposed, free=True),
     moves(aten.view_as_real, "n.. -> n.. e!"),
-    rule(aten.view_as_complex, "n.. e! -> n..", linear="0"),
+    rule(aten.view_as_complex, "n.. e! -> n..", linear="0", contiguous=Contiguous.LAST_DIM),
 )

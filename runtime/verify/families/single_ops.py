@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -221,5 +222,5 @@ def _silent(graph: Graph) -> Graph:
         if isinstance(node.op, OwnOp):
             same.update(zip(node.outs, node.operands, strict=True))
     found.nodes = [node for node in found.nodes if not isinstance(node.op, OwnOp)]
-    found.outputs = [Output(o.kind, o.name, same.get(o.value, o.value)) for o in found.outputs]
+    found.outputs = [replace(o, value=same.get(o.value, o.value)) for o in found.outputs]
     return found

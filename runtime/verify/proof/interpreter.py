@@ -225,14 +225,14 @@ class Rank:
             raise Failed(self.fault(what, node, name))
 
     def _spec(self, output: Output) -> Spec:
-        """The placement that an output must have: a gradient or buffer that of its input, a loss whole."""
+        """The placement that an output must have: a gradient or buffer that of its input, a loss or guard whole."""
         if output.kind in (OutputKind.GRADIENT, OutputKind.BUFFER):
             stored = next((g.value.spec for g in self.proof.after.inputs if g.name == output.name), None)
             if stored is not None:
                 return stored
         spec = output.value.spec
         assert spec is not None
-        return Spec.whole(output.value.type.ndim) if output.kind is OutputKind.LOSS else spec
+        return Spec.whole(output.value.type.ndim) if output.kind.leaves_whole else spec
 
     def _fits(self, held: Spec, wanted: Spec, output: Output) -> bool:
         if held.partial or held == wanted:

@@ -24,6 +24,11 @@ def same_function(
     Communication is taken as nothing: that placements fit together is the validator's, that the ranks' programs keep to
     them the proof's of these programs. ``universe`` is :func:`.terms.build`'s, if it is there already.
     """
+    guards, kept = ({o.name: o.guard for o in graph.outputs if o.guard is not None} for graph in (before, after))
+    lost = next((name for name in guards if guards[name] != kept.get(name)), None)
+    if lost is not None:
+        changed = "expects something else" if lost in kept else "is gone"
+        return Fault(f"a guard of the captured graph {changed} in the planned one", f"guard {lost}")
     wanted, there = ({(o.kind, o.name) for o in graph.outputs} for graph in (before, after))
     if outputs is None and wanted != there:
         kind, name = min(wanted ^ there)

@@ -1,0 +1,265 @@
+"""Where a model's code asks what a tensor holds: the real example answers, and a guard remembers what it said.
+
+    if x.sum() > 0:             the branch that the example takes             guard: gt(sum(x), 0) is True
+    n = mask.sum().item()       the example's number                          guard: sum(mask) is 5
+    x[mask]                     x[nonzero_static(mask, size=5)]               guard: sum(mask) is 5
+
+Real tensors go along with the fake ones (``fake_tensor_propagate_real_tensors``, as in torch's ``draft_export``), so
+that an answer is there at once, and nothing in the traced program has a size that is not known.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Guard, Where
+
+from .sources import CAPTURE, is_user_file
+
+MASKS = (torch.bool, torch.uint8)
+
+
+@contextmanager
+def with_numbers() -> Iterator[None]:
+    """Fake tensors that are made of real ones compute along with these; torch's random numbers stay as they are."""
+    import torch._functorch.config as config
+
+    with config.patch(fake_tensor_propagate_real_tensors=True), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def stored(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, by all their names."""
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor for each in named for name, tensor in each}
+
+
+class Decisions(TorchFunctionMode):
+    """Answers for the tensors of a model that is traced ``with_numbers``; ``real`` are its stored ones.
+
+    ``values`` are the tensors that were asked for, ``guards`` what they were, and where.
+    """
+
+    def __init__(self, model: nn.Module, real: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in stored(model).items() if real else ():
+            if isinstance(tensor, FakeTensor):  # torch brings the content of plain tensors along, but not a parameter's
+                with _disable_current_modes():
+                    tensor.real_tensor = real[name].detach().clone()
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self.of_loss = False
+        self.guards: list[Guard] = []
+        self.values: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = ANSWERS.get(func)
+        if answer is None or not any(_is_unknown(each) for each in tree_iter((args, kwargs))):
+            return func(*args, **kwargs)
+        return answer(self, func, *args, **kwargs)
+
+    def decide(self, tensor: Tensor) -> Any:
+        """What a tensor holds, as ``tolist()`` gives it; from here on that is guarded.
+
+        Raises:
+            Error: it is not known: the example had no content.
+        """
+        if not _is_unknown(tensor):
+            return tensor.tolist()
+        where = self._where()
+        real = tensor.real_tensor  # type: ignore[attr-defined]
+        if real is None:
+            raise Error(
+                "the model's control flow depends on what is not known here",
+                where=f"{where}  {where.code}".strip(),
+                expected="weights and example inputs with content",
+                got=f"a tensor of shape {tuple(tensor.shape)} without",
+            )
+        with _disable_current_modes():
+            expected = real.tolist()
+        self.guards.append(Guard(expected, where, self.of_loss))
+        self.values.append(tensor.detach().clone())  # as it is here, whatever is written into it later
+        return expected
+
+    def number(self, tensor: Tensor) -> Any:
+        """What a tensor of one element holds."""
+        return self.decide(tensor.reshape(()))
+
+    def columns(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """Where a mask is not zero, one tensor of indices for each dim: as many as in the example."""
+        count = self.decide((mask if mask.dtype == torch.bool else mask.ne(0)).sum())
+        return torch.nonzero_static(mask, size=count).unbind(1)
+
+    def index(self, index: Any, masks: bool = True) -> tuple[Any, ...]:
+        """An index without masks (if these are to go), and without numbers that are tensors."""
+        found: list[Any] = []
+        for each in index if isinstance(index, tuple) else (index,):
+            if isinstance(each, Tensor) and each.dtype in MASKS and each.ndim and _is_unknown(each):
+                found += self.columns(each) if masks else [each]
+            elif isinstance(each, slice):
+                found.append(slice(*(self.plain(part) for part in (each.start, each.stop, each.step))))
+            else:
+                found.append(self.plain(each))
+        return tuple(found)
+
+    def plain(self, arg: Any) -> Any:
+        """A whole number in place of a tensor of one."""
+        is_number = _is_unknown(arg) and not arg.ndim and arg.dtype not in MASKS and not arg.is_floating_point()
+        return self.decide(arg) if is_number else arg
+
+    def _where(self) -> Where:
+        """The innermost module that runs, and the innermost line of the file that its code is in."""
+        users: list[Where] = []
+        module = "loss" if self.of_loss else ""
+        home = ""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != CAPTURE and not home:
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            if is_user_file(file):
+                users.append(Where("", file, line, linecache.getline(file, line).strip()))
+            if id(frame.f_locals.get("self")) in self._paths:
+                module, home = self._paths[id(frame.f_locals["self"])], file
+            frame = frame.f_back
+        own = [each for each in users if each.file == home]
+        return replace(next(iter(own or users), Where()), module=module)
+
+
+def _is_unknown(thing: object) -> bool:
+    """Whether this is a tensor of which the code cannot know what it holds: no constant that it wrote itself."""
+    return isinstance(thing, FakeTensor) and thing.constant is None
+
+
+# ---- what is asked ---------------------------------------------------------------------------------------------
+
+Answer = Callable[..., Any]
+
+
+def _number(asked: Decisions, func: Any, tensor: Tensor) -> Any:
+    return asked.number(tensor)
+
+
+def _as(dtype: torch.dtype) -> Answer:
+    return lambda asked, func, tensor: asked.number(tensor.to(dtype))
+
+
+def _truth(asked: Decisions, func: Any, tensor: Tensor) -> Any:
+    return asked.number(tensor if tensor.dtype == torch.bool else tensor.ne(0))
+
+
+def _list(asked: Decisions, func: Any, tensor: Tensor) -> Any:
+    return asked.decide(tensor)
+
+
+def _contains(asked: Decisions, func: Any, tensor: Tensor, element: Any) -> Any:
+    return asked.decide((tensor == element).any())
+
+
+def _equal(asked: Decisions, func: Any, a: Tensor, b: Tensor) -> Any:
+    return a.shape == b.shape and asked.decide((a == b).all())
+
+
+def _allclose(asked: Decisions, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return asked.decide(torch.isclose(*args, **kwargs).all())
+
+
+def _format(asked: Decisions, func: Any, tensor: Any, how: str) -> str:
+    """A text follows no branch: it is that of the example."""
+    with _disable_current_modes():
+        return format(tensor if tensor.ndim or tensor.real_tensor is None else tensor.real_tensor.item(), how)
+
+
+def _nonzero(asked: Decisions, func: Any, input: Tensor, *, as_tuple: bool = False) -> Any:
+    if not input.ndim:
+        return func(input, as_tuple=as_tuple)
+    found = asked.columns(input)
+    return found if as_tuple else torch.stack(found, 1)
+
+
+def _where(asked: Decisions, func: Any, condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or not condition.ndim:
+        return func(condition, *args, **kwargs)
+    return asked.columns(condition)
+
+
+def _masked_select(asked: Decisions, func: Any, input: Tensor, mask: Tensor) -> Any:
+    input, mask = torch.broadcast_tensors(input, mask)
+    return input[asked.columns(mask)] if mask.ndim else func(input, mask)
+
+
+def _get(asked: Decisions, func: Any, tensor: Tensor, index: Any) -> Any:
+    return func(tensor, asked.index(index))
+
+
+def _set(asked: Decisions, func: Any, tensor: Tensor, index: Any, value: Any) -> Any:
+    many = isinstance(value, Tensor) and value.ndim > 0  # one number is written wherever the mask is
+    return func(tensor, asked.index(index, masks=many), value)
+
+
+def _repeat(asked: Decisions, func: Any, input: Tensor, repeats: Any = None, dim: Any = None, **kwargs: Any) -> Any:
+    counts = input if repeats is None else repeats
+    given = () if repeats is None else (repeats,) if dim is None else (repeats, dim)
+    if kwargs.get("output_size") is None and isinstance(counts, Tensor):
+        size = counts.numel() if repeats is None else input.numel() if dim is None else input.shape[dim]
+        kwargs["output_size"] = asked.decide(counts.reshape(-1).expand(size).sum())
+    return func(input, *given, **kwargs)
+
+
+def _bincount(asked: Decisions, func: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+    size = max(asked.decide(input.max()) + 1 if input.numel() else 0, minlength)
+    ones = torch.ones_like(input, dtype=torch.int64) if weights is None else weights.double()
+    ones = ones if weights is None or weights.dtype != torch.float32 else weights
+    return ones.new_zeros(size).scatter_add(0, input.long(), ones)
+
+
+def _one_hot(asked: Decisions, func: Any, input: Tensor, num_classes: int = -1) -> Any:
+    return func(input, asked.decide(input.max()) + 1 if num_classes == -1 else num_classes)
+
+
+def _sized(asked: Decisions, func: Any, *args: Any, **kwargs: Any) -> Any:
+    own = [args[0]] if isinstance(args[0], Tensor) and args[0].ndim else []
+    rest = tree_map_only(Tensor, asked.plain, args[len(own) :])
+    return func(*own, *rest, **tree_map_only(Tensor, asked.plain, kwargs))
+
+
+def _functions(names: str, answer: Answer) -> dict[Any, Answer]:
+    """The functions of these names: of ``torch``, of its tensors, or both."""
+    found = [getattr(owner, name, None) for name in names.split() for owner in (torch, Tensor)]
+    return {function: answer for function in found if function is not None}
+
+
+ANSWERS: Mapping[Any, Answer] = {
+    **_functions("item __float__ __complex__", _number),
+    **_functions("__int__ __index__", _as(torch.int64)),
+    **_functions("__bool__ is_nonzero", _truth),
+    **_functions("tolist", _list),
+    **_functions("__contains__", _contains),
+    **_functions("equal", _equal),
+    **_functions("allclose", _allclose),
+    **_functions("__format__", _format),
+    **_functions("nonzero argwhere", _nonzero),
+    **_functions("where", _where),
+    **_functions("masked_select", _masked_select),
+    **_functions("__getitem__", _get),
+    **_functions("__setitem__", _set),
+    **_functions("repeat_interleave", _repeat),
+    **_functions("bincount", _bincount),
+    F.one_hot: _one_hot,
+    **_functions("zeros ones empty full arange linspace new_zeros new_ones new_empty new_full", _sized),
+    **_functions("view reshape expand repeat narrow split", _sized),
+}
+"""How what a function asks of its tensors is answered. What is not here, torch refuses."""

@@ -1,0 +1,104 @@
+"""The ranks make a call together: what every rank says before anything is sent.
+
+A rank that does otherwise than the others would wait for them, or pair its collectives with those of another program.
+So each call of a parallel module begins with a few numbers from every rank: what it is about to run, in which form.
+Where they differ, all ranks raise an error that says both, and nothing was sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from shardfx.ir.graph import Graph
+
+T = TypeVar("T")
+Words = Callable[[], Mapping[str, str]]
+"""What a rank is about to do, in words by subject; asked for where ranks differ."""
+
+
+class Passed(IntEnum):
+    """How a rank's inputs are passed."""
+
+    WHOLE = 0
+    PART = 1
+    EITHER = 2
+    """This rank's own part has the shape of the whole."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """An input as a rank passes it: the shape of the whole and of this rank's part, and which part that is; -1 for the
+    whole."""
+
+    name: str
+    tensor: torch.Tensor
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    piece: int
+
+
+class Peers(Protocol):
+    """The other ranks of a mesh, to those of this process."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """A call, from its first line to its last. What is raised within before :meth:`agree` is told to the others.
+
+        Raises:
+            Error: another thread is in a call, and its order on the other ranks is not known.
+        """
+
+    def agree(self, key: Hashable, words: Words, passed: Passed = Passed.EITHER) -> bool:
+        """All ranks are about to do the same, of which ``key`` is the text; gives whether inputs are passed in parts.
+
+        Raises:
+            Error: they are not; or a rank failed before it came here.
+        """
+
+    def planned(self, make: Callable[[], T], graph: Callable[[T], Graph]) -> T:
+        """What ``make()`` plans; all ranks plan the same.
+
+        Raises:
+            Error: they do not; or a rank could not plan.
+        """
+
+    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]]) -> None:
+        """Inputs that should be the same on several ranks are, on some of the calls of this ``key``: the first one,
+        and ever fewer after it.
+
+        Raises:
+            Error: they are not.
+        """
+
+
+class Alone:
+    """All ranks are in this process: threads take turns, and nobody else is there to differ."""
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+        return Alone()
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """A turn of this thread's."""
+        with self._turn:
+            yield
+
+    def agree(self, key: Hashable, words: Words, passed: Passed = Passed.EITHER) -> bool:
+        """Inputs are whole."""
+        return False
+
+    def planned(self, make: Callable[[], T], graph: Callable[[T], Graph]) -> T:
+        """What is planned."""
+        return make()
+
+    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]]) -> None:
+        """There is one of each."""

@@ -1,0 +1,157 @@
+"""Ranks that make the same call, or do not (see :mod:`.workers`)."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from tests.reference import rel_err
+
+from .workers import WORKERS, worker
+
+__all__ = ["WORKERS"]
+
+BATCH = {"args.0": "dp, -", "targets.0": "dp, -"}
+
+
+def planned(virtual: bool | None = None, **mesh: int) -> tuple[nn.Module, sx.ParallelModule, Tensor, Tensor]:
+    """A model, its plan on two ranks, and the captured batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 4)).double()
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+    specs = BATCH if "dp" in mesh else {"0.weight": "tp, -"}
+    pm = sx.parallelize(
+        model, sx.Mesh(**mesh), sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=specs), virtual=virtual
+    )
+    return deepcopy(model), pm, x, y
+
+
+def forms(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> None:
+    """See the forms of call that ranks will see."""
+    pm(x[:5], y[:5])
+    pm.eval()
+    with torch.no_grad():
+        pm(x[:5])
+    pm.train()
+
+
+def prepare() -> None:
+    """Make the plans that the ranks inherit."""
+    for mesh in ({"dp": 2}, {"tp": 2}):
+        _, pm, x, y = planned(True, **mesh)
+        forms(pm, x, y)
+
+
+def error(call: Callable[[], object]) -> str:
+    """What a call raises."""
+    try:
+        call()
+    except sx.Error as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+@worker
+def other_forms_are_right_on_all_ranks() -> None:
+    """The last, smaller batch of an epoch, and evaluation, as one device computes them; also after a mistake."""
+    for mesh in ({"dp": 2}, {"tp": 2}):
+        model, pm, x, y = planned(**mesh)
+        for rows in (8, 5, 8, 5):
+            model.zero_grad(), pm.zero_grad()
+            loss, expected = pm(x[:rows], y[:rows]), F.mse_loss(model(x[:rows]), y[:rows])
+            loss.backward(), expected.backward()
+            assert rel_err(loss, expected) < 1e-12
+            grads = pm.full_grads()
+            assert all(rel_err(grads[name], p.grad) < 1e-12 for name, p in model.named_parameters())
+        pm.eval(), model.eval()
+        with torch.no_grad():
+            assert rel_err(pm(x[:5]), model(x[:5])) < 1e-12
+
+
+@worker
+def ranks_that_differ_are_told_both_sides() -> None:
+    """Each mistake is an error on all ranks, soon, and they go on."""
+    rank = dist.get_rank()
+    model, pm, x, y = planned(dp=2)
+
+    def evaluate() -> object:
+        with torch.no_grad():
+            return pm(x, y)
+
+    started = time.monotonic()
+    text = error(evaluate if rank == 0 else lambda: pm(x, y))
+    assert "the ranks do not make the same call" in text, text
+    assert re.search(r"rank 0: runs: the loss alone; .*\n +rank 1: runs: a training step; ", text), text
+    rows = 8 if rank == 0 else 5
+    text = error(lambda: pm(x[:rows], y[:rows]))
+    assert "rank 0: args.0: (8, 6) float64; targets.0: (8, 4) float64" in text, text
+    assert "rank 1: args.0: (5, 6) float64; targets.0: (5, 4) float64" in text, text
+    text = error(pm.full_state_dict if rank == 0 else lambda: pm(x, y))
+    assert "rank 0: runs: full_state_dict()" in text and "rank 1: runs: a training step" in text, text
+    pm.train(rank == 0)
+    text = error(lambda: pm(x, y))
+    assert "training mode of the model: yes" in text and "training mode of the model: no" in text, text
+    pm.train()
+    text = error(lambda: pm(x, y) if rank == 0 else pm(x, y, 3))
+    theirs = "the inputs are not those that the model was captured with"
+    assert theirs in text and (rank == 1 or text.startswith("a call failed on another rank")), text
+    part = slice(4 * rank, 4 * rank + 4)
+    text = error(lambda: pm(x, y) if rank == 0 else pm(x[part], y[part]))
+    assert "rank 0: inputs: the whole of each" in text and "rank 1: inputs: this rank's own part" in text, text
+    assert time.monotonic() - started < 5
+    for _ in range(2):
+        assert rel_err(pm(x[part], y[part]), F.mse_loss(model(x), y)) < 1e-12
+
+
+@worker
+def own_batches_in_the_shape_of_the_whole_are_noticed() -> None:
+    """As DDP has them, at the first step."""
+    rank = dist.get_rank()
+    for mesh in ({"dp": 2}, {"tp": 2}):
+        model, pm, x, y = planned(**mesh)
+        text = error(partial(pm, x + rank, y))
+        assert "ranks pass different batches as the same one" in text and "pm(...), 'args.0'" in text, text
+        assert "contents differ between rank 0 and rank 1" in text, text
+        assert ("its own part of it, (4, 6)" in text and "about (16, 6)" in text) == ("dp" in mesh), text
+        assert rel_err(pm(x, y), F.mse_loss(model(x), y)) < 1e-12
+
+
+@worker
+def a_second_thread_is_an_error_on_all_ranks() -> None:
+    rank = dist.get_rank()
+    model, pm, x, y = planned(dp=2)
+    expected = F.mse_loss(model(x), y)
+    pm(x, y)
+    if rank == 1:
+        losses: list[Tensor] = []
+        thread = threading.Thread(target=lambda: losses.append(pm(x, y).detach()))
+        thread.start()
+        time.sleep(0.3)
+        assert "two threads call parallel modules at once" in error(lambda: pm(x, y))
+        dist.barrier()
+        thread.join()
+    else:
+        dist.barrier()
+        losses = [pm(x, y)]
+    assert rel_err(losses[0], expected) < 1e-12
+    text = error(lambda: pm(x, y))
+    assert "a call failed on another rank" in text and "two threads" in text, text
+    assert rel_err(pm(x, y), expected) < 1e-12
+
+
+PREPARED = (
+    "other_forms_are_right_on_all_ranks",
+    "ranks_that_differ_are_told_both_sides",
+    "own_batches_in_the_shape_of_the_whole_are_noticed",
+    "a_second_thread_is_an_error_on_all_ranks",
+)

@@ -1,0 +1,15 @@
+"""Ranks make the same call, or all of them raise an error that says both sides."""
+
+from __future__ import annotations
+
+from tests.torchrun.launch import on_ranks
+
+
+def test_ranks_agree_on_each_call() -> None:
+    on_ranks(
+        2,
+        "other_forms_are_right_on_all_ranks",
+        "ranks_that_differ_are_told_both_sides",
+        "own_batches_in_the_shape_of_the_whole_are_noticed",
+        "a_second_thread_is_an_error_on_all_ranks",
+    )
