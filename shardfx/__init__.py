@@ -18,6 +18,7 @@ from shardfx.ir.rules.book import rule
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
+from shardfx.module.rules_shown import check_rule
 from shardfx.passes import Pass
 from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
@@ -43,6 +44,7 @@ __all__ = [
     "Spec",
     "Time",
     "Verdict",
+    "check_rule",
     "default_passes",
     "default_rank_passes",
     "observes",

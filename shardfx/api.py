@@ -71,9 +71,9 @@ def parallelize(
 
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():
-                return compile_model(model, described, hints, all_rules())
+                return compile_model(model, described, hints, all_rules(hints.rules))
 
-        compiled = compile_model(module, described, hints, all_rules(), on_pass)
+        compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
         variants = Variants(without_weights(module), hints, build)
         return ParallelModule(compiled, _place(module, described, hints, virtual), module, variants)
 

@@ -1,6 +1,7 @@
-"""The command line: ``shardfx demo | passes | plan | explain`` (also ``python -m shardfx``).
+"""The command line: ``shardfx demo | passes | rules | plan | explain`` (also ``python -m shardfx``).
 
     shardfx passes
+    shardfx rules
     shardfx plan shardfx.demo_model:make --mesh dp=2,tp=2 --draw out --save plan.json
     shardfx explain my/model.py:make --mesh dp=2,tp=2 layers.0.wo
 
@@ -32,13 +33,14 @@ from shardfx.demo.run_demo import demo
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Mesh, Time
 from shardfx.module.parallel_module import ParallelModule
+from shardfx.module.rules_shown import rule_infos
 from shardfx.passes import Pass, options_text
 from shardfx.report.tables import table
 
 from .api import parallelize
 from .hints import Hints
 from .plan import version
-from .plugins import all_passes
+from .plugins import all_passes, plugin_rules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("demo_out"), metavar="DIR", help="where to write (default: demo_out)"
     )
     command("passes", run_passes, "list the passes that there are, built-in ones and those of plugins")
+    command("rules", run_rules, "list the op rules of installed packages, and check them by running the ops")
     plan = command("plan", _plan, "plan a model, and say what the plan costs")
     explain = command("explain", _explain, "say why something is cut as it is")
     for each in (plan, explain):
@@ -111,6 +114,19 @@ def run_passes(arguments: argparse.Namespace, out: Console) -> int:
         out.print()
         print(found.error, file=sys.stderr)
     return 2 if broken else 0
+
+
+def run_rules(arguments: argparse.Namespace, out: Console) -> int:
+    """The table of the rules that packages bring; what is wrong stands below it, and makes the exit code 2."""
+    made = table("Rules", "op", "rule", "checked", "from")
+    found = list(rule_infos(plugin_rules()))
+    for each in found:
+        made.add_row(Text(each.name, "red" if each.wrong else "bold"), Text(each.text), Text(each.said), each.origin)
+    out.print(made)
+    wrong = [text for each in found for text in each.wrong]
+    for text in wrong:
+        print(f"\n{text}", file=sys.stderr)
+    return 2 if wrong else 0
 
 
 def summary(kind: type[Pass]) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
+from shardfx.ir.rules.book import RuleEntry
 from shardfx.passes import Pass
 from shardfx.passes.rank import RankPass
 
@@ -44,6 +45,8 @@ class Hints:
             communication is chosen; and reports are in its seconds.
         device: where the programs run, such as ``"cuda"``; by default where the model's weights are.
         shapes: how many forms of call (batch sizes, modes, ...) beside the captured one are kept planned.
+        rules: op rules of your own, as :func:`shardfx.rule` gives them; they win over built-in ones and plugins'.
+            ``pm.verify()`` executes them (see also :func:`shardfx.check_rule`).
         rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
             :class:`shardfx.RankPass`, or text for those of installed plugins.
         guard: a model whose code depends on the data (``if x.sum() > 0``, ``.item()``, ``x[mask]``) is captured as it
@@ -65,6 +68,7 @@ class Hints:
     fuse_mb: float = 25.0
     passes: Sequence[Pass | str] = ()
     machine: Machine | str | None = None
+    rules: Sequence[RuleEntry] = ()
     rank_passes: Sequence[RankPass | str] = ()
     device: str | torch.device | None = None
     shapes: int = 8
@@ -123,6 +127,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "guard": (lambda given: isinstance(given, bool), "True or False"),
     "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
     "passes": (lambda given: isinstance(given, (list, tuple)), "a list of passes"),
+    "rules": (
+        lambda given: isinstance(given, (list, tuple)) and all(isinstance(each, RuleEntry) for each in given),
+        "a list of op rules, as shardfx.rule(...) gives them",
+    ),
     "rank_passes": (lambda given: isinstance(given, (list, tuple)), "a list of rank passes"),
     "device": (_is_device, "the name of a device of torch, such as 'cuda', or None"),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),

@@ -146,14 +146,23 @@ def as_rank_passes(given: Iterable[RankPass | str]) -> tuple[RankPass, ...]:
     return found
 
 
-def all_rules() -> RuleBook:
-    """The built-in rules, and those of installed plugins beside them; a plugin's rule wins. The rule of an op that has
-    none is discovered.
+def all_rules(given: Iterable[RuleEntry] = ()) -> RuleBook:
+    """The built-in rules, and those of installed plugins beside them; a plugin's rule wins, and one that is ``given``
+    over both. The rule of an op that has none is discovered.
 
     Raises:
         Error: a plugin's rules cannot be had: to leave them out in silence would be another plan.
     """
-    return default_rules().extended(_plugin_rules()).with_fallback(_discovery(default_folder()).entry)
+    return default_rules().extended((*_plugin_rules(), *given)).with_fallback(_discovery(default_folder()).entry)
+
+
+def plugin_rules() -> list[tuple[RuleEntry, str]]:
+    """The rules of installed plugins, each with the distribution that it is of.
+
+    Raises:
+        Error: a plugin's rules cannot be had.
+    """
+    return [(entry, _origin(point)) for point in _entry_points(RULES) for entry in _load_rules(point)]
 
 
 @cache

@@ -9,7 +9,8 @@ every other rule is (:mod:`.soundness`), on other values. Findings are kept on d
 again when they are read: an op may have been changed since.
 
 An op that cannot be told on small tensors has no rule: one that fails on them, draws random numbers, gives different
-results for the same arguments, changes its arguments, or takes too long.
+results for the same arguments, changes its arguments, takes too long, or crashes: all of this is done in a process of
+its own (:mod:`.running.apart`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from .cut_search import Oracle
 from .findings import Findings, FindingsFolder, as_rule, together
 from .instance import Instance, TooSlow, bind, describe, replace_at, runs
 from .recombine import same
+from .running.apart import Lost, apart
+from .running.draws import draws
 from .small_instance import shrunk
 from .soundness import refute, trials
 
@@ -41,6 +44,8 @@ SECONDS = 10.0
 SECONDS_PER_CALL = 0.1
 LONGEST_CALL = 1.0
 """The same by the clock on the wall: an op may also wait."""
+LONGEST_SEARCH = 90.0
+"""And for the process in which an op is tried, in which a kernel may crash that does not check what it is given."""
 REFUSED = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -78,7 +83,10 @@ class Discovery:
         """What was found of a node: now, before in this process, or on disk."""
         key = f"{describe(node)} -> {[v is not None for v in node.results]}"
         if key not in self._found:
-            self._found[key] = self._discover(node)
+            try:
+                self._found[key] = apart(lambda: self._discover(node), LONGEST_SEARCH)
+            except Lost:
+                self._found[key] = Findings()
         return self._found[key]
 
     def local(self, emit: Emit) -> Any:
@@ -179,6 +187,7 @@ def _others(of: Instance) -> Iterator[Instance]:
         made = of.on([change(t) if t.is_floating_point() else shuffled(t) for t in of.tensors])
         if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
             yield made
+    yield from draws(of)
 
 
 def _holds(found: Findings, of: Instance) -> bool:

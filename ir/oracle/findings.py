@@ -230,10 +230,14 @@ class FindingsFolder:
 
     def put(self, key: Mapping[str, str], found: Findings) -> None:
         """Keep findings; a reader never sees half a file."""
-        text = json.dumps({"key": dict(key), "found": to_json(found)}, indent=1)
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(self.path(key))
+        write_whole(self.path(key), json.dumps({"key": dict(key), "found": to_json(found)}, indent=1))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in a cache at once; where nothing can be written, nothing is."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(path)

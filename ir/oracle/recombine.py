@@ -90,6 +90,15 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0, bou
     return torch.allclose(a, b, rtol=bound, atol=bound * max(size, scale), equal_nan=True)
 
 
+def apart_at(value: torch.Tensor, whole: torch.Tensor) -> str:
+    """Where two tensors of one shape are furthest apart, and the two numbers there."""
+    off = (value.to(torch.complex128) - whole.to(torch.complex128)).abs()
+    off = torch.where((value == whole) | (value.isnan() & whole.isnan()), 0.0, off.nan_to_num(torch.inf))
+    at = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)] if off.dim() else []
+    got, expected = value[tuple(at)].item(), whole[tuple(at)].item()
+    return f"{got:.6g} at {at}, where the whole op gives {expected:.6g}"
+
+
 def magnitude(parts: Iterable[torch.Tensor]) -> float:
     """The size of the largest element, at least 1: sums that cancel are rounded as their terms are."""
     floats = [part[part.isfinite()] for part in parts if part.is_floating_point() or part.is_complex()]
@@ -101,6 +110,9 @@ def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> l
     scale = magnitude([tensor])
     noise = []
     for _ in range(count - 1):
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            noise.append(torch.randint(-9, 10, tensor.shape, generator=generator).to(tensor.dtype))
+            continue
         size = torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, 3 * scale, 0.1)
         noise.append(torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) * size.to(tensor.real.dtype))
     return [*noise, tensor - sum(noise)] if noise else [tensor]

@@ -10,7 +10,7 @@ Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code gener
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardfx.ir.spec import REDUCTIONS, Spec
 from ..graph import Strategy
 from ..mesh import Mesh
 from .instance import Instance, Results, as_results, bind, call
-from .recombine import join, magnitude, piece, rounding, same, split_max, split_sum
+from .recombine import apart_at, join, magnitude, piece, rounding, same, split_max, split_sum
 
 aten = torch.ops.aten
 UNDEFINED = {
@@ -129,9 +129,36 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, gen
     """Why a trial is wrong, or ""."""
     try:
         made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
-        ranks = run_ranks(entry, made, of, trial, generator)
+        return difference(entry, made, of, trial.mesh, generator)
     except Exception as error:  # whatever a kernel says of its arguments
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        return said(error)
+
+
+def said(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+
+
+def difference(
+    entry: RuleEntry,
+    made: Strategy,
+    of: Instance,
+    mesh: Mesh,
+    generator: torch.Generator,
+    layout: Layout | None = None,
+) -> str:
+    """How what the ranks compute by a strategy differs from the whole op, or "".
+
+    Args:
+        layout: how the ranks' pieces lie in memory: the same numbers, laid out otherwise.
+
+    Raises:
+        Exception: whatever a kernel says of its arguments.
+    """
+    ranks = run_ranks(entry, made, of, mesh, generator, layout)
     undefined = getattr(of.node.op, "overloadpacket", None) in UNDEFINED
     bound = rounding((*of.tensors, *of.results))
     wholes = [(i, r) for i, (r, v) in enumerate(zip(of.results, of.node.results, strict=True)) if v is not None]
@@ -143,46 +170,68 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, gen
             if given is None:
                 return f"rank {rank} has no result {i}"
             parts[rank] = given
-        value, why = join(parts, whole, spec, trial.mesh, bound)
+        value, why = join(parts, whole, spec, mesh, bound)
         if value is None and not (undefined and "differ" in why):
             return f"result {i} as {spec.text(whole.shape)}: {why}"
         if value is not None and not undefined and not same(value, whole, magnitude(parts.values()), bound):
-            return f"result {i} as {spec.text(whole.shape)} has other values"
+            return f"result {i} as {spec.text(whole.shape)} has other values: {apart_at(value, whole)}"
     return ""
 
 
 def run_ranks(
-    entry: RuleEntry, made: Strategy, of: Instance, trial: Trial, generator: torch.Generator
+    entry: RuleEntry,
+    made: Strategy,
+    of: Instance,
+    mesh: Mesh,
+    generator: torch.Generator,
+    layout: Layout | None = None,
 ) -> dict[int, Results]:
     """Every rank's results, by a strategy."""
-    shares = hold(made, of, trial, generator)
+    shares = hold(made, of, mesh, generator)
     node = of.node
     before, node.strategy = node.strategy, made
     try:
         found = {}
         for rank, tensors in shares.items():
-            args, kwargs = bind(node, [lay_out(t, entry.contiguous) for t in tensors])
-            found[rank] = as_results(perform(entry, Executor(node, trial.mesh, trial.mesh.coords(rank), args, kwargs)))
+            laid = [layout(t) for t in tensors] if layout is not None else tensors
+            args, kwargs = bind(node, [lay_out(t, entry.contiguous) for t in laid])
+            found[rank] = as_results(perform(entry, Executor(node, mesh, mesh.coords(rank), args, kwargs)))
     finally:
         node.strategy = before
     return found
 
 
-def hold(made: Strategy, of: Instance, trial: Trial, generator: torch.Generator) -> dict[int, list[torch.Tensor]]:
+def hold(made: Strategy, of: Instance, mesh: Mesh, generator: torch.Generator) -> dict[int, list[torch.Tensor]]:
     """What every rank holds of the operands: its pieces, and its share of those that are partial."""
-    mesh = trial.mesh
     shares: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(mesh.size)}
     for tensor, spec in zip(of.tensors, made.operands, strict=True):
-        axis = next(iter(spec.partial_axes), None)
-        terms = [tensor]
-        if axis is not None:
-            kind, count = dict(spec.partial)[axis], mesh[axis].size
+        terms: dict[tuple[int, ...], torch.Tensor] = {(): tensor}
+        for axis, kind in spec.partial:
             assert kind in REDUCTIONS
-            terms = split_sum(tensor, count, generator) if kind == "sum" else split_max(tensor, count, kind, generator)
+            terms = {
+                (*at, i): part
+                for at, term in terms.items()
+                for i, part in enumerate(_split(term, mesh[axis].size, kind, generator))
+            }
         for rank, held in shares.items():
             coords = mesh.coords(rank)
-            held.append(piece(terms[coords[axis]] if axis is not None else tensor, Spec(spec.dims), mesh, coords))
+            term = terms[tuple(coords[axis] for axis in spec.partial_axes)]
+            held.append(piece(term, Spec(spec.dims), mesh, coords))
     return shares
+
+
+def _split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
+    """``count`` tensors that reduce to one."""
+    if kind in ("max", "min"):
+        return split_max(tensor, count, kind, generator)
+    if kind == "product":
+        others = [torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5 for _ in range(count - 1)]
+        first = tensor
+        for other in others:
+            first = first / other
+        return [first, *others]
+    terms = split_sum(tensor, count, generator)
+    return [term * count for term in terms] if kind == "avg" else terms
 
 
 def lay_out(tensor: torch.Tensor, wanted: Contiguous) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Verdict:
     ``status`` is ``"proven"``, ``"refuted"`` (some output is another one: ``fault.numbers`` has a counterexample where
     one was found by running) or ``"unknown"`` (the proof does not come to its end, and random numbers do not differ).
     ``why`` names the output, the rank, the node and the source line; ``programs`` are those that were proven,
-    ``checked`` says how much was looked at.
+    ``checked`` says how much was looked at, ``given`` what is taken as given.
     """
 
     status: Status
@@ -46,6 +46,7 @@ class Verdict:
     fault: Fault | None = None
     claim: str = "the ranks compute what the model computes"
     programs: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
 
     @staticmethod
     def of(fault: Fault | None, **more: Any) -> Verdict:
@@ -71,7 +72,8 @@ class Verdict:
         looked = ", ".join(f"{count:,} {what}" for what, count in self.checked.items())
         if self.ok:
             of = f" in {', '.join(self.programs)}" if self.programs else ""
-            return f"{self.how}: {self.claim}{of} ({looked})"
+            given = "".join(f"\n  {'given:':<10}{each}" for each in self.given)
+            return f"{self.how}: {self.claim}{of} ({looked}){given}"
         return f"{self.status}: not {self.how}\n{self.why}\n  {'checked:':<10}{looked}"
 
 

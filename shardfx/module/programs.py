@@ -26,6 +26,8 @@ from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import Asked
 from shardfx.runtime.verify.verdict import Verdict, verify
 
+from .rules_checked import with_rules
+
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
@@ -88,7 +90,7 @@ class Programs:
         """Whether the programs compute what the model computes: all that a call may run."""
         compiled, shapes = self.compiled, {g.name: g.value.shape for g in self.compiled.before.inputs}
         with nullcontext() if run else no_collection():  # what runs makes tensors
-            return verify(
+            verdict = verify(
                 compiled.before,
                 compiled.after,
                 compiled.context.rules,
@@ -97,6 +99,7 @@ class Programs:
                 {name: tensor for name, tensor in known.items() if shapes.get(name) == tuple(tensor.shape)},
                 torch.device(self.device),
             )
+        return with_rules(verdict, compiled.after, compiled.context.rules)
 
     def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[Asked]:
         """The programs that a call may run; ``modules`` are in the place of some of those that are meant."""

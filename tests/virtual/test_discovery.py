@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -17,6 +19,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.findings import FindingsFolder
 from shardfx.ir.oracle.instance import instance
+from shardfx.ir.oracle.running.apart import Lost, apart
 from shardfx.ir.oracle.small_instance import small_sizes
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import TensorType
@@ -225,3 +228,56 @@ def test_small_sizes_divide_as_the_large_ones_do() -> None:
         for b in sizes:
             assert (a % b == 0) == (small[a] % small[b] == 0), (a, b)
     assert max(small.values()) <= 400
+
+
+# ---- kernels that do not check what they are given
+
+
+@torch.library.custom_op("shardfx_tests::crashing", mutates_args=())
+def crashing(x: Tensor) -> Tensor:
+    """Ends its process on a part of x."""
+    if x.shape[0] < 6:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return x * 2
+
+
+@torch.library.custom_op("shardfx_tests::in_groups", mutates_args=())
+def in_groups(x: Tensor, ends: Tensor) -> Tensor:
+    """x[n, d] times the number of groups that end before a row; those that end before row 2 do not count."""
+    before = (ends[None] <= torch.arange(x.shape[0])[:, None]) & (ends[None] >= 2)
+    return x * (1 + before.sum(1, keepdim=True))
+
+
+crashing.register_fake(lambda x: torch.empty_like(x))
+in_groups.register_fake(lambda x, ends: torch.empty_like(x))
+
+
+def test_a_kernel_that_crashes_takes_nothing_with_it() -> None:
+    assert Discovery().rule(node(ops.crashing.default, (6, 4))) is None
+
+
+def test_a_backward_of_torch_that_does_not_check_is_survived() -> None:
+    op = torch.ops.aten._weight_norm_interface_backward.default
+    made = instance(op, (torch.randn(8, 6), torch.randn(8, 6), torch.randn(8, 1), torch.rand(8, 1) + 1, 0)).node
+    Discovery().rule(made)
+
+
+def test_an_index_is_drawn_over_all_that_it_may_be() -> None:
+    """By ends of 0 and 1 alone rows might be cut."""
+    x, ends = Value(TensorType((12, 4), torch.float64), name="x"), Value(TensorType((4,), torch.int64), name="ends")
+    made = Node(ops.in_groups.default, (x, ends), {})
+    made.results = [Value(TensorType((12, 4), torch.float64), made, 0, "y")]
+    rule = Discovery().rule(made)
+    assert rule is not None and rule_text(rule) == "b! a, c! -> d! a"
+
+
+def test_work_apart_is_limited() -> None:
+    assert apart(lambda: 3) == 3
+    with pytest.raises(Lost, match="SIGABRT"):
+        apart(os.abort)
+    with pytest.raises(Lost, match="within 2 s"):
+        apart(lambda: time.sleep(9), seconds=2)
+    with pytest.raises(Lost, match="MemoryError"):
+        apart(lambda: len(bytearray(1 << 30)), megabytes=64)
+    with pytest.raises(Lost, match="ZeroDivisionError"):
+        apart(lambda: 1 // 0)

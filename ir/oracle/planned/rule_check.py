@@ -1,0 +1,102 @@
+"""Is a rule right, for one call of its op? Every cut and partial sum that it allows is executed, on many values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardfx.ir.rules.binding import Tensor
+from shardfx.ir.rules.book import RuleEntry
+from shardfx.ir.rules.strategy import strategy
+from shardfx.ir.rules.template import Template
+
+from ..instance import Instance, instance
+from ..running.draws import draws
+from ..running.memory_layouts import AS_CUT, LAYOUTS
+from ..soundness import Refutation, difference, said, trials
+from .share_check import fails_without_numbers, undisturbed
+
+SECONDS = 120.0
+"""For all that a rule allows on one call."""
+
+
+def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[Refutation]:
+    """The first trials of a rule that give something else than the whole op, on some values or in some layout."""
+    with undisturbed():
+        rule = entry.make(of.node)
+        if rule is None:
+            return []
+        found: list[Refutation] = []
+        values = [of, *draws(of)]
+        for trial in trials(rule, of.results, of.tensors):
+            why = _wrong(entry, strategy(rule, trial.cuts, trial.mesh, trial.partial), values, trial)
+            if why:
+                found.append(Refutation(repr(of), str(trial), why))
+            if len(found) >= most:
+                break
+        return found
+
+
+def _wrong(entry: RuleEntry, made: Any, values: list[Instance], trial: Any) -> str:
+    node = values[0].node
+    before, node.strategy = node.strategy, made
+    try:
+        without_numbers = fails_without_numbers(node, entry, trial.mesh)
+    finally:
+        node.strategy = before
+    if without_numbers:
+        return without_numbers
+    for number, each in enumerate(values):
+        for name, layout in LAYOUTS.items() if not number else AS_CUT:
+            lies = f" (pieces {name})" if layout is not None else ""
+            try:
+                why = difference(entry, made, each, trial.mesh, torch.Generator().manual_seed(number), layout)
+            except Exception as error:  # whatever a kernel says of its arguments
+                return f"it fails on pieces{lies}: {said(error)}"
+            if why:
+                return f"{why}{lies}"
+    return ""
+
+
+def example(entry: RuleEntry, op: Any) -> Instance | None:
+    """A call of an op by its rule's template, with defaults for all that is no tensor; None where that is no call.
+
+    Factors become sizes of their own: ``n d, n -> n d`` is a call with tensors of shapes (4, 6) and (4,).
+    """
+    if not isinstance(entry.make, Template) or entry.make.more[0]:
+        return None
+    letters = dict.fromkeys(f for tensor in entry.make.operands for word in tensor.words for f in word.factors)
+    sizes = dict(zip(letters, (4, 6, 8, 10, 12, 14), strict=False))
+    tensors = iter(entry.make.operands)
+    args = []
+    for argument in op._schema.arguments:
+        given = next(tensors, None) if "Tensor" in str(argument.type) else None
+        if given is not None:
+            shape = _shape(given, sizes)
+            if shape is None or "List" in str(argument.type):
+                return None
+            args.append(torch.randn(shape, dtype=torch.float64))
+        elif argument.has_default_value():
+            if argument.kwarg_only:
+                break
+            args.append(argument.default_value)
+        else:
+            return None
+    with undisturbed():
+        try:
+            return instance(op, args)
+        except Exception:  # the op takes other arguments than these
+            return None
+
+
+def _shape(tensor: Tensor, sizes: dict[str, int]) -> tuple[int, ...] | None:
+    shape = []
+    for factors, many, at in tensor.words:
+        if at or many not in ("", "..") or any(f not in sizes for f in factors):
+            return None
+        size = 1
+        for factor in factors:
+            size *= sizes[factor]
+        shape.append(size)
+    return tuple(shape)

@@ -1,0 +1,128 @@
+"""Is what a plan does with one node right? Its share is executed in small, and called without numbers in full size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardfx.ir.cut import Coords
+from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.rules.book import RuleEntry, perform
+
+from ...graph import Node, Strategy
+from ...mesh import Mesh
+from ..instance import as_results, bind, describe
+from ..running.draws import draws
+from ..running.memory_layouts import AS_CUT, LAYOUTS
+from ..soundness import Executor, difference, said
+from .small_share import small_share, used_axes
+
+RANDOM = (dropout,)
+"""Ops whose numbers are drawn by where a rank's piece lies: no whole run draws the same."""
+MOST_COORDS = 256
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the oracle says of a share: what is wrong, or why it could not be executed; neither if it is right."""
+
+    wrong: str = ""
+    left_out: str = ""
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ops run on the CPU, by torch alone, and the user's random numbers stay as they are."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield
+
+
+def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
+    """What is wrong with a node's strategy, or with how its rule's ``local`` writes a rank's version."""
+    with undisturbed():
+        wrong = fails_without_numbers(node, entry, mesh)
+        if wrong:
+            return Answer(wrong=wrong)
+        if node.op in RANDOM:
+            return Answer(left_out="its numbers are drawn")
+        small = small_share(node, entry, mesh)
+        if small is None:
+            return Answer(left_out="it could not be made small")
+        for number, each in enumerate((small.of, *draws(small.of))):
+            for name, layout in LAYOUTS.items() if not number else AS_CUT:
+                try:
+                    why = difference(entry, small.made, each, small.mesh, torch.Generator().manual_seed(0), layout)
+                except Exception as error:  # whatever a kernel says of its arguments
+                    if layout is not None:
+                        continue  # it does not take such a layout: an error, and no wrong number
+                    said_so = f"on {describe(small.of.node)}: {said(error)}"
+                    return Answer(wrong=said_so) if small.as_it_stands else Answer(left_out=said_so)
+                if why:
+                    lies = f", in a layout that is {name}" if layout is not None else ""
+                    return Answer(wrong=f"on {describe(small.of.node)}{lies}: {why}")
+    return Answer()
+
+
+def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:
+    """Why a rank's version of a node cannot run on the rank's own shapes, or gives other shapes; or ""."""
+    made = node.strategy
+    assert made is not None
+    seen = set()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for coords in _coords(made, node, mesh):
+            shapes = [s.local_shape(v.shape, mesh, coords) for v, s in zip(node.operands, made.operands, strict=True)]
+            if tuple(shapes) in seen:
+                continue
+            seen.add(tuple(shapes))
+            tensors = [torch.empty(s, dtype=v.type.dtype) for s, v in zip(shapes, node.operands, strict=True)]
+            args, kwargs = bind(node, tensors)
+            try:
+                results = as_results(perform(entry, Executor(node, mesh, coords, args, kwargs)))
+            except Exception as error:  # whatever an op says of its arguments
+                return f"it fails on a rank's shapes {shapes}: {said(error)}"
+            why = _other_shapes(results, node, made, mesh, coords)
+            if why:
+                return why
+    return ""
+
+
+def _other_shapes(results: list[Any], node: Node, made: Strategy, mesh: Mesh, coords: Coords) -> str:
+    specs = iter(made.results)
+    for i, value in enumerate(node.results):
+        if value is None:
+            continue
+        shape = next(specs).local_shape(value.shape, mesh, coords)
+        given = results[i] if i < len(results) else None
+        if given is None or tuple(given.shape) != shape or given.dtype != value.type.dtype:
+            got = "no tensor" if given is None else f"{given.dtype} of shape {list(given.shape)}"
+            return f"result {i} of a rank is {got}, by its fake version; expected {value.type.dtype} of {list(shape)}"
+    return ""
+
+
+def _coords(made: Strategy, node: Node, mesh: Mesh) -> Iterator[Coords]:
+    """The ranks to look at: the first and the last along each axis that is used, where sizes do not divide all."""
+    used = used_axes(made)
+    pairs = [*zip(node.operands, made.operands, strict=True), *zip(node.outs, made.results, strict=True)]
+    even = all(
+        part.size % mesh.extent(part.axes) == 0
+        for value, spec in pairs
+        for size, cut in zip(value.shape, spec.dims, strict=True)
+        for part in cut.sub(size)
+    )
+    counts = [mesh[axis].size for axis in used]
+    every = not even and math.prod(counts) <= MOST_COORDS
+    options = [range(n) if every else sorted({0, n - 1}) for n in counts]
+    rest = dict.fromkeys(mesh.names, 0)
+    for chosen in itertools.product(*options):
+        yield {**rest, **dict(zip(used, chosen, strict=True))}

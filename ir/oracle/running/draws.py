@@ -1,0 +1,123 @@
+"""Values to try an op on: of both signs, zeros and ties, and integers over the whole range that the op takes.
+
+A rule that is right by accident of some values (positive ones, indices that do not repeat) is not right on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+
+from ..cut_search import UNCHECKED
+from ..instance import Instance, bind, call
+
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
+
+
+def both_signs(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+    """Numbers of both signs."""
+    return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+
+def ties_and_zeros(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+    """Few different numbers, zero among them."""
+    return torch.randint(-2, 3, shape, generator=draw).to(torch.float64)
+
+
+def mostly_zeros(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+    """Numbers of both signs among zeros."""
+    return both_signs(shape, draw) * (torch.rand(shape, generator=draw) < 0.4)
+
+
+def positive(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+    """Numbers between 0 and 1, for ops that take no others."""
+    return torch.rand(shape, generator=draw, dtype=torch.float64) * 0.9 + 0.05
+
+
+FLOATS: tuple[Draw, ...] = (both_signs, ties_and_zeros, mostly_zeros, positive)
+Range = tuple[int, int]
+"""The least integer, and the one behind the largest."""
+
+
+def draws(of: Instance, seed: int = 0) -> Iterator[Instance]:
+    """The instance on other values, as far as the op takes them and gives numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    span = span_of(of)
+    for floats in FLOATS:
+        for ordered in (False, True) if any(_is_integer(t) for t in of.tensors) else (False,):
+            made = of.on([_draw(t, floats, span, ordered, generator) for t in of.tensors])
+            if _gives_numbers(made):
+                yield made
+
+
+def span_of(of: Instance) -> Range:
+    """The range of the integers that the op takes: the widest that it does not refuse.
+
+    A kernel that does not check is asked by way of its decomposition; without one its integers are 0 and 1, which
+    point into every piece.
+    """
+    if not any(_is_integer(t) for t in of.tensors):
+        return 0, 2
+    checked = of.node.op
+    if getattr(checked, "overloadpacket", None) in UNCHECKED or "backward" in str(checked):
+        if checked not in decomposition_table:
+            return 0, 2
+        checked = decomposition_table[checked]
+    limits = sorted({s for t in of.tensors for s in t.shape} | set(_numbers(of.node.args)), reverse=True)
+    from_zero = [(0, end) for m in limits if m > 1 for end in (m + 1, m)]
+    for low, high in [(-m, m) for m in limits] + from_zero + [(1, m) for m in limits if m > 1]:
+        ends = torch.tensor([low, high - 1])
+        if _takes(of, checked, [_ends(t, ends) if _is_integer(t) else t for t in of.tensors]):
+            return low, high
+    return 0, 2
+
+
+def _ends(like: Tensor, ends: Tensor) -> Tensor:
+    return ends.repeat(-(-max(like.numel(), 1) // 2))[: like.numel()].reshape(like.shape).to(like.dtype)
+
+
+def _draw(like: Tensor, floats: Draw, span: Range, ordered: bool, generator: torch.Generator) -> Tensor:
+    """Other values; integers are shuffled, or in order, as offsets are."""
+    shape = tuple(like.shape)
+    if like.is_floating_point() or like.is_complex():
+        return floats(shape, generator).to(like.dtype)
+    if like.dtype is torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    made = torch.randint(*span, shape, generator=generator).flatten()
+    made[: 2 if made.numel() > 1 else 0] = torch.tensor([span[0], span[1] - 1])[: made.numel()]
+    made = made.sort().values if ordered else made[torch.randperm(made.numel(), generator=generator)]
+    return made.reshape(shape).to(like.dtype)
+
+
+def _takes(of: Instance, op: Any, tensors: list[Tensor]) -> bool:
+    args, kwargs = bind(of.node, tensors)
+    try:
+        call(op, args, kwargs)
+    except Exception:  # whatever an op says of its arguments
+        return False
+    return True
+
+
+def _gives_numbers(of: Instance) -> bool:
+    """Whether the op takes these values, and what it gives can be compared."""
+    try:
+        results = of.results
+    except Exception:  # whatever an op says of its arguments
+        return False
+    return not any(r is not None and r.is_floating_point() and bool(r.isnan().any()) for r in results)
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
+
+
+def _numbers(arg: Any) -> Iterator[int]:
+    if isinstance(arg, (list, tuple)):
+        for each in arg:
+            yield from _numbers(each)
+    elif isinstance(arg, int) and not isinstance(arg, bool) and 1 < arg < 10_000:
+        yield arg

@@ -1,0 +1,45 @@
+"""The same numbers, laid out otherwise in memory: as pieces of a program are that were permuted, sliced, expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..soundness import Layout
+
+
+def permuted(t: Tensor) -> Tensor:
+    """The dims stand in memory the other way round."""
+    turned = tuple(reversed(range(t.dim())))
+    return t.permute(turned).clone(memory_format=torch.contiguous_format).permute(turned)
+
+
+def sliced(t: Tensor) -> Tensor:
+    """Every other element of the last dim of a larger tensor, from the second on."""
+    if not t.dim():
+        return t
+    wide = t.new_zeros((*t.shape[:-1], 2 * t.shape[-1] + 1))
+    held = wide[..., 1::2]
+    held.copy_(t)
+    return held
+
+
+def expanded(t: Tensor) -> Tensor:
+    """Dims along which all is equal take no memory."""
+    for d in range(t.dim()):
+        first = t.narrow(d, 0, 1) if t.shape[d] else t
+        if t.shape[d] > 1 and torch.equal(first.expand_as(t), t):
+            t = first.expand_as(t)
+    return t
+
+
+AS_CUT: tuple[tuple[str, Layout | None]] = (("as cut", None),)
+LAYOUTS: Mapping[str, Layout | None] = {
+    **dict(AS_CUT),
+    "permuted": permuted,
+    "sliced": sliced,
+    "expanded": expanded,
+}
+"""The layouts by name; None leaves pieces as they are cut from the whole."""

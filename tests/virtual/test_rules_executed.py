@@ -1,0 +1,181 @@
+"""``pm.verify()`` executes the rules that a plan goes by: a wrong one makes the verdict false, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.cli import main
+from shardfx.ir.rules import Emit, RuleEntry
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("shardfx_tests::by_fours", mutates_args=())
+def by_fours(x: Tensor) -> Tensor:
+    """Of x[4 n, d] each row plus the sum of its four."""
+    return x + x.unflatten(0, (-1, 4)).sum(1).repeat_interleave(4, 0)
+
+
+@torch.library.custom_op("shardfx_tests::numbered", mutates_args=())
+def numbered(x: Tensor) -> Tensor:
+    """Row i of x[n, d], plus i."""
+    return x + torch.arange(x.shape[0], dtype=x.dtype)[:, None]
+
+
+@by_fours.register_fake
+def _(x: Tensor) -> Tensor:
+    assert x.shape[0] % 4 == 0, "rows come in fours"
+    return torch.empty_like(x)
+
+
+numbered.register_fake(lambda x: torch.empty_like(x))
+
+
+class Calls(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call if isinstance(call, FunctionType) else lambda x: call(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+def from_zero(emit: Emit) -> object:
+    """As if every rank's rows began at 0."""
+    return emit.call(emit.node.op, *emit.args)
+
+
+ops = torch.ops.shardfx_tests
+COLUMNS, ROWS = "-, r", "r, -"
+WRONG: dict[str, tuple[RuleEntry, Callable[[Tensor], Tensor], str]] = {
+    "softmax along its dim": (sx.rule(aten._softmax.default, "n d -> n d"), lambda x: x.softmax(1), COLUMNS),
+    "cumsum": (sx.rule(aten.cumsum.default, "n d -> n d"), lambda x: x.cumsum(0), ROWS),
+    "a maximum that is added up": (sx.rule(aten.amax.default, "n d -> n"), lambda x: x.amax(1), COLUMNS),
+    "a maximum of sums": (sx.rule(aten.relu.default, "n d -> n d", linear="0"), lambda x: (x @ x.mT).relu(), COLUMNS),
+    "sort": (sx.rule(aten.sort.default, "n d -> n d, n d"), lambda x: x.sort(0)[0], ROWS),
+    "flip": (sx.rule(aten.flip.default, "n d -> n d"), lambda x: x.flip(0), ROWS),
+    "roll": (sx.rule(aten.roll.default, "n d -> n d"), lambda x: x.roll(1, 0), ROWS),
+    "tril": (sx.rule(aten.tril.default, "n d -> n d"), lambda x: x.tril(), ROWS),
+    "positions": (sx.rule(ops.numbered.default, "n d -> n d", local=from_zero), numbered, ROWS),
+    "argmax": (sx.rule(aten.argmax.default, "n d -> d", reduce="max"), lambda x: x.argmax(0), ROWS),
+}
+
+
+def planned(rule: RuleEntry, call: Callable[[Tensor], Tensor], spec: str) -> sx.ParallelModule:
+    x = torch.randn(8, 12, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), specs={"args.0": spec}, rules=[rule], strict=True)
+    return sx.parallelize(Calls(call), sx.Mesh(r=2), hints, virtual=True)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_refuted(name: str) -> None:
+    verdict = planned(*WRONG[name]).verify()
+    assert not verdict
+    assert "the rule of" in verdict.why and "{r}" in verdict.why
+    assert "where the whole op gives" in verdict.why or "differ" in verdict.why, verdict.why
+
+
+def test_a_right_rule_is_executed_once_in_a_process() -> None:
+    rule = sx.rule(ops.numbered.default, "n! d -> n! d")
+    pm = planned(rule, numbered, COLUMNS)
+    first, second = pm.verify(), pm.verify()
+    assert first and first.checked["shares executed"] == 1
+    assert second and second.checked["executed before"] == 1 and "shares executed" not in second.checked
+
+
+def test_a_share_that_fails_on_the_local_shape_is_refuted() -> None:
+    """4 rows of 12 on each of three ranks would do, 6 on each of two do not, by the op's fake version."""
+    rule = sx.rule(ops.by_fours.default, "n d -> n d")
+    hints = sx.Hints(args=(torch.randn(12, 4, dtype=torch.float64),), specs={"args.0": ROWS}, rules=[rule])
+    verdict = sx.parallelize(Calls(by_fours), sx.Mesh(r=2), hints, virtual=True).verify()
+    assert not verdict and "rows come in fours" in verdict.why and "by_fours" in verdict.why
+    assert sx.parallelize(Calls(by_fours), sx.Mesh(r=3), hints, virtual=True).verify()
+
+
+def test_large_shapes_are_executed_in_small() -> None:
+    """Without weights: a wrong cut of 512 ranks is seen on two."""
+    x = torch.empty(4096, 8192, dtype=torch.float32, device="meta")
+    for form, good in (("n d -> n d", False), ("n d! -> n d!", True)):
+        rule = sx.rule(aten._softmax.default, form)
+        hints = sx.Hints(args=(x,), specs={"args.0": COLUMNS}, rules=[rule])
+        assert bool(sx.parallelize(Calls(lambda x: x.softmax(1)), sx.Mesh(r=8), hints, virtual=True).verify()) is good
+
+
+def test_a_sum_that_is_partial_over_two_axes_is_executed() -> None:
+    x = torch.randn(4, 8, 6, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), specs={"args.0": "a, b, -"}, strict=True)
+    pm = sx.parallelize(Calls(lambda x: -x.sum((0, 1)).view(3, 2)), sx.Mesh(a=2, b=2), hints, virtual=True)
+    assert any(len(v.spec.partial) == 2 for node in pm.after.nodes for v in node.operands if v.spec is not None)
+    assert pm.verify(), pm.verify().why
+
+
+def test_what_is_given_stands_in_the_verdict_and_in_the_readme() -> None:
+    verdict = planned(sx.rule(ops.numbered.default, "n! d -> n! d"), numbered, COLUMNS).verify()
+    words = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert verdict.given
+    for each in verdict.given:
+        assert each in str(verdict) and each in words
+
+
+def test_answers_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), specs={"args.0": ROWS})
+    pm = sx.parallelize(Calls(lambda x: F.relu(x) * 2), sx.Mesh(r=2), hints, virtual=True)
+    assert pm.verify().checked["shares executed"] == 2
+    (kept,) = (tmp_path / "shardfx" / "checked").iterdir()
+    assert {path.name for path in kept.iterdir()} == {"aten.mul.Tensor.json", "aten.relu.json"}
+    assert pm.verify().checked["executed before"] == 2
+
+
+# ---- by hand
+
+
+def test_check_rule_names_op_cut_and_both_numbers() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    sx.check_rule(sx.rule(aten._softmax.default, "n d! -> n d!"), x, 1, False)
+    with pytest.raises(sx.Error, match="where the whole op gives") as caught:
+        sx.check_rule(sx.rule(aten._softmax.default, "n d -> n d"), x, 1, False)
+    assert "aten._softmax" in str(caught.value) and "d over a=2" in str(caught.value)
+
+
+def test_zeros_ties_and_the_ends_of_a_range_are_tried() -> None:
+    """Right for positive numbers, or indices that stand in the first piece, alone."""
+    with pytest.raises(sx.Error, match="is wrong"):
+        sx.check_rule(sx.rule(aten.abs.default, "n d -> n d", linear="0"), torch.rand(4, 6, dtype=torch.float64))
+    table, index = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 0])
+    with pytest.raises(sx.Error, match="is wrong"):
+        sx.check_rule(sx.rule(aten.embedding.default, "v d, n -> n d", reduce="same"), table, index)
+
+
+def test_check_rule_of_something_else() -> None:
+    with pytest.raises(sx.Error, match="this is no rule"):
+        sx.check_rule(aten.relu.default)  # type: ignore[arg-type]
+    with pytest.raises(sx.Error, match="of several ops"):
+        sx.check_rule(sx.rule((aten.relu.default, aten.neg.default), "n -> n"), torch.randn(4))
+    with pytest.raises(sx.Error, match=r"Hints\(rules=...\) is of another kind"):
+        sx.Hints(rules=[3])  # type: ignore[list-item]
+
+
+def test_the_command_lists_and_checks_rules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = sx.rule(ops.numbered.default, "n! d -> n! d")
+    bad = sx.rule(aten.relu.default, "n d -> n d", linear="0")
+    monkeypatch.setattr("shardfx.cli.plugin_rules", lambda: [(good, "mine 1.0")])
+    assert main(["rules"]) == 0
+    assert "n! d -> n! d" in capsys.readouterr().out
+    monkeypatch.setattr("shardfx.cli.plugin_rules", lambda: [(good, "mine 1.0"), (bad, "theirs 2.0")])
+    assert main(["rules"]) == 2
+    shown = capsys.readouterr()
+    assert "theirs 2.0" in shown.out and "where the whole op gives" in shown.err
