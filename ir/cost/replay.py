@@ -97,7 +97,7 @@ def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | Non
         elif node.op == "call_function":
             try:
                 walk.call(node)
-            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            except (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError) as error:
                 raise cannot(node, error) from error
         elif node.op == "output":
             for output, result in zip(program.outputs, node.args[0], strict=True):
@@ -181,9 +181,8 @@ class _Walk:
             self.costs.append(NOTHING)
             self.inside.append(0)
             return
-        made = self._adjoined(node, operands) or self._fakes.made(
-            node.target, change(args, _layout, _Tensor), change(kwargs, _layout, _Tensor)
-        )
+        given = change(args, _layout, _Tensor), change(kwargs, _layout, _Tensor)
+        made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
         fresh = [_Block(nbytes, at, at, planned, kept=is_memory(node)) for nbytes in made.fresh]
         self.blocks += fresh
         self._exchange(node, at, operands, fresh)

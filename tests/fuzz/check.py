@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import sys
 import types
 import warnings
@@ -64,6 +65,7 @@ def sharing() -> Iterator[Captures]:
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            logging.getLogger("shardfx").setLevel(logging.ERROR)  # that another mode is planned
             yield captures
     finally:
         shardfx.compile.capture = capture

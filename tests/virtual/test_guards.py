@@ -71,6 +71,7 @@ def guards(pm: sx.ParallelModule) -> list[Guard]:
     return [output.guard for output in pm.after.outputs if output.guard is not None]
 
 
+@pytest.mark.filterwarnings("ignore:not shared over dp")  # what a mask picks of a batch is computed whole
 @pytest.mark.parametrize(("mesh", "specs"), MESHES, ids=[str(mesh) for mesh, _ in MESHES])
 def test_the_branch_of_the_example_equals_one_device(mesh: sx.Mesh, specs: dict[str, str]) -> None:
     model, args = Net(), batch()
@@ -190,7 +191,7 @@ def test_a_proof_takes_no_graph_whose_guards_are_others() -> None:
     assert sx.prove(pm.before, pm.after)
     gone = pm.after.copy()
     gone.outputs = [output for output in gone.outputs if output.name != "guards.1"]
-    assert "is gone" in sx.prove(pm.before, gone).why
+    assert "lacks an output" in sx.prove(pm.before, gone).why
     other = pm.after.copy()
     at = next(output for output in other.outputs if output.name == "guards.1")
     at.guard = Guard(4)

@@ -19,7 +19,7 @@ from .share_check import Answer, check_share
 from .small_share import used_axes
 
 SECONDS_EACH = 20.0
-"""For one share by a rule that is not built in, in a process of its own."""
+"""For one share, in a process of its own."""
 _answered: dict[tuple[int, str], tuple[Answer, RuleEntry]] = {}
 """What was found in this process of rules that are not built in, by the entry's id; the entry is held, so that no other
 has its id."""
@@ -64,29 +64,29 @@ def check_plan(graph: Graph, rules: RuleBook, built_in: RuleBook, folder: Answer
         folder: where they are kept; None: where the user's caches are.
     """
     folder = folder if folder is not None else kept_answers(default_folder())
-    executed = known = 0
     left_out: dict[str, str] = {}
     wrong = []
-    for share in shares(graph, rules, built_in):
-        question = share.question(graph.mesh)
-        key = (id(share.entry), question)
-        before = _answered.get(key)
-        answer = folder.get(share.node.op, question) if share.built_in else before[0] if before else None
-        if answer is not None:
-            known += 1
+    asked = [(share, share.question(graph.mesh)) for share in shares(graph, rules, built_in)]
+    before = {}
+    for share, question in asked:
+        kept = folder.get(share.node.op, question) if share.built_in else None
+        there = _answered.get((id(share.entry), question))
+        before[question] = kept if share.built_in else there[0] if there else None
+    fresh = [(share, question) for share, question in asked if before[question] is None]
+    made = dict(zip([question for _, question in fresh], _ask([share for share, _ in fresh], graph.mesh), strict=True))
+    for share, question in fresh:
+        if share.built_in:
+            folder.put(share.node.op, question, made[question])
         else:
-            executed += 1
-            answer = _ask(share, graph.mesh)
-            if share.built_in:
-                folder.put(share.node.op, question, answer)
-            else:
-                _answered[key] = answer, share.entry
+            _answered[id(share.entry), question] = made[question], share.entry
+    for share, question in asked:
+        answer = before[question] or made[question]
         if answer.wrong:
             wrong.append((share.node, answer.wrong))
         if answer.left_out:
             left_out[op_name(share.node.op)] = answer.left_out
     folder.write()
-    return PlanChecked(executed, known, left_out, wrong)
+    return PlanChecked(len(fresh), len(asked) - len(fresh), left_out, wrong)
 
 
 def shares(graph: Graph, rules: RuleBook, built_in: RuleBook) -> list[Share]:
@@ -104,10 +104,24 @@ def shares(graph: Graph, rules: RuleBook, built_in: RuleBook) -> list[Share]:
     return [share for share in found.values() if share is not None]
 
 
-def _ask(share: Share, mesh: Mesh) -> Answer:
-    if share.built_in:
-        return check_share(share.node, share.entry, mesh)
-    try:
-        return apart(lambda: check_share(share.node, share.entry, mesh), SECONDS_EACH)
-    except Lost as lost:
-        return Answer(left_out=str(lost))
+def _ask(asked: Sequence[Share], mesh: Mesh) -> list[Answer]:
+    """The answers, found in a process of its own: those of built-in rules in one, unless that is lost."""
+
+    def answers(several: Sequence[Share]) -> list[Answer]:
+        return [check_share(share.node, share.entry, mesh) for share in several]
+
+    together = [share for share in asked if share.built_in]
+    found: dict[int, Answer] = {}
+    if len(together) > 1:
+        try:
+            made = apart(lambda: answers(together), SECONDS_EACH * len(together))
+            found = {id(share): answer for share, answer in zip(together, made, strict=True)}
+        except Lost:  # by one of them: each is asked alone then, and that one is left out
+            found = {}
+    for share in asked:
+        if id(share) not in found:
+            try:
+                (found[id(share)],) = apart(lambda share=share: answers([share]), SECONDS_EACH)  # type: ignore[misc]
+            except Lost as lost:
+                found[id(share)] = Answer(left_out=str(lost))
+    return [found[id(share)] for share in asked]
