@@ -72,7 +72,8 @@ def link(device: torch.device) -> Link | None:
     seconds = torch.tensor([_gather_seconds(1, ranks, device), _gather_seconds(GATHERED, ranks, device)], device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     little, much = seconds.tolist()
-    return Link((ranks - 1) * GATHERED / max(much - little, 1e-9), little / math.log2(ranks))
+    moving = max(much - little, much / 10)  # a small one may have been kept waiting by others
+    return Link((ranks - 1) * GATHERED / moving, little / math.log2(ranks))
 
 
 def _gather_seconds(nbytes: int, ranks: int, device: torch.device) -> float:
