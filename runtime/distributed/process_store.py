@@ -1,8 +1,10 @@
 """The store of one rank: its pieces of parameters and buffers, as DTensors.
 
 Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_grad_norm_`` and
-``torch.distributed.checkpoint`` work as they do elsewhere. What is asked of all ranks (``load``, ``whole``,
-``assemble``) must be called on all of them.
+``torch.distributed.checkpoint`` work as they do elsewhere. Where a plan cuts none of them they are plain tensors: each
+rank has the whole, and nothing is to be asked of the others. (Some plain, some DTensors would not do: ``foreach``
+optimizers and norms take no mixture.) What is asked of all ranks (``load``, ``whole``, ``assemble``) must be called on
+all of them.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class ProcessStore:
         with ending_together("comparing the ranks' plans"):
             self._agree()
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self._cuts = any(_spec(given).axes for given in self._inputs if given.kind is InputKind.PARAMETER)
         self._shards: dict[str, DTensorShard] = {}
         for given in self._inputs:
             type_ = given.value.type
@@ -82,7 +85,9 @@ class ProcessStore:
                 shard.unwrap(held[name][0].detach()).copy_(piece)
             elif given.kind is InputKind.PARAMETER:
                 own = memory[name].copy_(piece) if name in memory else piece.clone()
-                self.parameters[name] = [nn.Parameter(shard.wrap(own), requires_grad=trainable.get(name, True))]
+                self.parameters[name] = [
+                    nn.Parameter(self.as_gradient(name, own), requires_grad=trainable.get(name, True))
+                ]
             else:
                 self.buffers[name] = [shard.wrap(piece.clone()) if _spec(given).axes else piece.clone()]
 
@@ -109,8 +114,8 @@ class ProcessStore:
         self._shards[name].unwrap(self.buffers[name][0]).copy_(new)
 
     def as_gradient(self, name: str, piece: Tensor) -> Tensor:
-        """A gradient as a DTensor, as its parameter is."""
-        return self._shards[name].wrap(piece)
+        """A gradient as its parameter is: a DTensor, where some parameter is cut."""
+        return self._shards[name].wrap(piece) if self._cuts else piece
 
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
         """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
