@@ -2,6 +2,7 @@
 
 from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Decision, Pass, PassError
 from .communication import DuplicateViews, FuseComm, Order, Partition
+from .memory import GatherAgain, Recompute, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
@@ -19,6 +20,7 @@ __all__ = [
     "Decision",
     "DuplicateViews",
     "FuseComm",
+    "GatherAgain",
     "Order",
     "Partition",
     "Pass",
@@ -27,8 +29,10 @@ __all__ = [
     "RankContext",
     "RankPass",
     "Reassociate",
+    "Recompute",
     "SumPlacement",
     "UnfoldRepeats",
+    "Zero",
     "arrange",
     "check_order",
     "hint_value",

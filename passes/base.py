@@ -106,7 +106,7 @@ class Pass:
 
     ``before`` and ``after`` are the slot in which it stands when a user adds it to the built-in passes: the name of one
     of them. ``after`` goes first; without either it stands before ``order``. Where a pass ``copies`` nodes, the copies
-    are made by whoever made the original.
+    are made by whoever made the original. One that ``repeats`` may stand in a pipeline several times.
 
     Subclass it as a frozen dataclass, give it a ``name``, and write :meth:`run`::
 
@@ -125,6 +125,7 @@ class Pass:
     before: ClassVar[str] = "order"
     after: ClassVar[str] = ""
     copies: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
 
     def run(self, graph: Graph, context: Context) -> bool:
         """Change ``graph`` (through a Rewriter); says whether it did."""

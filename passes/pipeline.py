@@ -18,21 +18,25 @@ from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError, check_requires
 from .communication import DuplicateViews, FuseComm, Order, Partition
+from .memory import GatherAgain, Recompute, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
     BindHints,
     Propagate,
+    Zero,
     Reassociate,
     SumPlacement,
     DuplicateViews,
     Partition,
     UnfoldRepeats,
+    Recompute,
+    GatherAgain,
     FuseComm,
     Order,
 )
-"""The built-in passes, in the order in which they run."""
+"""The built-in passes, in the order in which they run; those of memory only where somebody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"
 
@@ -68,11 +72,14 @@ def arrange(built_in: Sequence[Pass], given: Sequence[Pass]) -> tuple[Pass, ...]
     if is_whole(given):
         return tuple(given)
     own = [each for each in given if each.name in BUILT_IN]
-    names = [each.name for each in own]
+    names = [each.name for each in own if not each.repeats]
     if len(names) != len(set(names)):
         twice = next(name for name in names if names.count(name) > 1)
         raise Error(f"pass {twice!r} is given twice", where=WHERE, expected="each built-in pass once", got=names)
-    line = [next((new for new in own if new.name == old.name), old) for old in built_in]
+    line = [each for each in built_in if each.name not in {new.name for new in own}]
+    for each in own:
+        later = ORDER[ORDER.index(BUILT_IN[each.name]) + 1 :]
+        line.insert(next((at for at, other in enumerate(line) if isinstance(other, later)), len(line)), each)
     for each in given:
         if each.name not in BUILT_IN:
             line.insert(_slot(each, line), each)

@@ -1,7 +1,7 @@
 """What stands behind ``memory.empty`` in an engine: memory that stays between steps.
 
-It is lent to whoever asks for as many bytes and taken back when nobody holds it, as torch does on a GPU. What a step
-hands out (gradients) are views of it; where somebody still holds one, the next step gets other memory. A footprint
+It is lent to whoever asks for about as many bytes (:mod:`shardfx.ir.program.lending`) and taken back when nobody holds
+it, as torch does on a GPU. What a step hands out (gradients) are views of it; where somebody still holds one, the next step gets other memory. A footprint
 counts on it (:mod:`shardfx.ir.cost.storages`).
 """
 
@@ -13,6 +13,8 @@ from itertools import count
 from typing import Any
 
 import torch
+
+from shardfx.ir.program.lending import choose
 
 Tensor = torch.Tensor
 _number = count()
@@ -27,7 +29,7 @@ class _Lent:
 
 
 class MemoryPool:
-    """Memory of one program, by size."""
+    """Memory of one program."""
 
     def __init__(self) -> None:
         self._kept: list[_Lent] = []
@@ -41,14 +43,19 @@ class MemoryPool:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
         """As :func:`shardfx.ir.ops.memory_ops.empty`: memory that nobody holds."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        for each in self._kept:
-            if each.flat.numel() == nbytes and _use_count(each.storage) == each.alone:
-                each.used = True
-                return each.flat.view(dtype).view(shape)
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        storage = flat.untyped_storage()
-        self._kept.append(_Lent(flat, storage, _use_count(storage)))
-        return flat.view(dtype).view(shape)
+        free = [each for each in self._kept if _use_count(each.storage) == each.alone]
+        choice = choose(nbytes, [each.flat.numel() for each in free])
+        if choice.drop is not None:
+            self._kept = [each for each in self._kept if each is not free[choice.drop]]
+        if choice.take is not None:
+            lent = free[choice.take]
+            lent.used = True
+        else:
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            storage = flat.untyped_storage()
+            lent = _Lent(flat, storage, _use_count(storage))
+            self._kept.append(lent)
+        return lent.flat[:nbytes].view(dtype).view(shape)
 
 
 def _use_count(storage: Any) -> int:

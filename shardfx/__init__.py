@@ -19,7 +19,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rules_shown import check_rule
-from shardfx.passes import Pass
+from shardfx.passes import Pass, Recompute
 from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
 
@@ -39,6 +39,7 @@ __all__ = [
     "Pass",
     "Plan",
     "RankPass",
+    "Recompute",
     "ShardfxWarning",
     "ShardingRule",
     "Spec",

@@ -23,8 +23,11 @@ from shardfx.passes import (
     COMM_EXPLICIT,
     Context,
     FuseComm,
+    GatherAgain,
     Pass,
     Propagate,
+    Recompute,
+    Zero,
     arrange,
     check_order,
     is_whole,
@@ -52,18 +55,40 @@ def default_passes(hints: Hints) -> tuple[Pass, ...]:
         [str(each) for each in default_passes(Hints(args=(x,), fuse_mb=1))]    # ["bind-hints", "propagate{...}", ...]
     """
     given = as_passes(hints.passes)
-    options: dict[str, Pass] = {"propagate": Propagate(strict=hints.strict), "fuse-comm": FuseComm(mb=hints.fuse_mb)}
-    passes = arrange([options[name] if name in options else kind() for name, kind in BUILT_IN.items()], given)
+    asked = _asked(hints)
+    passes = arrange([each for name, kind in BUILT_IN.items() for each in asked.get(name, (kind(),))], given)
     if is_whole(given):
         for each in fields(hints):
-            if each.name in ("strict", "fuse_mb") and getattr(hints, each.name) != each.default:
+            if each.name in OPTIONS and getattr(hints, each.name) != each.default:
                 raise Error(
                     f"Hints({each.name}=...) says nothing where Hints(passes=...) is the whole pipeline",
-                    expected="an option of its pass: propagate{strict=True}, fuse-comm{mb=25.0}",
+                    expected=f"an option of its pass: {OPTIONS[each.name]}",
                     got=f"{each.name}={getattr(hints, each.name)!r}",
                 )
     check_order(passes, wanted=(COMM_EXPLICIT,))
     return passes
+
+
+OPTIONS = {
+    "strict": "propagate{strict=True}",
+    "fuse_mb": "fuse-comm{mb=25.0}",
+    "zero": "zero{level=3} behind propagate, and gather-again behind partition",
+    "recompute": "recompute{modules='layers.*'} behind partition",
+}
+"""The hints that are options of passes."""
+
+
+def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
+    """The built-in passes that hints have something to say of; none, where they are not asked for."""
+    axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
+    given = (hints.recompute,) if isinstance(hints.recompute, (str, Recompute)) else tuple(hints.recompute or ())
+    return {
+        "propagate": (Propagate(strict=hints.strict),),
+        "fuse-comm": (FuseComm(mb=hints.fuse_mb),),
+        "zero": (Zero(hints.zero, axes, hints.zero_min),) if hints.zero else (),
+        "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
+        "recompute": tuple(Recompute(each) if isinstance(each, str) else each for each in given),
+    }
 
 
 def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ...]:

@@ -11,7 +11,7 @@ import torch
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.rules.book import RuleEntry
-from shardfx.passes import Pass
+from shardfx.passes import Pass, Recompute
 from shardfx.passes.rank import RankPass
 
 LATER = {"later": True}
@@ -52,6 +52,12 @@ class Hints:
         guard: a model whose code depends on the data (``if x.sum() > 0``, ``.item()``, ``x[mask]``) is captured as it
             runs for the examples, which must be real, as must be the weights. Every call then checks that each
             condition and each such size is as it was: another branch is an error, and no wrong number.
+        zero: 1, 2, 3: optimizer states, gradients, parameters too are cut over ``zero_axis`` (one mesh axis, or several,
+            major first): each rank stores its piece of every parameter, which is what ``pm.parameters()`` are. They are
+            gathered for a step (1, 2), or for each use in forward and backward (3); gradients are reduced and scattered
+            as they come. Parameters of fewer than ``zero_min`` elements stay as they are.
+        recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
+            :class:`shardfx.Recompute` says what of them stays; or several of either.
 
     Example::
 
@@ -73,9 +79,10 @@ class Hints:
     device: str | torch.device | None = None
     shapes: int = 8
     guard: bool = False
-    zero: int = field(default=0, metadata=LATER)
-    zero_axis: str = field(default="dp", metadata=LATER)
-    recompute: Any = field(default=None, metadata=LATER)
+    zero: int = 0
+    zero_axis: str | tuple[str, ...] = "dp"
+    zero_min: int = 2**14
+    recompute: str | Recompute | Sequence[str | Recompute] | None = None
     memory: Any = field(default=None, metadata=LATER)
     offload: Sequence[str] = field(default=(), metadata=LATER)
     optimizer: Any = field(default=None, metadata=LATER)
@@ -112,6 +119,10 @@ def _is_device(given: Any) -> bool:
         return False
 
 
+def _are(kind: Any, given: Sequence[Any]) -> bool:
+    return all(isinstance(each, kind) for each in given)
+
+
 def _is_names(given: Any) -> bool:
     return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
 
@@ -133,6 +144,18 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "rank_passes": (lambda given: isinstance(given, (list, tuple)), "a list of rank passes"),
     "device": (_is_device, "the name of a device of torch, such as 'cuda', or None"),
+    "zero": (lambda given: type(given) is int and 0 <= given <= 3, "a level: 0, 1, 2 or 3"),
+    "zero_axis": (
+        lambda given: isinstance(given, str) or (isinstance(given, (tuple, list)) and bool(given) and _are(str, given)),
+        "the name of a mesh axis, or a tuple of such",
+    ),
+    "zero_min": (lambda given: type(given) is int and given >= 0, "a number of elements"),
+    "recompute": (
+        lambda given: given is None
+        or isinstance(given, (str, Recompute))
+        or (isinstance(given, (tuple, list)) and _are((str, Recompute), given)),
+        "a pattern of modules, a shardfx.Recompute, or a tuple of such",
+    ),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
 }
 """What a field may be, and that in words."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
 
 from shardfx.ir.graph import Node
+from shardfx.ir.program.lending import choose
 
 from .amounts import Cost, total
+
+
+STEPS = 3
+"""After so many steps what is kept is what the step needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class Storage:
     ``category`` is "gradients", "results", "new buffers" (they stay to the end), "gathered" (stored parameters made
     whole), "activations" (made by the forward pass, used last by the backward), "communication" or "temporaries".
     ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
-    keep and lend again to whoever asks for as many bytes when nobody holds it, in this step or the next.
+    keep and lend again when nobody holds it, in this step or the next (:mod:`shardfx.ir.program.lending`).
     """
 
     nbytes: int
@@ -58,6 +63,35 @@ class Peak:
         return sum(held.nbytes for held in self.held if held.category == category)
 
 
+@dataclass
+class LendingPool:
+    """The sizes of memory that an engine keeps: what it does in a step, without the memory."""
+
+    kept: list[int] = field(default_factory=list)
+
+    def step(self, asked: Sequence[Storage], calls: int) -> list[int]:
+        """The bytes that are kept when each call is done, in a step that asks for these storages."""
+        asked = sorted(asked, key=lambda storage: storage.born)
+        sizes, lent, used = dict(enumerate(self.kept)), dict[int, int](), set[int]()
+        held, number, place = [], len(self.kept), 0
+        for call in range(calls):
+            lent = {key: last for key, last in lent.items() if last >= call}
+            while place < len(asked) and asked[place].born == call:
+                free = [key for key in sizes if key not in lent]
+                choice = choose(asked[place].nbytes, [sizes[key] for key in free])
+                if choice.drop is not None:
+                    del sizes[free[choice.drop]]
+                key = number if choice.take is None else free[choice.take]
+                if choice.take is None:
+                    sizes[key], number = asked[place].nbytes, number + 1
+                lent[key] = asked[place].last
+                used.add(key)
+                place += 1
+            held.append(sum(sizes.values()))
+        self.kept = [size for key, size in sizes.items() if key in used]
+        return held
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What a program holds and costs, call by call.
@@ -78,17 +112,14 @@ class Footprint:
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
-        """The bytes that are kept and hold nothing at each call: once a step was run, as many are kept of each size as
-        it uses at once."""
-        by_size: dict[int, list[Storage]] = {}
-        for storage in self.storages:
-            if storage.kept:
-                by_size.setdefault(storage.nbytes, []).append(storage)
-        idle = [0] * len(self.calls)
-        for alike in by_size.values():
-            used = self._in_use(alike)
-            idle = [before + max(used) - now for before, now in zip(idle, used, strict=True)]
-        return tuple(idle)
+        """The bytes that are kept and hold nothing at each call, once steps were run: of memory that is not lent, and
+        of memory that is lent to one who needs less."""
+        kept = [storage for storage in self.storages if storage.kept]
+        held = [0] * len(self.calls)
+        pool = LendingPool()
+        for _ in range(STEPS):
+            held = pool.step(kept, len(self.calls))
+        return tuple(map(operator.sub, held, self._in_use(kept)))
 
     def _in_use(self, storages: Iterable[Storage]) -> list[int]:
         """The bytes of those that hold something, by call."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
-from .strided_runs import BITS, Irregular, StridedRun, by_dim, cut_run, cut_runs, joined, make_run
+from .strided_runs import BITS, Irregular, StridedRun, by_dim, cut_run, cut_runs, dealt, joined, make_run
 
 WRITTEN_OUT = 1 << 22
 """Irregular patterns of up to so many elements are written out."""
@@ -123,20 +124,25 @@ class Elements:
             raise RuntimeError(f"{start} + {length} is outside of a dim of {self.shape[dim]}")
         if length == self.shape[dim]:
             return self
-        front = self.movedim(dim, 0)
-        row = self.numel() // self.shape[dim]
-        runs = joined(cut_runs(front.runs, start * row, (start + length) * row))
-        return Elements((length, *front.shape[1:]), runs).movedim(0, dim)
+        return self.split((start, length, self.shape[dim] - start - length), dim)[1]
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> list[Elements]:
         """Pieces of a dim: of the sizes given, or of one size, the last then smaller."""
-        whole = self.shape[self._dim(dim)]
+        dim = self._dim(dim)
+        whole = self.shape[dim]
         if isinstance(sizes, int):
             sizes = [min(sizes, whole - at) for at in range(0, whole, sizes)] or [0]
         if sum(sizes) != whole:
             raise RuntimeError(f"{list(sizes)} does not split a dim of {whole}")
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+        outer = math.prod(self.shape[:dim])
+        if dim and outer * len(sizes) > ROWS:
+            return [piece.movedim(0, dim) for piece in self.movedim(dim, 0).split(sizes)]
+        inner = math.prod(self.shape[dim + 1 :])
+        pieces = dealt(self.runs, [size * inner for _ in range(outer) for size in sizes])
+        return [
+            Elements((*self.shape[:dim], size, *self.shape[dim + 1 :]), joined(chain(*pieces[i :: len(sizes)])))
+            for i, size in enumerate(sizes)
+        ]
 
     def chunk(self, pieces: int) -> list[Elements]:
         """At most so many pieces of dim 0, as ``torch.chunk`` cuts it."""

@@ -114,6 +114,22 @@ def cut_runs(runs: Sequence[StridedRun], start: int, stop: int) -> list[StridedR
     return found
 
 
+def dealt(runs: Sequence[StridedRun], sizes: Iterable[int]) -> list[list[StridedRun]]:
+    """The numbers of several runs, one behind the other, as pieces of these sizes: in one walk."""
+    pieces: list[list[StridedRun]] = []
+    left = list(reversed(runs))
+    for size in sizes:
+        piece: list[StridedRun] = []
+        while size > 0:
+            run = left.pop()
+            taken = min(size, run.numel)
+            piece += cut_run(run, 0, taken)
+            left += reversed(cut_run(run, taken, run.numel))
+            size -= taken
+        pieces.append(piece)
+    return pieces
+
+
 def by_dim(run: StridedRun, shape: Sequence[int]) -> list[Loops] | None:
     """The loops of a run that make up each dim; None where a dim ends within a loop."""
     left = list(run.loops)

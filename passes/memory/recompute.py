@@ -1,0 +1,136 @@
+"""recompute: what the forward made is made again where the backward needs it, so that it need not wait there.
+
+    forward:                                         forward:
+      %1 = aten.mm(%x, %w)       @ layers.0            %1 = aten.mm(%x, %w)
+      %2 = aten.gelu(%1)         @ layers.0            %2 = aten.gelu(%1)
+      %3 = aten.mm(%2, %v)       @ layers.0     ->     %3 = aten.mm(%2, %v)
+    backward:                                        backward:
+      %9 = aten.gelu_backward(%8, %1)                  %8 = aten.mm(%x, %w)              once more; %1 is gone
+                                                       %9 = aten.gelu_backward(%7, %8)
+
+The values that leave a module that is recomputed stay, and it starts from them: what goes into the next module
+(Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; ``torch.utils.checkpoint``). Of the forward only
+what the backward needs is repeated, each op once and as late as it may, and dropout draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
+from shardfx.ir.names import pattern, prefixes
+from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.rewriter import Rewriter
+from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+
+from .boundaries import Slices
+from .repeat import Repeats
+
+WHERE = "Hints(recompute=...)"
+
+
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """Make again in the backward what modules made in the forward.
+
+    Args:
+        modules: patterns of module paths (``*`` is one part of a path, ``**`` any number).
+        keep: patterns of ops whose results stay, such as ``"aten.mm"``.
+        comm: whether collectives are repeated; if not, their results stay.
+        slice: a mesh axis: what stays waits cut over it, and is gathered where it is needed.
+        count: only so many of the modules that match, the first ones; 0 for all.
+
+    Example::
+
+        Hints(recompute=sx.Recompute("layers.*", keep="aten.mm"))
+    """
+
+    name: ClassVar[str] = "recompute"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+    repeats: ClassVar[bool] = True
+
+    modules: str | tuple[str, ...] = ()
+    keep: str | tuple[str, ...] = ()
+    comm: bool = True
+    slice: str = ""
+    count: int = 0
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        regions = self._regions(graph)
+        if not regions:
+            return False
+        if self.slice and self.slice not in graph.mesh.names:
+            raise Error(
+                f"unknown mesh axis {self.slice!r}",
+                where=f"{WHERE}: slice",
+                expected=f"one of {', '.join(graph.mesh.names)}",
+                got=self.slice,
+            )
+        stays = self._staying(graph, regions)
+        slices = Slices(graph, self.slice)
+        again = {v for node in regions for v in node.outs if v not in stays}
+        return Repeats(graph, again.__contains__, slices.of if self.slice else unchanged).run()
+
+    def _regions(self, graph: Graph) -> dict[Node, str]:
+        """The forward nodes that are recomputed, each with the module that it is recomputed with.
+
+        Raises:
+            Error: a pattern matches nothing.
+        """
+        forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
+        found: dict[Node, str] = {}
+        for text in as_tuple(self.modules):
+            matches = pattern(text).fullmatch
+            of_text: dict[str, list[Node]] = {}
+            for node in forward:
+                path = next((path for path in prefixes(node.where.module) if matches(path)), None)
+                if path is not None:
+                    of_text.setdefault(path, []).append(node)
+            if not of_text:
+                raise _no_match(text, "modules", {p for node in forward for p in prefixes(node.where.module)})
+            for path in list(of_text)[: self.count or None]:
+                for node in of_text[path]:
+                    found.setdefault(node, path)
+        return found
+
+    def _staying(self, graph: Graph, regions: dict[Node, str]) -> set[Value]:
+        """What is not made again: what leaves a module, or the graph, and what the options say."""
+        stays = {output.value for output in graph.outputs}
+        for node in graph.nodes:
+            if node.phase is Phase.FORWARD:
+                stays |= {v for v in node.operands if v.node in regions and regions[v.node] != regions.get(node)}
+        for text in as_tuple(self.keep):
+            matches = pattern(text).fullmatch
+            named = [node for node in regions if matches(op_name(node.op))]
+            if not named:
+                raise _no_match(text, "ops", {op_name(node.op) for node in regions})
+            stays |= {value for node in named for value in node.outs}
+        if not self.comm:
+            stays |= {value for node in regions if is_comm(node) for value in node.outs}
+        return stays
+
+
+def unchanged(rewriter: Rewriter, value: Value, anchor: Node) -> Value:
+    """The value itself."""
+    return value
+
+
+def as_tuple(given: str | Iterable[str]) -> tuple[str, ...]:
+    """One text, or several."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _no_match(text: str, what: str, known: Iterable[str]) -> Error:
+    names = sorted(known)
+    near = difflib.get_close_matches(text, names, 1)
+    return Error(
+        f"pattern {text!r} matches none of the {what}",
+        where=WHERE,
+        expected=f"the name of one of the {what} of the forward, such as {', '.join(names[:4])}",
+        got=text,
+        remedy=f"did you mean {near[0]!r}?" if near else None,
+    )

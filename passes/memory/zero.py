@@ -1,0 +1,107 @@
+"""zero: parameters are stored cut over the ranks that would all hold the same (Rajbhandari et al., ZeRO, 2020).
+
+    parameter %w : f32[512{tp}, 256]      ->      parameter %w : f32[512{tp,dp}, 256]
+
+It changes where parameters are stored, and nothing else: that they are gathered before they are used, and that their
+gradients are reduced and scattered, follows from placements that differ (``partition``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardfx.ir.cut import Cut, Part, compound
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.traits import is_view
+from shardfx.ir.spec import Spec
+from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
+
+from .repeat import Repeats
+
+
+@dataclass(frozen=True)
+class Zero(Pass):
+    """Store parameters cut over ``axes``, on top of how they are cut.
+
+    Args:
+        level: 1 and 2: those that are trained, so that optimizer states and gradients are cut; 3: all of them.
+        axes: mesh axes, major first.
+        least: parameters of fewer elements stay as they are.
+    """
+
+    name: ClassVar[str] = "zero"
+    requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
+
+    level: int = 1
+    axes: tuple[str, ...] = ("dp",)
+    least: int = 2**14
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        for axis in self.axes:
+            if axis not in graph.mesh.names:
+                raise Error(
+                    f"unknown mesh axis {axis!r}",
+                    where="Hints(zero_axis=...)",
+                    expected=f"one of {', '.join(graph.mesh.names)}",
+                    got=axis,
+                    remedy="name the axis, or a tuple of axes, over which parameters are to be stored cut",
+                )
+        trained = {output.name: output for output in graph.outputs if output.kind is OutputKind.GRADIENT}
+        changed = False
+        for given in graph.of_kind(InputKind.PARAMETER):
+            value = given.value
+            if value.type.numel < self.least or (self.level < 3 and given.name not in trained):
+                continue
+            spec = stored(value, self.axes, graph.mesh)
+            changed |= spec != value.spec
+            value.spec = spec
+            if given.name in trained:
+                trained[given.name].spec = spec
+        return changed
+
+
+@dataclass(frozen=True)
+class GatherAgain(Pass):
+    """Gather stored parameters once more for the backward, so that they need not be whole between.
+
+    ``Hints(zero=3)`` says so: a parameter's all-gather is a value that is made again.
+    """
+
+    name: ClassVar[str] = "gather-again"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        fetched = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+        for node in graph.nodes:
+            moves = is_comm(node) or is_view(node)
+            if node.phase is Phase.FORWARD and moves and all(value in fetched for value in node.operands):
+                fetched.update(node.outs)
+        return Repeats(graph, fetched.__contains__).run()
+
+
+def stored(value: Value, axes: tuple[str, ...], mesh: Mesh) -> Spec:
+    """How a value is stored that is cut over ``axes`` too: on the first dim that they divide, or else on the one of
+    which a rank holds most; a compound dim is left alone where there is another."""
+    spec = value.spec or Spec.whole(value.type.ndim)
+    more = tuple(axis for axis in axes if axis not in spec.axes)
+    if not more or not spec.dims:
+        return spec
+    plain = [dim for dim, cut in enumerate(spec.dims) if not cut.parts]
+    even = [dim for dim in plain if value.shape[dim] % mesh.extent((*spec.dims[dim].axes, *more)) == 0]
+    if even:
+        dim = even[0]
+    else:
+        dim = max(plain or range(len(spec.dims)), key=lambda d: value.shape[d] / mesh.extent(spec.dims[d].axes))
+    return spec.with_dim(dim, _cut_more(spec.dims[dim], value.shape[dim], more, mesh))
+
+
+def _cut_more(cut: Cut, size: int, more: tuple[str, ...], mesh: Mesh) -> Cut:
+    """The cut with further axes, minor to those that it has."""
+    if not cut.parts:
+        return Cut(cut.axes + more)
+    *rest, last = cut.parts
+    return compound([*rest, Part(last.size, last.axes + more)], mesh)
