@@ -4,7 +4,7 @@ from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Decision, Pass, PassE
 from .communication import DuplicateViews, FuseComm, Order, Partition
 from .memory import GatherAgain, Recompute, Zero
 from .pass_text import options_text, parse_pass
-from .pipeline import BUILT_IN, ORDER, arrange, check_order, is_whole, run_passes, steps
+from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
 from .unfold_repeats import UnfoldRepeats
@@ -13,6 +13,7 @@ __all__ = [
     "BUILT_IN",
     "COMM_EXPLICIT",
     "HINTED",
+    "ON_REQUEST",
     "ORDER",
     "SHARDED",
     "BindHints",

@@ -36,7 +36,9 @@ ORDER: tuple[type[Pass], ...] = (
     FuseComm,
     Order,
 )
-"""The built-in passes, in the order in which they run; those of memory only where somebody asks for them."""
+"""The built-in passes, in the order in which they run."""
+ON_REQUEST: frozenset[str] = frozenset({Zero.name, Recompute.name, GatherAgain.name})
+"""Those of them that are left out where nobody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"
 

@@ -1,8 +1,8 @@
 """What stands behind ``memory.empty`` in an engine: memory that stays between steps.
 
 It is lent to whoever asks for about as many bytes (:mod:`shardfx.ir.program.lending`) and taken back when nobody holds
-it, as torch does on a GPU. What a step hands out (gradients) are views of it; where somebody still holds one, the next step gets other memory. A footprint
-counts on it (:mod:`shardfx.ir.cost.storages`).
+it, as torch does on a GPU. What a step hands out (gradients) are views of it; where somebody still holds one, the next
+step gets other memory. A footprint counts on it (:mod:`shardfx.ir.cost.storages`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
+from shardfx.memory.budget import check_budget
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
 from shardfx.module.variants import Variants, without_weights
@@ -71,11 +72,15 @@ def parallelize(
 
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():
-                return compile_model(model, described, hints, all_rules(hints.rules))
+                made = compile_model(model, described, hints, all_rules(hints.rules))
+                check_budget(made, place)
+                return made
 
         compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
         variants = Variants(without_weights(module), hints, build)
-        return ParallelModule(compiled, _place(module, described, hints, virtual), module, variants)
+        place = _place(module, described, hints, virtual)
+        check_budget(compiled, place)
+        return ParallelModule(compiled, place, module, variants)
 
 
 def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,6 +15,7 @@ from shardfx.ir.rules.book import RuleEntry
 from shardfx.passes import Pass, Recompute
 from shardfx.passes.rank import RankPass
 
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?B?")
 LATER = {"later": True}
 """Marks what is not available yet: anything but its default is an error."""
 
@@ -52,10 +54,12 @@ class Hints:
         guard: a model whose code depends on the data (``if x.sum() > 0``, ``.item()``, ``x[mask]``) is captured as it
             runs for the examples, which must be real, as must be the weights. Every call then checks that each
             condition and each such size is as it was: another branch is an error, and no wrong number.
-        zero: 1, 2, 3: optimizer states, gradients, parameters too are cut over ``zero_axis`` (one mesh axis, or several,
-            major first): each rank stores its piece of every parameter, which is what ``pm.parameters()`` are. They are
-            gathered for a step (1, 2), or for each use in forward and backward (3); gradients are reduced and scattered
-            as they come. Parameters of fewer than ``zero_min`` elements stay as they are.
+        zero: 1, 2, 3: optimizer states, gradients, parameters too are cut over ``zero_axis`` (a mesh axis, or several,
+            major first): each rank stores its piece of every parameter, which is what ``pm.parameters()`` are. They
+            are gathered for a step (1, 2), or for each use in forward and backward (3); gradients are reduced and
+            scattered as they come. Parameters of fewer than ``zero_min`` elements stay as they are.
+        memory: what a rank may hold at most in a step, in bytes or as text (``"16GiB"``, ``"80GB"``): a plan that holds
+            more is an error that says what would make it fit.
         recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
             :class:`shardfx.Recompute` says what of them stays; or several of either.
 
@@ -83,7 +87,7 @@ class Hints:
     zero_axis: str | tuple[str, ...] = "dp"
     zero_min: int = 2**14
     recompute: str | Recompute | Sequence[str | Recompute] | None = None
-    memory: Any = field(default=None, metadata=LATER)
+    memory: int | str | None = None
     offload: Sequence[str] = field(default=(), metadata=LATER)
     optimizer: Any = field(default=None, metadata=LATER)
     accumulate: int = field(default=1, metadata=LATER)
@@ -119,6 +123,17 @@ def _is_device(given: Any) -> bool:
         return False
 
 
+def bytes_of(given: Any) -> int:
+    """A number of bytes, as such or as text (``"16GiB"``, ``"500 MB"``); 0 where it is neither."""
+    if type(given) is int:
+        return given
+    found = SIZE.fullmatch(given) if isinstance(given, str) else None
+    if found is None:
+        return 0
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index((prefix or " ").upper()))
+
+
 def _are(kind: Any, given: Sequence[Any]) -> bool:
     return all(isinstance(each, kind) for each in given)
 
@@ -150,11 +165,15 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "the name of a mesh axis, or a tuple of such",
     ),
     "zero_min": (lambda given: type(given) is int and given >= 0, "a number of elements"),
+    "memory": (lambda given: given is None or bytes_of(given) > 0, "a number of bytes, or text such as '16GiB'"),
     "recompute": (
-        lambda given: given is None
-        or isinstance(given, (str, Recompute))
-        or (isinstance(given, (tuple, list)) and _are((str, Recompute), given)),
-        "a pattern of modules, a shardfx.Recompute, or a tuple of such",
+        lambda given: (
+            given is None
+            or isinstance(given, Recompute)
+            or (isinstance(given, str) and given != "auto")
+            or (isinstance(given, (tuple, list)) and _are((str, Recompute), given))
+        ),
+        "a pattern of modules, a shardfx.Recompute, or a tuple of such ('auto' is not available in this version)",
     ),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
 }

@@ -1,5 +1,6 @@
-"""How a program is seen: pictures of graphs as SVG."""
+"""How a program is seen: pictures of graphs, and of memory over a program's course, as SVG."""
 
 from .draw import draw_folder, draw_graph
+from .paint.course import draw_course
 
-__all__ = ["draw_folder", "draw_graph"]
+__all__ = ["draw_course", "draw_folder", "draw_graph"]

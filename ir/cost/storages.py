@@ -15,7 +15,6 @@ from shardfx.ir.program.lending import choose
 
 from .amounts import Cost, total
 
-
 STEPS = 3
 """After so many steps what is kept is what the step needs."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.rewriter import Rewriter
@@ -14,20 +14,20 @@ from shardfx.ir.rewriter import Rewriter
 class Slices:
     """Stores values cut over ``axis`` (Korthikanti et al., Reducing Activation Recomputation, 2022).
 
-        %1 = aten.add(%x, %0)                              %1 = aten.add(%x, %0) : [8, 6]
-                                                     ->    %2 = comm.shard(%1, axes=[tp], dim=0) : [8{tp}, 6]
-        %9 = aten.mul(%8, %1)                              %9 = comm.all_gather(%2, axes=[tp], dim=0) : [8, 6]
-                                                           %10 = aten.mul(%8, %9)
+    %1 = aten.add(%x, %0)                              %1 = aten.add(%x, %0) : [8, 6]
+                                                 ->    %2 = comm.slice(%1, axes=[tp], dim=0) : [8{tp}, 6]
+    %9 = aten.mul(%8, %1)                              %9 = comm.all_gather(%2, axes=[tp], dim=0) : [8, 6]
+                                                       %10 = aten.mul(%8, %9)
     """
 
     graph: Graph
     axis: str
-    _gathered: dict[Value, Value] = field(default_factory=dict)
+    _gathered: dict[Value, Value] = field(default_factory=dict, init=False)
 
     def of(self, rewriter: Rewriter, value: Value, anchor: Node) -> Value:
         """What stands for ``value`` at ``anchor``."""
         dim = self._dim(value)
-        if dim is None or value.node is None or value.node.phase is not Phase.FORWARD:
+        if dim is None or value.node is None or value.node.phase is not Phase.FORWARD or value in self._leaves:
             return value
         if value not in self._gathered:
             held = rewriter.comm(comm.shard, value, axes=[self.axis], dim=dim, why="waits for the backward in slices")
@@ -38,6 +38,11 @@ class Slices:
             self._gathered[value] = whole.outs[0]
         return self._gathered[value]
 
+    @cached_property
+    def _leaves(self) -> set[Value]:
+        """What leaves the graph is there to its end."""
+        return {output.value for output in self.graph.outputs}
+
     def _dim(self, value: Value) -> int | None:
         """The first dim that the axis cuts evenly; None where it cuts the value already, or none."""
         spec, mesh = value.spec, self.graph.mesh
@@ -45,6 +50,6 @@ class Slices:
             return None
         for dim, (cut, size) in enumerate(zip(spec.dims, value.shape, strict=True)):
             n = mesh.extent((*cut.axes, self.axis))
-            if not cut.parts and size % n == 0 and size >= n and isinstance(cut, Cut):
+            if not cut.parts and size % n == 0 and size >= n:
                 return dim
         return None

@@ -28,7 +28,7 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 from .boundaries import Slices
-from .repeat import Repeats
+from .made_again import Repeats
 
 WHERE = "Hints(recompute=...)"
 

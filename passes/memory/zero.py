@@ -20,7 +20,7 @@ from shardfx.ir.ops.traits import is_view
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
 
-from .repeat import Repeats
+from .made_again import Repeats
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""waits: a collective is waited for just before its result is first needed.
+"""waits: a collective is waited for just before its result is first needed, or before too many are under way.
 
 start = all_reduce(mm, ...)          start = all_reduce(mm, ...)
 done = wait_tensor(start)            other = aten.mm(a, b)            computed while it travels
 other = aten.mm(a, b)          ->    done = wait_tensor(start)
 sum = aten.add(done, other)          sum = aten.add(done, other)
+
+A reduce-scatter holds all that a rank puts in until it is done, and gradients are needed at the end only: it is waited
+for when ``under_way`` later ones start.
 """
 
 from __future__ import annotations
@@ -21,15 +24,20 @@ from .rank_pass import RankContext, RankPass
 
 @dataclass(frozen=True)
 class Waits(RankPass):
-    """Move each wait, and what unpacks its result, to the first use of that."""
+    """Move each wait, and what unpacks its result, to the first use of that; a reduce-scatter's to where ``under_way``
+    later ones have started."""
 
     name: ClassVar[str] = "waits"
     establishes: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
+
+    under_way: int = 2
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Move the waits."""
         nodes = list(program.graph.nodes)
         place = {node: float(i) for i, node in enumerate(nodes)}
+        scatters = [node for node in nodes if _is(node, "c10d.reduce_scatter_tensor")]
+        behind = dict(zip(scatters, scatters[self.under_way :], strict=False))
         changed = False
         for i, node in enumerate(nodes):
             if not _is(node, "c10d.wait_tensor"):
@@ -38,7 +46,8 @@ class Waits(RankPass):
             users = [user for each in chain for user in each.users if user not in chain]
             if not users:
                 continue
-            first = min(users, key=place.__getitem__)
+            later = [behind[sent] for sent in node.all_input_nodes if sent in behind]
+            first = min([*users, *later], key=place.__getitem__)
             if chain[-1].next is first:
                 continue
             for each in chain:

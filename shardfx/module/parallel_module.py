@@ -17,11 +17,12 @@ from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.capture.intake.given import quiet_copies
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.replay import values
+from shardfx.ir.cost.replay import replay, values
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.memory.rank_memory import RankMemory
 from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
@@ -291,8 +292,24 @@ class ParallelModule(Root):
         of another one (``"h100-dgx"``).
         """
         program = self._programs.running(0, self._programs.kinds())
-        exchanged = self._place.exchanged if self._compiling is None else inf
-        return make_report(self._compiled, program, machine, self._programs.warnings(), exchanged)
+        return make_report(self._compiled, program, machine, self._programs.warnings(), self._exchanged)
+
+    def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
+        """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``::
+
+            print(pm.memory())
+
+        Args:
+            rank: any rank, also one that this process is not.
+            training: as for :meth:`rank_program`.
+        """
+        program = self.rank_program(rank, training=training)
+        with no_collection():
+            return RankMemory(program, replay(program, self._exchanged))
+
+    @property
+    def _exchanged(self) -> float:
+        return self._place.exchanged if self._compiling is None else inf
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.

@@ -22,7 +22,7 @@ from shardfx.ir.graph import Graph, Where
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text import parse_graph, print_graph
-from shardfx.passes import BUILT_IN, Context, Pass, run_passes
+from shardfx.passes import BUILT_IN, ON_REQUEST, Context, Pass, run_passes
 from shardfx.passes.pass_text import parse_pass
 
 FOLDER = Path(__file__).parent
@@ -31,7 +31,8 @@ BECOMES = "\nbecomes:\n"
 HINT = re.compile(r"^# hint (\S+): (.*)$", re.MULTILINE)
 CUT = re.compile(r"^# cut (\S+): (.*)$", re.MULTILINE)
 PASS = re.compile(r"^# pass (.*)$", re.MULTILINE)
-ORDER = (CAPTURE, *BUILT_IN)
+ALWAYS = tuple(name for name in BUILT_IN if name not in ON_REQUEST)
+ORDER = (CAPTURE, *ALWAYS)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,6 @@ def rest(name: str, text: str) -> str:
     """The text of a graph after a pass and all that follow it."""
     graph = parse_graph(text)
     context = given(graph, text)
-    names = list(BUILT_IN)
-    passes = [BUILT_IN[each]() for each in names[names.index(name) :]]
+    passes = [BUILT_IN[each]() for each in ALWAYS[ALWAYS.index(name) :]]
     run_passes(graph, passes, context)
     return printed(graph)

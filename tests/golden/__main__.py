@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from shardfx.ir.capture.trace import capture
-from shardfx.passes import BUILT_IN
-from tests.golden import CAPTURE, FOLDER, goldens, printed
+from tests.golden import ALWAYS, CAPTURE, FOLDER, goldens, printed
 from tests.plans import MESHES, specs_of
 from tests.zoo import make
 
@@ -37,7 +36,7 @@ def main(with_capture: bool) -> None:
         path.parent.mkdir(exist_ok=True)
         if with_capture or not path.exists():
             path.write_text(captured(name), encoding="utf-8")
-    for each in BUILT_IN:
+    for each in ALWAYS:
         for name in MODELS:
             (FOLDER / each).mkdir(exist_ok=True)
             (FOLDER / each / f"{name}.txt").touch()

@@ -47,7 +47,15 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.oracle": (*RULES, "ir.oracle.running"),
     "ir.oracle.running": (*RULES, "ir.oracle"),
     "ir.oracle.planned": (*ONE_OP, "ir.oracle", "ir.oracle.running"),
-    "passes": (*ONE_OP, "ir.cost", "ir.unfolding", "ir.validate", "passes.communication", "passes.memory", "passes.sharding"),
+    "passes": (
+        *ONE_OP,
+        "ir.cost",
+        "ir.unfolding",
+        "ir.validate",
+        "passes.communication",
+        "passes.memory",
+        "passes.sharding",
+    ),
     "passes.communication": (*ONE_OP, "passes"),
     "passes.memory": (*ONE_OP, "passes"),
     "passes.sharding": (*ONE_OP, "ir.capture", "passes"),
@@ -73,6 +81,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "visualize.layout": ("ir", "visualize.scene"),
     "visualize.paint": (*GRAPHS, "ir.cost", "ir.text", "visualize.layout", "visualize.scene"),
     "report": ("shardfx", *PROGRAMS, "ir.cost", "ir.text"),
+    "memory": ("shardfx", *PROGRAMS, "ir.cost", "ir.text", "module", "passes.rank", "passes.sharding", "report"),
     "explain": (*ONE_OP, "ir.cost", "ir.text", "passes"),
 }
 """For each sub-package the others whose modules it may import. A facade (``__init__``) may import whatever lies in
@@ -80,6 +89,7 @@ its own folder, and the rest of ``shardfx`` anything."""
 
 IN_FUNCTIONS = {
     ("module.parallel_module", "visualize"),  # needs Graphviz, which only pictures do
+    ("memory.rank_memory", "visualize"),
     ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.place", "runtime.distributed.process_engine"),
     ("module.place", "runtime.distributed.process_peers"),

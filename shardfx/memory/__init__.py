@@ -1,0 +1,1 @@
+"""What a rank holds, and whether that is as much as it may."""

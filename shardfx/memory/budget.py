@@ -1,0 +1,105 @@
+"""Whether a plan fits into the memory that a rank may hold, and if not, what would make it fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardfx.compile import default_passes, no_collection, plan_graph
+from shardfx.compiled import Compiled
+from shardfx.hints import bytes_of
+from shardfx.ir.cost.replay import replay
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import OutputKind
+from shardfx.ir.program.lower import lower
+from shardfx.ir.text.printer import size_text
+from shardfx.module.place import Place
+from shardfx.module.programs import INFER, TRAIN
+from shardfx.passes.rank import RankContext, run_rank_passes
+from shardfx.passes.sharding.seeds import data_axes
+
+from .rank_memory import RankMemory
+
+MOST = 5
+
+
+def foreseen(compiled: Compiled, place: Place) -> RankMemory:
+    """What rank 0, which holds most, holds in a step of a plan."""
+    trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
+    with no_collection():
+        rules, device = compiled.context.rules, torch.device(place.device.type)
+        program = lower(compiled.after, 0, rules, TRAIN if trains else INFER, device)
+        context = RankContext(compiled.after, place.device.type)
+        made = run_rank_passes(program, place.rank_passes(compiled.hints), context)
+        return RankMemory(made, replay(made, place.exchanged))
+
+
+def check_budget(compiled: Compiled, place: Place) -> None:
+    """Raise where a plan holds more than ``Hints(memory=...)`` allows.
+
+    Raises:
+        Error: by how much, what holds it, and which hints would make it fit.
+    """
+    hints = compiled.hints
+    if hints.memory is None:
+        return
+    budget, memory = bytes_of(hints.memory), foreseen(compiled, place)
+    if memory.peak <= budget:
+        return
+    largest = ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in list(memory.by_category.items())[:MOST])
+    held = next((held for held in memory.at_peak if held.where.module), None)
+    raise Error(
+        f"a rank holds {size_text(memory.peak - budget)} more than Hints(memory={hints.memory!r}) allows",
+        where=f"the largest at the peak: {held}" if held is not None else "",
+        expected=f"at most {size_text(budget)}",
+        got=f"{size_text(memory.peak)}: {largest}",
+        remedy=_remedy(compiled, place, budget),
+    )
+
+
+def _remedy(compiled: Compiled, place: Place, budget: int) -> str:
+    """The first of the features that make it fit; or what the best of them comes to."""
+    tried: dict[str, int] = {}
+    for more in _features(compiled):
+        hints = replace(compiled.hints, **more)
+        graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, default_passes(hints))
+        said = "Hints(" + ", ".join(f"{name}={value!r}" for name, value in more.items()) + ")"
+        planned = Compiled(hints, compiled.captured, graph, context, default_passes(hints))
+        tried[said] = foreseen(planned, place).peak
+        if tried[said] <= budget:
+            return f"{said} holds {size_text(tried[said])}"
+    if not tried:
+        return "cut parameters or the batch over more ranks"
+    best = min(tried, key=tried.__getitem__)
+    return f"cut parameters or the batch over more ranks; {best} comes to {size_text(tried[best])}, which is not enough"
+
+
+def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:
+    """What may be asked for beside the hints that are given, what costs least first."""
+    hints, graph = compiled.hints, compiled.before
+    if not any(output.kind is OutputKind.GRADIENT for output in graph.outputs):
+        return
+    axes = tuple(axis.name for axis in graph.mesh.axes if axis.name in data_axes(compiled.after))
+    stored: list[dict[str, Any]] = [{}]
+    if axes and not hints.zero:
+        axis: dict[str, Any] = {} if axes == ("dp",) else {"zero_axis": axes if len(axes) > 1 else axes[0]}
+        stored += [{"zero": level, **axis} for level in (1, 3)]
+    again: list[dict[str, Any]] = [{}]
+    if hints.recompute is None:
+        again += [{"recompute": pattern} for pattern in repeated_modules(compiled)]
+    yield from ({**less, **more} for less in stored for more in again if less or more)
+
+
+def repeated_modules(compiled: Compiled) -> list[str]:
+    """Patterns of the modules that stand in lists, such as ``layers.*``: outer lists alone, the most modules first."""
+    found: dict[str, set[str]] = {}
+    for node in compiled.before.nodes:
+        match = re.match(r"(.*?)\.?(?<![^.])(\d+)(?=\.|$)", node.where.module)
+        if match is not None and match[1]:
+            found.setdefault(f"{match[1]}.*", set()).add(match[2])
+    lists = [pattern for pattern, numbers in found.items() if len(numbers) > 1]
+    return sorted(lists, key=lambda pattern: -len(found[pattern]))[:1]

@@ -1,0 +1,153 @@
+"""What a rank holds while it runs a step: at its peak, call by call, by category, and where in the model it was made.
+
+>>> memory = pm.memory()
+>>> memory.peak, memory.by_category["activations"]
+(8252424, 3735552)
+>>> print(memory.at_peak[0])
+1.6 MB  activations  %35 aten.mm  layers.0.fc1  gpt.py:31
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from shardfx.ir.cost.storages import Footprint
+from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.text.printer import size_text
+from shardfx.report.tables import render, table
+
+CATEGORIES = {
+    InputKind.PARAMETER: "parameters",
+    InputKind.BUFFER: "buffers",
+    InputKind.CONSTANT: "constants",
+    InputKind.ARGUMENT: "inputs",
+    InputKind.TARGET: "inputs",
+    InputKind.SEED: "inputs",
+}
+"""Of what a program is given, which is there all the time."""
+BUFFERS = "communication buffers"
+MADE = {"communication": BUFFERS, "kept": BUFFERS, "gathered": "gathered parameters"}
+"""Of what it makes, where a storage's category is called otherwise here."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A block of memory: what it is for, its bytes, the value or input that it is, and where that was made."""
+
+    category: str
+    nbytes: int
+    name: str = ""
+    op: str = ""
+    where: Where = NOWHERE
+
+    def __str__(self) -> str:
+        parts = (size_text(self.nbytes), self.category, " ".join((self.name, self.op)).strip(), str(self.where))
+        return "  ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank in a step, as ``pm.memory(rank)`` foresees it.
+
+    Bytes are those of live tensors, by storage: what views share counts once. What lies outside of tensors
+    (workspaces of kernels, fragmentation) is not in it, nor what an optimizer of your own keeps.
+    """
+
+    program: RankProgram
+    footprint: Footprint
+
+    @property
+    def rank(self) -> int:
+        """Whose memory it is."""
+        return self.program.rank
+
+    @cached_property
+    def given(self) -> tuple[Holder, ...]:
+        """What the program is given: parameters, buffers, constants, this rank's part of the batch."""
+        return tuple(self._holder(given) for given in self.program.inputs)
+
+    @property
+    def peak(self) -> int:
+        """The bytes that are there when most is."""
+        return sum(held.nbytes for held in self.given) + self.footprint.peak.nbytes
+
+    @property
+    def host(self) -> int:
+        """The most bytes in the second pool, the host's memory: nothing is put away there."""
+        return 0
+
+    @cached_property
+    def at_peak(self) -> tuple[Holder, ...]:
+        """What is there at the peak, the largest first; their bytes sum up to it."""
+        made = [_made(held.category, held.nbytes, held.node) for held in self.footprint.peak.held]
+        return tuple(sorted([*self.given, *made], key=lambda held: -held.nbytes))
+
+    @cached_property
+    def by_category(self) -> Mapping[str, int]:
+        """The bytes at the peak by what they are for, the most first; they sum up to it."""
+        found: dict[str, int] = {}
+        for held in self.at_peak:
+            found[held.category] = found.get(held.category, 0) + held.nbytes
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def course(self) -> tuple[Mapping[str, int], ...]:
+        """The bytes by category when each call of the program is done; ``footprint.calls`` are the calls."""
+        fixed: dict[str, int] = {}
+        for held in self.given:
+            fixed[held.category] = fixed.get(held.category, 0) + held.nbytes
+        steps: dict[str, list[int]] = {}
+        for storage in self.footprint.storages:
+            steps_of = steps.setdefault(MADE.get(storage.category, storage.category), [0] * (self._calls + 1))
+            steps_of[storage.born] += storage.nbytes
+            steps_of[storage.last + 1] -= storage.nbytes
+        idle = steps.setdefault(BUFFERS, [0] * (self._calls + 1))
+        for call, (now, before) in enumerate(zip(self.footprint.idle, (0, *self.footprint.idle), strict=False)):
+            idle[call] += now - before
+        moments, held_now = [], dict.fromkeys(steps, 0)
+        for call in range(self._calls):
+            held_now = {category: held_now[category] + steps[category][call] for category in steps}
+            moments.append({**fixed, **{name: n + fixed.get(name, 0) for name, n in held_now.items()}})
+        return tuple(moments)
+
+    def draw(self, path: str | Path, title: str = "") -> Path:
+        """Draw the bytes over the program's course as an SVG: by category, the phases marked, the peak named."""
+        from shardfx.visualize import draw_course
+
+        top = max(range(self._calls), key=lambda i: self.footprint.live[i] + self.footprint.inside[i], default=0)
+        made = [call.meta.get("shardfx") for call in self.footprint.calls]
+        phases = [node.phase.value if isinstance(node, Node) else "" for node in made]
+        names = [str(held) for held in self.at_peak[:8]]
+        shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most"
+        return draw_course(self.course, phases, top, self.peak, names, path, shown)
+
+    @property
+    def _calls(self) -> int:
+        return len(self.footprint.calls)
+
+    def _holder(self, given: Input) -> Holder:
+        value, mesh = given.value, self.program.mesh
+        assert value.spec is not None
+        shape = value.spec.local_shape(value.shape, mesh, mesh.coords(self.rank))
+        nbytes = value.type.dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        return Holder(CATEGORIES[given.kind], nbytes, given.name)
+
+    def __str__(self) -> str:
+        made = table(f"Memory of rank {self.rank}: {size_text(self.peak)} at most", "", "bytes", right=[1])
+        for category, nbytes in self.by_category.items():
+            made.add_row(category, size_text(nbytes))
+        largest = "\n".join(f"  {held}" for held in self.at_peak[:8])
+        return f"{render(made)}\n\nThe largest:\n{largest}"
+
+
+def _made(category: str, nbytes: int, node: Node | None) -> Holder:
+    name = MADE.get(category, category)
+    if node is None:
+        return Holder(name, nbytes)
+    return Holder(name, nbytes, f"%{node.name}" if node.outs else "", op_name(node.op), node.where)

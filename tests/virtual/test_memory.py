@@ -1,0 +1,222 @@
+"""What a rank holds: foreseen and measured, stored in pieces, made again; and that nothing else changes by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfx as sx
+from shardfx.ir.graph import Phase
+from shardfx.module.programs import TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
+from tests.plans import MESHES, plan
+from tests.reference import rel_err, single_device
+from tests.zoo import Case, make
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "zero 1": {"zero": 1, "zero_min": 0},
+    "zero 3": {"zero": 3, "zero_min": 0},
+    "recompute": {"recompute": "**"},
+    "zero 3, recompute": {"zero": 3, "zero_min": 64, "recompute": "**"},
+}
+QUICK = [("gpt_fused", "dp2tp2", "zero 3, recompute"), ("resnet", "dp2", "recompute"), ("llama", "dp2", "zero 1")]
+NAMES = ("gpt_separate", "llama", "hf_t5", "resnet", "dropout_mlp")
+SLOW = [(name, mesh, feature) for name in NAMES for mesh in ("dp2", "dp2tp2") for feature in FEATURES]
+
+
+def modules(name: str) -> tuple[str, ...]:
+    """What is recomputed of a case: the modules in lists, each on its own; or all of it."""
+    paths = [path for path, module in make(name).model.named_modules() if path]
+    lists = {path.rpartition(".")[0] + ".*" for path in paths if path.rpartition(".")[2].isdigit() and "." in path}
+    outer = [each for each in lists if not any(each != other and each.startswith(other[:-1]) for other in lists)]
+    return tuple(sorted(outer)) or tuple(path for path in paths if "." not in path)
+
+
+def hints_of(name: str, feature: str) -> dict[str, Any]:
+    hints = dict(FEATURES[feature])
+    return hints | {"recompute": modules(name)} if "recompute" in hints else hints
+
+
+def step(pm: sx.ParallelModule, case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = pm(*case.args, *case.targets, **case.kwargs)
+    loss.backward()
+    return loss.detach(), pm.full_grads()
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "feature"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in QUICK)],
+)
+def test_a_feature_changes_memory_alone(name: str, mesh: str, feature: str) -> None:
+    """Loss and gradients are those without it, to the bit where nothing is summed in another order; proven."""
+    reference, case = single_device(make(name), 1), make(name)
+    plain, changed = plan(make(name), MESHES[mesh]), plan(case, MESHES[mesh], **hints_of(name, feature))
+    loss, grads = step(changed, case)
+    assert rel_err(loss, reference.losses[0]) < 1e-9
+    worst = {key: rel_err(grads[key], value) for key, value in reference.grads.items()}
+    assert max(worst.values()) < 1e-9, worst
+    if feature == "recompute":
+        other, theirs = step(plain, make(name))
+        assert torch.equal(loss, other) and all(torch.equal(grads[key], theirs[key]) for key in theirs)
+    assert changed.verify(), changed.verify().why
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        ("gpt_fused", "zero 3, recompute"),
+        *(pytest.param(n, f, marks=pytest.mark.slow) for n in NAMES for f in FEATURES),
+    ],
+)
+def test_what_is_foreseen_is_what_a_run_holds(name: str, feature: str) -> None:
+    case = make(name)
+    pm = plan(case, MESHES["dp2"], **hints_of(name, feature))
+    for rank, held in held_in_a_step(pm, case).items():
+        check_footprint(pm._programs.running(rank, TRAIN), held)
+
+
+# ---- the figure
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+BATCH = {"args.0": "dp, -", "targets.0": "dp, -"}
+
+
+def blocks(mesh: sx.Mesh | None = None, specs: dict[str, str] | None = None, **hints: Any) -> sx.ParallelModule:
+    torch.manual_seed(0)
+    x = torch.randn(256, 16)
+    given = sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), specs=BATCH if specs is None else specs, **hints)
+    return sx.parallelize(Blocks(), mesh or sx.Mesh(dp=2), given)
+
+
+def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
+    pm = blocks()
+    memory = pm.memory()
+    assert memory.peak == pm.report().memory.peak_bytes == sum(memory.by_category.values())
+    assert memory.peak == sum(held.nbytes for held in memory.at_peak)
+    assert memory.by_category["parameters"] == sum(p.numel() * 4 for p in Blocks().parameters())
+    largest = next(held for held in memory.at_peak if held.category == "activations")
+    assert (largest.category, largest.nbytes, largest.where.module) == ("activations", 128 * 64 * 4, "layers.0.up")
+    assert "test_memory.py" in str(largest) and "activations" in str(memory)
+    assert max(sum(moment.values()) for moment in memory.course) <= memory.peak
+    assert len(memory.course) == len(memory.footprint.calls)
+    drawn = memory.draw(tmp_path / "memory.svg").read_text()
+    assert all(word in drawn for word in ("forward", "backward", "activations", "layers.0.up", "peak"))
+    assert pm.memory(rank=1).peak == memory.peak and pm.memory(training=False).peak < memory.peak
+
+
+def test_recompute_keeps_what_goes_into_a_block() -> None:
+    plain, again = blocks().memory(), blocks(recompute="layers.*").memory()
+    block = 128 * (16 + 64 + 64) * 4  # the product, its gelu, what goes in
+    assert plain.by_category["activations"] > 5 * block
+    assert again.by_category.get("activations", 0) <= 6 * 128 * 16 * 4
+    assert again.peak < 0.6 * plain.peak
+    half = blocks(recompute=sx.Recompute("layers.*", count=3)).memory()
+    kept = blocks(recompute=sx.Recompute("layers.*", keep="aten.addmm")).memory()
+    assert again.peak < half.peak < plain.peak and again.peak < kept.peak < plain.peak
+
+
+def test_collectives_are_repeated_or_kept_and_boundaries_wait_in_slices() -> None:
+    mesh, tp = sx.Mesh(dp=2, tp=2), BATCH | {"layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
+    sent = {}
+    for name, how in {"plain": None, "again": "layers.*", "kept": sx.Recompute("layers.*", comm=False)}.items():
+        pm = blocks(mesh, tp, recompute=how)
+        sent[name] = pm.report().communication.over("tp")
+        assert pm.verify()
+    assert sent["plain"] == sent["kept"] <= sent["again"]
+    sliced = blocks(mesh, tp, recompute=sx.Recompute("layers.*", slice="tp"))
+    assert sliced.verify() and "waits for the backward in slices" in {node.why for node in sliced.after.nodes}
+
+
+def test_zero_stores_pieces_and_gathers_them_again() -> None:
+    whole = sum(p.numel() for p in Blocks().parameters())
+    held = {level: blocks(zero=level, zero_min=0) for level in (0, 1, 2, 3)}
+    for level, pm in held.items():
+        mine = pm.memory().by_category["parameters"] / 4
+        assert mine == (whole / 2 if level else whole)
+        assert sum(p.numel() for p in pm.parameters()) == whole
+    names = {level: [node.op.name for node in pm.after.nodes if hasattr(node.op, "kind")] for level, pm in held.items()}
+    assert "comm.reduce_scatter" in names[1] and "comm.reduce_scatter" not in names[0]
+    twice = [node for node in held[3].after.nodes if getattr(node.op, "name", "") == "comm.all_gather"]
+    assert {node.phase for node in twice} == {Phase.FORWARD, Phase.BACKWARD}
+    assert all(each.phase is Phase.FORWARD for each in held[1].after.nodes if each.op == twice[0].op)
+    small = blocks(zero=3, zero_min=100).after
+    cut = {given.name for given in small.inputs if given.value.spec.axes and given.name.startswith("layers")}
+    assert cut == {f"layers.{i}.{side}.weight" for i in range(6) for side in ("up", "down")}
+
+
+def test_zero_over_several_axes_and_beside_tensor_parallelism() -> None:
+    mesh = sx.Mesh(a=2, b=2, tp=2)
+    specs = {"args.0": "a b, -", "targets.0": "a b, -", "layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
+    for axes in ("b", ("a", "b")):
+        pm = blocks(mesh, specs, zero=3, zero_axis=axes, zero_min=0)
+        stored = pm.after.input("layers.1.up.weight").value.spec
+        assert stored is not None and set(stored.axes) == {"tp", *axes}
+        assert pm.verify(), pm.verify().why
+
+
+# ---- a budget
+
+
+def test_a_budget_that_holds_and_one_that_does_not() -> None:
+    peak = blocks().memory().peak
+    assert blocks(memory=peak).memory().peak == peak
+    with pytest.raises(sx.Error, match="more than Hints") as raised:
+        blocks(memory=peak - 1000)
+    error = raised.value
+    assert "1.0 kB" in error.what and "activations" in str(error.got) and "layers." in str(error.where)
+    assert "Hints(recompute='layers.*') holds" in str(error.remedy) and "layers.0.up" in str(error.where)
+    blocks(memory=f"{peak // 1024}KiB", recompute="layers.*")
+    with pytest.raises(sx.Error, match="not enough"):
+        blocks(memory="10 kB")
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("hints", "what"),
+    [
+        ({"zero": 4}, "a level: 0, 1, 2 or 3"),
+        ({"zero": True}, "a level"),
+        ({"zero": 3, "zero_axis": "pd"}, "unknown mesh axis 'pd'"),
+        ({"zero": 3, "zero_axis": ()}, "the name of a mesh axis"),
+        ({"zero_min": -1}, "a number of elements"),
+        ({"memory": "16 bytes of ram"}, "16GiB"),
+        ({"memory": 0}, "a number of bytes"),
+        ({"recompute": "layer.*"}, "matches none of the modules"),
+        ({"recompute": sx.Recompute("layers.*", keep="aten.mn")}, "matches none of the ops"),
+        ({"recompute": sx.Recompute("layers.*", slice="sp")}, "unknown mesh axis 'sp'"),
+        ({"recompute": "auto"}, "not available"),
+        ({"recompute": 3}, "a pattern of modules"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
+    with pytest.raises(sx.Error) as raised:
+        blocks(**hints)
+    assert what in str(raised.value)
