@@ -165,6 +165,22 @@ class Programs:
         self.rank_passes = (*built_in(self.device, compiled=True), *user)
         self.step.renew(make_engine)
 
+    def reject_changed(self, device: torch.device) -> None:
+        """Raise where somebody's programs would have to run on another kind of device.
+
+        Raises:
+            Error: naming their ranks.
+        """
+        ranks = sorted({rank for rank, _ in self.step.changed})
+        if ranks:
+            raise Error(
+                "programs that pm.use(...) put in are for the kind of device that they were made on",
+                where="pm.to(device)",
+                expected=self.device,
+                got=f"{device.type}, with programs of rank {', '.join(map(str, ranks))} put in",
+                remedy="move pm first, then change what pm.rank_module(rank) gives, and use that",
+            )
+
     def _check(self, rank: int, graph: Graph) -> None:
         if not (isinstance(rank, int) and 0 <= rank < graph.mesh.size):
             known = f"0 .. {graph.mesh.size - 1}"
