@@ -38,6 +38,46 @@ class Call:
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
 
 
+@dataclass(frozen=True, eq=False)
+class Thing:
+    """An input of no plain type: which object it is, and its attributes as they were. It is held, so that no other
+    object takes its place in memory."""
+
+    held: object
+    attributes: tuple[tuple[str, Hashable], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Thing) and self.held is other.held and self.attributes == other.attributes
+
+    def __hash__(self) -> int:
+        return hash((id(self.held), self.attributes))
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name}={value}" for name, value in self.attributes if isinstance(value, str))
+        return f"a {type(self.held).__name__}" + (f"({said})" if said else "")
+
+
+def attributes(thing: object, depth: int = 3) -> tuple[tuple[str, Hashable], ...]:
+    """The attributes of an object, or what a container holds: what is plain as text, tensors by their version."""
+    if isinstance(thing, Mapping):
+        inside = [(repr(key), value) for key, value in thing.items()]
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        inside = [(str(i), value) for i, value in enumerate(thing)]
+    else:
+        slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        inside = [(name, getattr(thing, name)) for name in slots if hasattr(thing, name)]
+        inside += list(getattr(thing, "__dict__", {}).items())
+    return tuple((name, _as_it_is(value, depth)) for name, value in inside)
+
+
+def _as_it_is(value: object, depth: int) -> Hashable:
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return Thing(value, (("version", str(value._version)),))
+    return Thing(value, attributes(value, depth - 1) if depth else ())
+
+
 @dataclass(frozen=True)
 class Form:
     """What programs are made for: another form of call needs other programs.
@@ -94,17 +134,15 @@ def _said(given: object) -> str:
     if isinstance(given, TensorType):
         return f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}"
     if isinstance(given, tuple):
-        kind, value = given
-        return str(value) if isinstance(value, str) else f"a {kind}"
+        return str(given[1])
     return str(given)
 
 
 def kind_of(leaf: object) -> object:
-    """What programs depend on of an input: a tensor's type, any other leaf itself (an object of no plain type: which
-    one it is)."""
+    """What programs depend on of an input: a tensor's type, any other leaf itself."""
     if isinstance(leaf, torch.Tensor):
         return TensorType(tuple(leaf.shape), leaf.dtype)
-    return type(leaf).__name__, repr(leaf) if isinstance(leaf, PLAIN) else id(leaf)
+    return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, PLAIN) else Thing(leaf, attributes(leaf))
 
 
 def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, bool]) -> Form:
