@@ -31,6 +31,9 @@ class Store(Protocol):
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Keep a buffer's new content, once for each distinct piece."""
 
+    def cut(self, name: str, whole: Tensor) -> list[Tensor]:
+        """A tensor of a parameter's shape, in pieces as the parameter is. Rank 0's is cut, and all ranks call it."""
+
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
         """The whole tensor of a parameter or buffer, or of ``pieces`` that are cut like it (its gradient)."""
 

@@ -82,6 +82,11 @@ class VirtualStore:
         """Keep a buffer's new content."""
         self.buffers[name][self._shards[name].by_rank[rank]].copy_(new)
 
+    def cut(self, name: str, whole: Tensor) -> list[Tensor]:
+        """All pieces."""
+        layout = self._shards[name]
+        return [layout.cut(whole.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
+
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
         """The whole tensor from its shards."""
         held = pieces if pieces is not None else self.parameters.get(name) or self.buffers[name]

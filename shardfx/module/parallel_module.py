@@ -17,11 +17,13 @@ from shardfx.ir.errors import Error
 from shardfx.runtime.debug.nan_hunt import NanHunt
 
 from .call import first_form, read_call
+from .held.carry_over import carry_over
+from .held.original import watch_original
+from .held.state import ModelState
+from .held.tree import Tree
 from .place import Place
 from .planned_module import PlannedModule
 from .programs import Programs
-from .state import ModelState
-from .tree import Tree
 from .variants import Variants
 
 
@@ -37,7 +39,9 @@ class ParallelModule(PlannedModule):
     a rank may also pass its own part of each input; it then gets its own part of the results.
     """
 
-    def __init__(self, compiled: Compiled, place: Place, model: nn.Module, variants: Variants) -> None:
+    def __init__(
+        self, compiled: Compiled, place: Place, model: nn.Module, variants: Variants, optimizer: object = None
+    ) -> None:
         super().__init__()
         self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
@@ -51,6 +55,10 @@ class ParallelModule(PlannedModule):
         self._tree.register(self._state)
         first = first_form(compiled.hints, self._tree.training, self._state.trainable)
         variants.begin(first, self._new_programs(compiled), self._state.filled)
+        if optimizer is not None:
+            carry_over(optimizer, model, self._state)
+        if self._state.store.parameters:
+            watch_original(model, self._state.store)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         place, store = self._place, self._state.store

@@ -24,10 +24,10 @@ from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.verify.verdict import Verdict
 
+from .held.state import ModelState
+from .held.tree import Root
 from .place import Place
 from .programs import Programs
-from .state import ModelState
-from .tree import Root
 from .variants import Variants
 
 

@@ -12,7 +12,7 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import InputKind
+from shardfx.ir.graph import Input, InputKind
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store
@@ -46,6 +46,18 @@ class ModelState:
         if not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values()):
             with torch.no_grad():
                 self.store.load(whole, self.trainable)
+
+    def shape(self, name: str) -> torch.Size:
+        """The whole shape of a stored parameter."""
+        return torch.Size(self._given(name).value.shape)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every rank holds the whole of a stored parameter."""
+        spec = self._given(name).value.spec
+        return spec is not None and not spec.axes
+
+    def _given(self, name: str) -> Input:
+        return next(given for given in self.compiled.after.inputs if given.name == name)
 
     def lacking(self) -> list[str]:
         """The parameters and buffers that there is no content for: the model was fake, or on meta."""
