@@ -16,12 +16,14 @@ from shardfx.ir.unfolding.unfold import whole
 from shardfx.module.held.original import unwatched
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
+from shardfx.module.product import product
 from shardfx.module.variants import Variants, without_weights
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
 
 from .compile import capture_model, compile_model, no_collection
 from .compiled import Compiled
+from .gradients import check_gradients
 from .hints import Hints
 from .plugins import all_rules
 
@@ -77,9 +79,13 @@ def parallelize(
 
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():
-                return compile_model(model, described, hints, all_rules(hints.rules))
+                made = compile_model(model, described, hints, all_rules(hints.rules))
+                if hints.loss is not product:
+                    check_gradients(model, made)
+                return made
 
         compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
+        check_gradients(module, compiled)
         variants = Variants(without_weights(module), hints, build)
         return ParallelModule(compiled, _place(module, described, hints, virtual), module, variants, optimizer)
 

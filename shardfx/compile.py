@@ -36,7 +36,6 @@ from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_who
 from shardfx.runtime.verify.claims import without_content
 
 from .compiled import Compiled
-from .gradients import check_gradients
 from .hints import Hints
 from .plan import PlannedSpecs
 from .plugins import as_passes, as_rank_passes
@@ -119,7 +118,6 @@ def compile_model(
         others = hints.specs.plan.differences(graph)
         if others:
             graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
-    check_gradients(model, captured, graph)
     return Compiled(hints, captured, graph, context, passes)
 
 

@@ -6,22 +6,24 @@ import warnings
 
 from torch import nn
 
-from shardfx.ir.capture.trace import Captured
 from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.graph import OutputKind
+
+from .compiled import Compiled
 
 SHOWN = 5
 
 
-def check_gradients(model: nn.Module, captured: Captured, graph: Graph) -> None:
+def check_gradients(model: nn.Module, compiled: Compiled) -> None:
     """Warn of trainable parameters that no gradient comes to, and say so in the plan's notes.
 
     Raises:
         Error: there is a loss, and it depends on nothing that may be trained.
     """
+    graph = compiled.after
     if all(output.kind is not OutputKind.LOSS for output in graph.outputs):
         return
-    aliases = captured.aliases
+    aliases = compiled.captured.aliases
     trainable = dict.fromkeys(aliases.get(n, n) for n, p in model.named_parameters() if p.requires_grad)
     given = {output.name for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     lacking = [name for name in trainable if name not in given]

@@ -84,39 +84,41 @@ class Form:
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
-    around the call.
+    around the call. ``pulls``: the targets are gradients of the results.
     """
 
     training: frozenset[str]
     inputs: Mapping[str, object]
     gradients: frozenset[str]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    pulls: bool = False
 
     def serves(self, other: Form) -> bool:
         """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
         same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
-        around = self.training == other.training and self.autocast == other.autocast
+        around = (self.training, self.autocast, self.pulls) == (other.training, other.autocast, other.pulls)
         return same and rest and around and other.gradients <= self.gradients
 
     @property
     def key(self) -> Hashable:
         """The same for equal forms."""
-        return self.training, frozenset(self.inputs.items()), self.gradients, self.autocast
+        return self.training, frozenset(self.inputs.items()), self.gradients, self.autocast, self.pulls
 
     def words(self) -> dict[str, str]:
         """The form by subject; equal forms have the same words in every process."""
         found = {name: _said(given) for name, given in self.inputs.items()}
+        found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: Form) -> str:
         """In which way another form differs, in words."""
-        found = []
+        found = ["gradients of its results are given"] if other.pulls and not self.pulls else []
         for name, given in other.inputs.items():
-            if self.inputs.get(name) != given:
+            if self.inputs.get(name) != given and not (other.pulls and name.startswith(TARGETS)):
                 found.append(f"{name} is {_said(given)}, not {_said(self.inputs.get(name))}")
         if self.training != other.training:
             changed = sorted(self.training ^ other.training)

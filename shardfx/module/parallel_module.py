@@ -26,6 +26,8 @@ from .planned_module import PlannedModule
 from .programs import Programs
 from .variants import Variants
 
+WITH_RESULTS = "with_results"
+
 
 class ParallelModule(PlannedModule):
     """What :func:`shardfx.parallelize` returns. Call it like the model, with the targets behind the arguments::
@@ -116,14 +118,19 @@ class ParallelModule(PlannedModule):
         A call in another form than the captured one (mode, shapes, numbers, what wants a gradient) is planned when it
         is first seen, which a line of the log says; the most recent ``Hints(shapes=8)`` are kept.
 
+        Results have a gradient, as those of any module: a loss of them, or a part of it, may be computed outside. (That
+        costs a second forward.) ``pm(x, y, with_results=True)`` gives the loss, and beside it the results, without one.
+
         Raises:
             Error: inputs are not those of the capture; ranks make different calls; a rank fails.
         """
         with self._peers.calling():
             self._state.check_complete()
             self._tree.check()
-            call = read_call(self._compiled.hints, args, kwargs)
-            return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._hunt)
+            hints = self._compiled.hints
+            beside = WITH_RESULTS not in hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
+            call = read_call(hints, args, kwargs)
+            return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._hunt, beside)
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
