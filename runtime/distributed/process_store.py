@@ -98,6 +98,14 @@ class ProcessStore:
         held = self.parameters.get(name) or self.buffers[name]
         return self._shards[name].unwrap(held[0].detach())
 
+    def held(self) -> Mapping[str, tuple[str, int]]:
+        """How each is placed, and which piece this rank has."""
+        found = {}
+        for given in self._inputs:
+            shards = Shards.of(_spec(given), given.value.shape, self.mesh)
+            found[given.name] = str(given.value.spec), shards.by_rank[self.rank]
+        return found
+
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Keep a buffer's new content."""
         self._shards[name].unwrap(self.buffers[name][0]).copy_(new)

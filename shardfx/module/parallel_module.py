@@ -19,6 +19,7 @@ from shardfx.runtime.debug.nan_hunt import NanHunt
 from .call import first_form, read_call
 from .held.carry_over import carry_over
 from .held.original import watch_original
+from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree
 from .place import Place
@@ -55,6 +56,7 @@ class ParallelModule(PlannedModule):
         self._state.load_from(model)
         self._tree = Tree(self, model)
         self._tree.register(self._state)
+        stamp_state_dicts(self)
         first = first_form(compiled.hints, self._tree.training, self._state.trainable)
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:

@@ -22,6 +22,7 @@ from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
+from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
 
 from .held.state import ModelState
@@ -39,6 +40,11 @@ class PlannedModule(Root):
     _state: ModelState
     _variants: Variants
     _compiling: Mapping[str, Any] | None
+
+    @property
+    def store(self) -> Store:
+        """The pieces of parameters and buffers in this process."""
+        return self._state.store
 
     @property
     def _programs(self) -> Programs:

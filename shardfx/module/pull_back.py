@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, OutputKind
 from shardfx.runtime.step import Kept, Step
+from shardfx.runtime.store import version
 
 from .call import TARGETS, Call, Form, kind_of
 from .programs import INFER
@@ -51,7 +52,7 @@ class AsItWas:
             for rank in step.ranks:
                 piece = step.store.piece(name, rank)
                 buffers[name, rank] = copies.setdefault(piece.data_ptr(), piece.clone())
-        return AsItWas(tuple(tensors), tuple(_version(t) for t in tensors), Kept(seed, buffers))
+        return AsItWas(tuple(tensors), tuple(version(t) for t in tensors), Kept(seed, buffers))
 
     def check(self) -> None:
         """Raise where something was written into what the forward used.
@@ -59,7 +60,7 @@ class AsItWas:
         Raises:
             Error: a parameter or an input has changed since.
         """
-        changed = [t for t, version in zip(self.tensors, self.versions, strict=True) if _version(t) != version]
+        changed = [t for t, known in zip(self.tensors, self.versions, strict=True) if version(t) != known]
         if changed:
             raise Error(
                 "a parameter or an input of pm(...) was changed in place before the backward of its results",
@@ -68,10 +69,6 @@ class AsItWas:
                 got=f"{len(changed)} of {len(self.tensors)} written to since",
                 remedy="step the optimizer after the backward; or call pm(...) again",
             )
-
-
-def _version(tensor: Any) -> int:
-    return int(getattr(tensor, "_local_tensor", tensor)._version)
 
 
 class Onwards(torch.autograd.Function):

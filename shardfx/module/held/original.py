@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.errors import Error
-from shardfx.runtime.store import Store
+from shardfx.runtime.store import Store, version
 
 _originals = WeakIdKeyDictionary()
 """The watch of each parameter of a model that is parallel, too."""
@@ -71,10 +71,10 @@ class Watch:
     def _check(self, module: nn.Module, where: str) -> None:
         if _quiet or self._model is None or self._model() is not module:
             return
-        version = _version_of({"": list(module.parameters())})
+        now = _version_of({"": list(module.parameters())})
         trained = [store for store, known in self._stores.items() if _version_of(store.parameters) != known]
-        if version != self._version:  # the model was trained or loaded since
-            self._version = version
+        if now != self._version:  # the model was trained or loaded since
+            self._version = now
             self._stores.update({store: _version_of(store.parameters) for store in trained})
         elif trained:
             raise Error(
@@ -95,7 +95,7 @@ class Watch:
 
 def _version_of(parameters: Mapping[str, list[Any]]) -> int:
     """How many times something was written into any of these."""
-    return sum(getattr(p, "_local_tensor", p)._version for pieces in parameters.values() for p in pieces)
+    return sum(version(p) for pieces in parameters.values() for p in pieces)
 
 
 def watch_original(model: nn.Module, store: Store) -> None:

@@ -85,13 +85,14 @@ class ModelState:
         self._complete = True
 
     def full(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers by the model's own names."""
-        result: dict[str, torch.Tensor] = {}
+        """Copies of whole parameters and buffers by the model's own names; tied ones are one tensor."""
+        whole: dict[str, torch.Tensor] = {}
         for name in self.names:
             known = self.aliases.get(name, name)
-            stored = known in self.store.parameters or known in self.store.buffers
-            result[name] = self.store.whole(known) if stored else self.extra[name]
-        return result
+            if known not in whole:
+                stored = known in self.store.parameters or known in self.store.buffers
+                whole[known] = self.store.whole(known) if stored else self.extra[known].clone()
+        return {name: whole[self.aliases.get(name, name)] for name in self.names}
 
     def filled(self, skeleton: nn.Module) -> nn.Module:
         """A copy of the module with the weights of the moment, whole and on the CPU. All ranks call it alike."""
