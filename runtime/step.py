@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,13 @@ def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None
                 got=f"{value.tolist()!r:.200}",
                 remedy="parallelize the model once more, with an example that takes this way",
             )
+
+
+class Kept(NamedTuple):
+    """What a run goes out from in the place of the store's: a seed, and buffers by name and rank."""
+
+    seed: torch.Tensor | None
+    buffers: Mapping[tuple[str, int], torch.Tensor]
 
 
 @dataclass
@@ -87,6 +95,10 @@ class Step:
             self._programs[kinds] = made
         return self._programs[kinds]
 
+    def has_run(self, kinds: Kinds) -> bool:
+        """Whether programs for these outputs were asked for here."""
+        return kinds in self._programs
+
     def put(self, rank: int, kinds: Kinds, program: RankProgram) -> None:
         """Run ``program`` on a rank from now on."""
         self.changed[rank, kinds] = program
@@ -97,21 +109,33 @@ class Step:
         self.make_engine, self._engine = make_engine, None
         self._programs.clear()
 
-    def run(self, kinds: Kinds, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> Results:
+    def seed(self, kinds: Kinds) -> torch.Tensor | None:
+        """A seed for a run, the same on all ranks; None where nothing is random."""
+        first = next(iter(self.programs(kinds).values()))
+        return self.engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
+
+    def run(
+        self,
+        kinds: Kinds,
+        inputs: Mapping[str, torch.Tensor],
+        watch: Watch | None = None,
+        kept: Kept | None = None,
+    ) -> Results:
         """Run the ranks of this process on whole inputs, or on this rank's own part of each; new buffers are stored.
 
-        Gives the distinct pieces of every output (under ``torchrun`` this rank's own).
+        Gives the distinct pieces of every output (under ``torchrun`` this rank's own). ``kept`` is what an earlier run
+        went out from, where this one is to do the same.
 
         Raises:
             Error: a guard does not hold: the model would do something else for these inputs. Nothing is stored.
         """
         programs, engine = self.programs(kinds), self.engine
         first = next(iter(programs.values()))
-        seed = engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
+        kept = Kept(self.seed(kinds), {}) if kept is None else kept
         cut: dict[tuple[str, int], torch.Tensor] = {}
         with torch.no_grad(), torch.autocast(engine.device.type, enabled=False):  # casts are in the programs
             given = {
-                rank: [self._piece(g, rank, inputs, seed, cut) for g in program.inputs]
+                rank: [self._piece(g, rank, inputs, kept, cut) for g in program.inputs]
                 for rank, program in programs.items()
             }
             try:
@@ -179,16 +203,16 @@ class Step:
         given: Input,
         rank: int,
         inputs: Mapping[str, torch.Tensor],
-        seed: torch.Tensor | None,
+        kept: Kept,
         cut: dict[tuple[str, int], torch.Tensor],
     ) -> torch.Tensor:
         """What a rank starts from: ranks that hold the same share one tensor."""
         name = given.name
         if given.kind in STORED:
-            return self.store.piece(name, rank)
+            return kept.buffers[name, rank] if (name, rank) in kept.buffers else self.store.piece(name, rank)
         if given.kind is InputKind.SEED:
-            assert seed is not None
-            return seed
+            assert kept.seed is not None
+            return kept.seed
         known = self._constants if given.kind is InputKind.CONSTANT else cut
         which = self.shards(given).by_rank[rank]
         if (name, which) not in known:
@@ -212,9 +236,9 @@ class Step:
         self, rank: int, program: RankProgram, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """What a rank's program starts from, by input name, as far as it is known here."""
-        seed, found = torch.zeros((), dtype=torch.int64), {}
+        kept, found = Kept(torch.zeros((), dtype=torch.int64), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
             held = (self.store.parameters, self.store.buffers) if given.kind in STORED else (inputs,)
             if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in held):
-                found[given.name] = self._piece(given, rank, inputs, seed, {}).cpu().clone()
+                found[given.name] = self._piece(given, rank, inputs, kept, {}).cpu().clone()
         return found

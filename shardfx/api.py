@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +14,17 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.memory.budget import check_budget
+from shardfx.module.held.original import unwatched
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
+from shardfx.module.product import product
 from shardfx.module.variants import Variants, without_weights
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
 
 from .compile import capture_model, compile_model, no_collection
 from .compiled import Compiled
+from .gradients import check_gradients
 from .hints import Hints
 from .plugins import all_rules
 
@@ -36,18 +39,22 @@ def parallelize(
     *,
     on_pass: Callable[[Pass, Graph], None] | None = None,
     virtual: bool | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> ParallelModule:
     """Make ``model`` parallel over ``mesh``: the same computation, one program per rank.
 
     Args:
         model: any ``nn.Module`` that ``torch.export`` takes (an ``fx.GraphModule`` is one), or an
-            ``ExportedProgram``; it is left as it is. Weights may be fake, or on ``meta``: then there is a plan, and no
-            weights.
+            ``ExportedProgram``; it is left as it is, and its own parameters do not train. Weights may be fake, or
+            on ``meta``: then there is a plan, and no weights.
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
         hints: example inputs, loss, and how a few values are cut (see :class:`Hints`).
         on_pass: called with each pass and the graph after it; all blocks are then planned one by one, for it to see.
         virtual: run all ranks in this process. By default so, unless ``torch.distributed`` is initialised or the
             process was started by ``torchrun``: then it is one rank of the mesh (and joins the job if need be).
+        optimizer: one that was made of the model's parameters, or several: it goes on with those of the parallel
+            module, in the same groups and with its states. (One that is not given and steps the model's own
+            parameters later is an error, for they no longer train.)
 
     Raises:
         Error: a hint that cannot be followed, a model that cannot be captured, ...
@@ -66,6 +73,7 @@ def parallelize(
     module = as_module(model)
     with (
         no_collection(),
+        unwatched(),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):  # a training step is planned wherever this is called
@@ -74,13 +82,16 @@ def parallelize(
             with torch.inference_mode(False), torch.enable_grad():
                 made = compile_model(model, described, hints, all_rules(hints.rules))
                 check_budget(made, place)
+                if hints.loss is not product:
+                    check_gradients(model, made)
                 return made
 
         compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
+        check_gradients(module, compiled)
         variants = Variants(without_weights(module), hints, build)
         place = _place(module, described, hints, virtual)
         check_budget(compiled, place)
-        return ParallelModule(compiled, place, module, variants)
+        return ParallelModule(compiled, place, module, variants, optimizer)
 
 
 def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:
@@ -99,7 +110,8 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
         print(sx.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
     """
     mesh = Mesh(dp=1) if mesh is None else mesh
-    return whole(capture_model(model, mesh, hints).graph)
+    with unwatched():
+        return whole(capture_model(model, mesh, hints).graph)
 
 
 def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> Place:

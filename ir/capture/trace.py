@@ -35,6 +35,7 @@ from .intake.hooks import WatchedHooks
 from .intake.refusals import explain, reject_loss, reject_unknown_shapes
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
+from .own_gradients import OwnGradients
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 
 aten = torch.ops.aten
@@ -167,11 +168,13 @@ def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh,
     try:
         with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
-            with with_numbers() if program.guard else nullcontext():
+            own = OwnGradients()
+            with with_numbers() if program.guard else nullcontext(), own.noting():
                 exported = torch.export.export(program, tensors, strict=False).module()
             reject_unknown_shapes(exported, program.guard)
             names = replace(names, guards=program.results.guards)
             keep_whole(exported)
+            own.restore(exported)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions, _record_nn_module_stack=True
             )

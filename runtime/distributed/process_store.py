@@ -73,13 +73,7 @@ class ProcessStore:
             name = given.name
             if name not in whole:
                 continue
-            tensor = whole[name].detach()
-            if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()
-            tensor = tensor.to(self.device, copy=True).contiguous()
-            with ending_together(f"the broadcast of {name!r}"):
-                dist.broadcast(tensor, 0)
-            piece, shard = cut_local(tensor, _spec(given), self.mesh, self.rank), self._shards[name]
+            piece, shard = self._mine(given, whole[name]), self._shards[name]
             held = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
             if name in held:
                 shard.unwrap(held[name][0].detach()).copy_(piece)
@@ -109,6 +103,14 @@ class ProcessStore:
         held = self.parameters.get(name) or self.buffers[name]
         return self._shards[name].unwrap(held[0].detach())
 
+    def held(self) -> Mapping[str, tuple[str, int]]:
+        """How each is placed, and which piece this rank has."""
+        found = {}
+        for given in self._inputs:
+            shards = Shards.of(_spec(given), given.value.shape, self.mesh)
+            found[given.name] = str(given.value.spec), shards.by_rank[self.rank]
+        return found
+
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Keep a buffer's new content."""
         self._shards[name].unwrap(self.buffers[name][0]).copy_(new)
@@ -116,6 +118,21 @@ class ProcessStore:
     def as_gradient(self, name: str, piece: Tensor) -> Tensor:
         """A gradient as its parameter is: a DTensor, where some parameter is cut."""
         return self._shards[name].wrap(piece) if self._cuts else piece
+
+    def _mine(self, given: Input, whole: Tensor) -> Tensor:
+        """This rank's piece of rank 0's tensor."""
+        tensor = whole.detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        tensor = tensor.to(self.device, copy=True).contiguous()
+        with ending_together(f"the broadcast of {given.name!r}"):
+            dist.broadcast(tensor, 0)
+        return cut_local(tensor, _spec(given), self.mesh, self.rank)
+
+    def cut(self, name: str, whole: Tensor) -> list[Tensor]:
+        """This rank's piece, as a DTensor."""
+        given = next(given for given in self._inputs if given.name == name)
+        return [self._shards[name].wrap(self._mine(given, whole).clone())]
 
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
         """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""

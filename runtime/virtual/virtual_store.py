@@ -78,14 +78,24 @@ class VirtualStore:
         held = self.parameters.get(name) or self.buffers[name]
         return held[self._shards[name].by_rank[rank]].detach()
 
+    def held(self) -> Mapping[str, tuple[str, int]]:
+        """How each is placed; all pieces are here."""
+        return {given.name: (str(given.value.spec), -1) for given in self._inputs}
+
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Keep a buffer's new content."""
         self.buffers[name][self._shards[name].by_rank[rank]].copy_(new)
 
+    def cut(self, name: str, whole: Tensor) -> list[Tensor]:
+        """All pieces."""
+        layout = self._shards[name]
+        return [layout.cut(whole.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
+
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
-        """The whole tensor from its shards."""
+        """The whole tensor from its shards, in memory of its own."""
         held = pieces if pieces is not None else self.parameters.get(name) or self.buffers[name]
-        return self._shards[name].join([piece.detach() for piece in held])
+        joined = self._shards[name].join([piece.detach() for piece in held])
+        return joined if len(held) > 1 else joined.clone()
 
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """The whole of a value from its distinct pieces."""

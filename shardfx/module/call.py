@@ -38,45 +38,87 @@ class Call:
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
 
 
+@dataclass(frozen=True, eq=False)
+class Thing:
+    """An input of no plain type: which object it is, and its attributes as they were. It is held, so that no other
+    object takes its place in memory."""
+
+    held: object
+    attributes: tuple[tuple[str, Hashable], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Thing) and self.held is other.held and self.attributes == other.attributes
+
+    def __hash__(self) -> int:
+        return hash((id(self.held), self.attributes))
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name}={value}" for name, value in self.attributes if isinstance(value, str))
+        return f"a {type(self.held).__name__}" + (f"({said})" if said else "")
+
+
+def attributes(thing: object, depth: int = 3) -> tuple[tuple[str, Hashable], ...]:
+    """The attributes of an object, or what a container holds: what is plain as text, tensors by their version."""
+    if isinstance(thing, Mapping):
+        inside = [(repr(key), value) for key, value in thing.items()]
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        inside = [(str(i), value) for i, value in enumerate(thing)]
+    else:
+        slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        inside = [(name, getattr(thing, name)) for name in slots if hasattr(thing, name)]
+        inside += list(getattr(thing, "__dict__", {}).items())
+    return tuple((name, _as_it_is(value, depth)) for name, value in inside)
+
+
+def _as_it_is(value: object, depth: int) -> Hashable:
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return Thing(value, (("version", str(value._version)),))
+    return Thing(value, attributes(value, depth - 1) if depth else ())
+
+
 @dataclass(frozen=True)
 class Form:
     """What programs are made for: another form of call needs other programs.
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
-    around the call.
+    around the call. ``pulls``: the targets are gradients of the results.
     """
 
     training: frozenset[str]
     inputs: Mapping[str, object]
     gradients: frozenset[str]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    pulls: bool = False
 
     def serves(self, other: Form) -> bool:
         """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
         same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
-        around = self.training == other.training and self.autocast == other.autocast
+        around = (self.training, self.autocast, self.pulls) == (other.training, other.autocast, other.pulls)
         return same and rest and around and other.gradients <= self.gradients
 
     @property
     def key(self) -> Hashable:
         """The same for equal forms."""
-        return self.training, frozenset(self.inputs.items()), self.gradients, self.autocast
+        return self.training, frozenset(self.inputs.items()), self.gradients, self.autocast, self.pulls
 
     def words(self) -> dict[str, str]:
         """The form by subject; equal forms have the same words in every process."""
         found = {name: _said(given) for name, given in self.inputs.items()}
+        found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: Form) -> str:
         """In which way another form differs, in words."""
-        found = []
+        found = ["gradients of its results are given"] if other.pulls and not self.pulls else []
         for name, given in other.inputs.items():
-            if self.inputs.get(name) != given:
+            if self.inputs.get(name) != given and not (other.pulls and name.startswith(TARGETS)):
                 found.append(f"{name} is {_said(given)}, not {_said(self.inputs.get(name))}")
         if self.training != other.training:
             changed = sorted(self.training ^ other.training)
@@ -94,17 +136,15 @@ def _said(given: object) -> str:
     if isinstance(given, TensorType):
         return f"{tuple(given.shape)} {str(given.dtype).removeprefix('torch.')}"
     if isinstance(given, tuple):
-        kind, value = given
-        return str(value) if isinstance(value, str) else f"a {kind}"
+        return str(given[1])
     return str(given)
 
 
 def kind_of(leaf: object) -> object:
-    """What programs depend on of an input: a tensor's type, any other leaf itself (an object of no plain type: which
-    one it is)."""
+    """What programs depend on of an input: a tensor's type, any other leaf itself."""
     if isinstance(leaf, torch.Tensor):
         return TensorType(tuple(leaf.shape), leaf.dtype)
-    return type(leaf).__name__, repr(leaf) if isinstance(leaf, PLAIN) else id(leaf)
+    return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, PLAIN) else Thing(leaf, attributes(leaf))
 
 
 def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, bool]) -> Form:

@@ -13,6 +13,7 @@ from shardfx.runtime.step import Results, Step
 from shardfx.runtime.store import Store
 
 from .call import Call
+from .pull_back import reject_second
 
 
 class HandOut(torch.autograd.Function):
@@ -34,8 +35,9 @@ class HandOut(torch.autograd.Function):
         """The kept gradients, times that of the loss.
 
         Raises:
-            Error: they were handed out before.
+            Error: they were handed out before; or are to have gradients again.
         """
+        reject_second("a loss of pm(...)")
         (scale,) = above
         grads = ctx.grads
         if grads is None:
@@ -85,16 +87,13 @@ def wanting(store: Store, call: Call) -> dict[str, list[torch.Tensor]]:
     return {name: tensors for name, tensors in found.items() if tensors}
 
 
-def trained(
+def gradients(
     step: Step, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
-) -> torch.Tensor:
-    """The loss, with its gradients ready for all that want one; an input's is whole, as the input is unless
-    ``local``."""
+) -> list[torch.Tensor | None]:
+    """The gradients of all that want one; an input's is whole, as the input is unless ``local``."""
     outputs = {output.name: output for output in step.graph.outputs if output.kind is OutputKind.GRADIENT}
-    tensors: list[torch.Tensor] = []
     grads: list[torch.Tensor | None] = []
     for name, pieces in wanted.items():
-        tensors += pieces
         made = results.get((OutputKind.GRADIENT, name))
         if made is None:
             grads += [None] * len(pieces)
@@ -102,4 +101,12 @@ def trained(
             grads.append(step.whole(outputs[name], made))
         else:
             grads += made
-    return hand_out(results[OutputKind.LOSS, "loss"][0], grads, tensors)
+    return grads
+
+
+def trained(
+    step: Step, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
+) -> torch.Tensor:
+    """The loss, with its gradients ready for all that want one."""
+    tensors = [tensor for pieces in wanted.values() for tensor in pieces]
+    return hand_out(results[OutputKind.LOSS, "loss"][0], gradients(step, call, local, wanted, results), tensors)

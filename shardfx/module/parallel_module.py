@@ -5,40 +5,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
-from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.capture.intake.given import quiet_copies
-from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.replay import replay, values
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
-from shardfx.ir.program.rank_module import RankModule
-from shardfx.ir.program.rank_program import RankProgram
-from shardfx.memory.rank_memory import RankMemory
-from shardfx.plan import Plan, make_plan
-from shardfx.report.figures import Report
-from shardfx.report.make_report import make_report
-from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.nan_hunt import NanHunt
-from shardfx.runtime.verify.verdict import Verdict
 
 from .call import first_form, read_call
+from .held.carry_over import carry_over
+from .held.original import watch_original
+from .held.stamped import stamp_state_dicts
+from .held.state import ModelState
+from .held.tree import Tree
 from .place import Place
+from .planned_module import PlannedModule
 from .programs import Programs
-from .state import ModelState
-from .tree import Root, Tree
 from .variants import Variants
 
+WITH_RESULTS = "with_results"
 
-class ParallelModule(Root):
+
+class ParallelModule(PlannedModule):
     """What :func:`shardfx.parallelize` returns. Call it like the model, with the targets behind the arguments::
 
         loss = pm(x, y)
@@ -50,36 +42,41 @@ class ParallelModule(Root):
     a rank may also pass its own part of each input; it then gets its own part of the results.
     """
 
-    def __init__(self, compiled: Compiled, place: Place, model: nn.Module, variants: Variants) -> None:
+    def __init__(
+        self, compiled: Compiled, place: Place, model: nn.Module, variants: Variants, optimizer: object = None
+    ) -> None:
         super().__init__()
         self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
         self._state = ModelState(compiled, place.make_store(compiled.after), model)
         self._peers = place.make_peers()
-        self._compiling: Mapping[str, Any] | None = None
+        self._compiling = None
         self._variants = variants
         self._hunt: NanHunt | None = None
         self._state.load_from(model)
         self._tree = Tree(self, model)
         self._tree.register(self._state)
+        stamp_state_dicts(self)
         first = first_form(compiled.hints, self._tree.training, self._state.trainable)
         variants.begin(first, self._new_programs(compiled), self._state.filled)
-
-    @property
-    def _programs(self) -> Programs:
-        """Those of the form of call that the model was captured for."""
-        return self._variants.known[0][1]
+        if optimizer is not None:
+            carry_over(optimizer, model, self._state)
+        if self._state.store.parameters:
+            watch_original(model, self._state.store)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         place, store = self._place, self._state.store
         passes = place.rank_passes(compiled.hints)
         made = Programs(compiled, place.device.type, passes, store, lambda: place.make_engine(compiled.after))
         if self._compiling is not None:
-            options = self._compiling
-            made.compile_with(
-                lambda: place.make_compiled(compiled.after, options), place.own_rank_passes(compiled.hints)
-            )
+            self._compile(made, self._compiling)
         return made
+
+    def _compile(self, programs: Programs, options: Mapping[str, Any]) -> None:
+        place, compiled = self._place, programs.compiled
+        programs.compile_with(
+            lambda: place.make_compiled(compiled.after, options), place.own_rank_passes(compiled.hints)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -91,7 +88,8 @@ class ParallelModule(Root):
         """``pm.to(device)``, ``pm.cuda()``: the plan stays, its programs are made anew for the other kind of device.
 
         Raises:
-            Error: another dtype, which is another plan; or a device that this rank's process group does not serve.
+            Error: another dtype, which is another plan; a device that this rank's process group does not serve; or
+                programs that :meth:`use` put in, which are for the kind of device that they were made on.
         """
         made = fn(torch.empty(0, device=self._place.device))
         if made.dtype is not torch.empty(0).dtype:
@@ -102,9 +100,12 @@ class ParallelModule(Root):
                 got=made.dtype,
                 remedy="convert the model, then parallelize it",
             )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if made.device.type != self._place.device.type:
+        moves = made.device.type != self._place.device.type
+        if moves:
+            self._programs.reject_changed(made.device)
             self._place = self._place.moved(made.device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if moves:
             self._state.store.to(made.device)
             self._tree.register(self._state)
             self._variants.renew(self._new_programs)
@@ -119,14 +120,19 @@ class ParallelModule(Root):
         A call in another form than the captured one (mode, shapes, numbers, what wants a gradient) is planned when it
         is first seen, which a line of the log says; the most recent ``Hints(shapes=8)`` are kept.
 
+        Results have a gradient, as those of any module: a loss of them, or a part of it, may be computed outside. (That
+        costs a second forward.) ``pm(x, y, with_results=True)`` gives the loss, and beside it the results, without one.
+
         Raises:
             Error: inputs are not those of the capture; ranks make different calls; a rank fails.
         """
         with self._peers.calling():
             self._state.check_complete()
             self._tree.check()
-            call = read_call(self._compiled.hints, args, kwargs)
-            return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._hunt)
+            hints = self._compiled.hints
+            beside = WITH_RESULTS not in hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
+            call = read_call(hints, args, kwargs)
+            return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._hunt, beside)
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -136,32 +142,6 @@ class ParallelModule(Root):
             yield
 
     # ---- the programs ---------------------------------------------------------------------------------------
-
-    @property
-    def before(self) -> Graph:
-        """The program as it was captured."""
-        return self._compiled.before
-
-    @property
-    def after(self) -> Graph:
-        """The program after all passes."""
-        return self._compiled.after
-
-    def rank_module(self, rank: int, *, training: bool | None = None) -> RankModule:
-        """The program that a rank runs, also of one that this process is not, as a ``GraphModule``.
-
-        Inputs are the rank's own pieces, in the order of the placeholders; results are the loss, gradients and new
-        buffers (or, where there is no loss, the model's results). ``str(pm.rank_program(rank))`` is its text.
-        ``meta["val"]`` of a node is a tensor without content, of the shape and stride of what the node gives.
-        """
-        kinds = self._programs.kinds(training)
-        with no_collection():
-            return self._programs.module(rank, kinds).tell(lambda: values(self._programs.running(rank, kinds)))
-
-    def rank_program(self, rank: int, *, training: bool | None = None) -> RankProgram:
-        """The program that a rank runs: its ``graph``, its text (``str``), what goes in and comes out."""
-        with no_collection():
-            return self._programs.running(rank, self._programs.kinds(training))
 
     def use(self, modules: Mapping[int, fx.GraphModule], *, proven: bool = True) -> None:
         """Prove programs that somebody changed, then run them, each in the place of that of its rank::
@@ -183,10 +163,11 @@ class ParallelModule(Root):
         """Run steps through ``torch.compile(**options)`` from now on.
 
         torch plans memory itself: the programs are then those of the rank passes ``waits`` and ``own-outputs`` alone,
-        and ``rank_module``, ``verify`` and ``report`` speak of them.
+        and ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is.
         """
         self._compiling = options
-        self._variants.renew(self._new_programs)
+        for programs in self._variants.all:
+            self._compile(programs, options)
 
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``.
@@ -221,34 +202,7 @@ class ParallelModule(Root):
         with self._together("full_grads()"):
             return self._state.full_grads()
 
-    # ---- understanding it -----------------------------------------------------------------------------------
-
-    def verify(
-        self, modules: Mapping[int, fx.GraphModule] | None = None, *, run: bool = False, every_pass: bool = False
-    ) -> Verdict:
-        """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
-
-        Of all programs that a call may run; ``.status`` is ``"proven"``, ``"refuted"`` or ``"unknown"``. By default a
-        proof, without numbers (see :mod:`shardfx.runtime.verify.proof.every_rank`). With ``run`` all ranks run beside
-        the captured model in this process, in float64, on random numbers; a large model on shapes that are shrunk.
-
-        Args:
-            modules: programs that somebody changed, by rank; those of the other ranks are the plan's own.
-            every_pass: compare the graph with the captured one after each pass first: the first pass after which it is
-                another function is named.
-
-        Raises:
-            Error: an unknown rank; with ``run``, a model that is too large to run here and cannot be shrunk (programs
-                that somebody changed cannot).
-
-        Example::
-
-            assert pm.verify()
-            print(pm.verify(modules={1: changed}).why)
-        """
-        if every_pass and not (verdict := verify_every_pass(self._compiled)):
-            return verdict
-        return self._variants.verify(modules, run, self.known_inputs())
+    # ---- watching it ----------------------------------------------------------------------------------------
 
     @contextmanager
     def debug_nan(self, *, inf: bool = True) -> Iterator[None]:
@@ -275,63 +229,3 @@ class ParallelModule(Root):
             yield
         finally:
             self._hunt = before
-
-    def known_inputs(self) -> dict[str, torch.Tensor]:
-        """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""
-        return self._state.known_inputs()
-
-    @property
-    def plan(self) -> Plan:
-        """The decisions: saved as JSON, compared, and given back as ``Hints(specs=plan.specs)``."""
-        return make_plan(self._compiled)
-
-    def report(self, machine: Machine | str | None = None) -> Report:
-        """What the plan costs: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
-
-        Memory and time are those of the program that rank 0 runs; seconds those of the machine that the hints name, or
-        of another one (``"h100-dgx"``).
-        """
-        program = self._programs.running(0, self._programs.kinds())
-        return make_report(self._compiled, program, machine, self._programs.warnings(), self._exchanged)
-
-    def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
-        """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``::
-
-            print(pm.memory())
-
-        Args:
-            rank: any rank, also one that this process is not.
-            training: as for :meth:`rank_program`.
-        """
-        program = self.rank_program(rank, training=training)
-        with no_collection():
-            return RankMemory(program, replay(program, self._exchanged))
-
-    @property
-    def _exchanged(self) -> float:
-        return self._place.exchanged if self._compiling is None else inf
-
-    def explain(self, name: str) -> Explanation:
-        """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
-
-        Raises:
-            Error: nothing has this name.
-        """
-        return explain(self._compiled, name)
-
-    def draw(self, folder: str | Path, every_pass: bool = False) -> list[Path]:
-        """Draw the program as ``before.svg`` and ``after.svg``, if wished also after each pass; gives the paths."""
-        from shardfx.visualize import draw_folder
-
-        between = after_each_pass(self._compiled) if every_pass else {}
-        return draw_folder({"before": self.before, **between, "after": self.after}, folder)
-
-    def diff(self, name: str) -> str:
-        """What a pass changed, as a unified diff of the graph's text (see :func:`shardfx.rerun.diff`)::
-
-            print(pm.diff("fuse-comm"))
-
-        Raises:
-            Error: no pass of the plan has this name.
-        """
-        return diff(self._compiled, name)

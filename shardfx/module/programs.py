@@ -26,13 +26,27 @@ from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import Asked
 from shardfx.runtime.verify.verdict import Verdict, verify
 
+from .product import product
 from .rules_checked import with_rules
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
-NAMES = {"loss and gradients": TRAIN, "loss": LOSS, "results": INFER}
+PULL: Kinds = frozenset({OutputKind.GRADIENT})
+"""The outputs of the program behind given gradients of results (see :mod:`.pull_back`)."""
+BESIDE: Kinds = frozenset({OutputKind.RESULT})
+"""What ``with_results`` adds."""
+NAMES = {
+    "loss and gradients": TRAIN,
+    "loss": LOSS,
+    "results": INFER,
+    "gradients for given ones": PULL,
+    "loss, gradients and results": TRAIN | BESIDE,
+    "loss and results": LOSS | BESIDE,
+}
 """The programs that a call may run."""
+USUAL = (TRAIN, LOSS, INFER)
+"""Those that any call may run; the others are asked for."""
 
 
 class Programs:
@@ -50,6 +64,8 @@ class Programs:
         self.step = Step(compiled.after, self.program, store, engine)
         self.notes: dict[str, None] = {}
         """What rank passes noted, each once."""
+        self.pulls = compiled.hints.loss is product
+        """Whether the plan is for given gradients of the results."""
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
 
@@ -107,7 +123,8 @@ class Programs:
         meant = TRAIN if OutputKind.LOSS in there else INFER
         found = []
         for name, kinds in NAMES.items():
-            if (OutputKind.LOSS if OutputKind.LOSS in kinds else OutputKind.RESULT) not in there:
+            usual = kinds in USUAL and not self.pulls
+            if not (usual or self.step.has_run(kinds)) or (OutputKind.LOSS in kinds - there):
                 continue
             used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
             given = modules if kinds == meant else {}
@@ -164,6 +181,22 @@ class Programs:
         """From now on programs whose memory torch.compile plans, run by another engine."""
         self.rank_passes = (*built_in(self.device, compiled=True), *user)
         self.step.renew(make_engine)
+
+    def reject_changed(self, device: torch.device) -> None:
+        """Raise where somebody's programs would have to run on another kind of device.
+
+        Raises:
+            Error: naming their ranks.
+        """
+        ranks = sorted({rank for rank, _ in self.step.changed})
+        if ranks:
+            raise Error(
+                "programs that pm.use(...) put in are for the kind of device that they were made on",
+                where="pm.to(device)",
+                expected=self.device,
+                got=f"{device.type}, with programs of rank {', '.join(map(str, ranks))} put in",
+                remedy="move pm first, then change what pm.rank_module(rank) gives, and use that",
+            )
 
     def _check(self, rank: int, graph: Graph) -> None:
         if not (isinstance(rank, int) and 0 <= rank < graph.mesh.size):

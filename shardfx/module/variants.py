@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -22,7 +22,7 @@ from shardfx.compiled import Compiled
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.graph import Graph, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.engine import Watch
@@ -31,14 +31,33 @@ from shardfx.runtime.step import STORED
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
+from .hand_out import gradients as gradients_of
 from .hand_out import trained, wanting
-from .programs import INFER, LOSS, TRAIN, Programs
+from .product import product
+from .programs import BESIDE, INFER, LOSS, NAMES, PULL, TRAIN, Programs
+from .pull_back import AsItWas, attach, draws, pulling, refuse, reject_part, reject_without_loss
 
 Build = Callable[[nn.Module, Hints], Compiled]
 Fill = Callable[[nn.Module], nn.Module]
 """Gives a module without weights those that it has at the moment."""
 Make = Callable[[Compiled], Programs]
-RUNS = {TRAIN: "a training step", LOSS: "the loss alone", INFER: "the model's results"}
+Wanted = Mapping[str, list[torch.Tensor]]
+
+
+class Around(NamedTuple):
+    """What a call is made with."""
+
+    peers: Peers
+    make: Make
+    watch: Watch | None
+    local: bool
+
+
+RUNS = {kinds: name for name, kinds in NAMES.items()} | {
+    TRAIN: "a training step",
+    LOSS: "the loss alone",
+    INFER: "the model's results",
+}
 log = logging.getLogger("shardfx")
 
 
@@ -81,18 +100,32 @@ class Variants:
                 found.append(programs.verify(None, run, known).said_of(first.difference(form)))
         return together(found)
 
-    def run(self, call: Call, training: frozenset[str], peers: Peers, make: Make, watch: Watch | None) -> Any:
+    def run(
+        self,
+        call: Call,
+        training: frozenset[str],
+        peers: Peers,
+        make: Make,
+        watch: Watch | None,
+        with_results: bool = False,
+    ) -> Any:
         """Run a call on this process's ranks, with the modules of these paths in training mode; the other ranks make
-        the same call.
+        the same call. ``with_results``: the loss, and beside it the model's results.
 
         Raises:
-            Error: they do not; the model cannot be planned for such a call; a rank fails.
+            Error: they do not; there is no loss where one is asked for; the model cannot be planned for such a call; a
+                rank fails.
         """
         first = self.known[0][1]
         trains = call.has_targets and first.trains
-        kinds = INFER if not trains else TRAIN if torch.is_grad_enabled() else LOSS
-        wanted = wanting(first.step.store, call) if kinds is TRAIN else {}
-        form = Form(training, inputs_of(call, first.step), frozenset(wanted), autocast_around())
+        learns = trains and torch.is_grad_enabled()
+        kinds = INFER if not trains else TRAIN if learns else LOSS
+        if with_results:
+            reject_without_loss(trains)
+            kinds |= BESIDE
+        wanted = wanting(first.step.store, call) if torch.is_grad_enabled() else {}
+        gradients = frozenset(wanted) if learns else frozenset[str]()
+        form = Form(training, inputs_of(call, first.step), gradients, autocast_around())
 
         def words() -> dict[str, str]:
             return {"runs": RUNS[kinds], **form.words(), **({"debug_nan": "on"} if watch is not None else {})}
@@ -100,14 +133,47 @@ class Variants:
         key = (kinds, form.key, watch is not None)
         local = peers.agree(key, words, passed(first.step, call))
         programs = self.serving(form, call, peers, make)
+        peers.compare(key, lambda: contents(programs.step, call, local))
+        if kinds is INFER and wanted:
+            return self._onwards(programs, call, form, Around(peers, make, watch, local), wanted)
         step = programs.step
-        peers.compare(key, lambda: contents(step, call, local))
         results = step.run(kinds, call.tensors, watch)
-        if kinds is TRAIN:
-            return trained(step, call, local, wanted, results)
-        if kinds is LOSS:
-            return results[OutputKind.LOSS, "loss"][0]
-        return model_results(programs.compiled, step, local, results)
+        if not trains:
+            return model_results(programs.compiled, step, local, results)
+        tensors = [tensor for tensors in wanted.values() for tensor in tensors] if learns else []
+        loss = trained(step, call, local, wanted, results) if learns else results[OutputKind.LOSS, "loss"][0]
+        if not with_results:
+            return loss
+        out = model_results(programs.compiled, step, local, results)
+        return loss, attach(out, refuse, tensors) if tensors else out
+
+    def _onwards(self, programs: Programs, call: Call, form: Form, around: Around, wanted: Wanted) -> Any:
+        """The model's results, whose gradients come back to ``wanted``. Where random numbers are drawn, forward and
+        backward are programs of one plan, for ranks draw by what they hold."""
+        peers, make, watch, local = around
+        asked = frozenset(wanted)
+        if draws(programs.step) and not local:
+            zeros = [torch.zeros((), dtype=o.value.type.dtype).expand(o.value.shape) for o in _pulled(programs)]
+            its_call, its_form = pulling(call, form, zeros, asked)
+            programs = self.serving(its_form, its_call, peers, make)
+        step, seed = programs.step, programs.step.seed(INFER)
+        before = AsItWas.of(step, [t for tensors in wanted.values() for t in tensors] + [*call.tensors.values()], seed)
+        results = step.run(INFER, call.tensors, watch, before.kept)
+
+        def pull(above: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
+            with peers.calling():
+                if local:
+                    reject_part()
+                before.check()
+                its_call, its_form = pulling(call, form, above, asked)
+                key = (PULL, its_form.key, watch is not None)
+                peers.agree(key, lambda: {"runs": "a backward of results", **its_form.words()})
+                step = self.serving(its_form, its_call, peers, make).step
+                peers.compare(key, lambda: contents(step, its_call, False))
+                return gradients_of(step, its_call, False, wanted, step.run(PULL, its_call.tensors, watch, before.kept))
+
+        out = model_results(programs.compiled, step, local, results)
+        return attach(out, pull, [tensor for tensors in wanted.values() for tensor in tensors])
 
     def serving(self, form: Form, call: Call, peers: Peers, make: Make) -> Programs:
         """The programs for a call; planned on all ranks, if there are none.
@@ -166,10 +232,19 @@ class Variants:
         specs = {**hints.specs, **ours}
         args, kwargs, targets = _examples(form, call, hints.guard)
         cuts = {**planned, **hints.cuts}
+        if form.pulls:
+            specs = {name: spec for name, spec in specs.items() if not name.startswith(TARGETS)}
+            return replace(hints, args=args, kwargs=kwargs, targets=targets, loss=product, specs=specs, cuts=cuts)
         if call.has_targets or not hints.targets:
             return replace(hints, args=args, kwargs=kwargs, targets=targets, specs=specs, cuts=cuts)
         specs = {name: spec for name, spec in specs.items() if not name.startswith(TARGETS)}
         return replace(hints, args=args, kwargs=kwargs, targets=(), loss=None, specs=specs, cuts=cuts)
+
+
+def _pulled(programs: Programs) -> list[Output]:
+    """The results that may have a gradient."""
+    outputs = [o for o in programs.step.graph.outputs if o.kind is OutputKind.RESULT]
+    return [o for o in outputs if o.value.type.dtype.is_floating_point]
 
 
 def _examples(form: Form, call: Call, real: bool) -> Any:

@@ -59,16 +59,18 @@ class Captures:
 
 @contextmanager
 def sharing() -> Iterator[Captures]:
-    """Within, a model is captured once; random numbers and the default dtype stay as they are."""
-    captures, dtype = Captures(), torch.get_default_dtype()
+    """Within, a model is captured once; random numbers, the default dtype and the log stay as they are."""
+    captures, dtype, log = Captures(), torch.get_default_dtype(), logging.getLogger("shardfx")
+    level = log.level
     shardfx.compile.capture = captures  # type: ignore[assignment]
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            logging.getLogger("shardfx").setLevel(logging.ERROR)  # that another mode is planned
+            log.setLevel(logging.ERROR)  # that another mode is planned
             yield captures
     finally:
         shardfx.compile.capture = capture
+        log.setLevel(level)
         torch.set_default_dtype(dtype)
 
 

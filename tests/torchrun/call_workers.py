@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import threading
 import time
@@ -155,3 +156,52 @@ PREPARED = (
     "own_batches_in_the_shape_of_the_whole_are_noticed",
     "a_second_thread_is_an_error_on_all_ranks",
 )
+
+
+@worker
+def pieces_are_this_ranks() -> None:
+    """Rank 0's file of pieces is not loaded by all, unless all hold the same."""
+    for mesh, refused in (({"dp": 2}, False), ({"tp": 2}, True)):
+        model, pm, *_ = planned(**mesh)
+        state = io.BytesIO()
+        torch.save(pm.state_dict(), state)
+        sent = [state.getvalue()]
+        dist.broadcast_object_list(sent, 0)
+        loaded = torch.load(io.BytesIO(sent[0]), weights_only=False)
+        if refused and dist.get_rank() == 1:
+            said = error(lambda pm=pm, loaded=loaded: pm.load_state_dict(loaded))
+            assert "the piece of another rank" in said
+        else:
+            pm.load_state_dict(loaded)
+        pm.load_state_dict(torch.load(state.seek(0) or state, weights_only=False))
+        assert rel_err(pm.full_state_dict()["0.weight"], model[0].weight) == 0
+
+
+@worker
+def optimizers_and_results_go_on() -> None:
+    """An optimizer of before, and a loss outside, on real ranks as on one device."""
+    for mesh in ({"dp": 2}, {"tp": 2}):
+        model, _, x, y = planned(True, **mesh)
+        alone = deepcopy(model)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, alone)]
+        for each, optimizer in zip((model, alone), optimizers, strict=True):
+            F.mse_loss(each(x), y).backward()
+            optimizer.step()
+        specs = BATCH if "dp" in mesh else {"0.weight": "tp, -"}
+        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=specs)
+        pm = sx.parallelize(model, sx.Mesh(**mesh), hints, optimizer=optimizers[0])
+        for _ in range(2):
+            for each, optimizer in zip((pm, alone), optimizers, strict=True):
+                optimizer.zero_grad()
+                given = x.clone().requires_grad_()
+                F.mse_loss(each(given * 2).sin(), y).backward()
+                optimizer.step()
+                given_grad = given.grad
+        assert given_grad is not None
+        state = pm.full_state_dict()
+        assert all(rel_err(state[name], tensor) < 1e-12 for name, tensor in alone.state_dict().items())
+        if "dp" in mesh:
+            rank = dist.get_rank()
+            out = pm(x[rank * 4 : rank * 4 + 4])
+            assert "this rank's part" in error(out.sum().backward)
+        assert "the model that it was made of was not" in error(model.state_dict)

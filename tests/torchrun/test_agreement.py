@@ -13,3 +13,7 @@ def test_ranks_agree_on_each_call() -> None:
         "own_batches_in_the_shape_of_the_whole_are_noticed",
         "a_second_thread_is_an_error_on_all_ranks",
     )
+
+
+def test_what_scripts_do_around_the_calls() -> None:
+    on_ranks(2, "pieces_are_this_ranks", "optimizers_and_results_go_on")

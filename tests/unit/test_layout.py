@@ -88,7 +88,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
 its own folder, and the rest of ``shardfx`` anything."""
 
 IN_FUNCTIONS = {
-    ("module.parallel_module", "visualize"),  # needs Graphviz, which only pictures do
+    ("module.planned_module", "visualize"),  # needs Graphviz, which only pictures do
     ("memory.rank_memory", "visualize"),
     ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.place", "runtime.distributed.process_engine"),

@@ -218,3 +218,32 @@ def test_a_forward_hook_that_computes_is_captured() -> None:
     model = mlp()
     model[0].register_forward_hook(lambda module, given, out: out * 2)
     assert near(parallel(model)(x, y), F.cross_entropy(model(x), y))
+
+
+class Scale:
+    """An argument of no plain type."""
+
+    def __init__(self, by: float) -> None:
+        self.by, self.more = by, [by]
+
+
+def test_an_argument_of_no_plain_type_may_change() -> None:
+    """What it says is read when it is called; another object is not taken for one that is gone."""
+    x, y = batch()
+
+    class By(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor, scale: Scale) -> torch.Tensor:
+            return self.linear(x) * scale.by * scale.more[0]
+
+    model, first = By().double(), Scale(1.0)
+    pm = parallel(model, args=(x, first))
+    first.by = 2.0
+    assert near(pm(x, first, y), F.cross_entropy(model(x, first), y))
+    first.more[0] = 5.0
+    assert near(pm(x, first, y), F.cross_entropy(model(x, first), y))
+    for by in (3.0, 4.0):
+        assert near(pm(x, Scale(by), y), F.cross_entropy(model(x, Scale(by)), y))

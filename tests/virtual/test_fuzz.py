@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import shardfx.compile
 from tests.fuzz.case import Case, draw
 from tests.fuzz.check import Outcome, check, sharing
 from tests.fuzz.shrink import shrink
@@ -92,3 +94,11 @@ def test_a_failure_shrinks_to_a_script_that_runs_alone(tmp_path: Path, monkeypat
     assert imported <= {"copy", "warnings", "dataclasses", "typing", "torch", "shardfx"}
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert run.returncode == 1 and "DIFFERENT" in run.stdout, run.stdout + run.stderr
+
+
+def test_what_is_shared_ends_with_its_context() -> None:
+    log = logging.getLogger("shardfx")
+    before = log.level, shardfx.compile.capture
+    with pytest.raises(KeyError), sharing():
+        raise KeyError
+    assert (log.level, shardfx.compile.capture) == before

@@ -289,3 +289,19 @@ def test_attributes_of_nodes_are_those_of_calls() -> None:
     module = pickle.loads(pickle.dumps(planned(sx.Mesh(dp=2), passes=[Marks()]).rank_module(1)))
     lanes = {node.name: node.meta["lane"] for node in module.graph.nodes if "lane" in node.meta}
     assert lanes and all("mm" in name for name in lanes)
+
+
+def test_what_somebody_put_in_outlasts_compile() -> None:
+    """Also its warning; elsewhere than on its kind of device it cannot run, and nothing is moved."""
+    pm = planned(sx.Mesh(dp=2))
+    wrong = pm.rank_module(1)
+    next(node for node in wrong.graph.nodes if node.target is aten.relu.default).target = aten.abs.default
+    wrong.recompile()
+    pm.use({1: wrong}, proven=False)
+    loss = pm(X, Y).detach()
+    pm.compile(backend="eager")
+    assert torch.allclose(pm(X, Y), loss) and not pm.verify()
+    assert any("unproven" in warning for warning in pm.report().warnings)
+    with pytest.raises(sx.Error, match=r"kind of device that they were made on(.|\n)*rank 1"):
+        pm.to("meta")
+    assert all(parameter.device.type == "cpu" for parameter in pm.parameters())

@@ -86,6 +86,10 @@ def test_things_of_another_kind() -> None:
             sx.parallelize(*given)  # type: ignore[arg-type]
 
 
+HOOKS = [name for name in dir(nn.Module) if name.startswith("register_") and name.endswith(("ward_hook", "pre_hook"))]
+HOOKS.remove("register_state_dict_pre_hook"), HOOKS.remove("register_load_state_dict_pre_hook")  # these are called
+
+
 def test_what_cannot_be_done_to_a_parallel_module() -> None:
     x, y = batch()
     pm = parallel(mlp())
@@ -93,7 +97,7 @@ def test_what_cannot_be_done_to_a_parallel_module() -> None:
     for wrong, what in (
         (lambda: pm.apply(nn.init.zeros_), "initialise the model before"),
         (lambda: part.apply(nn.init.zeros_), "initialise the model before"),
-        (lambda: part.register_forward_hook(lambda *_: None), "never be called"),
+        *((lambda hook=hook: getattr(part, hook)(lambda *_: None), "never be called") for hook in HOOKS),
         (lambda: setattr(pm, "0", nn.Linear(8, 8)), "cannot be replaced"),
         (lambda: setattr(part, "weight", nn.Parameter(x)), "parallelize it again"),
         (lambda: part(x), "called on its own"),

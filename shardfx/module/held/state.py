@@ -12,7 +12,7 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import InputKind
+from shardfx.ir.graph import Input, InputKind
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store
@@ -47,6 +47,18 @@ class ModelState:
             with torch.no_grad():
                 self.store.load(whole, self.trainable)
 
+    def shape(self, name: str) -> torch.Size:
+        """The whole shape of a stored parameter."""
+        return torch.Size(self._given(name).value.shape)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every rank holds the whole of a stored parameter."""
+        spec = self._given(name).value.spec
+        return spec is not None and not spec.axes
+
+    def _given(self, name: str) -> Input:
+        return next(given for given in self.compiled.after.inputs if given.name == name)
+
     def lacking(self) -> list[str]:
         """The parameters and buffers that there is no content for: the model was fake, or on meta."""
         held = (self.store.parameters, self.store.buffers)
@@ -73,13 +85,14 @@ class ModelState:
         self._complete = True
 
     def full(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers by the model's own names."""
-        result: dict[str, torch.Tensor] = {}
+        """Copies of whole parameters and buffers by the model's own names; tied ones are one tensor."""
+        whole: dict[str, torch.Tensor] = {}
         for name in self.names:
             known = self.aliases.get(name, name)
-            stored = known in self.store.parameters or known in self.store.buffers
-            result[name] = self.store.whole(known) if stored else self.extra[name]
-        return result
+            if known not in whole:
+                stored = known in self.store.parameters or known in self.store.buffers
+                whole[known] = self.store.whole(known) if stored else self.extra[known].clone()
+        return {name: whole[self.aliases.get(name, name)] for name in self.names}
 
     def filled(self, skeleton: nn.Module) -> nn.Module:
         """A copy of the module with the weights of the moment, whole and on the CPU. All ranks call it alike."""

@@ -13,14 +13,6 @@ from shardfx.ir.errors import Error
 from .optimizers import watch_pieces
 from .state import ModelState
 
-HOOKS = (
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-    "register_backward_hook",
-)
-
 
 class Part(nn.Module):
     """A module of the model in a parallel module: it holds stored pieces and the mode, and computes nothing.
@@ -74,6 +66,15 @@ class Part(nn.Module):
     def _get_name(self) -> str:
         return self._kind
 
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("is given a hook, which would never be called", "register it on the model before parallelize")
+
+    register_forward_hook = _refuse_hook
+    register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
+    register_backward_hook = _refuse_hook
+
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise Error(
             f"a module of a parallel module {what}",
@@ -82,13 +83,6 @@ class Part(nn.Module):
             remedy=remedy,
         )
 
-
-def _refuse_hook(part: Part, *args: Any, **kwargs: Any) -> NoReturn:
-    part._refuse("is given a hook, which would never be called", "register it on the model before parallelize")
-
-
-for hook in HOOKS:
-    setattr(Part, hook, _refuse_hook)
 
 REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_dict(state_dict)"
 

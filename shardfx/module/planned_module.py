@@ -1,0 +1,166 @@
+"""What can be asked of a parallel module: its programs, whether they are the model, why, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.compile import no_collection
+from shardfx.compiled import Compiled
+from shardfx.explain.explanation import Explanation, explain
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.replay import replay, values
+from shardfx.ir.graph import Graph
+from shardfx.ir.program.rank_module import RankModule
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.memory.rank_memory import RankMemory
+from shardfx.plan import Plan, make_plan
+from shardfx.report.figures import Report
+from shardfx.report.make_report import make_report
+from shardfx.rerun import after_each_pass, diff, verify_every_pass
+from shardfx.runtime.store import Store
+from shardfx.runtime.verify.verdict import Verdict
+
+from .held.state import ModelState
+from .held.tree import Root
+from .place import Place
+from .programs import Programs
+from .variants import Variants
+
+
+class PlannedModule(Root):
+    """A model with its plan, as far as one only looks at it."""
+
+    _compiled: Compiled
+    _place: Place
+    _state: ModelState
+    _variants: Variants
+    _compiling: Mapping[str, Any] | None
+
+    @property
+    def store(self) -> Store:
+        """The pieces of parameters and buffers in this process."""
+        return self._state.store
+
+    @property
+    def _programs(self) -> Programs:
+        """Those of the form of call that the model was captured for."""
+        return self._variants.known[0][1]
+
+    @property
+    def before(self) -> Graph:
+        """The program as it was captured."""
+        return self._compiled.before
+
+    @property
+    def after(self) -> Graph:
+        """The program after all passes."""
+        return self._compiled.after
+
+    def rank_module(self, rank: int, *, training: bool | None = None) -> RankModule:
+        """The program that a rank runs, also of one that this process is not, as a ``GraphModule``.
+
+        Inputs are the rank's own pieces, in the order of the placeholders; results are the loss, gradients and new
+        buffers (or, where there is no loss, the model's results). ``str(pm.rank_program(rank))`` is its text.
+        ``meta["val"]`` of a node is a tensor without content, of the shape and stride of what the node gives.
+        """
+        kinds = self._programs.kinds(training)
+        with no_collection():
+            return self._programs.module(rank, kinds).tell(lambda: values(self._programs.running(rank, kinds)))
+
+    def rank_program(self, rank: int, *, training: bool | None = None) -> RankProgram:
+        """The program that a rank runs: its ``graph``, its text (``str``), what goes in and comes out."""
+        with no_collection():
+            return self._programs.running(rank, self._programs.kinds(training))
+
+    def verify(
+        self, modules: Mapping[int, fx.GraphModule] | None = None, *, run: bool = False, every_pass: bool = False
+    ) -> Verdict:
+        """Whether the ranks' programs compute what the model computes: true, or false with ``.why``.
+
+        Of all programs that a call may run; ``.status`` is ``"proven"``, ``"refuted"`` or ``"unknown"``. By default a
+        proof, without numbers (see :mod:`shardfx.runtime.verify.proof.every_rank`). With ``run`` all ranks run beside
+        the captured model in this process, in float64, on random numbers; a large model on shapes that are shrunk.
+
+        Args:
+            modules: programs that somebody changed, by rank; those of the other ranks are the plan's own.
+            every_pass: compare the graph with the captured one after each pass first: the first pass after which it is
+                another function is named.
+
+        Raises:
+            Error: an unknown rank; with ``run``, a model that is too large to run here and cannot be shrunk (programs
+                that somebody changed cannot).
+
+        Example::
+
+            assert pm.verify()
+            print(pm.verify(modules={1: changed}).why)
+        """
+        if every_pass and not (verdict := verify_every_pass(self._compiled)):
+            return verdict
+        return self._variants.verify(modules, run, self.known_inputs())
+
+    def known_inputs(self) -> dict[str, torch.Tensor]:
+        """Whole inputs whose content is known: real example inputs, and buffers that are not cut."""
+        return self._state.known_inputs()
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions: saved as JSON, compared, and given back as ``Hints(specs=plan.specs)``."""
+        return make_plan(self._compiled)
+
+    def report(self, machine: Machine | str | None = None) -> Report:
+        """What the plan costs: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
+
+        Memory and time are those of the program that rank 0 runs; seconds those of the machine that the hints name, or
+        of another one (``"h100-dgx"``).
+        """
+        program = self._programs.running(0, self._programs.kinds())
+        return make_report(self._compiled, program, machine, self._programs.warnings(), self._exchanged)
+
+    def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
+        """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``::
+
+            print(pm.memory())
+
+        Args:
+            rank: any rank, also one that this process is not.
+            training: as for :meth:`rank_program`.
+        """
+        program = self.rank_program(rank, training=training)
+        with no_collection():
+            return RankMemory(program, replay(program, self._exchanged))
+
+    @property
+    def _exchanged(self) -> float:
+        return self._place.exchanged if self._compiling is None else inf
+
+    def explain(self, name: str) -> Explanation:
+        """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
+
+        Raises:
+            Error: nothing has this name.
+        """
+        return explain(self._compiled, name)
+
+    def draw(self, folder: str | Path, every_pass: bool = False) -> list[Path]:
+        """Draw the program as ``before.svg`` and ``after.svg``, if wished also after each pass; gives the paths."""
+        from shardfx.visualize import draw_folder
+
+        between = after_each_pass(self._compiled) if every_pass else {}
+        return draw_folder({"before": self.before, **between, "after": self.after}, folder)
+
+    def diff(self, name: str) -> str:
+        """What a pass changed, as a unified diff of the graph's text (see :func:`shardfx.rerun.diff`)::
+
+            print(pm.diff("fuse-comm"))
+
+        Raises:
+            Error: no pass of the plan has this name.
+        """
+        return diff(self._compiled, name)

@@ -1,0 +1,148 @@
+"""Which parameters get a gradient, and that it is the model's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardfx as sx
+
+from .test_calls import batch, parallel, same_step
+
+TP = sx.Mesh(dp=2, tp=2)
+CUT = {"args.0": "dp, -", "targets.0": "dp", "first.weight": "tp, -"}
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, and lets gradients through (times three)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.mul(4).round()
+
+    @staticmethod
+    def backward(ctx: Any, *above: torch.Tensor) -> Any:
+        return above[0] * 3
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps tensors, takes numbers, gives two results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: float, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, w)
+        ctx.by = by
+        return x * by, x * w
+
+    @staticmethod
+    def backward(ctx: Any, *above: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return above[0] * ctx.by - above[1] * w, None, (above[1] * x).sum(0) * 0.5
+
+
+class Reversed(torch.autograd.Function):
+    """In the newer way: the context is set up apart."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.by = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *above: torch.Tensor) -> Any:
+        return -above[0] * ctx.by, None
+
+
+class Net(nn.Module):
+    """Something between two layers."""
+
+    def __init__(self, between: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(8, 8), nn.Parameter(torch.rand(8)), nn.Linear(8, 4)
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self.first(x), self.scale))
+
+
+rounded = Rounded.apply
+BETWEEN: dict[str, Callable[..., Any]] = {
+    "bound before": lambda x, w: rounded(x) * w,
+    "of several tensors": lambda x, w: sum(Scaled.apply(x, 2.0, w)),
+    "twice, with a context apart": lambda x, w: Reversed.apply(Rounded.apply(x) * w, 0.5),
+    "in a checkpoint": lambda x, w: checkpoint(lambda x: rounded(x).sin() * w, x, use_reentrant=False),
+    "in a reentrant checkpoint": lambda x, w: checkpoint(lambda x: rounded(x).sin(), x, use_reentrant=True) * w,
+}
+
+
+@pytest.mark.parametrize("which", BETWEEN)
+def test_a_function_has_its_own_gradient(which: str) -> None:
+    x, y = batch()
+    torch.manual_seed(0)
+    model = Net(BETWEEN[which]).double()
+    pm = parallel(model, TP, specs=CUT)
+    same_step(pm, copy.deepcopy(model), x, y)
+    assert pm.verify()
+    assert "Function.apply" in repr(torch.autograd.Function.apply)
+    assert rounded(x.clone().requires_grad_()).sum().grad_fn is not None
+
+
+class Block(nn.Module):
+    """One of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + Reversed.apply(self.linear(x), 0.1)
+
+
+def test_equal_blocks_with_a_function() -> None:
+    x, y = batch()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(Block() for _ in range(12))), nn.Linear(8, 4)).double()
+    pm = parallel(model)
+    repeats = len(pm._compiled.captured.graph.repeats)
+    assert repeats == 1
+    same_step(pm, copy.deepcopy(model), x, y)
+
+
+def test_a_function_that_changes_its_input_is_an_error() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx: Any, *above: torch.Tensor) -> Any:
+            return above[0] * 2
+
+    with pytest.raises(sx.Error, match="Doubled gives one of its inputs back"):
+        parallel(Net(lambda x, w: Doubled.apply(x * w)).double())
+
+
+def test_parameters_that_the_loss_does_not_reach() -> None:
+    x, y = batch()
+    torch.manual_seed(0)
+    model = Net(lambda x, w: x.detach() * w).double()
+    with pytest.warns(sx.ShardfxWarning, match="no gradient for 2 of 5 trainable parameters: first.weight, first.bias"):
+        pm = parallel(model)
+    assert any("no gradient for 2 of 5" in warning for warning in pm.report().warnings)
+    same_step(pm, copy.deepcopy(model), x, y)
+    frozen = Net(lambda x, w: x.detach() * w).double()
+    frozen.first.requires_grad_(False)
+    parallel(frozen)
+    with pytest.raises(sx.Error, match=r"no trainable parameter gets a gradient(.|\n)*0.weight, 0.bias"):
+        parallel(nn.Sequential(nn.Linear(8, 4)).double(), loss=lambda out, y: F.cross_entropy(out.detach(), y))

@@ -1,0 +1,126 @@
+"""What a script does with the model, and with an optimizer of it, after ``parallelize``."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfx as sx
+
+from .test_calls import F64, SPECS, batch, mlp, near
+
+X, Y = batch()
+HINTS = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), specs=SPECS)
+MESHES = {"dp": (sx.Mesh(dp=2), {}), "tp": (sx.Mesh(dp=2, tp=2), {"0.weight": "tp, -", "2.weight": "-, tp"})}
+
+
+def parallel(model: nn.Module, mesh: str = "dp", **given: Any) -> sx.ParallelModule:
+    made, specs = MESHES[mesh]
+    hints = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), specs={**SPECS, **specs})
+    return sx.parallelize(model, made, hints, **given)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    loss = model(X, Y) if isinstance(model, sx.ParallelModule) else F.cross_entropy(model(X), Y)
+    loss.backward()
+    optimizer.step()
+
+
+def with_groups(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
+    others = [(n, p) for n, p in model.named_parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": with_groups,
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", MADE)
+def test_an_optimizer_goes_on_with_the_pieces(kind: str, mesh: str) -> None:
+    """Groups and states, of before and after; schedulers hold the same object."""
+    model = mlp()
+    optimizer = MADE[kind](model)
+    step(model, optimizer)
+    alone = copy.deepcopy(model)
+    theirs = MADE[kind](alone)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pm = parallel(model, mesh, optimizer=optimizer)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, theirs)]
+    for _ in range(3):
+        step(pm, optimizer), step(alone, theirs)
+        for schedule in schedules:
+            schedule.step()
+    state = pm.full_state_dict()
+    assert all(near(state[name], tensor) for name, tensor in alone.state_dict().items())
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in theirs.param_groups]
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in pm.parameters()}
+    assert len(optimizer.state) == len(list(pm.parameters()))
+
+
+def test_an_optimizer_of_the_models_own_parameters_is_an_error() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pm = parallel(model)
+    with pytest.raises(sx.Error, match=r"parameters of the model(.|\n)*optimizer=optimizer"):
+        step(pm, optimizer)
+    alone = copy.deepcopy(model)
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.1)
+    step(model, optimizer), step(alone, theirs)  # trained on its own, it may
+    assert all(near(mine, p) for mine, p in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+def test_weights_that_did_not_train_are_not_read() -> None:
+    """Until they are brought up to date."""
+    model = mlp()
+    pm = parallel(model)
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    reads: list[Callable[[], Any]] = [model.state_dict, torch.no_grad()(lambda: model(X)), lambda: model.eval()(X)]
+    for _ in range(2):
+        for read in reads:
+            read()
+        model.train()
+        step(pm, optimizer)
+        for read in reads:
+            with pytest.raises(sx.Error, match="the model that it was made of was not"):
+                read()
+        model.load_state_dict(pm.full_state_dict())
+    assert near(model(X), pm(X))
+    step(pm, optimizer)
+    parallel(model.train())
+    assert F.cross_entropy(model(X), Y).requires_grad  # a training of its own begins
+    for other in (copy.deepcopy(model), torch.load(io.BytesIO(saved(model)), weights_only=False)):
+        assert other.eval()(X).shape == (8, 4) and other.state_dict()
+
+
+def saved(model: nn.Module) -> bytes:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
+def test_what_cannot_be_carried_over() -> None:
+    model = mlp()
+    for given, what in ((3, "no optimizer"), (model, "no optimizer")):
+        with pytest.raises(sx.Error, match=what):
+            parallel(model, optimizer=given)
+    factored = torch.optim.Adafactor(model.parameters())
+    step(model, factored)
+    with pytest.raises(sx.Error, match="cannot be cut as the parameter is"):
+        parallel(model, "tp", optimizer=factored)
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(8, 16, dtype=F64), nn.ReLU(), nn.Linear(16, 4, dtype=F64))
+    with pytest.raises(sx.Error, match="without weights"):
+        parallel(empty, optimizer=torch.optim.SGD(empty.parameters()))
