@@ -81,7 +81,17 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "visualize.layout": ("ir", "visualize.scene"),
     "visualize.paint": (*GRAPHS, "ir.cost", "ir.text", "visualize.layout", "visualize.scene"),
     "report": ("shardfx", *PROGRAMS, "ir.cost", "ir.text"),
-    "memory": ("shardfx", *PROGRAMS, "ir.cost", "ir.text", "module", "passes.rank", "passes.sharding", "report"),
+    "memory": (
+        "shardfx",
+        *PROGRAMS,
+        "ir.cost",
+        "ir.text",
+        "module",
+        "passes.rank",
+        "passes.sharding",
+        "report",
+        "visualize",
+    ),
     "explain": (*ONE_OP, "ir.cost", "ir.text", "passes"),
 }
 """For each sub-package the others whose modules it may import. A facade (``__init__``) may import whatever lies in

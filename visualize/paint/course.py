@@ -93,9 +93,8 @@ def course_svg(
 
 def _scale(canvas: Canvas, area: Rect, most: float) -> None:
     """Lines at round numbers of bytes."""
-    step = 1.0
-    while most / step > 6:
-        step *= 2 if most / step <= 12 else 5 if most / step <= 30 else 10
+    unit = 10.0 ** (len(str(int(most))) - 1)
+    step = next(unit * part for part in (0.2, 0.5, 1.0, 2.0) if most / (unit * part) <= 6)
     value = 0.0
     while value <= most:
         y = area.bottom - area.h * value / most
@@ -106,12 +105,12 @@ def _scale(canvas: Canvas, area: Rect, most: float) -> None:
 
 def _phases(canvas: Canvas, area: Rect, phases: Sequence[str], x: Sequence[float]) -> None:
     """A name above each phase, and a line where it begins."""
-    before = ""
+    seen = {""}
     for phase, at in zip(phases, x, strict=True):
-        if phase and phase != before:
+        if phase not in seen:
             canvas.path(f"M{number(at)} {number(area.y)}V{number(area.bottom)}", stroke=FAINT, stroke_dasharray="4 3")
             canvas.text(at + 5, area.y + 12, phase, size=11, colour=MUTED, halo=PAPER)
-            before = phase
+            seen.add(phase)
 
 
 def _area(x: Sequence[float], below: Sequence[float], above: Sequence[float], area: Rect, most: float) -> str:
