@@ -92,7 +92,14 @@ LEFT_OUT = [Repeat("blocks", 2, DEPTH - 4)]
 """The last block is not like the one before it where all use a value with a gradient: it begins the sum."""
 
 
-@pytest.mark.parametrize(("variant", "training"), [("", True), ("", False), ("dropout", True), ("between", True)])
+@pytest.mark.parametrize(
+    ("variant", "training"),
+    [
+        ("", False),
+        ("dropout", True),
+        *(pytest.param(variant, True, marks=pytest.mark.slow) for variant in ("", "between")),
+    ],
+)
 def test_the_graph_is_the_same(variant: str, training: bool) -> None:
     assert repeats_of(Stack(variant)) == LEFT_OUT
     short = capture(Stack(variant), Mesh(dp=2), **given(training))  # type: ignore[arg-type]
@@ -215,7 +222,7 @@ STORED = {**MEGATRON, "blocks.*.up.weight": "tp dp, -", "blocks.*.down.weight": 
 @pytest.mark.parametrize(
     ("specs", "variant"),
     [
-        (MEGATRON, "dropout"),
+        pytest.param(MEGATRON, "dropout", marks=pytest.mark.slow),
         pytest.param(SEQUENCE, "", marks=pytest.mark.slow),
         (STORED, "between"),
     ],

@@ -82,7 +82,7 @@ def measured_peak(program: RankProgram) -> int:
     ("name", "mesh"),
     [
         ("gpt_fused", MESHES["dp2tp2"]),
-        ("llama", MESHES["tp4"]),
+        pytest.param("llama", MESHES["tp4"], marks=pytest.mark.slow),
         ("resnet", MESHES["dp2"]),
         ("gpt_separate", sx.Mesh(dp=3)),  # a batch of 8 is not even
     ],

@@ -114,7 +114,7 @@ assert not [name for name in sys.modules if name.startswith("shardfx")]
 """
 
 
-@pytest.mark.parametrize("kind", ["bool", "dropout"])
+@pytest.mark.parametrize("kind", ["dropout", pytest.param("bool", marks=pytest.mark.slow)])
 def test_a_saved_program_needs_torch_alone(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Attention(kind).double()

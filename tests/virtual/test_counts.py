@@ -26,7 +26,12 @@ def large_collectives(pm: sx.ParallelModule) -> Counter[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt_fused", "gpt_separate", "llama", "hf_gpt2", "hf_llama", pytest.param("hf_qwen3", marks=pytest.mark.slow)],
+    [
+        "gpt_fused",
+        "llama",
+        "hf_gpt2",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_separate", "hf_llama", "hf_qwen3")),
+    ],
 )
 def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward(name: str) -> None:
     counts = large_collectives(plan(make(name), sx.Mesh(dp=2, tp=2)))

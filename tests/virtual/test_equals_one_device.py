@@ -9,7 +9,7 @@ from tests.reference import rel_err, single_device
 from tests.zoo import CASES, make
 
 EXACT = [name for name in CASES if "dropout" not in name]
-QUICK = {("dp2tp2", name) for name in EXACT} | {("2x2x2", "gpt_fused"), ("tp4", "llama"), ("2x2x2", "hf_gpt2")}
+QUICK = {("dp2tp2", name) for name in EXACT if name != "hf_llama"} | {("2x2x2", "gpt_fused"), ("tp4", "llama")}
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_training_equals_one_device(mesh: str, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.slow if n in ("hf_t5", "hf_qwen3") else ())
+        pytest.param(n, marks=pytest.mark.slow if n in ("hf_t5", "hf_qwen3", "hf_llama", "hf_bert") else ())
         for n in EXACT
         if make(n).sequence_specs
     ],
