@@ -9,16 +9,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+
+import sympy
 
 from shardfx.ir.cost.storages import Footprint
 from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.text.printer import size_text
 from shardfx.report.tables import render, table
+
+from .formula import Sizes, Term, formula, no_formula, spec_of
 
 CATEGORIES = {
     InputKind.PARAMETER: "parameters",
@@ -29,6 +34,7 @@ CATEGORIES = {
     InputKind.SEED: "inputs",
 }
 """Of what a program is given, which is there all the time."""
+NO_SIZES = Sizes()
 BUFFERS = "communication buffers"
 MADE = {"communication": BUFFERS, "kept": BUFFERS, "gathered": "gathered parameters"}
 """Of what it makes, where a storage's category is called otherwise here."""
@@ -59,6 +65,9 @@ class RankMemory:
 
     program: RankProgram
     footprint: Footprint
+    sizes: Sizes = NO_SIZES
+    resized: Callable[[dict[str, Fraction]], RankMemory] | None = None
+    """Plans the same for other ``sizes``."""
 
     @property
     def rank(self) -> int:
@@ -114,16 +123,52 @@ class RankMemory:
             moments.append({**fixed, **{name: n + fixed.get(name, 0) for name, n in held_now.items()}})
         return tuple(moments)
 
+    @cached_property
+    def formula(self) -> sympy.Expr:
+        """The bytes of the peak in ``batch``, ``sequence`` and the names of the mesh's axes, as a sympy expression.
+
+        With the plan's own sizes substituted it is :attr:`peak`; for very different ones another moment may be the
+        peak. The model is planned up to three times more for it.
+
+        Raises:
+            Error: the bytes are no products of sizes; or the program is another one for other sizes.
+        """
+        if self.resized is None:
+            raise no_formula("a plan that is not made from a module")
+        others = [self.resized(by) for by in self.sizes.ratios]
+        for other in others:
+            if len(other.footprint.storages) != len(self.footprint.storages) or other._calls != self._calls:
+                raise no_formula(f"{self._calls} calls, and {other._calls} for another batch and sequence")
+        terms, *changed = ([*each._terms(self._top)] for each in (self, *others))
+        return formula(terms, changed, self.sizes, self.program.mesh)
+
+    def _terms(self, call: int) -> Iterator[Term]:
+        """What is there at a call."""
+        mesh = self.program.mesh
+        for held, given in zip(self.given, self.program.inputs, strict=True):
+            yield Term(held.nbytes, spec_of([given.value], held.nbytes, mesh))
+        for storage in self.footprint.storages:
+            if storage.born <= call <= storage.last:
+                values = storage.node.outs if storage.node is not None else ()
+                yield Term(storage.nbytes, spec_of(values, storage.nbytes, mesh))
+        yield Term(self.footprint.idle[call])
+        yield Term(self.footprint.inside[call])
+
+    @property
+    def _top(self) -> int:
+        """The call of the peak."""
+        live, inside = self.footprint.live, self.footprint.inside
+        return max(range(self._calls), key=lambda i: live[i] + inside[i], default=0)
+
     def draw(self, path: str | Path, title: str = "") -> Path:
         """Draw the bytes over the program's course as an SVG: by category, the phases marked, the peak named."""
         from shardfx.visualize import draw_course
 
-        top = max(range(self._calls), key=lambda i: self.footprint.live[i] + self.footprint.inside[i], default=0)
         made = [call.meta.get("shardfx") for call in self.footprint.calls]
         phases = [node.phase.value if isinstance(node, Node) else "" for node in made]
         names = [str(held) for held in self.at_peak[:8]]
         shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most"
-        return draw_course(self.course, phases, top, self.peak, names, path, shown)
+        return draw_course(self.course, phases, self._top, self.peak, names, path, shown)
 
     @property
     def _calls(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ from shardfx.ir.cost.replay import replay, values
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.memory.formula import Sizes
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
+from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
 
@@ -132,8 +136,20 @@ class PlannedModule(Root):
             rank: any rank, also one that this process is not.
             training: as for :meth:`rank_program`.
         """
-        program = self.rank_program(rank, training=training)
+        programs, sizes = self._programs, Sizes.of(self._compiled.hints)
+        kinds = programs.kinds(training)
+        memory = self._memory(programs, rank, kinds)
+
+        def resized(by: dict[str, Fraction]) -> RankMemory:
+            variants = self._variants
+            compiled = variants.build(variants.skeleton, sizes.changed(self._compiled.hints, by))
+            return self._memory(programs.of(compiled), rank, kinds)
+
+        return replace(memory, sizes=sizes, resized=resized)
+
+    def _memory(self, programs: Programs, rank: int, kinds: Kinds) -> RankMemory:
         with no_collection():
+            program = programs.running(rank, kinds)
             return RankMemory(program, replay(program, self._exchanged))
 
     @property

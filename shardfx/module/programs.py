@@ -69,6 +69,10 @@ class Programs:
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
 
+    def of(self, compiled: Compiled) -> Programs:
+        """The programs of another plan, to be looked at."""
+        return Programs(compiled, self.device, self.rank_passes, self.step.store, self.step.make_engine)
+
     @property
     def trains(self) -> bool:
         """Whether there is a loss."""

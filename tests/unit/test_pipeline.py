@@ -17,7 +17,7 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
 from shardfx.ir.text import parse_graph
-from shardfx.passes import BUILT_IN, Context, Order, Propagate, hint_value
+from shardfx.passes import BUILT_IN, ON_REQUEST, Context, Order, Propagate, hint_value
 from tests.golden import FOLDER
 
 aten = torch.ops.aten
@@ -110,8 +110,20 @@ class Fails(sx.Pass):
 
 
 def test_the_built_in_order() -> None:
-    assert names() == list(BUILT_IN)
+    assert names() == [name for name in BUILT_IN if name not in ON_REQUEST]
     assert sx.default_passes(hints(strict=True, fuse_mb=1))[1] == Propagate(strict=True)
+
+
+def test_passes_that_stand_there_on_request() -> None:
+    asked = sx.default_passes(hints(zero=3, zero_axis=("dp",), recompute=("0", sx.Recompute("2", comm=False))))
+    line = [each.name for each in asked if each.name in ON_REQUEST]
+    assert line == ["zero", "recompute", "recompute", "gather-again"]
+    assert [each.name for each in sx.default_passes(hints(zero=1)) if each.name in ON_REQUEST] == ["zero"]
+    given = sx.default_passes(hints("zero{level=1}", "recompute{modules='0'}", sx.Recompute("2")))
+    places = {each.name: i for i, each in enumerate(given)}
+    assert places["propagate"] + 1 == places["zero"] and places["unfold-repeats"] + 2 == places["recompute"]
+    with pytest.raises(sx.Error, match="'zero' is given twice"):
+        sx.default_passes(hints("zero{level=1}", "zero{level=3}"))
 
 
 def test_slots() -> None:
@@ -124,7 +136,7 @@ def test_slots() -> None:
 
 def test_a_built_in_pass_that_is_given_takes_its_place() -> None:
     passes = sx.default_passes(hints("order{ahead=2}", "fuse-comm{mb=1}"))
-    assert [each.name for each in passes] == list(BUILT_IN)
+    assert [each.name for each in passes] == names()
     assert passes[-1] == Order(ahead=2) and str(passes[-2]) == "fuse-comm{mb=1.0,groups=()}"
 
 
@@ -143,6 +155,7 @@ def test_with_propagate_it_is_the_whole_pipeline() -> None:
         (["bind-hints", "propagate"], {}, "the pipeline is not whole"),
         (["bind-hints", "propagate", "partition"], {"fuse_mb": 1.0}, "Hints(fuse_mb=...) says nothing"),
         (["bind-hints", "propagate", "partition"], {"strict": True}, "Hints(strict=...) says nothing"),
+        (["bind-hints", "propagate", "partition"], {"zero": 3}, "Hints(zero=...) says nothing"),
         ([object()], {}, "not a pass"),
     ],
 )
@@ -157,7 +170,7 @@ def test_a_slot_that_is_nearly_right_is_said() -> None:
         sx.default_passes(hints(Lost()))
 
 
-@pytest.mark.parametrize("name", ["zero_axis", "zero", "pipeline"])
+@pytest.mark.parametrize("name", ["offload", "optimizer", "pipeline"])
 def test_hints_of_later_versions_are_refused(name: str) -> None:
     with pytest.raises(sx.Error, match=f"{name}=.*not available"):
         sx.Hints(**{name: "x"})  # type: ignore[arg-type]

@@ -124,6 +124,9 @@ def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
     assert "test_memory.py" in str(largest) and "activations" in str(memory)
     assert max(sum(moment.values()) for moment in memory.course) <= memory.peak
     assert len(memory.course) == len(memory.footprint.calls)
+    sizes = {"batch": 256, "dp": 2}
+    assert {str(each) for each in memory.formula.free_symbols} == set(sizes)
+    assert memory.formula.subs(sizes) == memory.peak
     drawn = memory.draw(tmp_path / "memory.svg").read_text()
     assert all(word in drawn for word in ("forward", "backward", "activations", "layers.0.up", "peak"))
     assert pm.memory(rank=1).peak == memory.peak and pm.memory(training=False).peak < memory.peak
