@@ -70,14 +70,14 @@ class Difference:
         return max(self.loss, self.grads, self.buffers, self.params)
 
 
-def train_beside(name: str, mesh: sx.Mesh, sequence: bool = False, steps: int = 3) -> Difference:
+def train_beside(name: str, mesh: sx.Mesh, sequence: bool = False, steps: int = 3, **hints: object) -> Difference:
     """Train the case on the mesh and alone, with AdamW; says how far apart they end.
 
     What the engine runs is what the plan prints.
     """
     reference: Reference = single_device(make(name), steps)
     case = make(name)
-    pm = plan(case, mesh, sequence)
+    pm = plan(case, mesh, sequence, **hints)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3, foreach=False)
     losses, grads = [], {}
     with noting_programs() as ran:

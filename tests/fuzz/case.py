@@ -106,19 +106,22 @@ class Case:
     fuse_mb: float
     passes: tuple[str, ...]
     strict: bool
+    memory: tuple[tuple[str, object], ...] = ()
+    """Hints on what a rank holds: ``zero``, ``recompute``."""
 
     def script(self) -> str:
         """The case as a program: it prints how its result differs from one device's."""
         mesh = ", ".join(f"{name}={size}" for name, size in zip(AXES, self.mesh, strict=False))
         specs = "".join(f"    {name!r}: {text!r},\n" for name, text in self.specs)
         passes = ", ".join(PLUGINS[each][0] if each in PLUGINS else repr(each) for each in self.passes)
+        memory = "".join(f", {name}={value!r}" for name, value in self.memory)
         plugins = "".join(PLUGINS[each][1] for each in self.passes if each in PLUGINS)
         return (
             HEADER.format(seed=self.seed)
             + plugins
             + self.net.source()
             + f"\n\nMESH = sx.Mesh({mesh})\nSPECS = {{\n{specs}}}\n"
-            + f"OPTIONS = dict(fuse_mb={self.fuse_mb}, passes=[{passes}], strict={self.strict})\n"
+            + f"OPTIONS = dict(fuse_mb={self.fuse_mb}, passes=[{passes}], strict={self.strict}{memory})\n"
             + f"MODE = {self.net.mode!r}\n"
             + FOOTER
         )
@@ -136,7 +139,20 @@ def draw(seed: int) -> Case:
             specs[name] = spec(rng, axes, ndim)
     passes = rng.choice(((), (), (), ("identity",), ("fuse-comm{mb=0.0001}",), ("identity", "fuse-comm{mb=1}")))
     fuse = rng.choice((0, 1e-5, 25))
-    return Case(seed, net, mesh, tuple(specs.items()), fuse, passes, rng.random() < 0.1)
+    strict = rng.random() < 0.1
+    return Case(seed, net, mesh, tuple(specs.items()), fuse, passes, strict, tuple(memory(seed, net, axes).items()))
+
+
+def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
+    """Hints on what a rank holds, of every third case."""
+    rng, found = random.Random(f"memory {seed}"), dict[str, object]()
+    if rng.random() < 0.2:
+        level, count = rng.choice((1, 2, 3)), rng.choice((1, 1, len(axes)))
+        found = {"zero": level, "zero_axis": tuple(rng.sample(axes, count)), "zero_min": rng.choice((0, 12))}
+    modules = sorted({name.rpartition(".")[0] for name, ndim, _ in named(net) if name.endswith(".weight") and ndim > 1})
+    if rng.random() < 0.2 and modules and net.mode != "inference":
+        found["recompute"] = tuple(rng.sample(modules, rng.randint(1, len(modules))))
+    return found
 
 
 def draw_net(seed: int) -> Net:

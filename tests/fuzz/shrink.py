@@ -32,15 +32,17 @@ def shrink(case: Case, fails: Fails, tries: int = 150) -> Case:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Simpler cases, those that leave out most first."""
-    simple = replace(case, passes=(), fuse_mb=0, strict=False)
+    simple = replace(case, passes=(), fuse_mb=0, strict=False, memory=())
     yield replace(simple, specs=(), mesh=(2,))
     for i in range(len(case.net.layers)):
         yield with_net(case, replace(case.net, layers=(case.net.layers[i],)))
     yield replace(case, specs=())
-    for field in ("passes", "fuse_mb", "strict"):
+    for field in ("passes", "fuse_mb", "strict", "memory"):
         yield replace(case, **{field: getattr(simple, field)})
     for i in range(len(case.passes)):
         yield replace(case, passes=case.passes[:i] + case.passes[i + 1 :])
+    for i in range(len(case.memory)):
+        yield replace(case, memory=case.memory[:i] + case.memory[i + 1 :])
     for i in range(len(case.mesh)):
         if len(case.mesh) > 1:
             yield without_axis(case, i)
@@ -72,7 +74,11 @@ def without_axis(case: Case, i: int) -> Case:
         dims = [[moved[a] for a in dim.split() if a in moved] for dim in text.split(", ")]
         if any(dims):
             specs.append((name, ", ".join(" ".join(dim) or "-" for dim in dims)))
-    return replace(case, mesh=case.mesh[:i] + case.mesh[i + 1 :], specs=tuple(specs))
+    memory = dict(case.memory)
+    left = tuple(moved[axis] for axis in memory.get("zero_axis", ()) if axis in moved)  # type: ignore[attr-defined]
+    memory = {**memory, "zero_axis": left} if left else {k: v for k, v in memory.items() if not k.startswith("zero")}
+    mesh = case.mesh[:i] + case.mesh[i + 1 :]
+    return replace(case, mesh=mesh, specs=tuple(specs), memory=tuple(memory.items()))
 
 
 def nets(net: Net) -> Iterator[Net]:

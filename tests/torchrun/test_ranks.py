@@ -51,6 +51,7 @@ def test_mistakes_and_programs(tmp_path: Path) -> None:
         2,
         f"saves_programs:mlp3,{tmp_path}",
         "counts_equal_the_graph:mlp3,dp2",
+        "trains_in_less_memory:gpt_fused,dp2,layers.*",
         "compiles_whole:mlp3,dp,aot_eager",
         "compiles_whole:mlp3,tp,aot_eager",
         "mistakes_are_errors",

@@ -57,6 +57,13 @@ def trains_like_one_device(name: str, mesh: str, tolerance: str = "1e-9", traine
 
 
 @worker
+def trains_in_less_memory(name: str, mesh: str, *modules: str) -> None:
+    """Parameters in pieces, and activations made again."""
+    difference = train_beside(name, MESHES[mesh], zero=3, zero_min=0, recompute=modules)
+    assert difference.worst < 1e-9, difference
+
+
+@worker
 def counts_equal_the_graph(name: str, mesh: str) -> None:
     """What runs is what the graph says, and nothing else; gradients are DTensors placed as their parameters, or both
     are plain tensors where no parameter is cut."""
