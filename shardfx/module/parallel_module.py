@@ -54,7 +54,7 @@ class ParallelModule(PlannedModule):
         self._variants = variants
         self._hunt: NanHunt | None = None
         self._state.load_from(model)
-        self._tree = Tree(self, model)
+        self._tree = Tree(self, model, variants.skeleton)
         self._tree.register(self._state)
         stamp_state_dicts(self)
         first = first_form(compiled.hints, self._tree.training, self._state.trainable)
@@ -79,7 +79,7 @@ class ParallelModule(PlannedModule):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made = memo[id(self)] = type(self).__new__(type(self))
         with quiet_copies():
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
@@ -133,6 +133,11 @@ class ParallelModule(PlannedModule):
             beside = WITH_RESULTS not in hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
             call = read_call(hints, args, kwargs)
             return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._hunt, beside)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As ``model.train(mode)`` does it, also where the model's own ``train`` leaves some modules as they are."""
+        self._tree.train(mode)
+        return self
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
