@@ -13,6 +13,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
+from shardfx.module.call import autocast_around
 from shardfx.module.held.original import unwatched
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
@@ -23,7 +24,7 @@ from shardfx.runtime.distributed.groups import initialise, launched
 
 from .compile import capture_model, compile_model, no_collection
 from .compiled import Compiled
-from .gradients import check_gradients
+from .gradients import check_gradients, reject_half
 from .hints import Hints
 from .plugins import all_rules
 
@@ -82,10 +83,12 @@ def parallelize(
                 made = compile_model(model, described, hints, all_rules(hints.rules))
                 if hints.loss is not product:
                     check_gradients(model, made)
+                reject_half(made, autocast_around())
                 return made
 
         compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
         check_gradients(module, compiled)
+        reject_half(compiled, autocast_around())
         variants = Variants(without_weights(module), hints, build)
         return ParallelModule(compiled, _place(module, described, hints, virtual), module, variants, optimizer)
 

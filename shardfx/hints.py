@@ -52,6 +52,8 @@ class Hints:
         guard: a model whose code depends on the data (``if x.sum() > 0``, ``.item()``, ``x[mask]``) is captured as it
             runs for the examples, which must be real, as must be the weights. Every call then checks that each
             condition and each such size is as it was: another branch is an error, and no wrong number.
+        check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
+            checksum); otherwise on the first, second, fourth, eighth ... call of each form.
 
     Example::
 
@@ -73,6 +75,7 @@ class Hints:
     device: str | torch.device | None = None
     shapes: int = 8
     guard: bool = False
+    check_inputs: bool = False
     zero: int = field(default=0, metadata=LATER)
     zero_axis: str = field(default="dp", metadata=LATER)
     recompute: Any = field(default=None, metadata=LATER)
@@ -123,6 +126,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "targets": (lambda given: isinstance(given, tuple), "a tuple: targets=(y,), with a comma behind a single tensor"),
     "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
     "cuts": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
+    "check_inputs": (lambda given: isinstance(given, bool), "True or False"),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
     "guard": (lambda given: isinstance(given, bool), "True or False"),
     "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),

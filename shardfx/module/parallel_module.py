@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.intake.given import quiet_copies
 from shardfx.ir.errors import Error
 from shardfx.runtime.debug.nan_hunt import NanHunt
+from shardfx.runtime.store import version
 
 from .call import first_form, read_call
 from .held.carry_over import carry_over
@@ -201,6 +202,41 @@ class ParallelModule(PlannedModule):
         with self._together("load_full_state_dict(...)"):
             self._state.load_full(state_dict, strict)
             self._tree.register(self._state)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The model itself, with the whole weights of now, to save or use it as a whole::
+
+            with pm.gathered() as model:
+                model.save_pretrained(folder)
+
+        Under ``torchrun`` all ranks open it, and each has the whole model. Weights that are changed within stay the
+        model's.
+
+        Raises:
+            Error: weights were changed within, which ``pm`` would not know of.
+        """
+        with self._together("gathered()"):
+            self._state.check_complete()
+            model = self._state.filled(self._variants.skeleton).to(self._place.device)
+        for path, part in self._tree.paths:
+            model.get_submodule(path).training = part.training
+        before = [version(p) for p in model.parameters()]
+        yield model
+        if [version(p) for p in model.parameters()] != before:
+            raise Error(
+                "weights were changed within pm.gathered()",
+                where="with pm.gathered() as model",
+                expected="a model that is read",
+                got="one that was written to; pm has the weights from before",
+                remedy="pm.load_full_state_dict(model.state_dict())",
+            )
+
+    @staticmethod
+    def no_sync() -> AbstractContextManager[None]:
+        """What scripts for ``DistributedDataParallel`` open to accumulate gradients: it does nothing, for the gradients
+        of each call are those of its whole batch, and sums of them are right."""
+        return nullcontext()
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients by the model's own names; parameters without one are left out."""

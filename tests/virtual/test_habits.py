@@ -91,6 +91,31 @@ def test_attributes_and_methods(both: tuple[sx.ParallelModule, Net]) -> None:
             change()
 
 
+def test_the_model_with_whole_weights(both: tuple[sx.ParallelModule, Net]) -> None:
+    """For ``generate``, ``save_pretrained`` and the like."""
+    pm, model = both
+    for each, loss in ((pm, lambda: pm(X, Y)), (model, lambda: F.cross_entropy(model(X), Y))):
+        loss().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    pm.eval()
+    with pm.gathered() as whole:
+        assert type(whole) is Net and whole.generate() == "words" and not whole.training and whole.width == 16
+        assert all(near(mine, model.state_dict()[name]) for name, mine in whole.state_dict().items())
+        assert near(whole(X), pm(X))
+    with pytest.raises(sx.Error, match=r"weights were changed within"), pm.gathered() as whole, torch.no_grad():
+        whole.last.weight.zero_()
+
+
+def test_accumulation_as_for_ddp(both: tuple[sx.ParallelModule, Net]) -> None:
+    pm, model = both
+    with pm.no_sync():
+        (pm(X, Y) / 2).backward()
+    (pm(X.sin(), Y) / 2).backward()
+    ((F.cross_entropy(model(X), Y) + F.cross_entropy(model(X.sin()), Y)) / 2).backward()
+    grads = pm.full_grads()
+    assert all(p.grad is not None and near(grads[name], p.grad) for name, p in model.named_parameters())
+
+
 def test_names_and_modules(both: tuple[sx.ParallelModule, Net]) -> None:
     pm, model = both
     ours = {name.rpartition(".")[2] for name, _ in pm.named_parameters()}

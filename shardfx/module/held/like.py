@@ -46,6 +46,10 @@ class Like(nn.Module):
             raise AttributeError(self._lacks(name))
         return found.__get__(self, type(twin)) if hasattr(type(found), "__get__") else found
 
+    def __dir__(self) -> list[str]:
+        twin = self.__dict__.get("_twin")
+        return [*super().__dir__(), *(dir(twin) if twin is not None else ())]  # type: ignore[no-untyped-call]
+
     def _lacks(self, name: str) -> str:
         inside = {own: part for own, part in self._modules.items() if own[0] == "@" and part is not None}
         pieces = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]

@@ -117,6 +117,21 @@ class Root(Like):
     """The root of such a tree: what would change the model, or carry its programs elsewhere, is an error."""
 
     @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What ``DistributedDataParallel`` asks for first.
+
+        Raises:
+            Error: always; it would reduce gradients that are reduced already.
+        """
+        raise Error(
+            "a parallel module is put into a DistributedDataParallel",
+            where="DistributedDataParallel(pm)",
+            expected="pm alone: its gradients are those of the whole batch",
+            got="a wrapper that would reduce them once more",
+            remedy="leave DistributedDataParallel out, and cut the batch over the ranks by a hint",
+        )
+
+    @property
     def module(self) -> nn.Module:
         """What a wrapper such as ``DistributedDataParallel`` has under this name: here it is the module itself, unless
         the model has one of its own."""
