@@ -13,13 +13,13 @@ from torch import fx, nn
 
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.intake.given import quiet_copies
+from shardfx.ir.capture.intake.own_loss import without_own_loss
 from shardfx.ir.errors import Error
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.store import version
 
 from .call import first_form, read_call
 from .held.carry_over import carry_over
-from .held.original import watch_original
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree
@@ -62,8 +62,6 @@ class ParallelModule(PlannedModule):
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
-        if self._state.store.parameters:
-            watch_original(model, self._state.store)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         place, store = self._place, self._state.store
@@ -218,9 +216,10 @@ class ParallelModule(PlannedModule):
         """
         with self._together("gathered()"):
             self._state.check_complete()
-            model = self._state.filled(self._variants.skeleton).to(self._place.device)
+            filled = self._state.filled(self._variants.skeleton).to(self._place.device)
         for path, part in self._tree.paths:
-            model.get_submodule(path).training = part.training
+            filled.get_submodule(path).training = part.training
+        model = without_own_loss(filled)
         before = [version(p) for p in model.parameters()]
         yield model
         if [version(p) for p in model.parameters()] != before:

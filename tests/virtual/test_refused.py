@@ -50,7 +50,7 @@ class Branches(nn.Module):
         return -self.linear(x)
 
 
-WEIGHT = torch.rand(4, dtype=F64)
+WEIGHTS = [torch.rand(4, dtype=F64)]
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
@@ -63,8 +63,7 @@ WEIGHT = torch.rand(4, dtype=F64)
         (lambda: torch.jit.script(mlp()), {}, "a ScriptModule cannot be captured"),  # type: ignore[no-untyped-call]
         (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 4))).double(), {}, "computed outside of forward"),
         (lambda: Plain().double(), {}, "no input, parameter or buffer(.|\n)*scales(.|\n)*register_buffer"),
-        (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHT)}, "WEIGHT of the loss(.|\n)*as a target"),
-        (mlp, {"loss": nn.CrossEntropyLoss(weight=WEIGHT)}, "the loss has tensors of its own"),
+        (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHTS[0])}, "WEIGHTS of the loss(.|\n)*as a target"),
         (lambda: Branches().double(), {}, "depend on the data(.|\n)*test_refused.py"),
         (lambda: nn.DataParallel(mlp()), {}, "parallel already(.|\n)*model.module"),
         (lambda: mlp().half(), {"args": (batch()[0].half(),)}, "float16 would vanish"),
