@@ -68,9 +68,9 @@ class Peers(Protocol):
             Error: they do not; or a rank could not plan.
         """
 
-    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]]) -> None:
+    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]], always: bool = False) -> None:
         """Inputs that should be the same on several ranks are, on some of the calls of this ``key``: the first one,
-        and ever fewer after it.
+        and ever fewer after it; or ``always``.
 
         Raises:
             Error: they are not.
@@ -100,5 +100,5 @@ class Alone:
         """What is planned."""
         return make()
 
-    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]]) -> None:
+    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]], always: bool = False) -> None:
         """There is one of each."""

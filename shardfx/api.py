@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from shardfx.ir.capture.intake.given import as_module
+from shardfx.ir.capture.intake.own_loss import with_own_loss
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.memory.budget import check_budget
-from shardfx.module.held.original import unwatched
+from shardfx.module.call import autocast_around
+from shardfx.module.held.original import unwatched, watch_original
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
 from shardfx.module.product import product
@@ -24,7 +27,7 @@ from shardfx.runtime.distributed.groups import initialise, launched
 
 from .compile import capture_model, compile_model, no_collection
 from .compiled import Compiled
-from .gradients import check_gradients
+from .gradients import check_gradients, reject_half
 from .hints import Hints
 from .plugins import all_rules
 
@@ -70,7 +73,9 @@ def parallelize(
     if not isinstance(hints, Hints):
         raise Error("these are no hints", where="parallelize(...)", expected="a shardfx.Hints", got=repr(hints))
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
-    module = as_module(model)
+    given = as_module(model)
+    module, loss = with_own_loss(given, hints.loss)
+    hints = replace(hints, loss=loss)
     with (
         no_collection(),
         unwatched(),
@@ -84,14 +89,18 @@ def parallelize(
                 check_budget(made, place)
                 if hints.loss is not product:
                     check_gradients(model, made)
+                reject_half(made, autocast_around())
                 return made
 
         compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
         check_gradients(module, compiled)
+        reject_half(compiled, autocast_around())
         variants = Variants(without_weights(module), hints, build)
         place = _place(module, described, hints, virtual)
         check_budget(compiled, place)
-        return ParallelModule(compiled, place, module, variants, optimizer)
+        pm = ParallelModule(compiled, place, module, variants, optimizer)
+    watch_original(given, pm.store)
+    return pm
 
 
 def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:
@@ -110,8 +119,9 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
         print(sx.trace(model, sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,))))
     """
     mesh = Mesh(dp=1) if mesh is None else mesh
+    module, loss = with_own_loss(as_module(model), hints.loss)
     with unwatched():
-        return whole(capture_model(model, mesh, hints).graph)
+        return whole(capture_model(module, mesh, replace(hints, loss=loss)).graph)
 
 
 def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> Place:

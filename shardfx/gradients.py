@@ -1,9 +1,11 @@
-"""Weights that want a gradient and get none: the loss does not reach them."""
+"""Gradients that would be lost: of weights that the loss does not reach, and in float16."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from shardfx.ir.errors import Error, ShardfxWarning
@@ -43,3 +45,22 @@ def check_gradients(model: nn.Module, compiled: Compiled) -> None:
     text = f"no gradient for {len(lacking)} of {len(trainable)} trainable parameters: {names}"
     graph.notes.append(text)
     warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
+def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Refuse gradients in float16: they are made before ``backward()``, so that a scale of the loss comes too late.
+
+    Raises:
+        Error: the plan was made under such an ``autocast``, or has such gradients.
+    """
+    gradients = [output for output in compiled.after.outputs if output.kind is OutputKind.GRADIENT]
+    cast = [f"torch.autocast({device!r}, torch.float16)" for device, dtype in autocast if dtype is torch.float16]
+    half = [f"the gradient of {o.name!r}" for o in gradients if o.value.type.dtype is torch.float16]
+    if gradients and (cast or half):
+        raise Error(
+            "gradients in float16 would vanish: a GradScaler scales the loss after they were computed",
+            where="pm(...).backward()",
+            expected="training in bfloat16, float32 or float64",
+            got=(cast + half)[0],
+            remedy="torch.autocast(..., dtype=torch.bfloat16), without a scaler",
+        )

@@ -62,6 +62,8 @@ class Hints:
             more is an error that says what would make it fit.
         recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
             :class:`shardfx.Recompute` says what of them stays; or several of either.
+        check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
+            checksum); otherwise on the first, second, fourth, eighth ... call of each form.
 
     Example::
 
@@ -83,6 +85,7 @@ class Hints:
     device: str | torch.device | None = None
     shapes: int = 8
     guard: bool = False
+    check_inputs: bool = False
     zero: int = 0
     zero_axis: str | tuple[str, ...] = "dp"
     zero_min: int = 2**14
@@ -149,6 +152,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "targets": (lambda given: isinstance(given, tuple), "a tuple: targets=(y,), with a comma behind a single tensor"),
     "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
     "cuts": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
+    "check_inputs": (lambda given: isinstance(given, bool), "True or False"),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
     "guard": (lambda given: isinstance(given, bool), "True or False"),
     "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),

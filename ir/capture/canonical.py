@@ -10,11 +10,11 @@ import torch
 
 from shardfx.ir.builder import GraphBuilder, types_of
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import InputKind
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import draws, positional, with_defaults
-from shardfx.ir.spec import TensorType
+
+from .random_numbers import RANDOM, seed_of
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
         raise Error(
             f"{target} draws random numbers in a way that ranks cannot agree on",
             where=str(builder.where),
-            expected="dropout (torch.nn.Dropout, F.dropout)",
+            expected="dropout, rand, randn, uniform_, normal_, bernoulli_, exponential_ and the like",
             got=str(target),
             remedy="draw the numbers outside of the model and pass them as an input",
         )
@@ -147,10 +147,7 @@ def _dropout(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict
 
 def _draw(builder: GraphBuilder) -> tuple[Any, int, list[int]]:
     """What a random op of ours draws by: the seed, a number of its own, and the box of the whole."""
-    if builder.seed is None:
-        builder.seed = builder.input(InputKind.SEED, "seed", TensorType((), torch.int64))
-    builder.random += 1
-    return builder.seed, builder.random, []
+    return *seed_of(builder), []
 
 
 def _attention(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
@@ -230,4 +227,5 @@ CANONICAL: dict[Any, Canonical] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten.nll_loss_forward: _nll,
     aten.nll_loss2d_forward: _nll,
+    **RANDOM,
 }

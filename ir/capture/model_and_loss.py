@@ -16,6 +16,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Guard, Where
 
 from .decisions import Decisions, stored
+from .intake.own_loss import OwnLoss
 from .intake.refusals import explain_decision
 
 
@@ -119,7 +120,8 @@ class ModelAndLoss(nn.Module):
                 raise unknown.error("the model's result")
             return tuple(outs)
         decisions.of_loss = True
-        loss = self.loss(out, *targets)
+        owned = (self.model,) if isinstance(self.loss, OwnLoss) else ()
+        loss = self.loss(*owned, out, *targets)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise Error(
                 "the loss is not a scalar tensor",
@@ -145,6 +147,7 @@ def loss_source(loss: Callable[..., Any] | None) -> Where | None:
     """Where the user wrote the loss."""
     if loss is None:
         return None
+    loss = loss.given if isinstance(loss, OwnLoss) else loss
     code = getattr(loss, "__code__", None) or getattr(getattr(type(loss), "forward", None), "__code__", None)
     if code is None:
         return Where("loss")

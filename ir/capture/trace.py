@@ -32,10 +32,10 @@ from .convert import Names, convert
 from .decisions import with_numbers
 from .intake.given import as_module, on_cpu
 from .intake.hooks import WatchedHooks
+from .intake.own_gradients import OwnGradients
 from .intake.refusals import explain, reject_loss, reject_unknown_shapes
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
-from .own_gradients import OwnGradients
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 
 aten = torch.ops.aten

@@ -36,5 +36,22 @@ def _dropout_meta(
 _library.impl("dropout", _dropout, "CPU")
 _library.impl("dropout", _dropout, "CUDA")
 _library.impl("dropout", _dropout_meta, "Meta")
+_library.define("draw(Tensor seed, int number) -> Tensor")
+
+
+def _draw_number(seed: torch.Tensor, number: int) -> torch.Tensor:
+    for part in (0, number):
+        seed = seed + part
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+            seed = (seed ^ ((seed >> shift) & (2 ** (64 - shift) - 1))) * factor
+        seed = seed ^ ((seed >> 31) & (2**33 - 1))
+    return seed
+
+
+_library.impl("draw", _draw_number, "CPU")
+_library.impl("draw", _draw_number, "CUDA")
+_library.impl("draw", lambda seed, number: torch.empty_like(seed), "Meta")
 
 dropout = torch.ops.shardfx.dropout.default
+draw = torch.ops.shardfx.draw.default
+"""A number (int64) of a seed and the number of a draw: another one for each."""

@@ -69,7 +69,7 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
 
 
 OWN_FILES = {
-    "random_ops": (dropout.__file__, {dropout.dropout}),
+    "random_ops": (dropout.__file__, {dropout.dropout, dropout.draw}),
     "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
 }
 """Files that a program needs beside it, where they are, and the ops that they define."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import fx, nn
 
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.intake.given import quiet_copies
+from shardfx.ir.capture.intake.own_loss import without_own_loss
 from shardfx.ir.errors import Error
 from shardfx.runtime.debug.nan_hunt import NanHunt
+from shardfx.runtime.store import version
 
 from .call import first_form, read_call
 from .held.carry_over import carry_over
-from .held.original import watch_original
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree
@@ -54,15 +55,13 @@ class ParallelModule(PlannedModule):
         self._variants = variants
         self._hunt: NanHunt | None = None
         self._state.load_from(model)
-        self._tree = Tree(self, model)
+        self._tree = Tree(self, model, variants.skeleton)
         self._tree.register(self._state)
         stamp_state_dicts(self)
         first = first_form(compiled.hints, self._tree.training, self._state.trainable)
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
-        if self._state.store.parameters:
-            watch_original(model, self._state.store)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         place, store = self._place, self._state.store
@@ -79,7 +78,7 @@ class ParallelModule(PlannedModule):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made = memo[id(self)] = type(self).__new__(type(self))
         with quiet_copies():
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
@@ -133,6 +132,11 @@ class ParallelModule(PlannedModule):
             beside = WITH_RESULTS not in hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
             call = read_call(hints, args, kwargs)
             return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._hunt, beside)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As ``model.train(mode)`` does it, also where the model's own ``train`` leaves some modules as they are."""
+        self._tree.train(mode)
+        return self
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -196,6 +200,42 @@ class ParallelModule(PlannedModule):
         with self._together("load_full_state_dict(...)"):
             self._state.load_full(state_dict, strict)
             self._tree.register(self._state)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The model itself, with the whole weights of now, to save or use it as a whole::
+
+            with pm.gathered() as model:
+                model.save_pretrained(folder)
+
+        Under ``torchrun`` all ranks open it, and each has the whole model. Weights that are changed within stay the
+        model's.
+
+        Raises:
+            Error: weights were changed within, which ``pm`` would not know of.
+        """
+        with self._together("gathered()"):
+            self._state.check_complete()
+            filled = self._state.filled(self._variants.skeleton).to(self._place.device)
+        for path, part in self._tree.paths:
+            filled.get_submodule(path).training = part.training
+        model = without_own_loss(filled)
+        before = [version(p) for p in model.parameters()]
+        yield model
+        if [version(p) for p in model.parameters()] != before:
+            raise Error(
+                "weights were changed within pm.gathered()",
+                where="with pm.gathered() as model",
+                expected="a model that is read",
+                got="one that was written to; pm has the weights from before",
+                remedy="pm.load_full_state_dict(model.state_dict())",
+            )
+
+    @staticmethod
+    def no_sync() -> AbstractContextManager[None]:
+        """What scripts for ``DistributedDataParallel`` open to accumulate gradients: it does nothing, for the gradients
+        of each call are those of its whole batch, and sums of them are right."""
+        return nullcontext()
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients by the model's own names; parameters without one are left out."""

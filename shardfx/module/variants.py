@@ -133,7 +133,7 @@ class Variants:
         key = (kinds, form.key, watch is not None)
         local = peers.agree(key, words, passed(first.step, call))
         programs = self.serving(form, call, peers, make)
-        peers.compare(key, lambda: contents(programs.step, call, local))
+        peers.compare(key, lambda: contents(programs.step, call, local), self.hints.check_inputs)
         if kinds is INFER and wanted:
             return self._onwards(programs, call, form, Around(peers, make, watch, local), wanted)
         step = programs.step
@@ -169,7 +169,7 @@ class Variants:
                 key = (PULL, its_form.key, watch is not None)
                 peers.agree(key, lambda: {"runs": "a backward of results", **its_form.words()})
                 step = self.serving(its_form, its_call, peers, make).step
-                peers.compare(key, lambda: contents(step, its_call, False))
+                peers.compare(key, lambda: contents(step, its_call, False), self.hints.check_inputs)
                 return gradients_of(step, its_call, False, wanted, step.run(PULL, its_call.tensors, watch, before.kept))
 
         out = model_results(programs.compiled, step, local, results)

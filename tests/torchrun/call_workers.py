@@ -200,8 +200,26 @@ def optimizers_and_results_go_on() -> None:
         assert given_grad is not None
         state = pm.full_state_dict()
         assert all(rel_err(state[name], tensor) < 1e-12 for name, tensor in alone.state_dict().items())
+        wrapped = partial(nn.parallel.DistributedDataParallel, pm)
+        assert "put into a DistributedDataParallel" in error(wrapped)
         if "dp" in mesh:
             rank = dist.get_rank()
             out = pm(x[rank * 4 : rank * 4 + 4])
             assert "this rank's part" in error(out.sum().backward)
         assert "the model that it was made of was not" in error(model.state_dict)
+
+
+@worker
+def inputs_are_compared_at_every_call() -> None:
+    """Where that is asked for; otherwise not at the third one."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+    for always in (True, False):
+        model = nn.Sequential(nn.Linear(6, 4)).double()
+        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs={"0.weight": "tp, -"}, check_inputs=always)
+        pm = sx.parallelize(model, sx.Mesh(tp=2), hints)
+        pm(x, y), pm(x, y)
+        if always:
+            assert "ranks pass different batches" in error(lambda pm=pm: pm(x + dist.get_rank(), y))
+        else:
+            pm(x + dist.get_rank(), y)

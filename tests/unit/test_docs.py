@@ -53,6 +53,14 @@ def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
     assert "all_reduce" in pm.rank_module(1).code
 
 
+def test_the_lines_of_porting_run() -> None:
+    (code,) = CODE.findall(read("docs/porting.md"))
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    before = scope["loss"].detach()
+    assert scope["pm"](scope["x"], scope["y"]) < before and scope["optimizer"].state
+
+
 @pytest.mark.parametrize("page", DOCUMENTS)
 def test_links_lead_somewhere(page: str) -> None:
     targets = [a or b for a, b in LINK.findall(read(page))]

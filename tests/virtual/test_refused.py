@@ -50,7 +50,7 @@ class Branches(nn.Module):
         return -self.linear(x)
 
 
-WEIGHT = torch.rand(4, dtype=F64)
+WEIGHTS = [torch.rand(4, dtype=F64)]
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning")
@@ -63,9 +63,11 @@ WEIGHT = torch.rand(4, dtype=F64)
         (lambda: torch.jit.script(mlp()), {}, "a ScriptModule cannot be captured"),  # type: ignore[no-untyped-call]
         (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 4))).double(), {}, "computed outside of forward"),
         (lambda: Plain().double(), {}, "no input, parameter or buffer(.|\n)*scales(.|\n)*register_buffer"),
-        (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHT)}, "WEIGHT of the loss(.|\n)*as a target"),
-        (mlp, {"loss": nn.CrossEntropyLoss(weight=WEIGHT)}, "the loss has tensors of its own"),
+        (mlp, {"loss": lambda o, y: F.cross_entropy(o, y, WEIGHTS[0])}, "WEIGHTS of the loss(.|\n)*as a target"),
         (lambda: Branches().double(), {}, "depend on the data(.|\n)*test_refused.py"),
+        (lambda: nn.DataParallel(mlp()), {}, "parallel already(.|\n)*model.module"),
+        (lambda: mlp().half(), {"args": (batch()[0].half(),)}, "float16 would vanish"),
+        (mlp, {"check_inputs": 1}, "check_inputs(.|\n)*True or False"),
         (mlp, {"guard": "yes"}, "guard=(.|\n)*True or False"),
         (mlp, {"strict": "yes"}, "strict=(.|\n)*True or False"),
         (mlp, {"fuse_mb": -1}, "megabytes"),
@@ -153,3 +155,14 @@ def test_optimizers_that_look_at_whole_tensors() -> None:
                 optimizer.step()
         else:
             optimizer.step()
+
+
+def test_a_scaler_comes_too_late_for_float16() -> None:
+    """With others it changes nothing, and steps are as without it."""
+    x, y = batch()
+    pm, alone = parallel(mlp()), mlp()
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(sx.Error, match=r"autocast\('cpu', torch.float16\)"):
+        parallel(mlp().float(), args=(x.float(),))
+    (pm(x, y) * 1024.0).backward(), F.cross_entropy(alone(x), y).backward()
+    grads = pm.full_grads()
+    assert all(p.grad is not None and near(grads[name] / 1024, p.grad) for name, p in alone.named_parameters())

@@ -30,10 +30,20 @@ def reject_module(model: nn.Module) -> None:
     """Refuse a module of which a program would leave something out.
 
     Raises:
-        Error: a ScriptModule, hooks on gradients, forward hooks that only look, a parameter that is computed.
+        Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, forward hooks that only look, a parameter
+            that is computed.
     """
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise Error(
+                f"a {type(module).__name__} is parallel already",
+                where=where,
+                expected="the model that it was made of",
+                got=type(module).__name__,
+                remedy="parallelize(model.module, ...), and leave the wrapper out: cut the batch by a hint, "
+                'specs={"args.0": "dp, -"}',
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise Error(
                 "a ScriptModule cannot be captured",

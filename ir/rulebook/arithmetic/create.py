@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.dropout import draw, dropout
 from shardfx.ir.rulebook.dims import argument, words
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit, box_of
@@ -64,5 +64,6 @@ RULES: tuple[RuleEntry, ...] = (
     # What depends on where in the result one is, and is cheap, every rank makes as a whole.
     rule((aten.eye, aten.linspace, aten.logspace), "~, ... -> d..!", reduce=SAME),
     rule(aten.arange, "-> d", reduce=SAME, local=arange_local),
+    rule(draw, "d.. -> d.."),
     rule(dropout, "d.., -> d..", transparent=True, local=dropout_local),
 )

@@ -99,7 +99,9 @@ def _version_of(parameters: Mapping[str, list[Any]]) -> int:
 
 
 def watch_original(model: nn.Module, store: Store) -> None:
-    """Watch a model that is parallel from now on."""
+    """Watch a model that is parallel from now on, if there are weights that it may fall behind."""
+    if not store.parameters:
+        return
     watch = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Watch)), None)
     if watch is None or watch._model is None:
         watch = Watch()

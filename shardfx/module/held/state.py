@@ -104,7 +104,8 @@ class ModelState:
                 stored = known in self.store.parameters or known in self.store.buffers
                 whole[known] = (self.store.whole(known) if stored else self.extra[known]).detach().cpu().clone()
             made = whole[known]
-            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            wants = all(piece.requires_grad for piece in self.store.parameters.get(known, [tensor]))
+            memo[id(tensor)] = nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made
         return copied(skeleton, memo)
 
     def known_inputs(self) -> dict[str, torch.Tensor]:

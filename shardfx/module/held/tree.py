@@ -10,19 +10,28 @@ from torch import nn
 
 from shardfx.ir.errors import Error
 
+from .like import Like
 from .optimizers import watch_pieces
 from .state import ModelState
 
 
-class Part(nn.Module):
+class Part(Like):
     """A module of the model in a parallel module: it holds stored pieces and the mode, and computes nothing.
 
-    What would change the model is an error: the plan was made of the model as it was.
+    It looks like the module that it stands for: by class (``isinstance``), attributes and methods. What would change
+    the model is an error: the plan was made of the model as it was.
     """
 
-    def __init__(self, path: str, kind: str) -> None:
+    def __init__(self, path: str, twin: nn.Module) -> None:
         super().__init__()
-        self._path, self._kind = path, kind
+        self._path = path
+        self._show(twin)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of the module, to whoever asks; ``type(part)`` is this one."""
+        twin = self.__dict__.get("_twin")
+        return Part if twin is None else type(twin)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """It cannot be called.
@@ -31,6 +40,11 @@ class Part(nn.Module):
             Error: always.
         """
         self._refuse("is called on its own", "call the whole module; parallelize the part on its own if you need it")
+
+    def train(self, mode: bool = True) -> Part:
+        """As the module itself does it."""
+        train_as(self, self._twin, mode)
+        return self
 
     def apply(self, fn: Any) -> NoReturn:
         """It is no module of its class, and its parameters may be pieces.
@@ -64,7 +78,7 @@ class Part(nn.Module):
         return True
 
     def _get_name(self) -> str:
-        return self._kind
+        return type(self._twin).__name__
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("is given a hook, which would never be called", "register it on the model before parallelize")
@@ -78,7 +92,7 @@ class Part(nn.Module):
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise Error(
             f"a module of a parallel module {what}",
-            where=f"{self._path} ({self._kind})",
+            where=f"{self._path} ({self._get_name()})",
             expected="the model as it was parallelized",
             remedy=remedy,
         )
@@ -87,12 +101,47 @@ class Part(nn.Module):
 REINITIALISE = "initialise the model before parallelize; or pm.load_full_state_dict(state_dict)"
 
 
-class Root(nn.Module):
+def train_as(part: nn.Module, twin: nn.Module, mode: bool) -> None:
+    """Bring a module and those in it into the modes into which ``twin.train(mode)`` brings the twin's."""
+    modes = [(path, module.training) for path, module in part.named_modules(remove_duplicate=False)]
+    others = dict(twin.named_modules(remove_duplicate=False))
+    for path, training in modes:
+        if path in others:
+            others[path].training = training
+    twin.train(mode)
+    for path, module in part.named_modules(remove_duplicate=False):
+        module.training = others[path].training if path in others else mode
+
+
+class Root(Like):
     """The root of such a tree: what would change the model, or carry its programs elsewhere, is an error."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What ``DistributedDataParallel`` asks for first.
+
+        Raises:
+            Error: always; it would reduce gradients that are reduced already.
+        """
+        raise Error(
+            "a parallel module is put into a DistributedDataParallel",
+            where="DistributedDataParallel(pm)",
+            expected="pm alone: its gradients are those of the whole batch",
+            got="a wrapper that would reduce them once more",
+            remedy="leave DistributedDataParallel out, and cut the batch over the ranks by a hint",
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """What a wrapper such as ``DistributedDataParallel`` has under this name: here it is the module itself, unless
+        the model has one of its own."""
+        own = self._modules.get("module")
+        return self if own is None else own
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__
-        if "_tree" in held and (name in held["_modules"] or name in held["_parameters"] or name in held["_buffers"]):
+        kept = (held.get(place, ()) for place in ("_modules", "_parameters", "_buffers"))
+        if "_tree" in held and (any(name in each for each in kept) or name in self._shown):
             raise Error(
                 f"{name!r} of a parallel module cannot be replaced",
                 where=f"pm.{name} = ...",
@@ -129,24 +178,27 @@ class Root(nn.Module):
 class Tree:
     """The model's modules under ``root``, and what is stored in them."""
 
-    def __init__(self, root: nn.Module, model: nn.Module) -> None:
-        self.root = root
+    def __init__(self, root: Root, model: nn.Module, twin: nn.Module) -> None:
+        self.root, self.twin = root, twin
+        root._show(twin)
         self.paths: list[tuple[str, nn.Module]] = [("", root)]
         self._made: dict[int, nn.Module] = {id(model): root}
-        self._grow(root, model, "")
+        self._grow(root, model, twin, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
 
-    def _grow(self, part: nn.Module, model: nn.Module, path: str) -> None:
+    def _grow(self, part: nn.Module, model: nn.Module, twin: nn.Module, path: str) -> None:
         for name, child in model._modules.items():
             if child is None:
                 continue
             made = self._made.get(id(child))
             if made is None:
                 own = f"{path}.{name}" if path else name
-                made = self._made[id(child)] = Part(own, type(child).__name__)
+                other = twin._modules[name]
+                assert other is not None
+                made = self._made[id(child)] = Part(own, other)
                 made.training = child.training
                 self.paths.append((own, made))
-                self._grow(made, child, own)
+                self._grow(made, child, other, own)
             part._modules[name] = made
 
     @property
@@ -154,28 +206,35 @@ class Tree:
         """The paths of the modules that are in training mode."""
         return frozenset(path for path, module in self.paths if module.training)
 
+    def train(self, mode: bool) -> None:
+        """Have the model's own ``train`` say which module comes into which mode."""
+        train_as(self.root, self.twin, mode)
+
     def register(self, state: ModelState) -> None:
         """Make the stored pieces parameters and buffers of the tree, under the model's own names."""
         self.registered = []
         watch_pieces(state.store.parameters)
         for name, pieces in state.store.parameters.items():
             holder, leaf = self._holder(name)
-            if len(pieces) == 1:
-                held = holder._parameters
-                held[leaf] = pieces[0]
-                self.registered.append((held, leaf, pieces[0], name))
-            else:
-                several = holder._modules[leaf] = nn.ParameterList(pieces)
-                held = several._parameters
-                self.registered += [(held, str(i), piece, name) for i, piece in enumerate(pieces)]
+            for place, piece in zip(self._places(name, holder, len(pieces)), pieces, strict=True):
+                held = place._parameters
+                held[leaf] = piece
+                self.registered.append((held, leaf, piece, name))
         for name, tensors in state.store.buffers.items():
             holder, leaf = self._holder(name)
-            for i, tensor in enumerate(tensors):
-                own = leaf if len(tensors) == 1 else f"{leaf}_{i}"
-                holder._buffers[own] = tensor
-                self.registered.append((holder._buffers, own, tensor, name))
+            for place, tensor in zip(self._places(name, holder, len(tensors)), tensors, strict=True):
+                place._buffers[leaf] = tensor
+                self.registered.append((place._buffers, leaf, tensor, name))
                 if name not in state.names:
-                    holder._non_persistent_buffers_set.add(own)
+                    place._non_persistent_buffers_set.add(leaf)
+
+    def _places(self, name: str, holder: nn.Module, count: int) -> list[nn.Module]:
+        """The modules that hold the pieces of a parameter: its own; or one for each piece, which looks like it."""
+        if count == 1:
+            return [holder]
+        twin = self.twin.get_submodule(name.rpartition(".")[0])
+        made = [(f"@{i}", Part(f"{name.rpartition('.')[0]}.@{i}", twin)) for i in range(count)]
+        return [holder._modules.setdefault(own, part) or part for own, part in made]
 
     def check(self) -> None:
         """Raise if somebody put another tensor in the place of a stored one.

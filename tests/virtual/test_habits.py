@@ -1,0 +1,171 @@
+"""Scripts that look at the module: names, attributes, classes and methods are the model's own."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+import shardfx as sx
+
+from .test_calls import batch, near, parallel
+
+X, Y = batch()
+MESHES = {
+    "dp": (sx.Mesh(dp=2), {"args.0": "dp, -", "targets.0": "dp"}),
+    "tp": (sx.Mesh(dp=2, tp=2), {"args.0": "dp, -", "targets.0": "dp", "first.weight": "tp, -"}),
+}
+
+
+class Net(nn.Module):
+    """With what scripts look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(width=16, name="net")
+        self.first, self.norm, self.drop = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.0)
+        self.last = nn.Linear(16, 4)
+
+    @property
+    def width(self) -> int:
+        return int(self.config.width)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"first.bias"}
+
+    def configure_optimizers(self, lr: float) -> torch.optim.Optimizer:
+        """As nanoGPT does it."""
+        named = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        decayed = [p for p in named.values() if p.dim() >= 2]
+        others = [p for p in named.values() if p.dim() < 2]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=lr)
+
+    def train(self, mode: bool = True) -> Net:
+        """With frozen statistics, as detection models do it."""
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def generate(self) -> str:
+        return "words"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(F.relu(self.norm(self.first(x)))))
+
+
+def by_type(model: nn.Module) -> dict[str, str]:
+    """Decay by the type of the module, as minGPT does it."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            decays = isinstance(module, nn.Linear) and name.endswith("weight")
+            found[f"{path}.{name}"] = "decay" if decays else "none"
+    return found
+
+
+@pytest.fixture(params=MESHES)
+def both(request: pytest.FixtureRequest) -> tuple[sx.ParallelModule, Net]:
+    torch.manual_seed(0)
+    mesh, specs = MESHES[request.param]
+    model = Net().double()
+    return parallel(model, mesh, specs=specs), copy.deepcopy(model)
+
+
+def test_attributes_and_methods(both: tuple[sx.ParallelModule, Net]) -> None:
+    pm, model = both
+    assert pm.config == model.config and pm.width == 16 and pm.no_weight_decay() == {"first.bias"}
+    assert pm.module is pm and pm.first.in_features == 8 and pm.drop.p == 0.0 and pm.norm.eps == model.norm.eps
+    assert not hasattr(pm, "missing") and not hasattr(pm.first, "missing")
+    with pytest.raises(AttributeError, match="neither a parallel module nor 'Net'"):
+        _ = pm.missing
+    with pytest.raises(sx.Error, match=r"whole weights(.|\n)*pm.gathered"):
+        pm.generate()
+    for change in (lambda: setattr(pm, "config", None), lambda: setattr(pm.drop, "p", 0.5)):
+        with pytest.raises(sx.Error, match="parallelize it again"):
+            change()
+
+
+def test_the_model_with_whole_weights(both: tuple[sx.ParallelModule, Net]) -> None:
+    """For ``generate``, ``save_pretrained`` and the like."""
+    pm, model = both
+    for each, loss in ((pm, lambda: pm(X, Y)), (model, lambda: F.cross_entropy(model(X), Y))):
+        loss().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    pm.eval()
+    with pm.gathered() as whole:
+        assert type(whole) is Net and whole.generate() == "words" and not whole.training and whole.width == 16
+        assert all(near(mine, model.state_dict()[name]) for name, mine in whole.state_dict().items())
+        assert near(whole(X), pm(X))
+    with pytest.raises(sx.Error, match=r"weights were changed within"), pm.gathered() as whole, torch.no_grad():
+        whole.last.weight.zero_()
+
+
+def test_accumulation_as_for_ddp(both: tuple[sx.ParallelModule, Net]) -> None:
+    pm, model = both
+    with pm.no_sync():
+        (pm(X, Y) / 2).backward()
+    (pm(X.sin(), Y) / 2).backward()
+    ((F.cross_entropy(model(X), Y) + F.cross_entropy(model(X.sin()), Y)) / 2).backward()
+    grads = pm.full_grads()
+    assert all(p.grad is not None and near(grads[name], p.grad) for name, p in model.named_parameters())
+
+
+def test_names_and_modules(both: tuple[sx.ParallelModule, Net]) -> None:
+    pm, model = both
+    ours = {name.rpartition(".")[2] for name, _ in pm.named_parameters()}
+    assert ours == {"weight", "bias"}
+    owner = {name: ".".join(part for part in name.split(".") if part[0] != "@") for name, _ in pm.named_parameters()}
+    assert set(owner.values()) == {name for name, _ in model.named_parameters()}
+    assert len(owner) == len(list(pm.parameters()))
+    assert {owner[name]: kind for name, kind in by_type(pm).items()} == by_type(model)
+    kinds = (nn.Linear, nn.BatchNorm1d, nn.Dropout, nn.Linear)
+    assert all(isinstance(module, kind) for module, kind in zip(pm.children(), kinds, strict=True))
+    made = copy.deepcopy(pm)
+    assert isinstance(made.norm, nn.BatchNorm1d) and near(made(X), pm(X))
+
+
+def test_an_optimizer_made_by_a_method_of_the_model(both: tuple[sx.ParallelModule, Net]) -> None:
+    pm, model = both
+    for each in (pm, model):
+        optimizer = each.train().configure_optimizers(0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = pm(X, Y) if each is pm else F.cross_entropy(model(X), Y)
+            loss.backward()
+            optimizer.step()
+    state = pm.full_state_dict()
+    assert all(near(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_modes_are_set_as_the_model_sets_them(both: tuple[sx.ParallelModule, Net]) -> None:
+    pm, model = both
+    for mode in (True, False, True):
+        pm.train(mode), model.train(mode)
+        modes = {path: module.training for path, module in pm.named_modules() if "@" not in path}
+        assert modes == {path: module.training for path, module in model.named_modules()}
+    pm.first.eval()
+    assert not pm.first.training and pm.drop.training
+    assert near(pm(X, Y), F.cross_entropy(model(X), Y))
+
+
+def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
+    """``AveragedModel`` is right; ``update_bn`` changes modules, which is an error, and is not passed over."""
+    pm, model = both
+    averages = [AveragedModel(each, use_buffers=True) for each in (pm, model)]
+    for each, average in zip((pm, model), averages, strict=True):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            loss: Any = pm(X, Y) if each is pm else F.cross_entropy(model(X), Y)
+            loss.backward()
+            optimizer.step()
+            average.update_parameters(each)
+    with torch.no_grad():
+        assert near(averages[0](X), averages[1](X)) and not near(averages[0](X), pm(X))
+    with pytest.raises((sx.Error, AttributeError), match=r"another 'momentum'|'running_mean' is in 2 pieces"):
+        update_bn([X], pm)

@@ -1,0 +1,126 @@
+"""Losses with tensors of their own: class weights, closures, a learned temperature, a teacher."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfx as sx
+
+from .test_calls import F64, SPECS, batch, mlp, near
+
+X, Y = batch()
+WEIGHT = torch.rand(4, dtype=F64)
+MESH = sx.Mesh(dp=2, tp=2)
+CUT = {**SPECS, "0.weight": "tp, -", "2.weight": "tp, -"}
+
+
+class Tempered(nn.Module):
+    """A temperature that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor(0.3, dtype=F64))
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out * self.log.exp(), y)
+
+
+def closure_over(held: Any) -> Callable[..., torch.Tensor]:
+    return lambda out, y: F.cross_entropy(out, y, held)
+
+
+def calls(criterion: nn.Module) -> Callable[..., torch.Tensor]:
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return criterion(out, y) + out.square().mean()
+
+    return loss
+
+
+def distilled(teacher: nn.Module) -> Callable[..., torch.Tensor]:
+    return lambda out, y: F.cross_entropy(out, y) + F.mse_loss(out, teacher(out.detach()))
+
+
+def teacher() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(4, 4).double().requires_grad_(False)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "weights of classes": nn.CrossEntropyLoss(weight=WEIGHT),
+    "weights of a smoothed loss": nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1, reduction="sum"),
+    "a global": lambda out, y: F.cross_entropy(out, y, WEIGHT),
+    "a closure": closure_over(WEIGHT),
+    "a module in a closure": calls(nn.CrossEntropyLoss(weight=WEIGHT)),
+    "positives": lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 4).to(out), pos_weight=WEIGHT),
+    "a teacher": distilled(teacher()),
+}
+
+
+def given(loss: Callable[..., Any]) -> sx.Hints:
+    return sx.Hints(args=(X,), loss=loss, targets=(Y,), specs=CUT)
+
+
+@pytest.mark.parametrize("which", LOSSES)
+def test_tensors_of_the_loss(which: str) -> None:
+    loss, model = LOSSES[which], mlp()
+    alone, names = copy.deepcopy(model), list(model.state_dict())
+    pm = sx.parallelize(model, MESH, given(loss))
+    ours, theirs = pm(X, Y), loss(alone(X), Y)
+    ours.backward(), theirs.backward()
+    assert near(ours, theirs)
+    grads = pm.full_grads()
+    assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
+    assert [name for name in pm.full_state_dict() if not name.startswith("loss.")] == names
+    if "teacher" not in which:
+        alone.load_state_dict(pm.full_state_dict())
+    with pm.gathered() as whole:
+        assert type(whole) is nn.Sequential and list(whole.state_dict()) == names
+    assert list(model.state_dict()) == names and near(pm.eval()(X[:3]), alone(X[:3])) and pm.verify()
+    assert "loss" in str(sx.trace(mlp(), given(loss)))
+
+
+@pytest.mark.parametrize("way", ["a module", "a closure"])
+def test_what_is_learned_in_the_loss(way: str) -> None:
+    """By the optimizer that has it beside the model's parameters."""
+
+    def make() -> tuple[nn.Module, Callable[..., Any], list[nn.Parameter]]:
+        model, tempered = mlp(), Tempered()
+        loss = tempered if way == "a module" else lambda out, y: F.cross_entropy(out * tempered.log.exp(), y)
+        return model, loss, [*model.parameters(), *tempered.parameters()]
+
+    model, loss, parameters = make()
+    alone, their_loss, theirs = make()
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (parameters, theirs)]
+    pm = sx.parallelize(model, MESH, given(loss), optimizer=optimizers[0])
+    for _ in range(3):
+        for optimizer, made in zip(optimizers, (pm(X, Y), their_loss(alone(X), Y)), strict=True):
+            optimizer.zero_grad()
+            made.backward()
+            optimizer.step()
+    state = pm.full_state_dict()
+    (learned,) = [tensor for name, tensor in state.items() if name.startswith("loss.")]
+    assert near(learned, theirs[-1]) and float((learned - 0.3).abs()) > 1e-4
+    assert all(near(state[name], tensor) for name, tensor in alone.state_dict().items())
+
+
+def test_a_penalty_on_the_weights() -> None:
+    """The loss may look at the model that it is of."""
+    model = mlp()
+    alone = copy.deepcopy(model)
+
+    def with_penalty(of: nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda out, y: F.cross_entropy(out, y) + 0.1 * torch.stack([p.norm() for p in of.parameters()]).sum()
+
+    pm = sx.parallelize(model, MESH, given(with_penalty(model)))
+    ours, theirs = pm(X, Y), with_penalty(alone)(alone(X), Y)
+    ours.backward(), theirs.backward()
+    assert near(ours, theirs)
+    grads = pm.full_grads()
+    assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
