@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardfx.ir.graph import Node, Value
 from shardfx.ir.rules.sharding_rule import SAME, Dim, ShardingRule
 
-from ..graph import Node, Value
 from .cut_search import ValidCut
 
 Place = tuple[int, int]

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from shardfx.ir.builder import types_of
+from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.rules.local import TARGETS
-
-from ..graph import Node, Value, substitute
-from ..spec import TensorType
+from shardfx.ir.spec import TensorType
 
 Results = list[torch.Tensor | None]
 

@@ -24,7 +24,8 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
-from shardfx.passes.finite import Sure, keeps_terms_finite, sure_facts
+from shardfx.passes.finite import keeps_terms_finite, sure_facts
+from shardfx.passes.finite_results import Sure
 
 from .propagate import scattered
 
@@ -129,7 +130,7 @@ class _Sums:
                 return None
         if any(f not in present for f in using for present in rule.result_factors):
             return None
-        return group if keeps_terms_finite(node, group, self.facts) else None
+        return group if keeps_terms_finite(node, rule, group, self.facts) else None
 
     def _stay(
         self, axis: str, reach: dict[Value, str], passing: dict[Node, frozenset[int]]

@@ -42,6 +42,9 @@ SPECIAL: dict[str, Op] = {
     "addcdiv": lambda y: torch.addcdiv(y, y, like(y, 0)).clamp(-3, 3),
     "addcmul": lambda y: torch.addcmul(y, y, like(y, INF)).clamp(-3, 3),
     "add times inf": lambda y: torch.add(y, y, alpha=INF).clamp(-3, 3),
+    "mul by a product with inf": lambda y: (y * (like(y, INF)[:, None] @ like(y, 1)[None])[0]).clamp(-3, 3),
+    "mul by log_softmax": lambda y: (y * like(y, 0).masked_fill(torch.arange(8) > 0, -INF).log_softmax(0)).clamp(-3, 3),
+    "div by a cast": lambda y: (y / like(y, 0.5).long()).clamp(-3, 3),
     "a mask of -inf": lambda y: (y * torch.full((8, 8), -INF, dtype=y.dtype).triu(1)[: len(y)]).clamp(-3, 3),
 }
 """Infinite whatever the terms are: the terms of one sum, of two signs, make NaN."""

@@ -24,19 +24,29 @@ def _shape_of_channels(x: Tensor) -> list[int]:
 def expand_batch_norm(
     x: Tensor, weight: Given, bias: Given, old_mean: Given, old_var: Given, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Batch normalisation over the whole batch in two passes: mean, then centred squares; sums that may be partial."""
+    """Batch normalisation over the whole batch in two passes: mean, then centred squares; sums that may be partial.
+
+    In evaluation by the running statistics, which stay; nothing is saved.
+    """
     dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
     shape = _shape_of_channels(x)
-    mean = torch.sum(x, dims) / count
+    if training:
+        mean = torch.sum(x, dims) / count
+    else:
+        assert old_mean is not None and old_var is not None
+        mean = old_mean
     centred = x - mean.view(shape)
-    var = torch.sum(centred * centred, dims) / count
+    var = torch.sum(centred * centred, dims) / count if training or old_var is None else old_var
     rstd = torch.rsqrt(var + eps)
     y = centred * rstd.view(shape)
     if weight is not None:
         y = y * weight.view(shape)
     if bias is not None:
         y = y + bias.view(shape)
+    if not training:
+        assert old_mean is not None and old_var is not None
+        return y, x.new_empty([0]), x.new_empty([0]), old_mean.clone(), old_var.clone()
     results = [y, mean, rstd]
     if old_mean is not None and old_var is not None:
         results.append(old_mean * (1 - momentum) + mean * momentum)
@@ -47,17 +57,24 @@ def expand_batch_norm(
 def expand_batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, save_mean: Tensor, save_rstd: Tensor, *options: Any
 ) -> tuple[Given, ...]:
-    """The gradients, from sums over the batch that may be partial."""
+    """The gradients, from sums over the batch that may be partial; of running statistics that of x needs none."""
+    train, eps, (_, for_weight, for_bias) = options
     dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
     shape = _shape_of_channels(x)
+    if not train:
+        assert mean is not None and var is not None
+        save_mean, save_rstd = mean, torch.rsqrt(var + eps)
     rstd = save_rstd.view(shape)
     normal = (x - save_mean.view(shape)) * rstd
     sum_grad = torch.sum(grad, dims)
     sum_dot = torch.sum(grad * normal, dims)
     scale = rstd if weight is None else rstd * weight.view(shape)
-    gx = (grad - sum_grad.view(shape) / count - normal * (sum_dot.view(shape) / count)) * scale
-    _, for_weight, for_bias = options[-1]
+    gx = (
+        grad * scale
+        if not train
+        else (grad - sum_grad.view(shape) / count - normal * (sum_dot.view(shape) / count)) * scale
+    )
     return gx, sum_dot if for_weight else None, sum_grad if for_bias else None
 
 
