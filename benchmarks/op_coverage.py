@@ -38,6 +38,7 @@ from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import Instance
 from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
+from shardfx.ir.rules.sharding_rule import Linear
 
 BOOK = default_rules().with_fallback(Discovery().entry)
 DISCOVERED = "discovered"
@@ -56,7 +57,7 @@ class Score:
     cuts: int = 0
     missing_cuts: tuple[Choice, ...] = ()
     sums: int = 0
-    missing_sums: tuple[frozenset[int], ...] = ()
+    missing_sums: tuple[Linear, ...] = ()
     dtensor: Answers | None = None
 
 
@@ -90,7 +91,7 @@ def score(of: Instance, dtensor: bool = True) -> Score:
         tuple(missing_cuts(rule, cuts, oracle.ignored())),
         len(sums),
         tuple(missing_sums(rule, sums)),
-        ask(of, cuts, sums) if dtensor else None,
+        ask(of, cuts, [each.operands for each in sums]) if dtensor else None,
     )
 
 
@@ -253,7 +254,7 @@ def report(scores: Sequence[Score], console: Console, everything: bool) -> None:
         for choice in each.missing_cuts:
             say(f"missing cut: {each.text}: {choice}")
         for group in each.missing_sums:
-            say(f"missing sum: {each.text}: {sorted(group)}")
+            say(f"missing sum: {each.text}: {group}")
     for answer in answers:
         for text in (*answer.wrong, *answer.raised):
             say(f"DTensor: {text}")

@@ -79,11 +79,12 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
             if smallest(rule.sizes[f], ("a",), mesh) > 0:
                 yield Trial(mesh, {f: Cut(("a",))})
     floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
-    groups = [g for g in rule.linear if g and max(g) < len(tensors)]
+    groups = [g for g, _ in rule.linear if g and max(g) < len(tensors)]
     groups = [g for g in groups if all(tensors[i].is_floating_point() for i in g)]
     for group in groups:
-        kinds = ("sum", "max", "min") if rule.moves_only and floats else ("sum",)
-        for kind in kinds:
+        for kind in ("sum", "max", "min") if floats else ("sum",):
+            if rule.passes(kind, group) is None:
+                continue
             yield Trial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
     two = Mesh(a=2, b=2)
     for f in free:

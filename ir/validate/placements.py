@@ -92,7 +92,7 @@ def _cuts(made: Strategy) -> str:
 
 
 def _groups(rule: ShardingRule) -> str:
-    return " or ".join(_numbers(group) for group in rule.linear) or "in none"
+    return " or ".join(_numbers(each.operands) for each in rule.linear) or "in none"
 
 
 def _numbers(group: frozenset[int]) -> str:

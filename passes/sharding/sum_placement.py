@@ -91,8 +91,8 @@ class _Sums:
             if group is not None:
                 passing[node] = group
                 kind = reach[node.operands[min(group)]]
-                for value in node.outs:
-                    reach[value] = kind
+                made_partial = self.rules[node].passes(kind, group) or ()
+                reach.update((value, kind) for value in node.outs if value.index in made_partial)
                 continue
             if any(axis in axes for _, axes in made.cuts):
                 for value, spec in zip(node.outs, made.results, strict=True):
@@ -118,10 +118,8 @@ class _Sums:
         """The operands over which the node is linear, if all of them and no others may be partial over ``axis``."""
         operands, rule = node.operands, self.rules[node]
         group = frozenset(i for i, v in enumerate(operands) if v in reach)
-        if not group or group not in rule.linear:
-            return None
         kinds = {reach[operands[i]] for i in group}
-        if len(kinds) > 1 or (kinds - {"sum", "avg"} and not rule.moves_only):
+        if len(kinds) != 1 or rule.passes(min(kinds), group) is None:
             return None
         assert node.strategy is not None
         using = {f for f, axes in node.strategy.cuts if axis in axes}

@@ -159,7 +159,7 @@ def test_terms_are_multiplied_by_what_is_finite_alone() -> None:
     for op, args, needed in cases:
         node = instance(op, args).node
         rule = rule_of(node)
-        group = next(each for each in rule.linear if 0 in each)
+        group = next(each.operands for each in rule.linear if 0 in each.operands)
         facts = {value: FINITE for i, value in enumerate(node.operands) if i in needed}
         assert keeps_terms_finite(node, rule, group, facts), op
         for value in list(facts):

@@ -176,7 +176,7 @@ def test_what_is_found(made: Node, text: str, linear: list[set[int]]) -> None:
     rule = Discovery().rule(made)
     assert rule is not None
     assert rule_text(rule) == text
-    assert list(map(set, rule.linear)) == linear
+    assert [set(each.operands) for each in rule.linear] == linear
 
 
 def test_values_that_are_rare_are_tried() -> None:

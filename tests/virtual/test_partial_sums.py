@@ -123,3 +123,14 @@ def test_a_partial_sum_still_passes_what_is_sure_to_be_finite() -> None:
     pm = sx.parallelize(Product(op), sx.Mesh(tp=2), sx.Hints(args=(x,), specs=CUT_SUM), virtual=True)
     scaled = next(node for node in pm.after.nodes if str(node.op) == "aten.mul.Tensor")
     assert scaled.strategy is not None and scaled.strategy.results[0].partial
+
+
+@pytest.mark.parametrize("op", [torch.ones_like, lambda y: y.new_ones(3)], ids=["ones_like", "new_ones"])
+def test_what_nobody_looks_at_is_not_reduced(op: Op) -> None:
+    x = torch.randn(4, 6, dtype=F64)
+    model = Product(lambda y: op(y.detach()).sum() * y.sum())
+    pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints(args=(x,), specs=CUT_SUM, loss=torch.sum), virtual=True)
+    large = [node for node in pm.after.nodes if "all_reduce" in str(node.op) and node.operands[0].type.numel > 1]
+    assert not large
+    torch.testing.assert_close(pm(x), model(x))
+    assert pm.verify()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfx.ir.rulebook.dims import packed
+from shardfx.ir.graph import Node
+from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.sharding_rule import SAME
+from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
 
@@ -78,26 +81,52 @@ def expand_batch_norm_backward(
     return gx, sum_dot if for_weight else None, sum_grad if for_bias else None
 
 
+def affine(form: str, *unread: int) -> Callable[[Node], Template]:
+    """Weight and bias may be partial sums together: the statistics know nothing of them. A bias alone is added once."""
+
+    def make(node: Node) -> Template:
+        scaled = argument(node, "weight") is not None
+        training = argument(node, "training") is not False
+        linear = ["1&2>0"] * (scaled and training) + [f"{i}>" for i in unread if training]
+        return template(form, "|".join(linear), SAME if unread else "sum")
+
+    make.__name__ = form
+    return make
+
+
+def batch_backward(form: str, flag: str) -> Callable[[Node], Template]:
+    """The statistics of the batch, or the running ones, are not looked at."""
+
+    def make(node: Node) -> Template:
+        return template(form, "0|2>0|3>|4>" if argument(node, flag) else "0|2>0|5>|6>|1&3>1")
+
+    make.__name__ = form
+    return make
+
+
 ROWS = "n.. d*normalized_shape!"
 GROUPS = "n (g c!) s..!"
 GROUPED = {"N": "n", "C": "(g c)", "group": "g"}
 
 RULES: tuple[RuleEntry, ...] = (
-    rule(aten.native_layer_norm.default, f"{ROWS}, d.., d.. -> n.. d.., n.. 1*d, n.. 1*d", expand=True),
+    rule(aten.native_layer_norm.default, affine(f"{ROWS}, d.., d.. -> n.. d.., n.. 1*d, n.. 1*d"), expand=True),
     # The gradients of weight and bias are sums over n: partial where that is cut.
     packed(
         aten.native_layer_norm_backward.default,
         f"{ROWS}, n.. d.., n.. 1*d, n.. 1*d, d.., d.. -> n.. d.., d.., d..",
-        linear="0",
+        linear="0|4>0|5>",
         expand=True,
     ),
     packed(
-        aten.native_group_norm.default, f"{GROUPS}, (g c), (g c) -> n (g c) s.., n g, n g", sized=GROUPED, expand=True
+        aten.native_group_norm.default,
+        affine(f"{GROUPS}, (g c), (g c) -> n (g c) s.., n g, n g"),
+        sized=GROUPED,
+        expand=True,
     ),
     packed(
         aten.native_group_norm_backward.default,
         f"{GROUPS}, n (g c) s.., n g, n g, (g c) -> n (g c) s.., (g c), (g c)",
-        linear="0",
+        linear="0|4>0",
         sized=GROUPED,
         expand=True,
     ),
@@ -108,25 +137,27 @@ RULES: tuple[RuleEntry, ...] = (
         reduce=SAME,
         expand=expand_batch_norm,
     ),
-    packed(aten.native_batch_norm.default, "n!training c s..!training, c, ... -> n c s.., c, ...", reduce=SAME),
+    packed(aten.native_batch_norm.default, affine("n!training c s..!training, c, ... -> n c s.., c, ...", 3, 4)),
     packed(aten._native_batch_norm_legit_no_training.default, "n c s.., c, ... -> n c s.., c, ...", reduce=SAME),
     # In training the gradient of x needs the sums over n and space.
     packed(
         aten.native_batch_norm_backward.default,
-        "n!train c s..!train, n c s.., c, ... -> n c s.., c, c",
-        linear="0",
+        batch_backward("n!train c s..!train, n c s.., c, ... -> n c s.., c, c", "train"),
         expand=expand_batch_norm_backward,
     ),
-    packed(aten.batch_norm_backward.default, "n!update c s..!update, n c s.., c, ... -> n c s.., c, c", linear="0"),
+    packed(
+        aten.batch_norm_backward.default,
+        batch_backward("n!update c s..!update, n c s.., c, ... -> n c s.., c, c", "update"),
+    ),
 )
 
 if hasattr(aten, "_fused_rms_norm"):
     RULES += (
-        rule(aten._fused_rms_norm.default, f"{ROWS}, d.. -> n.. d.., n.. 1*d", expand=True),
+        rule(aten._fused_rms_norm.default, f"{ROWS}, d.. -> n.. d.., n.. 1*d", linear="1>0", expand=True),
         rule(
             aten._fused_rms_norm_backward.default,
             f"{ROWS}, n.. d.., n.. 1*d, d.. -> n.. d.., d..",
-            linear="0",
+            linear="0|3>0",
             expand=True,
         ),
     )
