@@ -8,6 +8,7 @@ masks do.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -27,9 +28,16 @@ NEEDED: dict[str, Mapping[int, Sure]] = {
     "addcdiv": {2: NONZERO},
     "attention_backward": dict.fromkeys(range(1, 5), FINITE),
     "_scaled_dot_product_flash_attention_for_cpu_backward": dict.fromkeys(range(1, 5), FINITE),
+    **{f"nll_loss{name}_backward": {3: FINITE, 4: FINITE | NONZERO} for name in ("", "2d")},
+    "linalg_solve_triangular": {0: FINITE | NONZERO},
+    "triangular_solve": {1: FINITE | NONZERO},
+    "cholesky_solve": {1: FINITE | NONZERO},
+    "linalg_lu_solve": {0: FINITE | NONZERO},
+    "linalg_ldl_solve": {0: FINITE | NONZERO},
     **{f"{name}_backward": ANYTHING for name in SLOPES.split()},
 }
-"""What an op's tensors must be where others of them are partial sums; of all other ops finite. The slope of an
+"""What an op's tensors must be where others of them are partial sums; of all other ops finite. A system of equations
+is divided by its diagonal, a mean by its weights; what the rule says nobody looks at may be anything. The slope of an
 activation is bounded whatever its input is, and so is the weight that attention gives, whatever its mask is."""
 
 
@@ -37,13 +45,15 @@ def keeps_terms_finite(node: Node, rule: ShardingRule, group: frozenset[int], fa
     """Whether a node whose operands of these numbers are partial sums multiplies them by nothing infinite."""
     if rule.moves_only:
         return True
-    partial = {node.operands[i] for i in group}
+    free = group.union(*(operands for operands, results in rule.linear if results == frozenset()))
     needed = NEEDED.get(base_name(node))
-    return all(
-        (FINITE if needed is None else needed.get(slot, NOTHING)) in fact(given, facts)
-        for slot, given in enumerate(given_tensors(node))
-        if given is not None and given not in partial
-    )
+    numbers = itertools.count()
+    for slot, given in enumerate(given_tensors(node)):
+        if given is None or (isinstance(given, Value) and next(numbers) in free):
+            continue
+        if (FINITE if needed is None else needed.get(slot, NOTHING)) not in fact(given, facts):
+            return False
+    return True
 
 
 def sure_facts(graph: Graph, rules: Mapping[Node, ShardingRule]) -> dict[Value, Sure]:

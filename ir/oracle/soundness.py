@@ -19,6 +19,7 @@ import torch
 from shardfx.ir.cut import Cut, Part, compound, smallest
 from shardfx.ir.graph import Strategy
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.oracle.running.draws import draws
 from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -123,6 +124,24 @@ def refutations(entry: RuleEntry, of: Instance, *, most: int | None = None, seed
             found.append(Refutation(repr(of), str(trial), why))
             if most is not None and len(found) >= most:
                 break
+    return found
+
+
+def refutations_on_draws(entry: RuleEntry, of: Instance) -> list[Refutation]:
+    """The same on other values: each trial on one of the draws, of both signs, zeros, ties, integers of all the range.
+
+    Where a result is not finite, no operand is a partial sum: of that passes take care.
+    """
+    rule, values = entry.make(of.node), list(draws(of))
+    found = []
+    for number, trial in enumerate(trials(rule, of.results, of.tensors) if rule is not None and values else ()):
+        each = values[number % len(values)]
+        if trial.partial and not all(r is None or bool(r.isfinite().all()) for r in each.results):
+            continue
+        assert rule is not None
+        why = refute(entry, rule, each, trial, torch.Generator().manual_seed(0))
+        if why:
+            found.append(Refutation(repr(of), str(trial), f"{why} (of drawn values)"))
     return found
 
 

@@ -74,7 +74,7 @@ class ShardingRule:
         if group <= unread:
             return frozenset()
         for operands, results in self.linear:
-            if operands == group - unread and (kind in ("sum", "avg") or self.moves_only):
+            if operands - unread == group - unread and (kind in ("sum", "avg") or self.moves_only):
                 made = frozenset(i for i, dims in enumerate(self.results) if dims is not None)
                 return made if results is None else results & made
         return None

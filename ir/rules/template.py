@@ -159,7 +159,8 @@ def _rule(template: Template, key: Key) -> ShardingRule:
     operands, results, sizes, whole = bind(template.operands, template.results, template.marks, key)
     position = {slot: i for i, slot in enumerate(j for j, s in enumerate(key.operands) if not isinstance(s, bool))}
     numbers = {j for j, shape in enumerate(key.operands) if shape is True}
-    linear = []
+    empty = [position[j] for j, shape in enumerate(key.operands) if not isinstance(shape, bool) and 0 in shape]
+    linear = [Linear(frozenset({i}), frozenset()) for i in empty]  # there is nothing in them to be summed
     for group, made in template.groups:
         asked = set(range(len(key.operands))) if group is ALL else group
         given = frozenset(position[i] for i in asked if i in position)

@@ -148,19 +148,24 @@ def test_what_models_are_made_of_stays_finite() -> None:
 def test_terms_are_multiplied_by_what_is_finite_alone() -> None:
     q = f(1, 2, 3, 4)
     _, sums = attention(q, q, q, f(3, 3))
-    cases: list[tuple[Any, tuple[Any, ...], set[int]]] = [
+    cases: list[tuple[Any, tuple[Any, ...], set[int] | None]] = [
         (aten.mm.default, (f(2, 3), f(3, 4)), {1}),
         (aten.convolution.default, conv(f(1, 2, 3, 3), f(2, 2, 1, 1)), {1}),
         (aten._prelu_kernel_backward.default, (f(4), f(4), f(4)), {1, 2}),
         (aten.gelu_backward.default, (f(4), f(4)), set()),
         (attention_backward, (q, q, q, q, q, sums, f(3, 3)), {1, 2, 3, 4}),
         (aten.cat.default, ([f(2), f(2)],), set()),
+        (aten.nll_loss_backward.default, (f(()), f(4, 6), i(6, 4), f(6), 2, -100, f(())), {3}),
+        (aten.cholesky_solve.default, (f(4, 2), f(4, 4)), None),
     ]
     for op, args, needed in cases:
         node = instance(op, args).node
         rule = rule_of(node)
-        group = next(each.operands for each in rule.linear if 0 in each.operands)
-        facts = {value: FINITE for i, value in enumerate(node.operands) if i in needed}
+        group = next(each.operands for each in rule.linear if each.results != frozenset())
+        facts = {value: FINITE for i, value in enumerate(node.operands) if needed is None or i in needed}
+        if needed is None:  # it divides by what may be zero
+            assert not keeps_terms_finite(node, rule, group, facts), op
+            continue
         assert keeps_terms_finite(node, rule, group, facts), op
         for value in list(facts):
             assert not keeps_terms_finite(node, rule, group, facts | {value: Sure.NOTHING}), op

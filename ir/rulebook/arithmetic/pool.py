@@ -91,6 +91,20 @@ def padded_constant(node: Node) -> Template:
     return template(padded(node), "" if argument(node, "value") else "0")
 
 
+def largest(node: Node) -> Template:
+    """The largest element of each window, which is the element itself where each has a window of its own."""
+    space = 3 if "3d" in str(node.op) else 2
+    kernel = spread(argument(node, "kernel_size") or 1, space, ())
+    same = node.operands[0].shape == node.outs[0].shape and set(kernel) == {1}
+    return template(f"{X} -> {Y}, {Y}".replace("#", str(space)), "0>0" if same else "", moves_only=same)
+
+
+def fractional(node: Node) -> Template:
+    """Random numbers say where windows lie, but for the first and the last."""
+    form = f"{X}, n.. e! -> {Y}, {Y}".replace("#", "3" if "3d" in str(node.op) else "2")
+    return template(form, "1>" if max(argument(node, "output_size")) <= 2 else "")
+
+
 def grid_backward(node: Node) -> Template:
     """The gradient of the grid is linear in the picture too; that of nearest neighbours is zero, whatever it shows."""
     space = node.operands[0].type.ndim - 2
@@ -120,7 +134,7 @@ RESIZED = {
 }
 
 RULES: tuple[RuleEntry, ...] = (
-    *pictures("max_pool#d_with_indices adaptive_max_pool#d", f"{X} -> {Y}, {Y}"),
+    *(rule(ops(f"max_pool{n}d_with_indices adaptive_max_pool{n}d"), largest) for n in (2, 3)),
     *pictures(
         "max_pool#d_with_indices_backward fractional_max_pool#d_backward",
         f"{Y}, {X}, {Y} -> {X}",
@@ -131,7 +145,7 @@ RULES: tuple[RuleEntry, ...] = (
     *pictures(
         "adaptive_max_pool#d_backward", f"n.. p*#, {X}, n.. p*# -> {X}", linear="0|1>", contiguous=Contiguous.ALL
     ),
-    *pictures("fractional_max_pool#d", f"{X}, n.. e! -> {Y}, {Y}"),
+    *(rule(ops(f"fractional_max_pool{n}d"), fractional) for n in (2, 3)),
     *pictures("max_unpool#d", f"{X}, {X} -> {Y}", linear="0"),
     *pictures("avg_pool#d", f"{A} -> {B}", own=windows),
     *pictures("avg_pool#d_backward", f"{B}, {A} -> {A}", own=windows),
