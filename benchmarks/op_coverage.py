@@ -5,7 +5,8 @@
 The ops are those that the samples of ``op_db`` call, forward and backward, at the level of aten. By category (the file
 of the rule book that holds the op's rule; an op without one is discovered) the table gives
 
-    sound     of the cuts and partial sums that the rules allow, those that the oracle does not refute by running them
+    sound     of the cuts and partial sums that the rules allow, those that the oracle does not refute by running them,
+              on the values of the database and on others: of both signs, zeros, ties, integers over their whole range
     cuts      of the one-axis cuts of operands that the oracle finds right, those that the rules allow
     sums      of the sets of operands that may be partial sums, those that the rules let pass
     DTensor   the same of DTensor (:mod:`benchmarks.op_dtensor`), and what it accepts and gets wrong
@@ -36,8 +37,9 @@ from shardfx.ir.oracle.completeness import missing_cuts, missing_sums
 from shardfx.ir.oracle.cut_search import Choice, Oracle
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import Instance
-from shardfx.ir.oracle.soundness import UNDEFINED, refutations, trials
+from shardfx.ir.oracle.soundness import UNDEFINED, refutations, refutations_on_draws, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
+from shardfx.ir.rules.sharding_rule import Linear
 
 BOOK = default_rules().with_fallback(Discovery().entry)
 DISCOVERED = "discovered"
@@ -56,7 +58,7 @@ class Score:
     cuts: int = 0
     missing_cuts: tuple[Choice, ...] = ()
     sums: int = 0
-    missing_sums: tuple[frozenset[int], ...] = ()
+    missing_sums: tuple[Linear, ...] = ()
     dtensor: Answers | None = None
 
 
@@ -77,7 +79,7 @@ def score(of: Instance, dtensor: bool = True) -> Score:
     tried, refuted = 0, []
     if entry is not None and rule is not None:
         tried = len(list(trials(rule, of.results, of.tensors)))
-        refuted = refutations(entry, of)
+        refuted = refutations(entry, of) + refutations_on_draws(entry, of)
     oracle = Oracle(of)
     cuts, sums = oracle.cuts(), [] if of.node.op.overloadpacket in UNDEFINED else oracle.linear()
     return Score(
@@ -90,7 +92,7 @@ def score(of: Instance, dtensor: bool = True) -> Score:
         tuple(missing_cuts(rule, cuts, oracle.ignored())),
         len(sums),
         tuple(missing_sums(rule, sums)),
-        ask(of, cuts, sums) if dtensor else None,
+        ask(of, cuts, [each.operands for each in sums]) if dtensor else None,
     )
 
 
@@ -253,7 +255,7 @@ def report(scores: Sequence[Score], console: Console, everything: bool) -> None:
         for choice in each.missing_cuts:
             say(f"missing cut: {each.text}: {choice}")
         for group in each.missing_sums:
-            say(f"missing sum: {each.text}: {sorted(group)}")
+            say(f"missing sum: {each.text}: {group}")
     for answer in answers:
         for text in (*answer.wrong, *answer.raised):
             say(f"DTensor: {text}")

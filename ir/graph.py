@@ -17,7 +17,20 @@ from typing import Any, ClassVar
 import torch
 
 from .mesh import Mesh
-from .node import NOWHERE, Attr, FactorCuts, Node, Phase, Pin, Strategy, Value, Where, op_name, substitute
+from .node import (
+    NOWHERE,
+    Attr,
+    FactorCuts,
+    Node,
+    Phase,
+    Pin,
+    Strategy,
+    Value,
+    Where,
+    factors_text,
+    op_name,
+    substitute,
+)
 from .repeat import Repeat
 from .spec import Spec
 
@@ -37,6 +50,7 @@ __all__ = [
     "Strategy",
     "Value",
     "Where",
+    "factors_text",
     "op_name",
     "substitute",
 ]

@@ -48,6 +48,11 @@ FactorCuts = tuple[tuple[str, tuple[str, ...]], ...]
 """Which factor of an op's rule is cut over which axes, major first."""
 
 
+def factors_text(cuts: FactorCuts) -> str:
+    """``n{tp} m{}``, or ``-`` where nothing is cut."""
+    return " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in cuts) or "-"
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """How a node is computed: the spec it needs of each tensor operand and gives to each result.

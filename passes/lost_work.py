@@ -9,11 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-import torch
-
-from shardfx.ir.cost.flops import formula
+from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import ShardfxWarning
-from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
+from shardfx.ir.graph import Graph, Node, op_name
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import is_heavy
 
@@ -29,7 +27,7 @@ def report_lost_work(graph: Graph, axes: Iterable[str]) -> None:
         if is_heavy(node):
             key = alike(node)
             if key not in priced:
-                priced[key] = _flops(node)
+                priced[key] = flops_of(node)
             flops[node] = priced[key]
     total = sum(flops.values())
     for axis in sorted(axes):
@@ -81,18 +79,3 @@ def _uses(node: Node, axis: str) -> bool:
     made = node.strategy
     assert made is not None
     return any(axis in axes for _, axes in made.cuts)
-
-
-def _flops(node: Node) -> int:
-    """The operations of a node as a whole."""
-    count = formula(node.op)
-    if count is None:
-        return 0
-
-    def empty(value: Value) -> torch.Tensor:
-        return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
-
-    made = tuple(None if value is None else empty(value) for value in node.results)
-    out = made if len(made) > 1 else made[0]
-    kwargs = {name: substitute(arg, empty) for name, arg in node.kwargs.items()}
-    return int(count(*substitute(node.args, empty), **kwargs, out_val=out))

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Value, op_name
+from shardfx.ir.graph import Graph, Node, Value, factors_text, op_name
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.sharding.bind_hints import as_spec
-from shardfx.passes.sharding.pins import factors_text
 
 from .plan_file import PlanFields, read_plan, write_plan
 

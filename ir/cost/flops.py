@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 
 aten = torch.ops.aten
@@ -38,3 +39,18 @@ FLOPS: dict[Any, Callable[..., Any]] = {
 def formula(target: Any) -> Callable[..., Any] | None:
     """What counts the operations of a call of ``target`` from its arguments and ``out_val``; None for one without."""
     return FLOPS.get(target) or flop_registry.get(getattr(target, "overloadpacket", None))
+
+
+def flops_of(node: Node) -> int:
+    """The operations of a node as a whole."""
+    count = formula(node.op)
+    if count is None:
+        return 0
+
+    def empty(value: Value) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
+
+    made = tuple(None if value is None else empty(value) for value in node.results)
+    out = made if len(made) > 1 else made[0]
+    kwargs = {name: substitute(arg, empty) for name, arg in node.kwargs.items()}
+    return int(count(*substitute(node.args, empty), **kwargs, out_val=out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.sharding_rule import Linear, ShardingRule
 
 from .cut_search import Choice
 
@@ -45,6 +45,11 @@ def missing_cuts(rule: ShardingRule | None, valid: Collection[Choice], ignored: 
     return left
 
 
-def missing_sums(rule: ShardingRule | None, valid: Collection[frozenset[int]]) -> list[frozenset[int]]:
-    """The sets of operands that may be partial sums, and may not by the rule."""
-    return [group for group in valid if rule is None or group not in rule.linear]
+def missing_sums(rule: ShardingRule | None, valid: Collection[Linear]) -> list[Linear]:
+    """The sets of operands that may be partial sums, and by the rule may not, or need not be summed, and by it must."""
+    return [each for each in valid if rule is None or not _lets(rule, each)]
+
+
+def _lets(rule: ShardingRule, valid: Linear) -> bool:
+    made = rule.passes("sum", valid.operands)
+    return made is not None and (bool(valid.results) or not made)

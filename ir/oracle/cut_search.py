@@ -22,6 +22,7 @@ import torch
 from torch._decomp import decomposition_table
 
 from shardfx.ir.cut import chunk
+from shardfx.ir.rules.sharding_rule import Linear
 
 from .instance import Instance, places, runs, variants
 from .linearity import linear_groups
@@ -242,9 +243,9 @@ class Oracle:
         yield from ((place,) for place in (*shapes, *numbers))
         yield from itertools.islice(itertools.combinations(numbers, 2), 6)
 
-    def linear(self) -> list[frozenset[int]]:
-        """The smallest sets of operands that may be partial sums together."""
-        return linear_groups(self.of, self.variants, self.generator)
+    def linear(self, singular: bool = True) -> list[Linear]:
+        """The smallest sets of operands that may be partial sums together, also where a quotient is not finite."""
+        return linear_groups(self.of, self.variants, self.generator, singular)
 
 
 def _is_index(tensor: torch.Tensor) -> bool:

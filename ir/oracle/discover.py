@@ -25,11 +25,11 @@ import torch
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardfx.ir.graph import Node
 from shardfx.ir.rules.book import Contiguous, RuleEntry
 from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
-from ..graph import Node
 from .cut_search import Oracle
 from .findings import Findings, FindingsFolder, as_rule, together
 from .instance import Instance, TooSlow, bind, describe, replace_at, runs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import string
 import tempfile
@@ -18,9 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardfx.ir.rules.sharding_rule import SAME, Dim, ShardingRule
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.rules.sharding_rule import SAME, Dim, Linear, ShardingRule
+from shardfx.ir.rules.template import parse_linear
 
-from ..graph import Node, Value
 from .cut_search import ValidCut
 
 Place = tuple[int, int]
@@ -42,7 +44,7 @@ class Findings:
     """The cuts of an op that go together, and the sets of operands that may be partial sums."""
 
     cuts: tuple[FoundCut, ...] = ()
-    linear: tuple[frozenset[int], ...] = ()
+    linear: tuple[Linear, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.cuts or self.linear)
@@ -50,7 +52,7 @@ class Findings:
     def without(self, cut: int | None = None, group: frozenset[int] | None = None) -> Findings:
         """The findings but for one."""
         cuts = tuple(c for i, c in enumerate(self.cuts) if i != cut)
-        return replace(self, cuts=cuts, linear=tuple(g for g in self.linear if g != group))
+        return replace(self, cuts=cuts, linear=tuple(g for g in self.linear if g.operands != group))
 
 
 def together(
@@ -146,7 +148,7 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
     return ShardingRule(operands, results, sizes, frozenset(whole), _precise(found.linear, node), ", ".join(words))
 
 
-def _precise(groups: Iterable[frozenset[int]], node: Node) -> tuple[frozenset[int], ...]:
+def _precise(groups: Iterable[Linear], node: Node) -> tuple[Linear, ...]:
     """The groups whose partial sums are not rounded before they are added."""
 
     def digits(value: Value) -> float:
@@ -154,8 +156,12 @@ def _precise(groups: Iterable[frozenset[int]], node: Node) -> tuple[frozenset[in
 
         return -torch.finfo(value.type.dtype).eps if value.type.dtype.is_floating_point else -1.0
 
-    least = min(map(digits, node.outs), default=-1.0)
-    return tuple(g for g in groups if all(digits(node.operands[i]) <= least for i in g))
+    def kept(group: Linear) -> bool:
+        made = [v for v in node.outs if group.results is None or v.index in group.results]
+        least = min(map(digits, made), default=math.inf)
+        return all(digits(node.operands[i]) <= least for i in group.operands)
+
+    return tuple(filter(kept, groups))
 
 
 def _letters() -> Iterator[str]:
@@ -167,7 +173,7 @@ def to_json(found: Findings) -> dict[str, Any]:
     """Findings as what JSON can hold."""
     return {
         "cuts": [{"operands": c.operands, "results": c.results, "sized": c.sized} for c in found.cuts],
-        "linear": [sorted(group) for group in found.linear],
+        "linear": [str(each) for each in found.linear],
     }
 
 
@@ -199,7 +205,7 @@ def from_json(given: Mapping[str, Any]) -> Findings:
         )
         for cut in given["cuts"]
     )
-    return Findings(cuts, tuple(frozenset(int(i) for i in group) for group in given["linear"]))
+    return Findings(cuts, tuple(group for text in given["linear"] for group in parse_linear(text)))
 
 
 def default_folder() -> Path:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from shardfx.ir.builder import types_of
+from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.rules.local import TARGETS
-
-from ..graph import Node, Value, substitute
-from ..spec import TensorType
+from shardfx.ir.spec import TensorType
 
 Results = list[torch.Tensor | None]
 
@@ -177,7 +176,8 @@ def runs(of: Instance) -> bool:
 def variants(of: Instance, draw: torch.Generator) -> Iterator[Instance]:
     """The same op on other values, where it takes them: what is right by accident is not right every time.
 
-    Once smaller, once in another order (the values are still of the same range), once made afresh.
+    Once smaller, once in another order (the values are still of the same range), once made afresh, once with zeros and
+    ties.
     """
 
     def smaller(t: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,10 @@ def variants(of: Instance, draw: torch.Generator) -> Iterator[Instance]:
     def fresh(t: torch.Tensor) -> torch.Tensor:
         return torch.randn(t.shape, generator=draw, dtype=t.dtype)
 
-    for change in (smaller, shuffled, fresh):
+    def coarse(t: torch.Tensor) -> torch.Tensor:
+        return torch.randint(-2, 3, t.shape, generator=draw).to(t.dtype)
+
+    for change in (smaller, shuffled, fresh, coarse):
         tensors = []
         for t in of.tensors:
             if t.is_floating_point() or t.is_complex():

@@ -105,9 +105,13 @@ def magnitude(parts: Iterable[torch.Tensor]) -> float:
     return max([1.0, *(float(part.abs().max()) for part in floats if part.numel())])
 
 
+LARGEST = 1e30
+"""Terms of a sum are no larger than this, whatever the sum is: three times as much is a number in all dtypes."""
+
+
 def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
     """``count`` random tensors whose sum is ``tensor``: of both signs, large and small."""
-    scale = magnitude([tensor])
+    scale = min(magnitude([tensor]), LARGEST)
     noise = []
     for _ in range(count - 1):
         if not (tensor.is_floating_point() or tensor.is_complex()):

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from shardfx.ir.cut import Cut, Part, compound, smallest
+from shardfx.ir.graph import Strategy
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.oracle.running.draws import draws
 from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.spec import REDUCTIONS, Spec
 
-from ..graph import Strategy
-from ..mesh import Mesh
 from .instance import Instance, Results, as_results, bind, call
 from .recombine import apart_at, join, magnitude, piece, rounding, same, split_max, split_sum
 
@@ -79,11 +80,12 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
             if smallest(rule.sizes[f], ("a",), mesh) > 0:
                 yield Trial(mesh, {f: Cut(("a",))})
     floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
-    groups = [g for g in rule.linear if g and max(g) < len(tensors)]
+    groups = [g for g, _ in rule.linear if g and max(g) < len(tensors)]
     groups = [g for g in groups if all(tensors[i].is_floating_point() for i in g)]
     for group in groups:
-        kinds = ("sum", "max", "min") if rule.moves_only and floats else ("sum",)
-        for kind in kinds:
+        for kind in ("sum", "max", "min") if floats else ("sum",):
+            if rule.passes(kind, group) is None:
+                continue
             yield Trial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
     two = Mesh(a=2, b=2)
     for f in free:
@@ -125,11 +127,29 @@ def refutations(entry: RuleEntry, of: Instance, *, most: int | None = None, seed
     return found
 
 
+def refutations_on_draws(entry: RuleEntry, of: Instance) -> list[Refutation]:
+    """The same on other values: each trial on one of the draws, of both signs, zeros, ties, integers of all the range.
+
+    Where a result is not finite, no operand is a partial sum: of that passes take care.
+    """
+    rule, values = entry.make(of.node), list(draws(of))
+    found = []
+    for number, trial in enumerate(trials(rule, of.results, of.tensors) if rule is not None and values else ()):
+        each = values[number % len(values)]
+        if trial.partial and not all(r is None or bool(r.isfinite().all()) for r in each.results):
+            continue
+        assert rule is not None
+        why = refute(entry, rule, each, trial, torch.Generator().manual_seed(0))
+        if why:
+            found.append(Refutation(repr(of), str(trial), f"{why} (of drawn values)"))
+    return found
+
+
 def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, generator: torch.Generator) -> str:
     """Why a trial is wrong, or ""."""
     try:
         made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
-        return difference(entry, made, of, trial.mesh, generator)
+        return Execution(entry, made, of, trial.mesh, generator).difference()
     except Exception as error:  # whatever a kernel says of its arguments
         return said(error)
 
@@ -142,63 +162,61 @@ def said(error: Exception) -> str:
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
-def difference(
-    entry: RuleEntry,
-    made: Strategy,
-    of: Instance,
-    mesh: Mesh,
-    generator: torch.Generator,
-    layout: Layout | None = None,
-) -> str:
-    """How what the ranks compute by a strategy differs from the whole op, or "".
+@dataclass(frozen=True)
+class Execution:
+    """A strategy of an op instance, executed rank by rank.
 
     Args:
         layout: how the ranks' pieces lie in memory: the same numbers, laid out otherwise.
-
-    Raises:
-        Exception: whatever a kernel says of its arguments.
     """
-    ranks = run_ranks(entry, made, of, mesh, generator, layout)
-    undefined = getattr(of.node.op, "overloadpacket", None) in UNDEFINED
-    bound = rounding((*of.tensors, *of.results))
-    wholes = [(i, r) for i, (r, v) in enumerate(zip(of.results, of.node.results, strict=True)) if v is not None]
-    for (i, whole), spec in zip(wholes, made.results, strict=True):
-        assert whole is not None
-        parts: dict[int, torch.Tensor] = {}
-        for rank, results in ranks.items():
-            given = results[i] if i < len(results) else None
-            if given is None:
-                return f"rank {rank} has no result {i}"
-            parts[rank] = given
-        value, why = join(parts, whole, spec, mesh, bound)
-        if value is None and not (undefined and "differ" in why):
-            return f"result {i} as {spec.text(whole.shape)}: {why}"
-        if value is not None and not undefined and not same(value, whole, magnitude(parts.values()), bound):
-            return f"result {i} as {spec.text(whole.shape)} has other values: {apart_at(value, whole)}"
-    return ""
 
+    entry: RuleEntry
+    made: Strategy
+    of: Instance
+    mesh: Mesh
+    generator: torch.Generator
+    layout: Layout | None = None
 
-def run_ranks(
-    entry: RuleEntry,
-    made: Strategy,
-    of: Instance,
-    mesh: Mesh,
-    generator: torch.Generator,
-    layout: Layout | None = None,
-) -> dict[int, Results]:
-    """Every rank's results, by a strategy."""
-    shares = hold(made, of, mesh, generator)
-    node = of.node
-    before, node.strategy = node.strategy, made
-    try:
-        found = {}
-        for rank, tensors in shares.items():
-            laid = [layout(t) for t in tensors] if layout is not None else tensors
-            args, kwargs = bind(node, [lay_out(t, entry.contiguous) for t in laid])
-            found[rank] = as_results(perform(entry, Executor(node, mesh, mesh.coords(rank), args, kwargs)))
-    finally:
-        node.strategy = before
-    return found
+    def difference(self) -> str:
+        """How what the ranks compute differs from the whole op, or "".
+
+        Raises:
+            Exception: whatever a kernel says of its arguments.
+        """
+        of, ranks = self.of, self.ranks()
+        undefined = getattr(of.node.op, "overloadpacket", None) in UNDEFINED
+        bound = rounding((*of.tensors, *of.results))
+        wholes = [(i, r) for i, (r, v) in enumerate(zip(of.results, of.node.results, strict=True)) if v is not None]
+        for (i, whole), spec in zip(wholes, self.made.results, strict=True):
+            assert whole is not None
+            parts: dict[int, torch.Tensor] = {}
+            for rank, results in ranks.items():
+                given = results[i] if i < len(results) else None
+                if given is None:
+                    return f"rank {rank} has no result {i}"
+                parts[rank] = given
+            value, why = join(parts, whole, spec, self.mesh, bound)
+            if value is None and not (undefined and "differ" in why):
+                return f"result {i} as {spec.text(whole.shape)}: {why}"
+            if value is not None and not undefined and not same(value, whole, magnitude(parts.values()), bound):
+                return f"result {i} as {spec.text(whole.shape)} has other values: {apart_at(value, whole)}"
+        return ""
+
+    def ranks(self) -> dict[int, Results]:
+        """Every rank's results."""
+        shares = hold(self.made, self.of, self.mesh, self.generator)
+        node = self.of.node
+        before, node.strategy = node.strategy, self.made
+        try:
+            found = {}
+            for rank, tensors in shares.items():
+                laid = [self.layout(t) for t in tensors] if self.layout is not None else tensors
+                args, kwargs = bind(node, [lay_out(t, self.entry.contiguous) for t in laid])
+                executor = Executor(node, self.mesh, self.mesh.coords(rank), args, kwargs)
+                found[rank] = as_results(perform(self.entry, executor))
+        finally:
+            node.strategy = before
+        return found
 
 
 def hold(made: Strategy, of: Instance, mesh: Mesh, generator: torch.Generator) -> dict[int, list[torch.Tensor]]:

@@ -17,7 +17,7 @@ def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[i
     """Whether the node may be computed with these operands partial: what it gives is then partial too."""
     if node.attrs.get(APPROXIMATE):
         return True
-    return group in rule.linear and (kind in ("sum", "avg") or rule.moves_only)
+    return rule.passes(kind, group) is not None
 
 
 def as_placed(rule: ShardingRule, node: Node, mesh: Mesh) -> Strategy:

@@ -48,14 +48,14 @@ class Key(NamedTuple):
     """All of a node that its rule depends on.
 
     ``operands`` has for each tensor argument its shape, False if none is given, True if a number is; those that are
-    ``barred`` let no partial sum pass, whatever the op.
+    ``barred`` for a result let no partial sum pass to it, whatever the op.
     """
 
     operands: tuple[Shape | bool, ...]
     results: tuple[Shape | None, ...]
     arguments: tuple[tuple[str, Any], ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
-    barred: frozenset[int] = frozenset()
+    barred: tuple[frozenset[int], ...] = ()
 
 
 class Binding:

@@ -6,9 +6,10 @@ A rule is an einsum over *factors*, in the spirit of Shardy's::
 
 A factor that is missing from *one* result makes *that* result partial over the axes that cut the factor.
 ``linear`` says which operands may be partial sums: ``"0|1"`` one of them at a time, ``"0&1"`` both together,
-``"&"`` all. An operand that is optional and not given is left out of the template. Where the template hangs on the
-node, a function of the node gives it, or a whole :class:`ShardingRule`. From a rule follow all strategies of an op,
-for any number of mesh axes: see :func:`shardfx.ir.rules.strategy.strategy`.
+``"&"`` all; ``"0>1"``: of the results number 1 is then partial, and the others stay; ``"0>"``: no result is, for the op
+does not look at the values. An operand that is optional and not given is left out of the template. Where the template
+hangs on the node, a function of the node gives it, or a whole :class:`ShardingRule`. From a rule follow all strategies
+of an op, for any number of mesh axes: see :func:`shardfx.ir.rules.strategy.strategy`.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def rule(
     reduce: str = "sum",
     moves_only: bool = False,
     transparent: bool = False,
+    identity: str = "",
     shape_arg: int | None = None,
     sized: Mapping[str, str] | None = None,
     local: MakeLocal | None = None,
@@ -125,6 +127,7 @@ def rule(
 
     Args:
         ops: an ``OpOverload``, an ``OpOverloadPacket`` (all its overloads), or a tuple of them.
+        identity: a factor; where it has size one, the op gives its first operand back.
         sized: arguments that are sizes, and of which dims: ``{"group": "g"}``.
 
     Raises:
@@ -136,7 +139,7 @@ def rule(
     """
 
     def read(text: str) -> Template:
-        return template(text, linear, reduce, moves_only, transparent)
+        return template(text, linear, reduce, moves_only, transparent, identity)
 
     def make(node: Node) -> ShardingRule | None:
         assert not isinstance(form, str)
@@ -211,5 +214,6 @@ def replicated(node: Node, linear: str = "") -> ShardingRule:
 
     operands = tuple(dims(f"a{i}_", v) for i, v in enumerate(node.operands))
     results = tuple(None if v is None else dims(f"r{i}_", v) for i, v in enumerate(node.results))
-    groups = tuple(frozenset(range(len(operands))) if g is ALL else g for g in parse_linear(linear))
+    every = frozenset(range(len(operands)))
+    groups = tuple(g._replace(operands=every) if g.operands is ALL else g for g in parse_linear(linear))
     return ShardingRule(operands, results, sizes, frozenset(sizes), groups)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 SAME = "same"
 Dim = tuple[str, ...]
 """The factors whose product a tensor dim is, major first; () is a dim of size one."""
+
+
+class Linear(NamedTuple):
+    """Operands that may be partial sums together: these results are then partial sums too, the others stay as they are.
+
+    All results if it is not said which; none of those of an op that does not look at the values of its operand.
+    """
+
+    operands: frozenset[int]
+    results: frozenset[int] | None = None
+
+    def __str__(self) -> str:
+        """As a rule says it: ``0&1``, ``2>0``, ``0>``."""
+        made = "" if self.results is None else ">" + "&".join(map(str, sorted(self.results)))
+        return "&".join(map(str, sorted(self.operands))) + made
 
 
 @dataclass(frozen=True)
@@ -19,7 +35,7 @@ class ShardingRule:
     results: tuple[tuple[Dim, ...] | None, ...]
     sizes: Mapping[str, int]
     whole: frozenset[str] = frozenset()
-    linear: tuple[frozenset[int], ...] = ()
+    linear: tuple[Linear, ...] = ()
     reduce: str = "sum"
     """What a result is of the pieces' results where it lacks a factor that is cut; ``same``: every rank has all of it.
     One word for all results, or one for each: ``"min, max"``."""
@@ -27,6 +43,8 @@ class ShardingRule:
     """The op only moves elements about: any kind of partial value (a max too) may pass."""
     transparent: bool = False
     """Every cut passes as it is: the op moves elements, or works on each alone."""
+    unread: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """The results that are made without a factor: where it is cut every rank has all of them, and nothing is summed."""
 
     @cached_property
     def factors(self) -> dict[str, list[tuple[bool, int, int, int]]]:
@@ -49,6 +67,17 @@ class ShardingRule:
         """The reduction of each result."""
         words = [word.strip() for word in self.reduce.split(",")]
         return tuple(words if len(words) == len(self.results) else words * len(self.results))
+
+    def passes(self, kind: str, group: frozenset[int]) -> frozenset[int] | None:
+        """Which results are partial where these operands are, by a reduction of this kind; None if they may not be."""
+        unread = frozenset[int]().union(*(each.operands for each in self.linear if each.results == frozenset()))
+        if group <= unread:
+            return frozenset()
+        for operands, results in self.linear:
+            if operands - unread == group - unread and (kind in ("sum", "avg") or self.moves_only):
+                made = frozenset(i for i, dims in enumerate(self.results) if dims is not None)
+                return made if results is None else results & made
+        return None
 
     def dim_sizes(self, dim: Dim) -> list[int]:
         """The global sizes of the factors that make up a dim, major first."""

@@ -48,14 +48,16 @@ def strategy(
     for i, dims in enumerate(rule.operands):
         held = tuple((axis, op) for axis, (op, group) in partial.items() if i in group)
         operands.append(Spec(place(dims, cuts, rule, mesh), held))
-    passed = tuple((axis, op) for axis, (op, _) in partial.items())
+    passed = [(axis, op, rule.passes(op, group)) for axis, (op, group) in partial.items()]
     results = []
-    for present, made_dims, kind in zip(rule.result_factors, rule.results, rule.reductions, strict=True):
+    for i, (made_dims, kind) in enumerate(zip(rule.results, rule.reductions, strict=True)):
         if made_dims is None:
             continue
-        lost = (cut for f, cut in cuts.items() if f not in present) if kind != SAME else ()
+        present = rule.result_factors[i]
+        through = tuple((axis, op) for axis, op, numbers in passed if numbers is None or i in numbers)
+        lost = (c for f, c in cuts.items() if f not in present and i not in rule.unread.get(f, ()) and kind != SAME)
         made = tuple((axis, kind) for cut in lost for axis in cut.axes)
-        ordered = sorted(passed + made, key=lambda pair: mesh.order(pair[0]))
+        ordered = sorted(through + made, key=lambda pair: mesh.order(pair[0]))
         results.append(Spec(place(made_dims, cuts, rule, mesh), tuple(ordered)))
     return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in cuts.items() if c.axes))
 

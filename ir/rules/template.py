@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import math
 import re
+import string
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shardfx.ir.graph import Node, Value, op_name
 
 from .binding import Key, Mark, Tensor, Word, bind
 from .schema import argument, given_tensors, has_argument, tensor_slots
-from .sharding_rule import ShardingRule
+from .sharding_rule import Linear, ShardingRule
 
 __all__ = ["Template", "parse_linear", "template", "tensor_slots"]
 
@@ -36,11 +37,17 @@ ALL = frozenset({-1})
 WORD = re.compile(r"(\([^()]*\)|\w+)(\.\.|\*\w+)?(@-?\w+)?(!(?:\w+(?:=\w+)?)?)?")
 
 
-def parse_linear(text: str) -> tuple[frozenset[int], ...]:
-    """``"0|1&2"``: the sets of operands that may be partial sums together."""
+def parse_linear(text: str) -> tuple[Linear, ...]:
+    """``"0|1&2>0"``: the sets of operands that may be partial sums together, and the results that then are."""
     if text == "&":
-        return (ALL,)
-    return tuple(frozenset(int(i) for i in group.split("&")) for group in text.split("|")) if text else ()
+        return (Linear(ALL),)
+    return tuple(map(_linear, text.split("|"))) if text else ()
+
+
+def _linear(text: str) -> Linear:
+    given, arrow, made = text.partition(">")
+    operands, results = (frozenset(int(i) for i in side.split("&") if side) for side in (given, made))
+    return Linear(operands, results if arrow else None)
 
 
 def parse_tensor(text: str, marks: dict[str, Mark] | None = None) -> Tensor:
@@ -73,6 +80,10 @@ class Template:
     reduce: str = "sum"
     moves_only: bool = False
     transparent: bool = False
+    identity: str = ""
+    """A factor: where it has size one, the op gives its first operand back."""
+    unread: str = ""
+    """``"ci>2"``: result number 2 is made without the factor ``ci``."""
     operands: tuple[Tensor, ...] = field(init=False, compare=False)
     results: tuple[Tensor, ...] = field(init=False, compare=False)
     more: tuple[bool, bool] = field(init=False, compare=False)
@@ -80,7 +91,7 @@ class Template:
     """The factors that are whole: always, or by the value of an argument."""
     names: tuple[str, ...] = field(init=False, compare=False)
     """The arguments that the template asks for."""
-    groups: tuple[frozenset[int], ...] = field(init=False, compare=False)
+    groups: tuple[Linear, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         left, arrow, right = self.text.partition("->")
@@ -118,7 +129,7 @@ class Template:
             Error: the node has other tensors than the template.
         """
         if self.reduce == "sum" and node.outs and all(value.type.dtype is torch.bool for value in node.outs):
-            return template(self.text, self.linear, "max", self.moves_only, self.transparent)(node, sizes)
+            return replace(self, reduce="max")(node, sizes)
         slots = given_tensors(node)
         if len(slots) < len(self.operands) - self.more[0] or (len(slots) > len(self.operands) and not self.more[0]):
             raise Error(
@@ -137,7 +148,9 @@ class Template:
         arguments = tuple((name, _frozen(argument(node, name))) for name in self.names)
         shapes = tuple(each.shape if isinstance(each, Value) else each is not None for each in slots)
         made = tuple(None if value is None else value.shape for value in node.results)
-        return _rule(self, Key(shapes, made, arguments, sizes, barred(node, slots) if self.groups else frozenset()))
+        return _rule(
+            self, Key(shapes, made, arguments, sizes, barred(node, slots) if self.groups or self.identity else ())
+        )
 
 
 @functools.lru_cache(maxsize=8192)
@@ -146,27 +159,33 @@ def _rule(template: Template, key: Key) -> ShardingRule:
     operands, results, sizes, whole = bind(template.operands, template.results, template.marks, key)
     position = {slot: i for i, slot in enumerate(j for j, s in enumerate(key.operands) if not isinstance(s, bool))}
     numbers = {j for j, shape in enumerate(key.operands) if shape is True}
-    linear = []
-    for group in template.groups:
+    empty = [position[j] for j, shape in enumerate(key.operands) if not isinstance(shape, bool) and 0 in shape]
+    linear = [Linear(frozenset({i}), frozenset()) for i in empty]  # there is nothing in them to be summed
+    for group, made in template.groups:
         asked = set(range(len(key.operands))) if group is ALL else group
         given = frozenset(position[i] for i in asked if i in position)
-        if given and not (numbers | key.barred) & asked:  # what adds a number is not linear in the rest
-            linear.append(given)
+        stops = numbers.union(*(key.barred[i] for i in (range(len(key.results)) if made is None else made)))
+        if given and (made == frozenset() or not stops & asked):  # what adds a number is not linear in the rest
+            linear.append(Linear(given, made))
+    moves = template.moves_only
+    if template.identity and all(n == 1 for f, n in sizes.items() if f.rstrip(string.digits) == template.identity):
+        moves, linear = True, [] if 0 in key.barred[0] else [Linear(frozenset({0}), frozenset({0}))]
+    letter, _, made_without = template.unread.partition(">")
+    unread = {f: frozenset({int(made_without)}) for f in sizes if letter and f.rstrip(string.digits) == letter}
     return ShardingRule(
-        operands, results, sizes, whole, tuple(linear), template.reduce, template.moves_only, template.transparent
+        operands, results, sizes, whole, tuple(linear), template.reduce, moves, template.transparent, unread
     )
 
 
-def barred(node: Node, slots: Sequence[Any]) -> frozenset[int]:
-    """The tensor arguments that may be no partial sums, whatever the op: terms that are rounded to the result's dtype
-    are not those of the rounded sum, and numbers that are infinite make NaN of terms of two signs."""
+def barred(node: Node, slots: Sequence[Any]) -> tuple[frozenset[int], ...]:
+    """For each result the tensor arguments that may be no partial sums, whatever the op: terms that are rounded to the
+    result's dtype are not those of the rounded sum, and numbers that are infinite make NaN of terms of two signs."""
     if any(isinstance(each, float) and not math.isfinite(each) for each in (*node.args, *node.kwargs.values())):
-        return frozenset(range(len(slots)))
-    made = {value.type.dtype for value in node.outs}
-    return frozenset(
-        i
-        for i, each in enumerate(slots)
-        if isinstance(each, Value) and not all(keeps_precision(each.type.dtype, dtype) for dtype in made)
+        return (frozenset(range(len(slots))),) * len(node.results)
+    given = [(i, each.type.dtype) for i, each in enumerate(slots) if isinstance(each, Value)]
+    return tuple(
+        frozenset(i for i, dtype in given if not keeps_precision(dtype, value.type.dtype)) if value else frozenset()
+        for value in node.results
     )
 
 

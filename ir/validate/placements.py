@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Output, Strategy, Value, op_name
+from shardfx.ir.graph import Graph, Node, Output, Strategy, Value, factors_text, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.as_placed import passes_partial
 from shardfx.ir.rules.book import RuleBook, replicated
@@ -88,11 +88,11 @@ def _wrong_output(output: Output, spec: Spec, wrong: Complaint) -> None:
 
 
 def _cuts(made: Strategy) -> str:
-    return "cuts " + (" ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in made.cuts) or "-")
+    return "cuts " + factors_text(made.cuts)
 
 
 def _groups(rule: ShardingRule) -> str:
-    return " or ".join(_numbers(group) for group in rule.linear) or "in none"
+    return " or ".join(_numbers(each.operands) for each in rule.linear) or "in none"
 
 
 def _numbers(group: frozenset[int]) -> str:

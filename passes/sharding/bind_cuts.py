@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from shardfx.ir.cut import Cut, project
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import FactorCuts, Graph, Node, Phase, Pin, op_name
+from shardfx.ir.graph import FactorCuts, Graph, Node, Phase, Pin, factors_text, op_name
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.traits import is_heavy, is_own
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
@@ -26,7 +26,7 @@ from shardfx.ir.spec import Spec
 from shardfx.passes.base import Context
 
 from .decompose import Expander
-from .pins import check_names, check_pin, factors_text
+from .pins import check_names, check_pin
 
 WHERE = "Hints(cuts=...)"
 FACTOR = re.compile(r"\s*([^\s{}]+)\s*\{([^{}]*)\}")
@@ -169,6 +169,6 @@ def _of_specs(
                         f"two operands cut the factor {factor!r} differently",
                         where=where,
                         expected=f"one cut for each factor of {rule_text(rule)}",
-                        got=f"{factor}{{{','.join(found[factor])}}} and {factor}{{{','.join(cut.axes)}}}",
+                        got=" and ".join(factors_text(((factor, axes),)) for axes in (found[factor], cut.axes)),
                     )
     return tuple(found.items())

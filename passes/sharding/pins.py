@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardfx.ir.cut import Cut, smallest
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import FactorCuts, Node, Pin, op_name
+from shardfx.ir.graph import Node, Pin, factors_text, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 
@@ -27,11 +27,6 @@ def must_part(node: Node, rule: ShardingRule) -> bool:
     """Whether a pin asks for something that the op can do only in parts."""
     pin = node.pin
     return pin is not None and (bool(pin.op) or any(axes and f in rule.whole for f, axes in pin.cuts))
-
-
-def factors_text(cuts: FactorCuts) -> str:
-    """``n{tp} m{}``, or ``-`` where nothing is cut."""
-    return " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in cuts) or "-"
 
 
 def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
@@ -63,7 +58,7 @@ def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool = False
     where = f"hint {node.pin.by!r}; {node.where}"
     said = f"{op_name(node.op)}: {rule_text(rule)}"
     for factor, axes in node.pin.cuts:
-        got = f"{factor}{{{','.join(axes)}}}"
+        got = factors_text(((factor, axes),))
         if factor not in rule.sizes:
             raise Error(f"the op has no factor {factor!r}", where=where, expected=f"a factor of {said}", got=got)
         if axes and factor in rule.whole and not may_part:

@@ -24,7 +24,8 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
-from shardfx.passes.finite import Sure, keeps_terms_finite, sure_facts
+from shardfx.passes.finite import keeps_terms_finite, sure_facts
+from shardfx.passes.finite_results import Sure
 
 from .propagate import scattered
 
@@ -90,8 +91,8 @@ class _Sums:
             if group is not None:
                 passing[node] = group
                 kind = reach[node.operands[min(group)]]
-                for value in node.outs:
-                    reach[value] = kind
+                made_partial = self.rules[node].passes(kind, group) or ()
+                reach.update((value, kind) for value in node.outs if value.index in made_partial)
                 continue
             if any(axis in axes for _, axes in made.cuts):
                 for value, spec in zip(node.outs, made.results, strict=True):
@@ -117,10 +118,8 @@ class _Sums:
         """The operands over which the node is linear, if all of them and no others may be partial over ``axis``."""
         operands, rule = node.operands, self.rules[node]
         group = frozenset(i for i, v in enumerate(operands) if v in reach)
-        if not group or group not in rule.linear:
-            return None
         kinds = {reach[operands[i]] for i in group}
-        if len(kinds) > 1 or (kinds - {"sum", "avg"} and not rule.moves_only):
+        if len(kinds) != 1 or rule.passes(min(kinds), group) is None:
             return None
         assert node.strategy is not None
         using = {f for f, axes in node.strategy.cuts if axis in axes}
@@ -129,7 +128,7 @@ class _Sums:
                 return None
         if any(f not in present for f in using for present in rule.result_factors):
             return None
-        return group if keeps_terms_finite(node, group, self.facts) else None
+        return group if keeps_terms_finite(node, rule, group, self.facts) else None
 
     def _stay(
         self, axis: str, reach: dict[Value, str], passing: dict[Node, frozenset[int]]

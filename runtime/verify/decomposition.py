@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardfx.ir.graph import Node, op_name, substitute
+from shardfx.ir.graph import Node, op_name
+from shardfx.ir.oracle.instance import bind
+from shardfx.ir.oracle.running.draws import FLOATS, Draw
 from shardfx.ir.spec import TensorType
 
 CHECKED_NUMEL = 1 << 22
@@ -25,30 +27,44 @@ def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
     """The decomposition of a node, traced, after a comparison with the op on random numbers."""
     decomposition = expand if callable(expand) else decomposition_table[node.op]
 
-    def call(function: Callable[..., Any], tensors: Iterable[torch.Tensor], wide: bool = False) -> Any:
-        given = iter(tensors)
-        args = substitute(node.args, lambda _: next(given))
-        kwargs = {k: substitute(a, lambda _: next(given)) for k, a in node.kwargs.items()}
-        out = function(*widened(args), **widened(kwargs)) if wide else function(*args, **kwargs)
-        return tuple(out) if isinstance(out, (tuple, list)) else out
-
     def function(*tensors: torch.Tensor) -> Any:
-        return call(decomposition, tensors)
+        args, kwargs = bind(node, tensors)
+        return _as_tuple(decomposition(*args, **kwargs))
 
     fake = [torch.empty(v.shape, dtype=v.type.dtype, device="meta") for v in node.operands]
     traced = make_fx(function, tracing_mode="real")(*fake)
     if small(node):
-        random = torch.Generator().manual_seed(0)
-        least = min((size for v in node.operands for size in v.shape), default=2)
-        tensors = [_random(v.type, random, min(least, 2)) for v in node.operands]
+        _compare(node, decomposition)
+    return traced
+
+
+def _compare(node: Node, decomposition: Callable[..., Any]) -> None:
+    """Raise if a decomposition is not the op, on values of both signs, zeros and ties, as far as the op takes them."""
+    random = torch.Generator().manual_seed(0)
+    least = min((size for v in node.operands for size in v.shape), default=2)
+    refused: Exception | None = None
+    compared = False
+    for draw in FLOATS:
+        args, kwargs = map(widened, bind(node, [_random(v.type, draw, random, min(least, 2)) for v in node.operands]))
         with torch.no_grad():
-            expected, got = call(node.op, tensors, True), call(decomposition, tensors, True)
-        pairs = zip(expected, got, strict=False) if isinstance(expected, tuple) else [(expected, got)]
-        for (a, b), value in zip(pairs, node.results, strict=False):
+            try:
+                expected = _as_tuple(node.op(*args, **kwargs))
+            except RuntimeError as error:  # of numbers that the op does not take, such as a probability of -1
+                refused = error
+                continue
+            got = _as_tuple(decomposition(*args, **kwargs))
+        compared = True
+        for a, b, value in zip(expected, got, node.results, strict=False):
             asked = value is not None and a is not None  # an output mask leaves some out
             if asked and (b is None or not _close(a, b)):
-                raise Unjustified(f"the decomposition of {op_name(node.op)} gives other numbers than the op")
-    return traced
+                what = f"the decomposition of {op_name(node.op)} gives other numbers than the op"
+                raise Unjustified(f"{what}, of {(draw.__doc__ or '').lower().rstrip('.')}")
+    if not compared:
+        raise Unjustified(f"{op_name(node.op)} took no numbers to compare its decomposition on: {refused}")
+
+
+def _as_tuple(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
 def small(node: Node) -> bool:
@@ -67,10 +83,10 @@ def widened(arg: Any) -> Any:
     return arg
 
 
-def _random(type: TensorType, random: torch.Generator, indices: int) -> torch.Tensor:
-    """Random numbers that are far from zero; integers below ``indices``, as they may be indices."""
+def _random(type: TensorType, draw: Draw, random: torch.Generator, indices: int) -> torch.Tensor:
+    """Random numbers; integers below ``indices``, as they may be indices."""
     if type.dtype.is_floating_point:
-        return torch.rand(type.shape, dtype=torch.float64, generator=random) + 0.25
+        return draw(type.shape, random)
     if type.dtype is torch.bool:
         return torch.rand(type.shape, generator=random) < 0.5
     return torch.randint(0, max(indices, 1), type.shape, generator=random).to(type.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardfx.ir.graph import Graph, op_name
+from shardfx.ir.graph import Graph, factors_text, op_name
 from shardfx.ir.oracle.planned.plan_check import check_plan
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook
@@ -37,7 +37,7 @@ def with_rules(verdict: Verdict, graph: Graph, rules: RuleBook) -> Verdict:
     node, why = found.wrong[0]
     made = node.strategy
     assert made is not None
-    cuts = " ".join(f"{factor}{{{','.join(axes)}}}" for factor, axes in made.cuts)
-    what = f"the rule of {op_name(node.op)} is wrong, cut {cuts or 'not at all'}: {why}"
+    cuts = f"cut {factors_text(made.cuts)}" if made.cuts else "cut not at all"
+    what = f"the rule of {op_name(node.op)} is wrong, {cuts}: {why}"
     fault = Fault(what, "", None, node.outs[0].name if node.outs else "", place(node), certain=True)
     return replace(verdict, status=Status.REFUTED, why=text(fault), fault=fault, programs=())

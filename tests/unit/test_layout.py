@@ -68,6 +68,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.verify": (
         *PROGRAMS,
         "ir.cost",
+        "ir.oracle",
+        "ir.oracle.running",
         "ir.rules",
         "runtime.verify.families",
         "runtime.verify.proof",

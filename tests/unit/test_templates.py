@@ -9,7 +9,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rules.book import Contiguous, rule
-from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
+from shardfx.ir.rules.sharding_rule import Linear, ShardingRule, rule_text
 from shardfx.ir.rules.template import Template
 from tests.op_calls import f
 
@@ -79,7 +79,7 @@ def test_what_an_op_leaves_out_is_an_empty_vector() -> None:
 )
 def test_linear(linear: str, call: tuple[object, ...], groups: tuple[set[int], ...]) -> None:
     text = "d.., ... -> d.." if call[0] is not aten.stack.default else "d.., ... -> s! d.."
-    assert made(text, *call, linear=linear).linear == groups
+    assert tuple(each.operands for each in made(text, *call, linear=linear).linear) == groups
 
 
 def test_a_function_of_the_node_gives_a_template() -> None:
@@ -89,7 +89,7 @@ def test_a_function_of_the_node_gives_a_template() -> None:
     entry = rule(aten.flip.default, flipped, linear="0")
     of = instance(aten.flip.default, (f(4, 6), [1]))
     found = entry.make(of.node)
-    assert found is not None and rule_text(found) == "d0 k0! -> d0 k0!" and found.linear == (frozenset({0}),)
+    assert found is not None and rule_text(found) == "d0 k0! -> d0 k0!" and found.linear == (Linear(frozenset({0})),)
     assert entry.text == "flipped" and not refutations(entry, of)
 
 

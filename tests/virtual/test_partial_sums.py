@@ -42,6 +42,9 @@ SPECIAL: dict[str, Op] = {
     "addcdiv": lambda y: torch.addcdiv(y, y, like(y, 0)).clamp(-3, 3),
     "addcmul": lambda y: torch.addcmul(y, y, like(y, INF)).clamp(-3, 3),
     "add times inf": lambda y: torch.add(y, y, alpha=INF).clamp(-3, 3),
+    "mul by a product with inf": lambda y: (y * (like(y, INF)[:, None] @ like(y, 1)[None])[0]).clamp(-3, 3),
+    "mul by log_softmax": lambda y: (y * like(y, 0).masked_fill(torch.arange(8) > 0, -INF).log_softmax(0)).clamp(-3, 3),
+    "div by a cast": lambda y: (y / like(y, 0.5).long()).clamp(-3, 3),
     "a mask of -inf": lambda y: (y * torch.full((8, 8), -INF, dtype=y.dtype).triu(1)[: len(y)]).clamp(-3, 3),
 }
 """Infinite whatever the terms are: the terms of one sum, of two signs, make NaN."""
@@ -120,3 +123,14 @@ def test_a_partial_sum_still_passes_what_is_sure_to_be_finite() -> None:
     pm = sx.parallelize(Product(op), sx.Mesh(tp=2), sx.Hints(args=(x,), specs=CUT_SUM), virtual=True)
     scaled = next(node for node in pm.after.nodes if str(node.op) == "aten.mul.Tensor")
     assert scaled.strategy is not None and scaled.strategy.results[0].partial
+
+
+@pytest.mark.parametrize("op", [torch.ones_like, lambda y: y.new_ones(3)], ids=["ones_like", "new_ones"])
+def test_what_nobody_looks_at_is_not_reduced(op: Op) -> None:
+    x = torch.randn(4, 6, dtype=F64)
+    model = Product(lambda y: op(y.detach()).sum() * y.sum())
+    pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints(args=(x,), specs=CUT_SUM, loss=torch.sum), virtual=True)
+    large = [node for node in pm.after.nodes if "all_reduce" in str(node.op) and node.operands[0].type.numel > 1]
+    assert not large
+    torch.testing.assert_close(pm(x), model(x))
+    assert pm.verify()

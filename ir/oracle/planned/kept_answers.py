@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from ...graph import op_name
-from ..findings import default_folder, write_whole
+from shardfx.ir.graph import op_name
+from shardfx.ir.oracle.findings import default_folder, write_whole
+
 from .share_check import Answer
 
 MOST = 5_000

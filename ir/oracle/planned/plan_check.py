@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardfx.ir.graph import Graph, Node, op_name
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
+from shardfx.ir.oracle.findings import default_folder
+from shardfx.ir.oracle.instance import describe
+from shardfx.ir.oracle.running.apart import Lost, apart
 from shardfx.ir.rules.book import RuleBook, RuleEntry
 
-from ...graph import Graph, Node, op_name
-from ...mesh import Mesh
-from ..findings import default_folder
-from ..instance import describe
-from ..running.apart import Lost, apart
 from .kept_answers import AnswersFolder, kept_answers
 from .share_check import Answer, check_share
 from .small_share import used_axes

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.oracle.instance import Instance, instance
+from shardfx.ir.oracle.running.draws import draws
+from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
+from shardfx.ir.oracle.soundness import Execution, Refutation, said, trials
 from shardfx.ir.rules.binding import Tensor
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.rules.template import Template
 
-from ..instance import Instance, instance
-from ..running.draws import draws
-from ..running.memory_layouts import AS_CUT, LAYOUTS
-from ..soundness import Refutation, difference, said, trials
 from .share_check import fails_without_numbers, undisturbed
 
 SECONDS = 120.0
@@ -50,8 +50,9 @@ def _wrong(entry: RuleEntry, made: Any, values: list[Instance], trial: Any) -> s
     for number, each in enumerate(values):
         for name, layout in LAYOUTS.items() if not number else AS_CUT:
             lies = f" (pieces {name})" if layout is not None else ""
+            draw = torch.Generator().manual_seed(number)
             try:
-                why = difference(entry, made, each, trial.mesh, torch.Generator().manual_seed(number), layout)
+                why = Execution(entry, made, each, trial.mesh, draw, layout).difference()
             except Exception as error:  # whatever a kernel says of its arguments
                 return f"it fails on pieces{lies}: {said(error)}"
             if why:

@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfx.ir.cut import Coords
+from shardfx.ir.graph import Node, Strategy
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.oracle.instance import as_results, bind, describe
+from shardfx.ir.oracle.running.draws import draws
+from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
+from shardfx.ir.oracle.soundness import Execution, Executor, said
 from shardfx.ir.rules.book import RuleEntry, perform
 
-from ...graph import Node, Strategy
-from ...mesh import Mesh
-from ..instance import as_results, bind, describe
-from ..running.draws import draws
-from ..running.memory_layouts import AS_CUT, LAYOUTS
-from ..soundness import Executor, difference, said
 from .small_share import small_share, used_axes
 
 RANDOM = (dropout,)
@@ -61,8 +61,9 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
             return Answer(left_out="it could not be made small")
         for number, each in enumerate((small.of, *draws(small.of))):
             for name, layout in LAYOUTS.items() if not number else AS_CUT:
+                draw = torch.Generator().manual_seed(0)
                 try:
-                    why = difference(entry, small.made, each, small.mesh, torch.Generator().manual_seed(0), layout)
+                    why = Execution(entry, small.made, each, small.mesh, draw, layout).difference()
                 except Exception as error:  # whatever a kernel says of its arguments
                     if layout is not None:
                         continue  # it does not take such a layout: an error, and no wrong number

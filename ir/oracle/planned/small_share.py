@@ -18,14 +18,13 @@ from typing import Any
 import torch
 
 from shardfx.ir.cut import Cut, Part
+from shardfx.ir.graph import Node, Strategy, Value, substitute
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.oracle.instance import Instance, instance
+from shardfx.ir.oracle.running.draws import FLOATS, Draw
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
-
-from ...graph import Node, Strategy, Value, substitute
-from ...mesh import Mesh
-from ..instance import Instance, instance
-from ..running.draws import FLOATS, Draw
 
 MOST_ELEMENTS = 20_000
 MOST_RANKS = 8

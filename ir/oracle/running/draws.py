@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from ..cut_search import UNCHECKED
-from ..instance import Instance, bind, call
+from shardfx.ir.oracle.cut_search import UNCHECKED
+from shardfx.ir.oracle.instance import Instance, bind, call
 
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 

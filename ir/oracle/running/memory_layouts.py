@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..soundness import Layout
+from shardfx.ir.oracle.soundness import Layout
 
 
 def permuted(t: Tensor) -> Tensor:

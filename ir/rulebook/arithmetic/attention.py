@@ -16,7 +16,7 @@ from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
 from shardfx.ir.rules.local import Emit, Held
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
-from shardfx.ir.rules.template import tensor_slots
+from shardfx.ir.rules.template import parse_linear, tensor_slots
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ def _rule(node: Node, operands: str, results: str, free: str) -> ShardingRule:
         tuple(None if v is None else of(kind, v) for kind, v in zip(results, node.results, strict=False)),
         sizes,
         whole,
-        (frozenset({0}),) if operands[0] == "o" else (),
+        parse_linear("0|3&4>0&1&3" if operands[0] == "o" else "2>0"),
     )
 
 
@@ -66,7 +66,8 @@ def forward(node: Node) -> ShardingRule:
 
 
 def backward(node: Node) -> ShardingRule:
-    """Linear in the gradient; those of keys and values (and of a mask that broadcasts) are sums over the queries."""
+    """Linear in the gradient, and in values and result together; the gradients of keys and values (and of a mask that
+    broadcasts) are sums over the queries."""
     return _rule(node, "oqkvolm-"[: len(tensor_slots(node))], "qkvm", "st")
 
 

@@ -26,7 +26,7 @@ def nll(node: Node) -> Template:
     ndim, each = node.operands[0].type.ndim, argument(node, "reduction") == 0
     mark = "!reduction=1"
     n, s = (f"n{mark}" if ndim > 1 else "", f"s..{mark}" if ndim > 2 else "")
-    linear = "" if argument(node, "reduction") == 1 else "0|2" if each and ndim > 1 else "2"
+    linear = "0>0" if argument(node, "reduction") == 1 else "0>0|2"
     return template(f"{n} c{mark} {s}, {n} {s}, c -> {f'{n} {s}' if each else ''}, ", linear)
 
 
@@ -35,7 +35,8 @@ def nll_backward(node: Node) -> Template:
     ndim = node.operands[1].type.ndim
     n, s = ("n" if ndim > 1 else "", "s.." if ndim > 2 else "")
     grad = f"{n} {s}" if node.operands[0].shape else ""
-    return template(f"{grad}, {n} c {s}, {n} {s}, c, -> {n} c {s}", "0|3")
+    total = "" if argument(node, "reduction") == 1 else "|4>"
+    return template(f"{grad}, {n} c {s}, {n} {s}, c, -> {n} c {s}", f"0|1>|3{total}")
 
 
 def nll_local(emit: Emit) -> Any:

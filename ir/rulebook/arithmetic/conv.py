@@ -18,7 +18,7 @@ from .pool import side_by_side, spread
 aten = torch.ops.aten
 
 
-def forms(node: Node, x: Shape, w: Shape, y: Shape, *, bias: bool) -> tuple[str, str, str]:
+def forms(node: Node, x: Shape, w: Shape, y: Shape, *, bias: bool = False) -> tuple[str, str, str]:
     """The dims of input, weight and output: n, g groups, ci and co channels within a group, kernel and space.
 
     Height and width are whole, but where windows stand side by side (a kernel of one, the patches of a vision
@@ -50,14 +50,11 @@ def convolution(node: Node) -> Template:
 def convolution_backward(node: Node) -> Template:
     """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci.
 
-    The one is linear in w, the other in x; with that of the bias none is linear in them.
+    The one is linear in w, the other in x.
     """
     y, x, w = (value.shape for value in node.operands)
-    made = [value is not None for value in node.results]
-    bias = any(made[2:])
-    xs, ws, ys = forms(node, x, w, y, bias=bias)
-    alone = [str(i) for i, wanted in ((2, made[0]), (1, made[1])) if wanted]
-    return template(f"{ys}, {xs}, {ws} -> {xs}, {ws}, (g co)", "0" if bias else f"0|{'&'.join(alone)}")
+    xs, ws, ys = forms(node, x, w, y)
+    return template(f"{ys}, {xs}, {ws} -> {xs}, {ws}, (g co)", "0|1>1|2>0", unread="ci>2")
 
 
 def expand_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:

@@ -58,8 +58,14 @@ RULES: tuple[RuleEntry, ...] = (
         reduce=SAME,
         shape_arg=0,
     ),
-    rule((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), created, reduce=SAME, shape_arg=1),
-    rule(aten.new_empty_strided, created, reduce=SAME, local=new_empty_local),
+    rule(
+        (aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
+        created,
+        linear="0>",
+        reduce=SAME,
+        shape_arg=1,
+    ),
+    rule(aten.new_empty_strided, created, linear="0>", reduce=SAME, local=new_empty_local),
     rule(aten.scalar_tensor, "->", reduce=SAME),
     # What depends on where in the result one is, and is cheap, every rank makes as a whole.
     rule((aten.eye, aten.linspace, aten.logspace), "~, ... -> d..!", reduce=SAME),

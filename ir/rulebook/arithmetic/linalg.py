@@ -10,6 +10,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument, packed, words
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.sharding_rule import SAME
+from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
 
@@ -53,6 +54,20 @@ def columns(form: str) -> Callable[[Node], str]:
     return make
 
 
+def distance_gradient(form: str) -> Callable[[Node], Template]:
+    """In the norm 0 there is none, whatever is given; in the norm 1 it does not look at the distances; in the norm 2 it
+    is linear in the points, given the distances."""
+
+    def make(node: Node) -> Template:
+        p, last = argument(node, "p"), form.partition("->")[0].count(",")
+        unread = range(last + 1) if p == 0 else (last,) if p == 1 else ()
+        between = ["&".join(map(str, range(1, last)))] * (p == 2)
+        return template(form, "|".join(["0"] * (p != 0) + between + [f"{i}>" for i in unread]))
+
+    make.__name__ = form
+    return make
+
+
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.cholesky, aten.linalg_matrix_exp), f"{MATRIX} -> {MATRIX}"),
     rule(aten.cholesky_inverse, f"{MATRIX} -> {MATRIX}"),
@@ -74,13 +89,13 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten._linalg_eigh, f"{MATRIX} -> n.. i!, {MATRIX}"),
     rule(aten._linalg_svd, "n.. i! j! -> n.. i! k!, n.. s!, n.. l! j!"),
     rule(aten.linalg_pinv.atol_rtol_tensor, "n.. i! j!, n.., n.. -> n.. j! i!"),
-    rule(aten._linalg_solve_ex, solve_ex, reduce=SAME),
+    rule(aten._linalg_solve_ex, solve_ex, linear="1>0", reduce=SAME),
     rule(
         aten.linalg_solve_triangular,
         sided(f"{MATRIX}, n.. j! k -> n.. j! k", f"{MATRIX}, n.. k j! -> n.. k j!"),
         linear="1",
     ),
-    rule(aten.triangular_solve, f"n.. j! k, {MATRIX} -> n.. j! k, {MATRIX}", reduce=SAME),
+    rule(aten.triangular_solve, f"n.. j! k, {MATRIX} -> n.. j! k, {MATRIX}", linear="0>0", reduce=SAME),
     rule(
         aten.linalg_lu_solve,
         sided(f"{MATRIX}, n.. i!, n.. i! k -> n.. i! k", f"{MATRIX}, n.. i!, n.. k i! -> n.. k i!"),
@@ -91,8 +106,8 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.linalg_cross, "d.. k@dim!, d.. k@dim! -> d.. k@dim", linear="0|1"),
     rule(aten._trilinear, trilinear, linear="0|1|2"),
     rule(aten._cdist_forward, columns("n.. i k, n.. j k -> n.. i j")),
-    rule(aten._cdist_backward, "n.. i j, n.. i k, n.. j k, n.. i j -> n.. i k", linear="0"),
+    rule(aten._cdist_backward, distance_gradient("n.. i j, n.. i k, n.. j k, n.. i j -> n.. i k")),
     packed(aten._pdist_forward, columns("i! k -> p!")),
-    packed(aten._pdist_backward, "p!, i! k, p! -> i! k", linear="0"),
+    packed(aten._pdist_backward, distance_gradient("p!, i! k, p! -> i! k")),
     rule(aten.trace, "i! j! -> ", linear="0"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import ops
+from shardfx.ir.rulebook.dims import argument, ops
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.template import Template, template
 
@@ -25,20 +25,35 @@ LINEAR = {
     "0&1": "add.Tensor sub.Tensor rsub.Tensor complex lerp.Scalar lerp.Tensor addcdiv",
     "0&1|0&2": "addcmul",
     "0&2": "masked_fill.Tensor",
+    "0>": "zeros_like ones_like full_like empty_like zero fill.Scalar",
+    "0>|1": "copy fill.Tensor",
     "1": "where.ScalarSelf",
     "1&2": "where.self",
 }
 """Which operands may be partial sums; an overload wins over its name. ``mul`` by a number is linear, by a
 tensor in each of the two. Not in the table is what is multiplied by a number that may be infinite for numbers that
-occur: ``xlogy`` by log(0), ``ldexp`` by 2 ** 5000, ``logit``'s gradient by 1 / 0."""
+occur: ``xlogy`` by log(0), ``ldexp`` by 2 ** 5000, ``logit``'s gradient by 1 / 0, if no ``eps`` keeps it away."""
 
 _LINEAR = {op: text for text, names in LINEAR.items() for op in ops(names)}
 _FORM = "d.., ... -> d.., ..."
 
 
+IDENTITIES = {
+    aten.pow.Tensor_Scalar: ("exponent", 1),
+    aten.softshrink.default: ("lambd", 0),
+    aten.hardshrink.default: ("lambd", 0),
+    aten.leaky_relu.default: ("negative_slope", 1),
+}
+"""By which value of an argument an op gives back what it is given."""
+
+
 def linear(node: Node) -> str:
     """Which operands may be partial sums; a few ops are linear for some values of their other arguments."""
     op = node.op
+    if op in IDENTITIES and argument(node, IDENTITIES[op][0]) == IDENTITIES[op][1]:
+        return "0"
+    if op is aten.logit_backward.default and argument(node, "eps"):
+        return "0"
     if op is aten.masked_fill.Scalar:
         return "0" if node.args[2] == 0 else ""
     if op is aten.where.ScalarSelf and node.args[1] != 0:
@@ -56,7 +71,7 @@ def pointwise(node: Node) -> Template:
 POINTWISE = rule((), pointwise)
 
 UNTAGGED = """
-    alias_copy complex elu_backward fill floor_divide hardshrink_backward hardsigmoid_backward hardswish
+    alias_copy complex copy elu_backward fill floor_divide hardshrink_backward hardsigmoid_backward hardswish
     hardswish_backward hardtanh_backward leaky_relu_backward lift_fresh log_sigmoid mish_backward polar
     _prelu_kernel _prelu_kernel_backward real rrelu_with_noise_backward rsub softplus_backward
     softshrink_backward to.dtype where zero _conj prims::div

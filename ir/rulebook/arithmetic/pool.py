@@ -44,7 +44,7 @@ def blocks(form: str, space: int, own: Own) -> Callable[[Node], ShardingRule]:
 
     Of a dim that does not fall into blocks ``g`` has size one.
     """
-    parsed = template(form.replace("#", str(space)), "0")
+    parsed = template(form.replace("#", str(space)), "0|1>" if "," in form else "0")
 
     def make(node: Node) -> ShardingRule:
         first, made = node.operands[0].shape[-space:], node.outs[0].shape[-space:]
@@ -91,6 +91,27 @@ def padded_constant(node: Node) -> Template:
     return template(padded(node), "" if argument(node, "value") else "0")
 
 
+def largest(node: Node) -> Template:
+    """The largest element of each window, which is the element itself where each has a window of its own."""
+    space = 3 if "3d" in str(node.op) else 2
+    kernel = spread(argument(node, "kernel_size") or 1, space, ())
+    same = node.operands[0].shape == node.outs[0].shape and set(kernel) == {1}
+    return template(f"{X} -> {Y}, {Y}".replace("#", str(space)), "0>0" if same else "", moves_only=same)
+
+
+def fractional(node: Node) -> Template:
+    """Random numbers say where windows lie, but for the first and the last."""
+    form = f"{X}, n.. e! -> {Y}, {Y}".replace("#", "3" if "3d" in str(node.op) else "2")
+    return template(form, "1>" if max(argument(node, "output_size")) <= 2 else "")
+
+
+def grid_backward(node: Node) -> Template:
+    """The gradient of the grid is linear in the picture too; that of nearest neighbours is zero, whatever it shows."""
+    space = node.operands[0].type.ndim - 2
+    form = f"n c p*{space}, n c h*{space}!, n p*{space} e! -> n c h*{space}, n p*{space} e"
+    return template(form, "0|1>" if argument(node, "interpolation_mode") == 1 else "0|1>1")
+
+
 def pictures(
     names: str, form: str, *, spaces: tuple[int, ...] = (2, 3), own: Own | None = None, sized: str = "", **options: Any
 ) -> Iterator[RuleEntry]:
@@ -113,14 +134,18 @@ RESIZED = {
 }
 
 RULES: tuple[RuleEntry, ...] = (
-    *pictures("max_pool#d_with_indices adaptive_max_pool#d", f"{X} -> {Y}, {Y}"),
+    *(rule(ops(f"max_pool{n}d_with_indices adaptive_max_pool{n}d"), largest) for n in (2, 3)),
     *pictures(
-        "max_pool#d_with_indices_backward adaptive_max_pool#d_backward fractional_max_pool#d_backward",
+        "max_pool#d_with_indices_backward fractional_max_pool#d_backward",
         f"{Y}, {X}, {Y} -> {X}",
-        linear="0",
+        linear="0|1>",
         contiguous=Contiguous.ALL,
     ),
-    *pictures("fractional_max_pool#d", f"{X}, n.. e! -> {Y}, {Y}"),
+    # Each rank adds what it has at the places that its indices name.
+    *pictures(
+        "adaptive_max_pool#d_backward", f"n.. p*#, {X}, n.. p*# -> {X}", linear="0|1>", contiguous=Contiguous.ALL
+    ),
+    *(rule(ops(f"fractional_max_pool{n}d"), fractional) for n in (2, 3)),
     *pictures("max_unpool#d", f"{X}, {X} -> {Y}", linear="0"),
     *pictures("avg_pool#d", f"{A} -> {B}", own=windows),
     *pictures("avg_pool#d_backward", f"{B}, {A} -> {A}", own=windows),
@@ -148,12 +173,12 @@ RULES: tuple[RuleEntry, ...] = (
         for name in names.split()
     ),
     *(
-        rule(ops(f"{kind}_pad{n}d {kind}_pad{n}d_backward"), padded, linear="0")
-        for kind, n in itertools.product(("reflection", "replication"), (1, 2, 3))
+        rule(ops(f"{kind}_pad{n}d{back}"), padded, linear="0|1>" if back else "0")
+        for kind, n, back in itertools.product(("reflection", "replication"), (1, 2, 3), ("", "_backward"))
     ),
     rule(aten.constant_pad_nd, padded_constant),
     *pictures("grid_sampler_#d", "n c h*#!, n p*# e! -> n c p*#", linear="0"),
-    *pictures("grid_sampler_#d_backward", "n c p*#, n c h*#!, n p*# e! -> n c h*#, n p*# e", linear="0"),
+    *(rule(ops(f"grid_sampler_{n}d_backward"), grid_backward) for n in (2, 3)),
     rule(aten.im2col, "n.. c h! w! -> n.. (c k!) l!", linear="0"),
     rule(aten.col2im, "n.. (c k!) l! -> n.. c h! w!", linear="0"),
     rule(aten.pixel_shuffle, "n.. (c r! s!) h w -> n.. c (h r!) (w s!)", linear="0", moves_only=True),

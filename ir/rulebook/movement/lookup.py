@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument, at_dim, checked, given_tensors, indexed, words
+from shardfx.ir.rulebook.dims import argument, at_dim, checked, given_tensors, indexed, packed, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import Emit, mine, nothing, others_zero
 from shardfx.ir.rules.sharding_rule import SAME, ShardingRule
@@ -103,14 +103,15 @@ def histc(node: Node) -> str:
     return "d.. -> bins!" if argument(node, "min") != argument(node, "max") else "d..! -> bins!"
 
 
-def embedding_bag(node: Node) -> str:
+def embedding_bag(node: Node) -> Template:
     """``w[v!, d], ... -> y[b!, d]`` and what the bags are, which every rank has; d may be cut."""
     columns = node.operands[0].shape[1]
     results = (
         f"r{i}! d" if len(value.shape) == 2 and value.shape[1] == columns else f"r{i}_..!"
         for i, value in enumerate(node.outs)
     )
-    return f"v! d, {', '.join(f'o{i}!' for i in range(len(given_tensors(node)) - 1))} -> {', '.join(results)}"
+    text = f"v! d, {', '.join(f'o{i}!' for i in range(len(given_tensors(node)) - 1))} -> {', '.join(results)}"
+    return template(text, "0>0|3>0" if argument(node, "mode") in (0, 1) else "", SAME)
 
 
 def embedding_bag_backward(node: Node) -> Template:
@@ -132,9 +133,9 @@ RULES: tuple[RuleEntry, ...] = (
         linear="0",
         local=embedding_backward_local,
     ),
-    rule((aten._embedding_bag, aten._embedding_bag_forward_only), embedding_bag, reduce=SAME),
-    rule(aten._embedding_bag_per_sample_weights_backward, "b! d, v! d, i, o!, i -> i", linear="0|1"),
-    rule(aten._embedding_bag_backward, embedding_bag_backward),
+    rule((aten._embedding_bag, aten._embedding_bag_forward_only), embedding_bag),
+    packed(aten._embedding_bag_per_sample_weights_backward, "b! d, v! d, i, o!, i -> i", linear="0|1"),
+    packed(aten._embedding_bag_backward, embedding_bag_backward),
     rule(aten.gather.default, gather, linear="0", local=own_part(2)),
     rule(aten.index.Tensor, index_tensor, linear="0", moves_only=True),
     rule(aten.index_select.default, "d.. v@dim!, ~i -> d.. i@dim", linear="0"),

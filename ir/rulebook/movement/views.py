@@ -18,7 +18,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument, moves, words
 from shardfx.ir.rules.book import Contiguous, RuleEntry, replicated, rule
 from shardfx.ir.rules.local import reshaped
-from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
+from shardfx.ir.rules.sharding_rule import Dim, Linear, ShardingRule
 
 aten = torch.ops.aten
 
@@ -53,7 +53,9 @@ def view(node: Node) -> ShardingRule:
 @functools.lru_cache(maxsize=1024)
 def _view(a: tuple[int, ...], b: tuple[int, ...]) -> ShardingRule:
     left, right, sizes, whole = common_factors(a, b)
-    return ShardingRule((tuple(left),), (tuple(right),), sizes, frozenset(whole), (frozenset({0}),), moves_only=True)
+    return ShardingRule(
+        (tuple(left),), (tuple(right),), sizes, frozenset(whole), (Linear(frozenset({0})),), moves_only=True
+    )
 
 
 def transposed(node: Node) -> str:

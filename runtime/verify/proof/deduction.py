@@ -181,7 +181,7 @@ def _partial(rule: ShardingRule, specs: Sequence[Spec]) -> dict[str, tuple[str, 
                 return None
             found[axis] = (kind, known[1] | {i})
     for kind, group in found.values():
-        if group not in rule.linear or (kind not in ("sum", "avg") and not rule.moves_only):
+        if rule.passes(kind, group) is None:
             return None
     return found
 
