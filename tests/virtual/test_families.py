@@ -44,8 +44,9 @@ def many(rank_passes: tuple[sx.RankPass, ...] = ()) -> sx.ParallelModule:
 
 
 def refused(verdict: Verdict, rank: int) -> None:
-    assert not verdict
+    assert verdict.status == "refuted"
     assert verdict.fault is not None and verdict.fault.rank == rank, verdict.why
+    assert "of the model" in verdict.fault.numbers or "do not run" in verdict.fault.numbers
 
 
 def lowered_wrongly(target: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]], whole: bool) -> Any:

@@ -153,7 +153,8 @@ class Rank:
     def _given_back(self, node: fx.Node) -> Known:
         """What is known of a call that the model does not have, but gives its operand back."""
         source = node.args[0]
-        assert isinstance(source, fx.Node)
+        if not isinstance(source, fx.Node):
+            return Known(why=f"the model computes no such {op_name(node.target)}")
         facts = self.facts(source)
         if node.target in NEUTRAL and not (
             is_neutral(node.target, node.args, node.kwargs)
