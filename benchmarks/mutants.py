@@ -2,8 +2,9 @@
 
     python -m benchmarks.mutants [--count 2] [--plans mlp3@dp2tp2 ...] [--survivors]
 
-Every kind of damage of ``tests.mutants`` is done at up to ``count`` places of every plan; the table gives, by kind, how
-many programs were damaged and how many of them the static proof and the dynamic comparison refuse.
+Every kind of damage of ``tests.mutants`` is done at up to ``count`` places of every plan; then all of ``tests.wrong``
+is asked: passes that change a plan, wrong rules, programs that are none, and damage on one rank of 64. The table gives,
+by kind, how many programs were damaged and how many of them the static proof and the dynamic comparison refuse.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardfx.runtime.verify.proof.terms import build
 from shardfx.runtime.verify.sample import compare
 from tests.mutants import IN_PLACE, MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
+from tests.wrong.questions import Question, questions, refused
 from tests.zoo import make
 
 PLANS = (
@@ -30,10 +32,18 @@ PLANS = (
     "dropout_mlp@dp2tp2",
     "gpt_fused@tp2",
     "gpt_fused@dp2tp2+sequence",
+    "mlp3@dp2tp2+both-axes",
+    "gpt_fused@dp2tp2+whole-qkv",
     "llama@tp2",
     "resnet@dp2",
     "hf_gpt2@dp2tp2+alone",
 )
+SPECS = {
+    "whole-bias": {"fc1.bias": "-"},
+    "both-axes": {"args.0": "dp tp, -", "targets.0": "-", "fc1.weight": "-, -", "fc1.bias": "-", "fc2.weight": "-, -"},
+    "whole-qkv": {"layers.*.qkv.bias": "-"},
+}
+"""Hints by the word behind a plan's name: of what is whole each rank takes a slice."""
 
 
 @dataclass
@@ -60,12 +70,11 @@ class Rates:
 
 
 def planned(name: str) -> sx.ParallelModule:
-    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets,
-    ``+whole-bias``: of which each rank takes a slice)."""
+    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets; others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     fuse = {"fuse_mb": 0} if "alone" in more else {}
-    specs = {"fc1.bias": "-"} if "whole-bias" in more else {}
+    specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}
     return plan(make(case), MESHES[mesh], "sequence" in more, specs=specs, **fuse)
 
 
@@ -102,6 +111,18 @@ def measure(
     return rates
 
 
+def ask(rates: Rates, asked: Iterable[Question]) -> None:
+    """Ask everything that is no damage to the calls of all ranks."""
+    for question in asked:
+        static, dynamic = (refused(question, run) for run in (False, True))
+        rates.made[question.kind] += 1
+        rates.static[question.kind] += static
+        rates.dynamic[question.kind] += dynamic
+        missed = [how for how, seen in (("static", static), ("dynamic", dynamic)) if not seen]
+        if missed:
+            rates.survivors.append(f"{question.kind}: {question.what}: not seen by {' and '.join(missed)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2, help="places per kind of damage and plan")
@@ -110,6 +131,8 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     rates = measure(args.plans, args.count, progress=True)
+    if args.plans is PLANS:
+        ask(rates, questions())
     print(rates.table())
     if args.survivors:
         print("\n".join(rates.survivors))

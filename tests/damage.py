@@ -30,6 +30,8 @@ class Site:
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
     buffers: Sequence[tuple[int, str]]
+    gradients: Sequence[tuple[int, str]] = ()
+    """By place among the results: the inputs that they are the gradients of."""
 
     def calls(self, *targets: Any) -> list[fx.Node]:
         return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]
@@ -215,6 +217,13 @@ def _equal_outputs(site: Site) -> Iterator[tuple[int, int]]:
 def _piece_shape(node: Any) -> Any:
     bucket = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0].target is pack.unflatten  # type: ignore
     return node.args[0].args[1][node.args[1]] if bucket else None
+
+
+def one_for_two(site: Site, node: fx.Node) -> None:
+    results = list(node.args[0])  # type: ignore[arg-type]
+    a, b = next(_equal_outputs(site))
+    results[a] = results[b]
+    node.args = (tuple(results),)
 
 
 def interchangeable(site: Site) -> list[fx.Node]:

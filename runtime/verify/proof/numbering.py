@@ -75,9 +75,6 @@ class Impossible(Wrong):
     """A collective that cannot be done, whatever the elements are."""
 
 
-REDUCTIONS = ("sum", "avg", "max", "min")
-
-
 @dataclass(frozen=True)
 class Source:
     """What numbered elements are elements of: a term, and the sums of which they are shares."""
@@ -156,23 +153,6 @@ class Numbering:
     def inside(self, tensors: Sequence[Elements]) -> list[int]:
         """The sources of some elements, padding left out."""
         return sorted({run.source for t in tensors for run in t.runs} - {ZERO})
-
-    def possible(self, op: Any, args: Sequence[Sequence[Any]], n: int) -> None:
-        """Whether a group of ``n`` can do what it is asked for, as far as the arguments say.
-
-        Raises:
-            Impossible: it cannot.
-        """
-        if op in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default) and args[0][0] not in REDUCTIONS:
-            raise Impossible(f"{args[0][0]!r} is no reduction")
-        if op is c10d.reduce_scatter_tensor.default and args[0][1] != n:
-            raise Impossible(f"a reduce-scatter into {args[0][1]} pieces over {n} ranks")
-        if op is c10d.all_gather_into_tensor.default and args[0][0] != n:
-            raise Impossible(f"an all-gather over {n} ranks that says {args[0][0]}")
-        if op is c10d.all_to_all_single.default:
-            got, sent = ([list(each[i]) for each in args] for i in (0, 1))
-            if any(len(each) != n for each in (*got, *sent)) or [list(each) for each in zip(*sent, strict=True)] != got:
-                raise Impossible("an exchange in which a rank expects other sizes than are sent")
 
     def collective(
         self, op: Any, args: Sequence[Sequence[Any]], tensors: Sequence[Elements], axes: Sequence[str]
