@@ -132,7 +132,9 @@ def all_axes(site: Site, node: fx.Node) -> None:
 
 
 def one_axis(site: Site) -> list[fx.Node]:
-    return [n for n in site.calls(ALL_REDUCE) if len(site.mesh.names) > 1 and "." not in str(n.args[-1]).split("/")[1]]
+    """Sums over one of several axes: a maximum over more axes is the shift of a softmax still."""
+    sums = [n for n in site.calls(ALL_REDUCE) if n.args[1] == "sum"]
+    return [n for n in sums if len(site.mesh.names) > 1 and "." not in str(n.args[-1]).split("/")[1]]
 
 
 def biased(site: Site) -> list[fx.Node]:
@@ -312,6 +314,14 @@ def number(at: int) -> Callable[[fx.Node], bool]:
 
 def both_known(node: fx.Node) -> bool:
     return all(isinstance(a, fx.Node) for a in node.args[:2])
+
+
+def single(site: Site) -> list[fx.Node]:
+    """The calls of torch's ops that give one tensor, which is used."""
+    calls = [
+        n for n in site.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"
+    ]
+    return [n for n in calls if n.users and not any(user.target is operator.getitem for user in n.users)]
 
 
 def any_call(site: Site) -> list[fx.Node]:

@@ -20,19 +20,18 @@ def first_slice(site: Site, node: fx.Node) -> None:
     node.update_arg(3, 0)
 
 
-def slices_of_all_axes(site: Site) -> list[fx.Node]:
-    """Of a dim that is cut over both axes of a square mesh."""
-    sizes = [axis.size for axis in site.mesh.space]
-    square = len(sizes) == 2 and sizes[0] == sizes[1]
-    return [n for n in slices(site) if square and _view(n)[_dim(n)] == n.args[4] * site.mesh.size]  # type: ignore[operator]
+def slices_of_slices(site: Site) -> list[fx.Node]:
+    """Of a dim that is cut over two axes of one size, a slice for each."""
+    found: list[Any] = slices(site)
+    return [n for n in found if n.args[0] in found and _ways(n) == _ways(n.args[0]) and _dim(n) == _dim(n.args[0])]
 
 
 def other_order_of_axes(site: Site, node: fx.Node) -> None:
     """The piece of ``tp dp`` for that of ``dp tp``."""
-    length: Any = node.args[4]
-    each = site.mesh.space[0].size
-    major, minor = divmod(node.args[3] // length, each)  # type: ignore[operator]
-    node.update_arg(3, (minor * each + major) * length)
+    outer: Any = node.args[0]
+    first, second = (each.args[3] // each.args[4] for each in (outer, node))  # type: ignore[operator]
+    outer.update_arg(3, second * outer.args[4])
+    node.update_arg(3, first * node.args[4])  # type: ignore[operator]
 
 
 def slices_of_compounds(site: Site) -> list[fx.Node]:
@@ -63,3 +62,7 @@ def _view(node: fx.Node) -> Any:
 
 def _dim(node: fx.Node) -> Any:
     return node.args[2]
+
+
+def _ways(node: fx.Node) -> Any:
+    return _view(node)[_dim(node)] / node.args[4]  # type: ignore[operator]

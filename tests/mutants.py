@@ -23,6 +23,7 @@ from tests.damage import (
     ALL_REDUCE,
     GATHER,
     SCATTER,
+    WAIT,
     Damage,
     Places,
     Site,
@@ -51,6 +52,7 @@ from tests.damage import (
     pieces,
     roll,
     same_shape,
+    single,
     square,
     summed,
     swap_offsets,
@@ -80,8 +82,8 @@ from tests.damage_pieces import (
     parameter_for_its_gradient,
     plain_for_compound,
     slices,
-    slices_of_all_axes,
     slices_of_compounds,
+    slices_of_slices,
 )
 
 
@@ -123,7 +125,7 @@ MUTATIONS = (
         True,
     ),  # type: ignore
     Mutation("the first slice on every rank", slices, first_slice),
-    Mutation("slices of axes in another order", slices_of_all_axes, other_order_of_axes),
+    Mutation("slices of axes in another order", slices_of_slices, other_order_of_axes),
     Mutation("plain slices for compound ones", slices_of_compounds, plain_for_compound),
     Mutation("another parameter read", parameters_with_twin, other_parameter),
     Mutation("another parameter read on one rank", parameters_with_twin, other_parameter, True),
@@ -202,6 +204,16 @@ IN_PLACE = (
     Mutation("not written where it is joined", of(memory_ops.write), becomes(1)),
 )
 """Damage to destinations: what the programs as they run could get wrong."""
+
+HARMLESS = (
+    Mutation("a copy", single, followed(aten.clone.default)),
+    Mutation("an alias", single, followed(aten.alias.default)),
+    Mutation("a detached value", single, followed(aten.detach.default)),
+    Mutation("a copy on one rank", single, followed(aten.clone.default), True),
+    Mutation("an add the other way round", of(aten.add.Tensor, when=both_known), swapped(0, 1)),
+    Mutation("waited for twice", single, followed(WAIT)),
+)
+"""What changes no value."""
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,6 @@ class Question(NamedTuple):
     """With ``run``."""
 
 
-def questions() -> Iterator[Question]:
-    """All of them; plans are made when they are come to."""
-    yield from by_passes()
-    yield from by_rules()
-    yield from by_form()
-    yield from on_one_rank()
-
-
 def by_passes() -> Iterator[Question]:
     """Passes that change what the plan gives, or what it holds."""
     for name, change in {**DROPS, **MORE}.items():
@@ -65,6 +57,15 @@ def on_one_rank() -> Iterator[Question]:
             modules = {rank: program.module() for rank, program in damaged.items()}
             what = f"{mutation.name} at {place}"
             yield Question("on one rank of 64", what, lambda run, given=modules: pm.verify(given, run=run))  # type: ignore[misc]
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Question]]] = {
+    "passes": by_passes,
+    "rules": by_rules,
+    "forms": by_form,
+    "one of many ranks": on_one_rank,
+}
+"""All of them; plans are made when they are come to."""
 
 
 def _asked(pm: sx.ParallelModule) -> Callable[[bool], sx.Verdict]:
