@@ -1,18 +1,22 @@
 """How many damaged programs does ``pm.verify()`` notice?
 
-    python -m benchmarks.mutants [--count 2] [--plans mlp3@dp2tp2 ...] [--survivors]
+    python -m benchmarks.mutants [--count 2] [--plans mlp3@dp2tp2 ...] [--survivors] [--sound 100] [--processes 2]
 
-Every kind of damage of ``tests.mutants`` is done at up to ``count`` places of every plan; the table gives, by kind, how
-many programs were damaged and how many of them the static proof and the dynamic comparison refuse.
+Every kind of damage of ``tests.mutants`` is done at up to ``count`` places of every plan; then all of ``tests.wrong``
+is asked: passes that change a plan, wrong rules, programs that are none, and damage on one rank of 64. The table gives,
+by kind, how many programs were damaged and how many of them the static proof and the dynamic comparison refuse. With
+``--sound`` so many programs of random models, meshes and hints that equal one device's are asked about, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 
 import shardfx as sx
 from shardfx.ir.program.plain import plain
@@ -20,8 +24,11 @@ from shardfx.runtime.verify.plan_proof import first_broken
 from shardfx.runtime.verify.proof import every_rank
 from shardfx.runtime.verify.proof.terms import build
 from shardfx.runtime.verify.sample import compare
+from tests.fuzz.case import SHARE, draw
+from tests.fuzz.check import check, sharing
 from tests.mutants import IN_PLACE, MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
+from tests.wrong.questions import SECTIONS, Question, refused
 from tests.zoo import make
 
 PLANS = (
@@ -30,10 +37,18 @@ PLANS = (
     "dropout_mlp@dp2tp2",
     "gpt_fused@tp2",
     "gpt_fused@dp2tp2+sequence",
+    "mlp3@dp2tp2+both-axes",
+    "gpt_fused@dp2tp2+whole-qkv",
     "llama@tp2",
     "resnet@dp2",
     "hf_gpt2@dp2tp2+alone",
 )
+SPECS = {
+    "whole-bias": {"fc1.bias": "-"},
+    "both-axes": {"args.0": "dp tp, -", "targets.0": "-", "fc1.weight": "-, -", "fc1.bias": "-", "fc2.weight": "-, -"},
+    "whole-qkv": {"layers.*.qkv.bias": "-"},
+}
+"""Hints by the word behind a plan's name: of what is whole each rank takes a slice."""
 
 
 @dataclass
@@ -44,6 +59,13 @@ class Rates:
     static: Counter[str] = field(default_factory=Counter)
     dynamic: Counter[str] = field(default_factory=Counter)
     survivors: list[str] = field(default_factory=list)
+
+    def add(self, other: Rates) -> None:
+        """Count another's as well."""
+        self.made += other.made
+        self.static += other.static
+        self.dynamic += other.dynamic
+        self.survivors += other.survivors
 
     @property
     def total(self) -> int:
@@ -60,19 +82,16 @@ class Rates:
 
 
 def planned(name: str) -> sx.ParallelModule:
-    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets,
-    ``+whole-bias``: of which each rank takes a slice)."""
+    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets; others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     fuse = {"fuse_mb": 0} if "alone" in more else {}
-    specs = {"fc1.bias": "-"} if "whole-bias" in more else {}
+    specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}
     return plan(make(case), MESHES[mesh], "sequence" in more, specs=specs, **fuse)
 
 
-def measure(
-    plans: Iterable[str], count: int, progress: bool = False, mutations: Iterable[Mutation] = (*MUTATIONS, *IN_PLACE)
-) -> Rates:
-    """Damage the programs of some plans and verify them; with ``progress`` say after each plan how many so far."""
+def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*MUTATIONS, *IN_PLACE)) -> Rates:
+    """Damage the programs of some plans and verify them."""
     rates = Rates()
     for name in plans:
         pm = planned(name)
@@ -97,22 +116,62 @@ def measure(
                 missed = [how for how, fault in (("static", proof), ("dynamic", shown)) if fault is None]
                 if missed:
                     rates.survivors.append(f"{name}: {mutation.name} at {place}: not seen by {' and '.join(missed)}")
-        if progress:
-            print(f"{name}: {rates.total} so far, {len(rates.survivors)} not refused by both", flush=True)
+    return rates
+
+
+def ask(asked: Iterable[Question]) -> Rates:
+    """Ask everything that is no damage to the calls of all ranks."""
+    rates = Rates()
+    for question in asked:
+        static, dynamic = (refused(question, run) for run in (False, True))
+        rates.made[question.kind] += 1
+        rates.static[question.kind] += static
+        rates.dynamic[question.kind] += dynamic
+        missed = [how for how, seen in (("static", static), ("dynamic", dynamic)) if not seen]
+        if missed:
+            rates.survivors.append(f"{question.kind}: {question.what}: not seen by {' and '.join(missed)}")
+    return rates
+
+
+def alarms(seeds: Iterable[int]) -> tuple[int, list[str]]:
+    """How many random cases equal one device, and which of them are not proven."""
+    with sharing() as captures:
+        outcomes = {seed: check(draw(seed), captures, verify=True) for seed in seeds}
+    equal = sum(outcome.result == "equal" for outcome in outcomes.values())
+    return equal, [f"seed {seed}: {outcome.alarm}" for seed, outcome in outcomes.items() if outcome.alarm]
+
+
+def one(task: tuple[str, int]) -> Rates:
+    """The rates of a plan, or of a kind of questions."""
+    warnings.simplefilter("ignore")
+    name, count = task
+    rates = ask(SECTIONS[name]()) if name in SECTIONS else measure([name], count)
+    print(f"{name}: {rates.total}, of which {len(rates.survivors)} were not refused by both", flush=True)
     return rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2, help="places per kind of damage and plan")
-    parser.add_argument("--plans", nargs="*", default=PLANS)
+    parser.add_argument("--plans", nargs="*", default=(*PLANS, *SECTIONS), metavar="PLAN", help="or kinds of questions")
     parser.add_argument("--survivors", action="store_true", help="name the damaged programs that were not refused")
+    parser.add_argument("--sound", type=int, default=0, metavar="N", help="ask about N sound programs, too")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    rates = measure(args.plans, args.count, progress=True)
-    print(rates.table())
-    if args.survivors:
-        print("\n".join(rates.survivors))
+    rates = Rates()
+    with get_context("spawn").Pool(args.processes) as pool:
+        for found in pool.imap(one, [(name, args.count) for name in args.plans], chunksize=1):
+            rates.add(found)
+        print(rates.table())
+        if args.survivors:
+            print("\n".join(rates.survivors))
+        parts = [range(first, min(first + SHARE, args.sound)) for first in range(0, args.sound, SHARE)]
+        equal, alarmed = 0, list[str]()
+        for count, found_alarms in pool.imap(alarms, parts, chunksize=1):
+            equal, alarmed = equal + count, alarmed + found_alarms
+        if args.sound:
+            print(f"{equal} sound programs of {args.sound} random cases, {len(alarmed)} of them not proven")
+            print("\n".join(alarmed))
 
 
 if __name__ == "__main__":

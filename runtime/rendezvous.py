@@ -54,6 +54,7 @@ class Request:
         return f"{self.op}{self.args} on {self.group} at node {self.node!r} ({self.where})"
 
 
+REDUCTIONS = ("sum", "avg", "max", "min", "product")
 Asked = tuple[Request, Tensor, Tensor | None]
 RankCoroutine = Generator[Asked, list[Tensor], Sequence[Tensor]]
 """A rank under way: it yields what it asks for, the tensor that it sends, and the memory for what it gets. It takes
@@ -174,6 +175,34 @@ def _check(members: Sequence[int], asked: Sequence[Asked]) -> None:
                 got=f"{request}, {tuple(tensor.shape)} {tensor.dtype}",
                 remedy="every rank of a group must run the same collectives in the same order",
             )
+    if what := unfit(first.op, [request.args for request, _, _ in asked], len(members)):
+        raise Error(
+            "a group of ranks cannot do what it is asked for",
+            where=f"ranks {', '.join(map(str, members[:8]))}; node {first.node!r} ({first.where})",
+            expected="a reduction that there is, and as many pieces as ranks",
+            got=what,
+        )
+
+
+def unfit(op: str, asked: Sequence[Sequence[Any]], ranks: int) -> str:
+    """Why a group of so many ranks cannot do what its members ask for; empty where it can.
+
+    Args:
+        op: the collective, as a :class:`Request` names it.
+        asked: of each member, the arguments between the tensor and the group.
+    """
+    first = asked[0]
+    if op in ("all_reduce", "reduce_scatter_tensor") and first[0] not in REDUCTIONS:
+        return f"{first[0]!r} is no reduction"
+    if op == "reduce_scatter_tensor" and first[1] != ranks:
+        return f"a reduce-scatter into {first[1]} pieces over {ranks} ranks"
+    if op == "all_gather_into_tensor" and first[0] != ranks:
+        return f"an all-gather over {ranks} ranks that says {first[0]}"
+    if op == "all_to_all_single":
+        got, sent = ([list(each[i]) for each in asked] for i in (0, 1))
+        if any(len(each) != ranks for each in (*got, *sent)) or list(map(list, zip(*sent, strict=True))) != got:
+            return "an exchange in which a rank expects other sizes than are sent"
+    return ""
 
 
 def _deadlock(waiting: Mapping[int, Asked], groups: Groups) -> Error:

@@ -30,6 +30,8 @@ class Site:
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
     buffers: Sequence[tuple[int, str]]
+    gradients: Sequence[tuple[int, str]] = ()
+    """By place among the results: the inputs that they are the gradients of."""
 
     def calls(self, *targets: Any) -> list[fx.Node]:
         return [n for n in self.graph.nodes if n.op == "call_function" and n.target in targets]
@@ -130,7 +132,9 @@ def all_axes(site: Site, node: fx.Node) -> None:
 
 
 def one_axis(site: Site) -> list[fx.Node]:
-    return [n for n in site.calls(ALL_REDUCE) if len(site.mesh.names) > 1 and "." not in str(n.args[-1]).split("/")[1]]
+    """Sums over one of several axes: a maximum over more axes is the shift of a softmax still."""
+    sums = [n for n in site.calls(ALL_REDUCE) if n.args[1] == "sum"]
+    return [n for n in sums if len(site.mesh.names) > 1 and "." not in str(n.args[-1]).split("/")[1]]
 
 
 def biased(site: Site) -> list[fx.Node]:
@@ -215,6 +219,13 @@ def _equal_outputs(site: Site) -> Iterator[tuple[int, int]]:
 def _piece_shape(node: Any) -> Any:
     bucket = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[0].target is pack.unflatten  # type: ignore
     return node.args[0].args[1][node.args[1]] if bucket else None
+
+
+def one_for_two(site: Site, node: fx.Node) -> None:
+    results = list(node.args[0])  # type: ignore[arg-type]
+    a, b = next(_equal_outputs(site))
+    results[a] = results[b]
+    node.args = (tuple(results),)
 
 
 def interchangeable(site: Site) -> list[fx.Node]:
@@ -303,6 +314,14 @@ def number(at: int) -> Callable[[fx.Node], bool]:
 
 def both_known(node: fx.Node) -> bool:
     return all(isinstance(a, fx.Node) for a in node.args[:2])
+
+
+def single(site: Site) -> list[fx.Node]:
+    """The calls of torch's ops that give one tensor, which is used."""
+    calls = [
+        n for n in site.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"
+    ]
+    return [n for n in calls if n.users and not any(user.target is operator.getitem for user in n.users)]
 
 
 def any_call(site: Site) -> list[fx.Node]:

@@ -23,6 +23,7 @@ from tests.damage import (
     ALL_REDUCE,
     GATHER,
     SCATTER,
+    WAIT,
     Damage,
     Places,
     Site,
@@ -44,12 +45,14 @@ from tests.damage import (
     number,
     of,
     one_axis,
+    one_for_two,
     other_axis,
     other_parameter,
     parameters_with_twin,
     pieces,
     roll,
     same_shape,
+    single,
     square,
     summed,
     swap_offsets,
@@ -71,6 +74,16 @@ from tests.damage_memory import (
     shared_memory,
     slots_of_gradients,
     waits_of_all,
+)
+from tests.damage_pieces import (
+    first_slice,
+    gradients,
+    other_order_of_axes,
+    parameter_for_its_gradient,
+    plain_for_compound,
+    slices,
+    slices_of_compounds,
+    slices_of_slices,
 )
 
 
@@ -111,6 +124,9 @@ MUTATIONS = (
         take_elsewhere,
         True,
     ),  # type: ignore
+    Mutation("the first slice on every rank", slices, first_slice),
+    Mutation("slices of axes in another order", slices_of_slices, other_order_of_axes),
+    Mutation("plain slices for compound ones", slices_of_compounds, plain_for_compound),
     Mutation("another parameter read", parameters_with_twin, other_parameter),
     Mutation("another parameter read on one rank", parameters_with_twin, other_parameter, True),
     Mutation("dropout with another p", of(torch.ops.shardfx.dropout.default), argument(1, lambda p: p / 2)),
@@ -139,6 +155,8 @@ MUTATIONS = (
         True,
     ),  # type: ignore
     Mutation("outputs swapped", interchangeable, swap_outputs),
+    Mutation("one output for two", interchangeable, one_for_two),
+    Mutation("a parameter for its gradient", gradients, parameter_for_its_gradient),
     Mutation("buffer not updated", with_buffers, lost_update),
     Mutation("cast down and up", of(aten.mm.default, aten.addmm.default, aten.convolution.default), cast),
     Mutation(
@@ -187,6 +205,16 @@ IN_PLACE = (
 )
 """Damage to destinations: what the programs as they run could get wrong."""
 
+HARMLESS = (
+    Mutation("a copy", single, followed(aten.clone.default)),
+    Mutation("an alias", single, followed(aten.alias.default)),
+    Mutation("a detached value", single, followed(aten.detach.default)),
+    Mutation("a copy on one rank", single, followed(aten.clone.default), True),
+    Mutation("an add the other way round", of(aten.add.Tensor, when=both_known), swapped(0, 1)),
+    Mutation("waited for twice", single, followed(WAIT)),
+)
+"""What changes no value."""
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -195,6 +223,7 @@ class Programs:
     programs: Mapping[int, RankProgram]
     shapes: Mapping[int, Mapping[str, tuple[int, ...]]]
     buffers: Sequence[tuple[int, str]]
+    gradients: Sequence[tuple[int, str]]
 
     @staticmethod
     def of(pm: sx.ParallelModule, as_they_run: bool = False) -> Programs:
@@ -206,21 +235,25 @@ class Programs:
         programs = {rank: pm.rank_program(rank) for rank in range(pm.mesh.size)}
         if not as_they_run:
             programs = {rank: plain(program) for rank, program in programs.items()}
-        buffers = [(i, o.name) for i, o in enumerate(programs[0].outputs) if o.kind is OutputKind.BUFFER]
-        return Programs(programs, shapes, buffers)
+        outputs = list(enumerate(programs[0].outputs))
+        buffers = [(i, o.name) for i, o in outputs if o.kind is OutputKind.BUFFER]
+        gradients = [(i, identifier(o.name)) for i, o in outputs if o.kind is OutputKind.GRADIENT]
+        return Programs(programs, shapes, buffers, gradients)
 
     def site(self, rank: int, program: RankProgram) -> Site:
-        return Site(program.graph, rank, program.mesh, self.shapes[rank], self.buffers)
+        return Site(program.graph, rank, program.mesh, self.shapes[rank], self.buffers, self.gradients)
 
-    def damaged(self, mutation: Mutation, count: int, seed: int = 0) -> Iterator[tuple[str, dict[int, RankProgram]]]:
-        """Up to ``count`` damaged sets of programs, each with the node at which it was damaged."""
-        last = max(self.programs)
+    def damaged(
+        self, mutation: Mutation, count: int, seed: int = 0, on: int | None = None
+    ) -> Iterator[tuple[str, dict[int, RankProgram]]]:
+        """Up to ``count`` damaged sets of programs, each with the node at which it was damaged; ``on`` a rank alone."""
+        last = max(self.programs) if on is None else on
         places = len(mutation.places(self.site(last, self.programs[last])))
         chosen = random.Random(f"{seed} {mutation.name}").sample(range(places), min(count, places))
         for k in sorted(chosen):
             made: dict[int, RankProgram] = {}
             name = ""
-            for rank in [last] if mutation.alone else self.programs:
+            for rank in [last] if mutation.alone or on is not None else self.programs:
                 program = self.programs[rank].copy()
                 site = self.site(rank, program)
                 found = mutation.places(site)

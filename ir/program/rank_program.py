@@ -135,6 +135,14 @@ def _inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pa
     for node in module.graph.nodes:
         if node in env:
             continue
+        late = next((used for used in node.all_input_nodes if used not in env), None)
+        if late is not None or (node.op == "call_function" and not callable(node.target)):
+            raise Error(
+                "a program has a call that cannot be made",
+                where=f"{path}{node.name}",
+                expected="a function, of what stands before it",
+                got=f"{late.name}, which is not there yet" if late is not None else repr(node.target),
+            )
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "output":
             return args[0]

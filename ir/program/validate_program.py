@@ -4,6 +4,7 @@ A program's values are values: what a call gives stays what it is until it is la
 condition on memory, which this module checks, so that whoever reads, proves or prices a program may take each call for
 its plain form (:mod:`.plain`):
 
+- every node is a call that can be read (:mod:`.well_formed`), of what stands before it;
 - nothing is read after its memory was written over;
 - nothing is written into the memory of an input;
 - parts of one memory that live together do not overlap, and ``memory.join`` joins just the parts that were written;
@@ -25,6 +26,7 @@ from shardfx.ir.ops.local_ops import row_of
 
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing
+from .well_formed import malformed
 
 PLACES = ("memory.part", "memory.join")
 """What takes memory as memory."""
@@ -66,6 +68,7 @@ class _Walk:
     def __init__(self, program: RankProgram, after: str | None, ends: bool) -> None:
         self.program, self.after, self.ends = program, after, ends
         self.nodes = list(program.graph.nodes)
+        self._form()
         self.share = Sharing(self.nodes)
         self.dead: dict[fx.Node, fx.Node] = {}
         """Values whose memory was written over, and by which call."""
@@ -74,6 +77,17 @@ class _Walk:
         self.pending: set[fx.Node] = set()
         self.slots: dict[fx.Node, tuple[fx.Node, Slot]] = {}
         """Of parts, and of what was written into them: the flat memory and the place in it."""
+
+    def _form(self) -> None:
+        """Every node can be read, and takes what stands before it."""
+        there: set[fx.Node] = set()
+        for node in self.nodes:
+            if what := malformed(node):
+                self._fail(what, node)
+            if not there.issuperset(node.all_input_nodes):
+                late = next(used for used in node.all_input_nodes if used not in there)
+                self._fail(f"{node.name} uses {late.name}, which is not there yet", node)
+            there.add(node)
 
     def run(self) -> None:
         for node in self.nodes:

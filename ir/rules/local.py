@@ -192,7 +192,7 @@ def mine(emit: Emit, index: Any, held: Held) -> tuple[Any, Any]:
         if i:
             digit = emit.call(aten.remainder.Scalar, digit, piece.size)
         if piece.length < piece.size:
-            digit = emit.call(aten.sub.Tensor, digit, piece.start) if piece.start else digit
+            digit = emit.call(aten.sub.Tensor, digit, piece.start)  # also of 0: all ranks run one program
             low, high = emit.call(aten.lt.Scalar, digit, 0), emit.call(aten.ge.Scalar, digit, piece.length)
             digit = emit.call(aten.clamp.default, digit, 0, max(piece.length - 1, 0))
             beside = emit.call(aten.logical_or.default, low, high)

@@ -2,12 +2,12 @@
 
 A rank pass is a frozen dataclass whose fields are its options, as a pass on the planned graph is. It sees one rank's
 program alone; so that all ranks stay in step it must leave the order of collectives as it is, and nothing that it does
-may hang on the rank's number. After each of them the program is validated.
+may hang on the rank's number. What they leave is validated, and the pass that left it wrong is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -55,18 +55,36 @@ class RankPass:
         return f"{self.name}{options_of(self)}"
 
 
-def run_rank_passes(program: RankProgram, passes: Iterable[RankPass], context: RankContext) -> RankProgram:
-    """Run ``passes`` over ``program`` in place, validating it after each; gives the program.
+def run_rank_passes(
+    program: RankProgram,
+    passes: Sequence[RankPass],
+    context: RankContext,
+    again: Callable[[], RankProgram] | None = None,
+) -> RankProgram:
+    """Run ``passes`` over ``program`` in place, validating what they leave; gives the program.
+
+    ``again`` makes the program anew: then it is validated once, at its end, and only if it is wrong there once more,
+    after each pass. Without it after each pass at once.
 
     Raises:
         Error: a pass stands too early, fails, or leaves a program that is wrong: naming the pass, the node and what is
             wrong with it.
     """
+    if again is None:
+        return _run(program, passes, context, each_validated=True)
+    try:
+        return _run(program, passes, context, each_validated=False)
+    except Exception:  # by one of the passes: the first that does harm is to be named
+        return _run(again(), passes, context, each_validated=True)
+
+
+def _run(
+    program: RankProgram, passes: Sequence[RankPass], context: RankContext, *, each_validated: bool
+) -> RankProgram:
     established: set[str] = set()
     ran: list[str] = []
     order = order_of_collectives(program)
-    passes, changed = list(passes), False
-    for each in passes:
+    for number, each in enumerate(passes):
         check_requires(each, established, ran, "rank pass")
         try:
             changed = each.run(program, context)
@@ -79,13 +97,13 @@ def run_rank_passes(program: RankProgram, passes: Iterable[RankPass], context: R
                 remedy="if it is your own pass, see the traceback above; else please report it",
             ) from error
         established |= each.establishes
-        if changed:
-            ends = each is passes[-1] and "OWN_OUTPUTS" in established
-            validate_program(program, after=each.name, ends=ends)
+        last = number == len(passes) - 1
+        if last or (changed and each_validated):
+            validate_program(program, after=each.name, ends=last and "OWN_OUTPUTS" in established)
             _same_order(order, order_of_collectives(program), each, program)
         ran.append(each.name)
-    if not changed:  # by the last of them
-        validate_program(program, after=ran[-1] if ran else None, ends="OWN_OUTPUTS" in established)
+    if not passes:
+        validate_program(program, ends=False)
     return program
 
 

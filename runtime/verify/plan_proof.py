@@ -25,7 +25,7 @@ from .fault import Fault
 from .first_change import named
 from .proof import every_rank
 from .proof.known import Proof
-from .sample import compare
+from .sample import compare, shrink_plan
 from .sample.counterexample import DOES_NOT_RUN, Numbers, first_line
 
 
@@ -164,9 +164,19 @@ class PlanProof:
         task = self.tasks[number]
         if task.changed:
             fault = named(fault, {rank: task.asked.program(self.after, rank) for rank in task.changed}, task.changed)
-        if fault.certain or len(self.ranks) > many_ranks.EVERY:
+        return fault if fault.certain else self._with_numbers(fault, task, numbers)
+
+    def _with_numbers(self, fault: Fault, task: Task, numbers: Numbers) -> Fault:
+        """The fault with numbers that show it, of the plan or of the same in small, where all ranks can be run."""
+        after = self.after
+        if not numbers.affordable() and not task.changed:
+            small = shrink_plan.shrink(self.before, self.after, self.rules)
+            if small is not None:
+                numbers = Numbers(small.before, small.after, self.rules, small.known(self.stored))
+                task, after = Task.of(task.asked, {}, small.after), small.after
+        if not numbers.affordable():
             return fault
-        given = {rank: task.changed.get(rank) or task.asked.program(self.after, rank) for rank in self.ranks}
+        given = {rank: task.changed.get(rank) or task.asked.program(after, rank) for rank in self.ranks}
         return numbers.of_ranks(fault, given, task.inputs, task.outputs)
 
     def _each(self, proof: Proof) -> tuple[Fault | None, int]:

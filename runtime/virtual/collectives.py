@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardfx.ir.errors import Error
-from shardfx.runtime.rendezvous import Request
+from shardfx.runtime.rendezvous import REDUCTIONS, Request
 
 Tensor = torch.Tensor
 
@@ -45,5 +45,5 @@ def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:
         elif kind == "product":
             total *= other
         else:
-            raise Error(f"unknown reduction {kind!r}", expected="sum, avg, max, min or product", got=kind)
+            raise Error(f"unknown reduction {kind!r}", expected=", ".join(REDUCTIONS), got=kind)
     return total / len(tensors) if kind == "avg" else total

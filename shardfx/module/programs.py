@@ -87,11 +87,11 @@ class Programs:
         self._check(rank, self.compiled.after)
         return self.made(self.compiled.after, rank, kinds)
 
-    def made(self, graph: Graph, rank: int, kinds: Iterable[OutputKind]) -> RankProgram:
+    def made(self, graph: Graph, rank: int, kinds: Kinds) -> RankProgram:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
-        context = RankContext(graph, self.device)
-        program = lower(graph, rank, self.compiled.context.rules, kinds, torch.device(self.device))
-        made = run_rank_passes(program, self.rank_passes, context)
+        context, device = RankContext(graph, self.device), torch.device(self.device)
+        lowered = partial(lower, graph, rank, self.compiled.context.rules, kinds, device)
+        made = run_rank_passes(lowered(), self.rank_passes, context, lowered)
         self.notes.update(dict.fromkeys(context.notes))
         return made
 

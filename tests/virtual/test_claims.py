@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 import shardfx as sx
 from shardfx.ir.graph import OutputKind
 from tests.damage_plan import DROPS, MORE, SOUND, WRONG, Change, Changes, ChangesFirst
+from tests.wrong.forms import FORMS, malformed
+from tests.wrong.nets import X, Y, planned
 
 aten = torch.ops.aten
-X, Y = torch.randn(8, 6), torch.randint(0, 4, (8,))
-
-
-class Net(nn.Module):
-    """A constant, a buffer that is updated, two results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = F.relu(self.norm(self.up(x)))
-        return self.down(h) * torch.tensor([1.0, 2.0, 3.0, 4.0]), h.sum(1)
-
-
-def loss(out: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    return F.cross_entropy(out[0], y) + out[1].mean()
-
-
-def planned(*passes: sx.Pass, mesh: sx.Mesh | None = None) -> sx.ParallelModule:
-    torch.manual_seed(0)
-    hints = sx.Hints((X,), loss=loss, targets=(Y,), specs={"args.0": "dp, -"}, passes=passes)
-    return sx.parallelize(Net(), mesh or sx.Mesh(dp=2), hints, virtual=True)
 
 
 @pytest.mark.parametrize("name", [*DROPS, *MORE])
@@ -126,75 +103,18 @@ def test_a_lost_output_of_each_kind_is_named() -> None:
 # ---- programs that are not well formed ---------------------------------------------------------------------------
 
 
-def damaged(name: str, module: fx.GraphModule) -> object:
-    """A rank's module with something wrong in its form."""
-    graph = module.graph
-    relu = next(n for n in graph.nodes if n.target is aten.relu.default)
-    end = graph.output_node()
-    results = list(end.args[0])
-    if name == "extra arguments":
-        relu.args = (*relu.args, 3, 4)
-    elif name == "no argument":
-        relu.args = ()
-    elif name == "an unknown keyword":
-        relu.kwargs = {"how": 1}
-    elif name == "a view that needs a copy":
-        with graph.inserting_after(relu):
-            turned = graph.call_function(aten.t.default, (relu,))
-        with graph.inserting_after(turned):
-            flat = graph.call_function(aten.view.default, (turned, [-1]))
-        with graph.inserting_after(flat):
-            graph.call_function(aten.neg.default, (flat,))
-    elif name == "None is returned":
-        end.args = ((None, *results[1:]),)
-    elif name == "an output is missing":
-        end.args = (tuple(results[1:]),)
-    elif name == "no output":
-        graph.erase_node(end)
-    elif name == "an unknown collective":
-        group = next(n.args[-1] for n in graph.nodes if "all_reduce" in str(n.target))
-        with graph.inserting_after(relu):
-            graph.call_function(torch.ops._c10d_functional.broadcast.default, (relu, 0, group))
-    elif name == "a foreign function":
-        relu.target = len
-    elif name == "no module":
-        return graph
-    return module
-
-
-ERRORS = {
-    "an output is missing": "not a program of this plan",
-    "no output": "not a program of this plan",
-    "no module": "not a program",
-}
-SILENT = ("a foreign function", "an unknown collective")
-"""What a run may not notice."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "extra arguments",
-        "no argument",
-        "an unknown keyword",
-        "a view that needs a copy",
-        "None is returned",
-        "an output is missing",
-        "no output",
-        "an unknown collective",
-        "a foreign function",
-        "no module",
-    ],
-)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_malformed_program_is_refused(name: str, plan_of_two: sx.ParallelModule) -> None:
+    """By a verdict, or an error that says what is wrong with it; on all ranks, or on one."""
     pm = plan_of_two
-    changed = {rank: damaged(name, pm.rank_module(rank)) for rank in range(2)}
-    for run in (False, True):
-        if name in ERRORS:
-            with pytest.raises(sx.Error, match=ERRORS[name]):
-                pm.verify(changed, run=run)  # type: ignore[arg-type]
-        elif not run or name not in SILENT:
-            assert not pm.verify(changed, run=run)  # type: ignore[arg-type]
+    for ranks in (range(2), [1]):
+        for run in (False, True):
+            changed = {rank: malformed(name, pm.rank_module(rank)) for rank in ranks}
+            try:
+                verdict = pm.verify(changed, run=run)
+            except sx.Error:
+                continue
+            assert not verdict and (verdict.status == "refuted" or not run), str(verdict)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -12,14 +12,19 @@ import torch
 from torch import fx
 
 import shardfx as sx
+from shardfx.ir.graph import Input, InputKind, OutputKind, Value
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.program.lower import Lowering
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.spec import TensorType
 from shardfx.module import programs
 from shardfx.passes.rank import RankContext, run_rank_passes
 from shardfx.passes.rank.waits import Waits
 from shardfx.runtime.verify.families.family import Written, families
 from shardfx.runtime.verify.families.varying import Split, Together, Varying
+from shardfx.runtime.verify.proof.interpreter import Rank
+from shardfx.runtime.verify.proof.known import Known, Proof
+from shardfx.runtime.verify.proof.within import Within
 from shardfx.runtime.verify.verdict import Verdict
 from tests.zoo import make
 
@@ -39,8 +44,9 @@ def many(rank_passes: tuple[sx.RankPass, ...] = ()) -> sx.ParallelModule:
 
 
 def refused(verdict: Verdict, rank: int) -> None:
-    assert not verdict
+    assert verdict.status == "refuted"
     assert verdict.fault is not None and verdict.fault.rank == rank, verdict.why
+    assert "of the model" in verdict.fault.numbers or "do not run" in verdict.fault.numbers
 
 
 def lowered_wrongly(target: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]], whole: bool) -> Any:
@@ -96,7 +102,7 @@ def test_a_slice_that_is_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Lowering, "call", other)
     verdict = many().verify()
     assert not verdict
-    assert verdict.checked.get("programs read", 0) == 0
+    assert verdict.checked["programs read"] == 0 and verdict.checked["whole programs"] == 64
 
 
 def test_a_collective_with_another_group_on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +116,56 @@ def test_a_collective_with_another_group_on_a_rank(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(programs, "run_rank_passes", other)
     verdict = many().verify()
     assert not verdict
-    assert verdict.checked.get("programs read", 0) <= 63
+    assert verdict.checked["programs read"] == 63 and verdict.checked["whole programs"] > 1
+
+
+@pytest.mark.parametrize("ranks", [range(64), [UNREAD]])
+def test_a_program_for_fewer_outputs_that_is_wrong(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> None:
+    """What was proven of training does not hold of a program for the loss alone that is not a part of it."""
+
+    def other(program: RankProgram, *args: Any) -> RankProgram:
+        made = run_rank_passes(program, *args)
+        if made.rank in ranks and all(output.kind is not OutputKind.GRADIENT for output in made.outputs):
+            relu = next(node for node in made.graph.nodes if node.target is aten.relu.default)
+            relu.replace_all_uses_with(relu.args[0])
+        return made
+
+    monkeypatch.setattr(programs, "run_rank_passes", other)
+    verdict = many().verify()
+    assert not verdict and verdict.fault is not None
+    assert verdict.fault.rank in ranks and verdict.checked["programs within a whole one"] == int(0 not in ranks)
+
+
+def test_what_is_within_another_program() -> None:
+    """Equal calls of equal operands in one order: no other constant, operand or order of collectives."""
+    x = Value(TensorType((4,), torch.float64), None, 0, "x")
+    reduce, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+
+    def rank(calls: Sequence[tuple[Any, ...]]) -> Rank:
+        graph = fx.Graph()
+        made = [graph.placeholder("x")]
+        for target, operand, *more in calls:
+            made.append(graph.call_function(target, (made[operand], *more)))
+        graph.output((made[-1],))
+        found = Rank(Proof(*[None] * 4), 0, Written(graph), [Input(InputKind.ARGUMENT, "x", x)])  # type: ignore[arg-type]
+        found.items = dict.fromkeys(graph.nodes, Known())
+        found.asked = [node for node in graph.nodes if node.target is reduce]
+        return found
+
+    a, b = (reduce, 1, "sum", "m/a@0"), (reduce, 0, "sum", "m/b@0")
+    whole = [(aten.mul.Tensor, 0, 1), a, (wait, 2), b, (wait, 4), (aten.relu.default, 5)]
+    within = Within(rank(whole))
+    assert within.read(rank(whole)) and within.read(rank(whole[:3]))
+    assert within.read(rank([b, (wait, 1), (aten.relu.default, 2)]))
+    for other in (
+        [(aten.mul.Tensor, 0, 1.0)],
+        [(aten.mul.Tensor, 0, True)],
+        [(aten.relu.default, 0)],
+        [b, (aten.relu.default, 1)],
+        [(aten.mul.Tensor, 0, 1), b, (wait, 2), (reduce, 1, "sum", "m/a@0")],
+        [*whole, (reduce, 1, "sum", "m/a@0")],
+    ):
+        assert not within.read(rank(other))
 
 
 @dataclass(frozen=True)

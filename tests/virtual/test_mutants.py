@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.mutants import PLANS, measure, planned
+from benchmarks.mutants import PLANS, ask, measure, planned
 from tests.damage import any_call, blind
-from tests.mutants import IN_PLACE, MUTATIONS, Mutation
+from tests.mutants import HARMLESS, IN_PLACE, MUTATIONS, Mutation, Programs
+from tests.wrong.questions import ONE, SECTIONS, on_one_rank
 
 QUICK = ("mlp3@dp2tp2", "gpt_fused@tp2")
 
@@ -23,6 +24,33 @@ def test_every_kind_of_damage_is_done() -> None:
     """The plans have, between them, a place for each."""
     assert len(MUTATIONS) >= 25
     assert {mutation.name for mutation in (*MUTATIONS, *IN_PLACE)} == set(measure(PLANS, count=1).made)
+
+
+@pytest.mark.parametrize("name", ["mlp3@dp2tp2", pytest.param("gpt_fused@dp2tp2+sequence", marks=pytest.mark.slow)])
+def test_what_changes_no_value_is_proven(name: str) -> None:
+    pm = planned(name)
+    programs = Programs.of(pm)
+    for mutation in HARMLESS:
+        for place, changed in programs.damaged(mutation, 2):
+            verdict = pm.verify({rank: program.module() for rank, program in changed.items()})
+            assert verdict, f"{mutation.name} at {place}: {verdict.why}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_is_wrong_otherwise_is_refused(section: str) -> None:
+    """Passes, rules, forms, and damage on one rank of 64: by the proof, and where all ranks run."""
+    rates = ask(SECTIONS[section]())
+    assert rates.total >= 10 and not rates.survivors
+
+
+@pytest.mark.parametrize("place", ["a node", "an argument", "a group"])
+def test_one_rank_of_many_that_is_wrong_is_refuted_with_numbers(place: str) -> None:
+    kinds = {"a node": "another activation", "an argument": "slice at another offset", "a group": "all-reduce over"}
+    question = next(each for each in on_one_rank() if each.what.startswith(kinds[place]))
+    verdict = question.ask(False)
+    assert verdict.status == "refuted" and verdict.fault is not None
+    assert verdict.fault.rank == ONE and verdict.fault.numbers
 
 
 def test_a_refusal_names_the_output_the_rank_the_node_and_the_line() -> None:

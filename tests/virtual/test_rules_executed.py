@@ -2,79 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.cli import main
-from shardfx.ir.rules import Emit, RuleEntry
+from tests.wrong.rules import COLUMNS, ROWS, WRONG, Calls, by_fours, numbered, ops, planned
 
 aten = torch.ops.aten
-
-
-@torch.library.custom_op("shardfx_tests::by_fours", mutates_args=())
-def by_fours(x: Tensor) -> Tensor:
-    """Of x[4 n, d] each row plus the sum of its four."""
-    return x + x.unflatten(0, (-1, 4)).sum(1).repeat_interleave(4, 0)
-
-
-@torch.library.custom_op("shardfx_tests::numbered", mutates_args=())
-def numbered(x: Tensor) -> Tensor:
-    """Row i of x[n, d], plus i."""
-    return x + torch.arange(x.shape[0], dtype=x.dtype)[:, None]
-
-
-@by_fours.register_fake
-def _(x: Tensor) -> Tensor:
-    assert x.shape[0] % 4 == 0, "rows come in fours"
-    return torch.empty_like(x)
-
-
-numbered.register_fake(lambda x: torch.empty_like(x))
-
-
-class Calls(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.call = call if isinstance(call, FunctionType) else lambda x: call(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(x)
-
-
-def from_zero(emit: Emit) -> object:
-    """As if every rank's rows began at 0."""
-    return emit.call(emit.node.op, *emit.args)
-
-
-ops = torch.ops.shardfx_tests
-COLUMNS, ROWS = "-, r", "r, -"
-WRONG: dict[str, tuple[RuleEntry, Callable[[Tensor], Tensor], str]] = {
-    "softmax along its dim": (sx.rule(aten._softmax.default, "n d -> n d"), lambda x: x.softmax(1), COLUMNS),
-    "cumsum": (sx.rule(aten.cumsum.default, "n d -> n d"), lambda x: x.cumsum(0), ROWS),
-    "a maximum that is added up": (sx.rule(aten.amax.default, "n d -> n"), lambda x: x.amax(1), COLUMNS),
-    "a maximum of sums": (sx.rule(aten.relu.default, "n d -> n d", linear="0"), lambda x: (x @ x.mT).relu(), COLUMNS),
-    "sort": (sx.rule(aten.sort.default, "n d -> n d, n d"), lambda x: x.sort(0)[0], ROWS),
-    "flip": (sx.rule(aten.flip.default, "n d -> n d"), lambda x: x.flip(0), ROWS),
-    "roll": (sx.rule(aten.roll.default, "n d -> n d"), lambda x: x.roll(1, 0), ROWS),
-    "tril": (sx.rule(aten.tril.default, "n d -> n d"), lambda x: x.tril(), ROWS),
-    "positions": (sx.rule(ops.numbered.default, "n d -> n d", local=from_zero), numbered, ROWS),
-    "argmax": (sx.rule(aten.argmax.default, "n d -> d", reduce="max"), lambda x: x.argmax(0), ROWS),
-}
-
-
-def planned(rule: RuleEntry, call: Callable[[Tensor], Tensor], spec: str) -> sx.ParallelModule:
-    x = torch.randn(8, 12, dtype=torch.float64)
-    hints = sx.Hints(args=(x,), specs={"args.0": spec}, rules=[rule], strict=True)
-    return sx.parallelize(Calls(call), sx.Mesh(r=2), hints, virtual=True)
 
 
 @pytest.mark.parametrize("name", WRONG)

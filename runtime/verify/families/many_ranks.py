@@ -12,7 +12,8 @@ groups only, and where an op is done otherwise on some ranks. Then these are pro
    stands for the operands that the planned graph gives the op; and the families keep one order of collectives.
 4. *One whole program*, with all its collectives: order, operands, waits and results. Its partners in collectives are
    *shadows* (:mod:`..proof.meeting`): by 1 and 3, they hold at each node what the rank itself holds, at their own
-   coordinates.
+   coordinates. Programs for fewer outputs, whose calls all stand in one that was interpreted, in its order, are read as
+   parts of it (:mod:`..proof.within`).
 
 A program that is not the planned graph in the code of its ops (rank passes may write it otherwise) is interpreted as a
 whole, on each rank of its family, and so is every rank with which it speaks; on two, where at least all its numbers are
@@ -35,6 +36,7 @@ from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
 from shardfx.runtime.verify.proof.known import Proof
 from shardfx.runtime.verify.proof.meeting import LockStep
 from shardfx.runtime.verify.proof.numbering import COLLECTIVES
+from shardfx.runtime.verify.proof.within import Within
 
 from .family import Family, families
 from .op_code import Reading, same_numbers
@@ -85,21 +87,16 @@ def verify(
     counts["distinct ops at every rank"] += len(ops)
     if found is not None:
         return found, 0
+    earlier: list[Within] = []
     for number, each in enumerate(asked):
         own = Own(each.program, ops, each.nodes, each.inputs, each.outputs, each.changed)
         whole = Whole(proof, own, each.inputs, each.outputs)
         try:
-            whole.interpret(each.changed)
+            whole.interpret(each.changed, earlier)
         except Failed as failed:
             return failed.fault, number
-        counts.update(
-            {
-                "programs read": len(own.read),
-                "calls read": own.calls,
-                "families": own.families,
-                "whole programs": whole.count,
-            }
-        )
+        finally:
+            counts.update(own.counts() | whole.counts())
     return None, 0
 
 
@@ -140,6 +137,10 @@ class Own:
             else:
                 self.other |= dict.fromkeys(family.ranks, family)
 
+    def counts(self) -> dict[str, int]:
+        """How much was read."""
+        return {"programs read": len(self.read), "calls read": self.calls, "families": self.families}
+
     def at(self, rank: int) -> HasGraph:
         """The plan's own program of a rank."""
         return self.other[rank].at(rank) if rank in self.other else self.program(rank)
@@ -151,18 +152,27 @@ class Whole:
     def __init__(self, proof: Proof, own: Own, inputs: Sequence[Input], outputs: Sequence[Output]) -> None:
         self.proof, self.own, self.inputs, self.outputs = proof, own, inputs, outputs
         self.mesh = proof.after.mesh
-        self.count = 0
+        self.count = self.within = 0
         self._pattern: Rank | None = None
 
-    def interpret(self, changed: Mapping[int, HasGraph]) -> None:
-        """Interpret what must be: see above.
+    def counts(self) -> dict[str, int]:
+        """How much was interpreted."""
+        return {"whole programs": self.count, "programs within a whole one": self.within}
+
+    def interpret(self, changed: Mapping[int, HasGraph], earlier: list[Within]) -> None:
+        """Interpret what must be: see above. ``earlier`` are whole programs for other outputs; this one joins them.
 
         Raises:
             Failed: a program is wrong.
         """
         own = self.own
         if own.pattern is not None:
-            self._lock_step({(r := pair(own.pattern.ranks, self.mesh)[0]): own.pattern.settled(r)}, ())
+            rank = pair(own.pattern.ranks, self.mesh)[0]
+            program = own.pattern.settled(rank)
+            if not any(self._stands_within(each, rank, program) for each in earlier):
+                self._lock_step({rank: program}, ())
+                assert self._pattern is not None
+                earlier.append(Within(self._pattern))
             self._promises()
         for family in own.alike:
             self._lock_step({r: family.at(r) for r in pair(family.ranks, self.mesh)}, ())
@@ -173,6 +183,18 @@ class Whole:
             }
             near = {m for r in apart for each in axes for m in self.mesh.group(r, each)}
             self._lock_step({r: changed.get(r) or own.at(r) for r in sorted(apart | near)}, apart)
+
+    def _stands_within(self, whole: Within, rank: int, program: HasGraph) -> bool:
+        """Whether a program does nothing that a whole one does not do, and gives what it should."""
+        made = Rank(self.proof, rank, program, self.inputs)
+        if not whole.read(made):
+            return False
+        try:
+            made.outputs(self.outputs)
+        except Failed:  # it is interpreted then, which says where it is wrong
+            return False
+        self._pattern, self.within = made, self.within + 1
+        return True
 
     def _lock_step(self, programs: Mapping[int, HasGraph], apart: Iterable[int]) -> None:
         alone = set(apart)

@@ -49,9 +49,9 @@ class SingleOps:
     """The codes of a graph's ops, and their proof."""
 
     def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write) -> None:
-        self._graph, self._nodes, self._book, self._write = graph, nodes, book, write
+        self._graph, self._nodes, self._book, self._write = graph, list(dict.fromkeys(nodes)), book, write
         numbers: dict[Any, int] = {}
-        self._keys = {node: numbers.setdefault(op_key(node), len(numbers)) for node in nodes}
+        self._keys = {node: numbers.setdefault(op_key(node), len(numbers)) for node in self._nodes}
         self._codes: dict[int, list[Code]] = {}
         self.parts: list[list[int]] = [list(range(graph.mesh.size))]
         """Ranks on which every op has the same code, numbers aside."""

@@ -19,7 +19,7 @@ from shardfx.ir.graph import Node, op_name
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.local import gives_list
 
-from .deduction import ExpectedCall, Fact, same, written
+from .deduction import ExpectedCall, Fact, Place, same
 from .known import Known, Proof
 
 aten = torch.ops.aten
@@ -105,8 +105,11 @@ class Calls:
             held = ", ".join(f.spec.text(v.shape) for f, v in zip(facts, maker.operands, strict=True))
             why = f"{op_name(maker.op)} cannot be computed from {held}: its rule knows no such cut"
         for made in ways:
-            forms = written(maker, made, operands, deduction.mesh, self.rank, deduction.book)
-            if any(same(form, node, self.root) or same(_swapped(form), node, self.root) for form in forms):
+            forms = deduction.forms(maker, made, self.rank)
+            if any(
+                same(form, node, self.root, operands) or same(_swapped(form), node, self.root, operands)
+                for form in forms
+            ):
                 drawn = self.proof.drawn.setdefault(maker.args[3], made.results[0]) if maker.op is dropout else None
                 if drawn not in (None, made.results[0]):
                     return [], f"this mask was drawn elsewhere for {drawn}: other boxes are other random numbers"
@@ -183,6 +186,6 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 def _swapped(expected: Any) -> Any:
     """An add of two tensors with its operands the other way round; anything else as it is."""
     plain = isinstance(expected, ExpectedCall) and expected.op is aten.add.Tensor and not expected.kwargs
-    if plain and len(expected.args) == 2 and all(isinstance(a, fx.Node) for a in expected.args):
+    if plain and len(expected.args) == 2 and all(isinstance(a, Place) for a in expected.args):
         return ExpectedCall(expected.op, expected.args[::-1], expected.kwargs)
     return expected

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardfx.ir.graph import Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.traits import with_defaults
+from shardfx.ir.ops.traits import draw_slot, with_defaults
 from shardfx.ir.program.devices import kernel_forms
 from shardfx.ir.rules.book import RuleBook, perform, replicated
 from shardfx.ir.rules.local import Share
@@ -61,6 +62,7 @@ class Deduction:
     _rules: dict[int, ShardingRule] = field(default_factory=dict)
     _known: dict[tuple[int, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
     _cut: dict[tuple[int, int], Mapping[str, tuple[str, Cut]]] = field(default_factory=dict)
+    _forms: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
 
     def _kind(self, node: Node) -> int:
         """The same number for nodes that are alike, and of whose result the plan claims the same."""
@@ -108,6 +110,16 @@ class Deduction:
                 continue
             if made.operands == specs:
                 yield made
+
+    def forms(self, node: Node, made: Strategy, rank: int) -> list[Any]:
+        """What :func:`written` gives of a node, with a :class:`Place` for each operand: made once for nodes that are
+        alike and draw nothing."""
+        key = (self._kind(node), id(made), rank)
+        if draw_slot(node) is not None:
+            return list(written(node, made, _places(len(node.operands)), self.mesh, rank, self.book))
+        if key not in self._forms:
+            self._forms[key] = list(written(node, made, _places(len(node.operands)), self.mesh, rank, self.book))
+        return self._forms[key]
 
     def _pieces(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, Cut]]:
         """For each axis that cuts a factor: the factor, and how it is cut over all of its axes.
@@ -209,14 +221,26 @@ class Expected(Share):
         return ExpectedCall(*made) if isinstance(made, tuple) else made
 
 
+@dataclass(frozen=True)
+class Place:
+    """An operand of an op, by its number, where the op's calls are written for no program yet."""
+
+    number: int
+
+
+@cache
+def _places(count: int) -> tuple[Place, ...]:
+    return tuple(Place(i) for i in range(count))
+
+
 def written(
-    node: Node, made: Strategy, operands: Sequence[fx.Node], mesh: Mesh, rank: int, book: RuleBook
+    node: Node, made: Strategy, operands: Sequence[Any], mesh: Mesh, rank: int, book: RuleBook
 ) -> Iterator[Any]:
     """One rank's version of a node: an :class:`ExpectedCall`, or one of the operands; and by the kernels of devices."""
     copy = Node(node.op, node.args, node.kwargs, node.results, strategy=made)
     given = iter(operands)
 
-    def next_operand(_: Value) -> fx.Node:
+    def next_operand(_: Value) -> Any:
         return next(given)
 
     args = substitute(node.args, next_operand)
@@ -230,8 +254,13 @@ def written(
         yield ExpectedCall(*form)
 
 
-def same(expected: Any, actual: Any, root: dict[fx.Node, fx.Node]) -> bool:
-    """Whether a program has a call as expected: the same op of the same operands with the same arguments."""
+def same(expected: Any, actual: Any, root: Mapping[fx.Node, fx.Node], operands: Sequence[fx.Node] = ()) -> bool:
+    """Whether a program has a call as expected: the same op of the same operands with the same arguments.
+
+    ``operands`` are what stands at each :class:`Place`.
+    """
+    if isinstance(expected, Place):
+        expected = operands[expected.number]
     if isinstance(expected, fx.Node):
         return isinstance(actual, fx.Node) and root.get(actual, actual) is root.get(expected, expected)
     if isinstance(expected, ExpectedCall):
@@ -241,11 +270,11 @@ def same(expected: Any, actual: Any, root: dict[fx.Node, fx.Node]) -> bool:
         if actual.op != "call_function" or actual.target is not expected.op:
             return False
         a, b = normal(expected.op, expected.args, expected.kwargs), normal(expected.op, actual.args, actual.kwargs)
-        return a.keys() == b.keys() and all(same(a[k], b[k], root) for k in a)
+        return a.keys() == b.keys() and all(same(a[k], b[k], root, operands) for k in a)
     if isinstance(expected, (list, tuple)):
         if not isinstance(actual, (list, tuple)) or len(expected) != len(actual):
             return False
-        return all(same(a, b, root) for a, b in zip(expected, actual, strict=True))
+        return all(same(a, b, root, operands) for a, b in zip(expected, actual, strict=True))
     if isinstance(expected, float) and expected != expected:
         return isinstance(actual, float) and actual != actual
     return not isinstance(actual, fx.Node) and type(expected) is type(actual) and bool(expected == actual)

@@ -153,9 +153,13 @@ class Rank:
     def _given_back(self, node: fx.Node) -> Known:
         """What is known of a call that the model does not have, but gives its operand back."""
         source = node.args[0]
-        assert isinstance(source, fx.Node)
+        if not isinstance(source, fx.Node):
+            return Known(why=f"the model computes no such {op_name(node.target)}")
+        if node.target in COPIES:  # also between the calls that a rule writes for one op
+            self.root[node] = self.root.get(source, source)
+            return self.items[source]
         facts = self.facts(source)
-        if node.target in NEUTRAL and not (
+        if not (
             is_neutral(node.target, node.args, node.kwargs)
             and all(self.proof.universe.terms.types[f.term].dtype.is_floating_point for f in facts)
         ):

@@ -9,7 +9,7 @@ being those of the shadow's coordinates. Who may be a shadow, and why, is said i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import op_name
-from shardfx.runtime.rendezvous import Groups
+from shardfx.runtime.rendezvous import Groups, unfit
 from shardfx.runtime.verify.fault import Failed
 
 from .elements import Elements
 from .interpreter import Asked, Rank
 from .known import Known, Proof
-from .numbering import Source, Wrong
+from .numbering import Impossible, Source, Wrong
 
 c10d = torch.ops._c10d_functional
 
@@ -99,17 +99,24 @@ class LockStep:
             tensors.append(sent)
             args.append(node.args[1:-1])
             hints += [h for h in left if h not in hints]
+        if what := unfit(first.target._opname, args, len(members)):  # type: ignore[union-attr]
+            raise self._impossible(what, here[0], first)
         if any(t is None for t in tensors):
             return dict.fromkeys(here, Known(why="nothing is known of what is sent"))
         known = [t for t in tensors if t is not None]
         try:
             got = self.proof.numbering.collective(first.target, args, known, axes)
+        except Impossible as error:
+            raise self._impossible(str(error), here[0], first) from error
         except (Wrong, RuntimeError) as error:
             return {m: Known(why=str(error)) for m in here}
         reduced = first.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
         after = self._reduced(hints, axes) if reduced else hints
         after = list(dict.fromkeys([*self.proof.numbering.inside(list(dict.fromkeys(got))), *after]))
         return {m: Known(codes=t, hints=after) for m, t in zip(members, got, strict=True) if m in self.ranks}
+
+    def _impossible(self, what: str, rank: int, node: fx.Node) -> Failed:
+        return Failed(replace(self.ranks[rank].fault(what, node), certain=True))
 
     def _shadow(self, member: int, rank: Rank, node: fx.Node, moved: dict[Any, Elements]) -> Asked:
         """What a rank that is not interpreted sends."""

@@ -71,6 +71,10 @@ class Wrong(Exception):
     """A move that is not what its name says of these elements."""
 
 
+class Impossible(Wrong):
+    """A collective that cannot be done, whatever the elements are."""
+
+
 @dataclass(frozen=True)
 class Source:
     """What numbered elements are elements of: a term, and the sums of which they are shares."""
@@ -156,24 +160,17 @@ class Numbering:
         """What each member of a group gets, the group being one along ``axes``."""
         n = len(tensors)
         if op in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
+            if op is c10d.reduce_scatter_tensor.default and any(not t.dim() or t.shape[0] % n for t in tensors):
+                raise Impossible(f"a reduce-scatter of shape {list(tensors[0].shape)} over {n} ranks")
             total = self._reduced(args[0][0], tensors, axes)
-            if op is c10d.all_reduce.default:
-                return [total] * n
-            if args[0][1] != n or total.shape[0] % n:
-                raise Wrong(f"a reduce-scatter of {total.shape[0]} rows into {args[0][1]} pieces over {n} ranks")
-            return total.chunk(n)
+            return [total] * n if op is c10d.all_reduce.default else total.chunk(n)
         for number in self.inside(tensors):
             over = {axis for axis, _ in self.sources[number - 1].partial} & set(axes)
             if over:
                 raise Wrong(f"shares of a sum over {', '.join(sorted(over))} are exchanged without being added")
         if op is c10d.all_gather_into_tensor.default:
-            if args[0][0] != n:
-                raise Wrong(f"an all-gather over {n} ranks that says {args[0][0]}")
             return [cat([t if t.dim() else t.reshape(1) for t in tensors])] * n
         sent = [t.split(list(a[1])) for t, a in zip(tensors, args, strict=True)]
-        for k in range(n):
-            if [s[k].shape[0] for s in sent] != list(args[k][0]):
-                raise Wrong("an exchange in which a rank expects other sizes than are sent")
         return [cat([s[k] for s in sent]) for k in range(n)]
 
     def _reduced(self, kind: str, tensors: Sequence[Elements], axes: Sequence[str]) -> Elements:

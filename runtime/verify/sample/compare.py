@@ -60,13 +60,14 @@ def verify(
     known: Mapping[str, Tensor],
     tolerance: float = 1e-9,
     locate: bool = True,
+    seed: int = 0,
 ) -> tuple[Fault | None, dict[str, int]]:
     """The first output of a rank that differs from the captured program's, or None; and how much was checked.
 
     ``own`` are the programs that the plan itself gives: where ``modules`` are others, the first node that computes
     something else than its namesake is named. ``known`` are inputs whose content counts (indices, masks).
     """
-    sample = draw_sample(before, after, known)
+    sample = draw_sample(before, after, known, seed)
     counts = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
     mesh = after.mesh
     whole = run_whole(sample.before, sample.inputs, by_boxes(sample.after))
@@ -87,7 +88,7 @@ def verify(
             if not apart <= tolerance:
                 name = f"{output.kind.value} {output.name}"
                 what = f"a relative error of {apart:.1e} on random float64 inputs"
-                fault = Fault(what, name, rank, numbers=apart_at(got[rank][i], wanted), certain=True)
+                fault = Fault(what, name, rank, numbers=apart_at(got[rank][i], wanted, seed), certain=True)
                 return _located(fault, sample, book, modules, own, given) if locate else fault, counts
     return None, counts
 
@@ -161,7 +162,7 @@ def _widened(program: RankProgram) -> RankProgram:
 # ---- random inputs -----------------------------------------------------------------------------------------------
 
 
-def draw_sample(before: Graph, after: Graph, known: Mapping[str, Tensor]) -> Sample:
+def draw_sample(before: Graph, after: Graph, known: Mapping[str, Tensor], seed: int = 0) -> Sample:
     """Random inputs of the captured shapes.
 
     Raises:
@@ -178,7 +179,7 @@ def draw_sample(before: Graph, after: Graph, known: Mapping[str, Tensor]) -> Sam
             )
     used = {v.type.dtype for v in before.values() if v.type.dtype.is_floating_point}
     wide = used != {torch.float64}
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
     inputs: dict[str, Tensor] = {}
     for given in before.inputs:
         content = given.constant if given.kind is InputKind.CONSTANT else known.get(given.name)

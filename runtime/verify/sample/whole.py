@@ -115,8 +115,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.where(both, 0.0, (a - b).abs()).max()) / max(scale, 1e-3)
 
 
-def apart_at(got: torch.Tensor, wanted: torch.Tensor) -> str:
-    """Where two tensors differ most, in numbers."""
+def apart_at(got: torch.Tensor, wanted: torch.Tensor, seed: int) -> str:
+    """Where two tensors differ most, in numbers; ``seed`` is that of the inputs."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"it is {tuple(got.shape)} of {got.dtype}, and {tuple(wanted.shape)} of {wanted.dtype} of the model"
     same = torch.isclose(got, wanted, rtol=0, atol=0, equal_nan=True)
@@ -124,7 +124,7 @@ def apart_at(got: torch.Tensor, wanted: torch.Tensor) -> str:
     at = int(torch.nan_to_num(apart, nan=torch.inf).reshape(-1).argmax())
     place = ", ".join(map(str, torch.unravel_index(torch.tensor(at), got.shape))) if got.dim() else ""
     mine, theirs = wanted.reshape(-1)[at].item(), got.reshape(-1)[at].item()
-    return f"element [{place}] is {theirs:.6g}, and {mine:.6g} of the model, on random inputs (seed 0)"
+    return f"element [{place}] is {theirs:.6g}, and {mine:.6g} of the model, on random inputs (seed {seed})"
 
 
 def _spec(value: Value) -> Spec:

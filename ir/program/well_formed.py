@@ -1,0 +1,137 @@
+"""Is a node of a program one that can be read at all: a call of a function, with what its signature takes?
+
+Whoever reads calls by their rows and schemas may then take the arguments for what these say: tensors where tensors
+stand, and as many as there are. Whether the numbers among them are right is not asked here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, get_type_hints
+
+import torch
+from torch import fx
+
+from shardfx.ir.ops.local_ops import row_of
+
+OPS = ("placeholder", "get_attr", "call_function", "output")
+TENSOR, TENSORS, OTHER, ANY = "a tensor", "a list of tensors", "no tensor", "anything"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One argument: what stands there, and whether it may be left out, be None, or be given by its name alone.
+
+    ``number``: torch takes a number for a tensor of it, where another tensor says of which dtype.
+    """
+
+    name: str
+    kind: str
+    needed: bool = True
+    optional: bool = False
+    named: bool = False
+    number: bool = False
+
+    def takes(self, arg: Any) -> bool:
+        """Whether an argument may stand here."""
+        if self.kind == ANY or (arg is None and self.optional):
+            return True
+        if self.kind == TENSOR:
+            return isinstance(arg, fx.Node) or (self.number and isinstance(arg, (int, float, complex)))
+        if self.kind == TENSORS:
+            return isinstance(arg, (list, tuple)) and all(
+                isinstance(each, fx.Node) or (each is None and self.optional) for each in arg
+            )
+        return not _holds_a_node(arg)
+
+
+def malformed(node: fx.Node) -> str:
+    """What is wrong with the form of a node; empty where nothing is."""
+    if node.op not in OPS:
+        return f"a {node.op} node is no part of a rank's program"
+    if node.op != "call_function":
+        return ""
+    if not callable(node.target):
+        return f"{node.target!r} is no function"
+    row = row_of(node.target)
+    slots = _slots(node.target) if row is not None or isinstance(node.target, torch._ops.OpOverload) else None
+    wrong = "" if slots is None else _misfit(node, slots)
+    if not wrong and row is not None and row.group is not None and not isinstance(_at(node, row.group), str):
+        return f"{node.name} names no group of ranks as its argument {row.group}"
+    return wrong
+
+
+def _at(node: fx.Node, place: int) -> Any:
+    return node.args[place] if place < len(node.args) else None
+
+
+def _misfit(node: fx.Node, slots: Sequence[Slot]) -> str:
+    places = [slot for slot in slots if not slot.named]
+    if len(node.args) > len(places):
+        return f"{node.name} has {len(node.args)} arguments, where {len(places)} are taken"
+    given = dict(zip((slot.name for slot in places), node.args, strict=False))
+    for name, arg in node.kwargs.items():
+        if name in given or all(slot.name != name for slot in slots):
+            return f"{node.name} has an argument {name!r} that is not taken" + (" twice" if name in given else "")
+        given[name] = arg
+    for slot in slots:
+        if slot.name not in given:
+            if slot.needed:
+                return f"{node.name} lacks the argument {slot.name!r}"
+        elif not slot.takes(given[slot.name]):
+            return f"{node.name} has {given[slot.name]!r} for {slot.name!r}, where {slot.kind} is expected"
+    return ""
+
+
+@cache
+def _slots(target: Callable[..., Any]) -> tuple[Slot, ...] | None:
+    """The arguments of a torch op, or of one of our functions; None: nothing is known of them."""
+    if isinstance(target, torch._ops.OpOverload):
+        found = tuple(map(_of_schema, target._schema.arguments))
+        several = sum(slot.kind == TENSOR for slot in found) > 1 and row_of(target) is None
+        return tuple(replace(slot, number=several) for slot in found)
+    row = row_of(target)
+    if row is not None and row.name == "getitem":
+        return Slot("a", TENSOR), Slot("b", OTHER)
+    try:
+        signature, hints = inspect.signature(target), get_type_hints(target)
+    except (TypeError, ValueError, NameError):  # of a user's function: it need not say what it takes
+        return None
+    parameters = signature.parameters.values()
+    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
+        return None
+    return tuple(
+        Slot(
+            each.name,
+            _kind(hints.get(each.name)),
+            each.default is each.empty,
+            "None" in str(hints.get(each.name)),
+            each.kind is each.KEYWORD_ONLY,
+        )
+        for each in parameters
+    )
+
+
+def _of_schema(each: Any) -> Slot:
+    words = str(each.type)
+    kind = OTHER if "Tensor" not in words else TENSORS if "List" in words else TENSOR
+    return Slot(each.name, kind, not each.has_default_value(), "Optional" in words, each.kwarg_only)
+
+
+def _kind(hint: Any) -> str:
+    """What an annotation says."""
+    if hint is None or hint is Any:
+        return ANY
+    words = str(hint)
+    return OTHER if "Tensor" not in words else TENSOR if hint is torch.Tensor or "None" in words else TENSORS
+
+
+def _holds_a_node(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(map(_holds_a_node, arg))
+    if isinstance(arg, slice):
+        return any(map(_holds_a_node, (arg.start, arg.stop, arg.step)))
+    return isinstance(arg, fx.Node)

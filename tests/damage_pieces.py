@@ -1,0 +1,68 @@
+"""Damage to which piece of a value a rank takes or gives: the right name, and another part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from shardfx.ir.ops import pack
+from tests.damage import Site
+
+
+def slices(site: Site) -> list[fx.Node]:
+    """Slices that are not the same on all ranks."""
+    return [node for node in site.calls(pack.take) if _view(node)[_dim(node)] > node.args[4]]  # type: ignore[operator]
+
+
+def first_slice(site: Site, node: fx.Node) -> None:
+    """All ranks take the first."""
+    node.update_arg(3, 0)
+
+
+def slices_of_slices(site: Site) -> list[fx.Node]:
+    """Of a dim that is cut over two axes of one size, a slice for each."""
+    found: list[Any] = slices(site)
+    return [n for n in found if n.args[0] in found and _ways(n) == _ways(n.args[0]) and _dim(n) == _dim(n.args[0])]
+
+
+def other_order_of_axes(site: Site, node: fx.Node) -> None:
+    """The piece of ``tp dp`` for that of ``dp tp``."""
+    outer: Any = node.args[0]
+    first, second = (each.args[3] // each.args[4] for each in (outer, node))  # type: ignore[operator]
+    outer.update_arg(3, second * outer.args[4])
+    node.update_arg(3, first * node.args[4])  # type: ignore[operator]
+
+
+def slices_of_compounds(site: Site) -> list[fx.Node]:
+    """Of a dim that is seen as sub-dims, of which the second is cut."""
+    return [node for node in slices(site) if _dim(node) == 1 and len(_view(node)) > len(node.args[5])]  # type: ignore[arg-type]
+
+
+def plain_for_compound(site: Site, node: fx.Node) -> None:
+    """One stretch of the dim for a stretch of each sub-dim."""
+    x, (outer, inner, *rest), _, start, length, shape = node.args  # type: ignore[misc]
+    node.args = (x, [outer * inner, *rest], 0, start * outer, length * outer, shape)  # type: ignore[operator]
+
+
+def gradients(site: Site) -> list[fx.Node]:
+    return [site.end] if site.gradients else []
+
+
+def parameter_for_its_gradient(site: Site, node: fx.Node) -> None:
+    results = list(node.args[0])  # type: ignore[arg-type]
+    at, name = site.gradients[-1]
+    results[at] = next(each for each in site.graph.nodes if each.op == "placeholder" and each.name == name)
+    node.args = (tuple(results),)
+
+
+def _view(node: fx.Node) -> Any:
+    return node.args[1]
+
+
+def _dim(node: fx.Node) -> Any:
+    return node.args[2]
+
+
+def _ways(node: fx.Node) -> Any:
+    return _view(node)[_dim(node)] / node.args[4]  # type: ignore[operator]
