@@ -10,7 +10,8 @@ import torch
 
 from shardfx.ir.builder import GraphBuilder, types_of
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import InputKind
+from shardfx.ir.graph import InputKind, Value, op_name
+from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import draws, positional, with_defaults
@@ -48,7 +49,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     if target.overloadpacket in OF_MEMORY:
         check_in_order(node, str(builder.where))
     types = types_of(node.meta.get("val"))
-    canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket)
+    canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket) or OF_OTHERS.get(op_name(target))
     if canonical is not None:
         return canonical(builder, target, args, kwargs, types)
     if draws(target) and not draws_nothing(target, args, kwargs):
@@ -206,6 +207,39 @@ def _nll(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str
     return [builder.add(aten.div.Tensor, (total, count), types[0]), count]
 
 
+def _grouped_mm(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """Torch's product by group, in each of its forms. What it leaves of memory in rows of no group is zero here."""
+    given = with_defaults(op, args, kwargs)
+    a, b, ends = given["self"], given["mat2"], given["offs"]
+    if given["bias"] is not None or given["out_dtype"] not in (None, a.type.dtype):
+        return builder.add(op, args, types, **kwargs)
+    if ends is None:
+        return builder.add(aten.bmm.default, (a, b), types)
+    if a.type.ndim == b.type.ndim == 2:  # what is summed is in groups
+        return builder.add(grouped_outer, (_turned(builder, a), b, ends), types)
+    if a.type.ndim == 2:
+        return builder.add(grouped_mm, (a, b, ends), types)
+    turned = builder.add(grouped_mm, (_turned(builder, b), _turned(builder, a), ends))
+    return _turned(builder, turned)
+
+
+def _turned(builder: GraphBuilder, x: Value) -> Value:
+    """The matrix, or each of them, transposed."""
+    op, how = (aten.t.default, ()) if x.type.ndim == 2 else (aten.transpose.int, (-2, -1))
+    made: Value = _transpose(builder, op, (x, *how), {}, None)
+    return made
+
+
+def _product(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    return builder.add(grouped_mm, args, types)
+
+
+def _product_backward(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    x, w, ends, grad = args
+    of_x = builder.add(grouped_mm, (grad, _turned(builder, w), ends), types[0])
+    return [of_x, builder.add(grouped_outer, (x, grad, ends), types[1])]
+
+
 CANONICAL: dict[Any, Canonical] = {
     aten.detach: _same,
     aten.alias: _same,
@@ -230,4 +264,10 @@ CANONICAL: dict[Any, Canonical] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten.nll_loss_forward: _nll,
     aten.nll_loss2d_forward: _nll,
+    aten._grouped_mm: _grouped_mm,
 }
+OF_OTHERS: dict[str, Canonical] = {
+    "transformers.grouped_mm_fallback": _product,
+    "transformers.grouped_mm_fallback_backward": _product_backward,
+}
+"""By name, for they are there only where the package that defines them was imported."""
