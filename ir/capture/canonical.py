@@ -98,6 +98,15 @@ def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 Canonical = Callable[[GraphBuilder, Any, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
+def _filled(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """A tensor of one number is made of nothing: the tensor that it is made like is not waited for, nor sent."""
+    given = with_defaults(op, args, kwargs)
+    value = given.get("fill_value", int("ones" in op_name(op)))
+    if isinstance(value, Value):
+        return builder.add(op, args, types, **kwargs)
+    return builder.add(aten.full.default, (list(types.shape), value), types, dtype=types.dtype)
+
+
 def _same(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     return args[0]
 
@@ -241,6 +250,8 @@ def _product_backward(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwa
 
 
 CANONICAL: dict[Any, Canonical] = {
+    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided), _filled),
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), _filled),
     aten.detach: _same,
     aten.alias: _same,
     aten.clone: _same,

@@ -9,7 +9,9 @@ from tests.reference import rel_err, single_device
 from tests.zoo import CASES, make
 
 EXACT = [name for name in CASES if "dropout" not in name]
-QUICK = {("dp2tp2", name) for name in EXACT} | {("2x2x2", "gpt_fused"), ("tp4", "llama"), ("2x2x2", "hf_gpt2")}
+MIXTURES = [name for name in EXACT if name.startswith("moe")]
+QUICK = {("dp2tp2", name) for name in EXACT if name not in MIXTURES or name == "moe_loop"}
+QUICK |= {("2x2x2", "gpt_fused"), ("tp4", "llama"), ("2x2x2", "hf_gpt2"), ("dp2ep2", "moe_qwen3"), ("ep2", "moe_slots")}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,7 @@ QUICK = {("dp2tp2", name) for name in EXACT} | {("2x2x2", "gpt_fused"), ("tp4", 
     [
         pytest.param(mesh, name, marks=() if (mesh, name) in QUICK else pytest.mark.slow)
         for mesh in MESHES
-        for name in EXACT
+        for name in (MIXTURES if "ep" in MESHES[mesh].names else EXACT)
     ],
 )
 def test_training_equals_one_device(mesh: str, name: str) -> None:

@@ -24,20 +24,17 @@ def _shape_of_channels(x: Tensor) -> list[int]:
 def expand_batch_norm(
     x: Tensor, weight: Given, bias: Given, old_mean: Given, old_var: Given, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Batch normalisation over the whole batch in two passes: mean, then centred squares; sums that may be partial."""
+    """Batch normalisation over the whole batch in two passes: mean, then centred squares; sums that may be partial.
+
+    What is then done to each element is the kernel that takes its statistics as given.
+    """
     dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
-    shape = _shape_of_channels(x)
     mean = torch.sum(x, dims) / count
-    centred = x - mean.view(shape)
+    centred = x - mean.view(_shape_of_channels(x))
     var = torch.sum(centred * centred, dims) / count
-    rstd = torch.rsqrt(var + eps)
-    y = centred * rstd.view(shape)
-    if weight is not None:
-        y = y * weight.view(shape)
-    if bias is not None:
-        y = y + bias.view(shape)
-    results = [y, mean, rstd]
+    y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
+    results = [y, mean, torch.rsqrt(var + eps)]
     if old_mean is not None and old_var is not None:
         results.append(old_mean * (1 - momentum) + mean * momentum)
         results.append(old_var * (1 - momentum) + var * (momentum * count / max(count - 1, 1)))
@@ -47,18 +44,18 @@ def expand_batch_norm(
 def expand_batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, save_mean: Tensor, save_rstd: Tensor, *options: Any
 ) -> tuple[Given, ...]:
-    """The gradients, from sums over the batch that may be partial."""
-    dims = [d for d in range(x.dim()) if d != 1]
+    """The gradients, from two sums over the batch that may be partial: the kernel for given statistics makes them.
+
+    It lacks of the gradient of x what the statistics have of it: that is x normalised, times a vector, plus a vector.
+    """
     count = x.numel() // x.shape[1]
-    shape = _shape_of_channels(x)
-    rstd = save_rstd.view(shape)
-    normal = (x - save_mean.view(shape)) * rstd
-    sum_grad = torch.sum(grad, dims)
-    sum_dot = torch.sum(grad * normal, dims)
-    scale = rstd if weight is None else rstd * weight.view(shape)
-    gx = (grad - sum_grad.view(shape) / count - normal * (sum_dot.view(shape) / count)) * scale
+    given = (save_mean, 1 / (save_rstd * save_rstd))
+    each = [True, True, True]
+    gx, dot, total = aten.native_batch_norm_backward.default(grad, x, weight, *given, None, None, False, 0.0, each)
+    scale = (save_rstd if weight is None else save_rstd * weight) / -count
+    rest = aten._native_batch_norm_legit_no_training.default(x, dot * scale, total * scale, *given, 0.0, 0.0)[0]
     _, for_weight, for_bias = options[-1]
-    return gx, sum_dot if for_weight else None, sum_grad if for_bias else None
+    return gx + rest, dot if for_weight else None, total if for_bias else None
 
 
 ROWS = "n.. d*normalized_shape!"
