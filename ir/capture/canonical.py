@@ -17,6 +17,8 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import draws, positional, with_defaults
 from shardfx.ir.spec import TensorType
 
+from .diagonals import within_rows
+
 aten = torch.ops.aten
 
 
@@ -276,6 +278,8 @@ CANONICAL: dict[Any, Canonical] = {
     aten.nll_loss_forward: _nll,
     aten.nll_loss2d_forward: _nll,
     aten._grouped_mm: _grouped_mm,
+    aten.index.Tensor: within_rows,
+    aten.index_put.default: within_rows,
 }
 OF_OTHERS: dict[str, Canonical] = {
     "transformers.grouped_mm_fallback": _product,

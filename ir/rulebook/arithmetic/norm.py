@@ -17,10 +17,6 @@ aten = torch.ops.aten
 Given = Tensor | None
 
 
-def _shape_of_channels(x: Tensor) -> list[int]:
-    return [1, x.shape[1], *[1] * (x.dim() - 2)]
-
-
 def expand_batch_norm(
     x: Tensor, weight: Given, bias: Given, old_mean: Given, old_var: Given, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
@@ -31,7 +27,7 @@ def expand_batch_norm(
     dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
     mean = torch.sum(x, dims) / count
-    centred = x - mean.view(_shape_of_channels(x))
+    centred = x - mean.view([1, x.shape[1], *[1] * (x.dim() - 2)])
     var = torch.sum(centred * centred, dims) / count
     y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
     results = [y, mean, torch.rsqrt(var + eps)]
@@ -46,12 +42,12 @@ def expand_batch_norm_backward(
 ) -> tuple[Given, ...]:
     """The gradients, from two sums over the batch that may be partial: the kernel for given statistics makes them.
 
-    It lacks of the gradient of x what the statistics have of it: that is x normalised, times a vector, plus a vector.
+    What it lacks of the gradient of x, because the statistics hang on x too, is x normalised by two vectors more.
     """
     count = x.numel() // x.shape[1]
     given = (save_mean, 1 / (save_rstd * save_rstd))
-    each = [True, True, True]
-    gx, dot, total = aten.native_batch_norm_backward.default(grad, x, weight, *given, None, None, False, 0.0, each)
+    asked = [True, True, True]
+    gx, dot, total = aten.native_batch_norm_backward.default(grad, x, weight, *given, None, None, False, 0.0, asked)
     scale = (save_rstd if weight is None else save_rstd * weight) / -count
     rest = aten._native_batch_norm_legit_no_training.default(x, dot * scale, total * scale, *given, 0.0, 0.0)[0]
     _, for_weight, for_bias = options[-1]
