@@ -77,6 +77,8 @@ def verdict(name: str, mesh: sx.Mesh, guard: bool) -> str:
         wanted = torch.randn_like(first_result(out))
         whole = loss(out, wanted)
         whole.backward()
+        if not whole.isfinite():
+            return f"not run: the loss on one device is {whole.item()}"
     except Exception as error:
         return f"not run: {first_line(error)}"
     grads = {path: p.grad for path, p in alone.named_parameters() if p.grad is not None}

@@ -16,9 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 BATCH, LENGTH, VOCABULARY, IMAGE = 4, 16, 96, 32
 
 TEXT = """albert bert bert-generation big_bird biogpt bitnet bloom camembert canine codegen cohere cohere2 convbert
-cpmant ctrl data2vec-text deberta deberta-v2 decision_transformer deepseek_v2 deepseek_v3 diffllama distilbert doge electra
-ernie ernie4_5 ernie4_5_moe eurobert exaone4 falcon falcon_h1 falcon_mamba flaubert flex_olmo fnet funnel gemma
-gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss gptj granite granitemoe
+cpmant ctrl data2vec-text deberta deberta-v2 decision_transformer deepseek_v2 deepseek_v3 diffllama distilbert doge
+electra ernie ernie4_5 ernie4_5_moe eurobert exaone4 falcon falcon_h1 falcon_mamba flaubert flex_olmo fnet funnel
+gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss gptj granite granitemoe
 granitemoeshared helium hunyuan_v1_dense ibert internlm3 jamba jetmoe layoutlm lfm2 lilt llama longformer luke mamba
 mamba2 markuplm megatron-bert minicpm3 minimax ministral3 mistral mixtral modernbert modernbert-decoder mpnet mpt mra
 nemotron nystromformer olmo olmo2 olmo3 olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe
@@ -53,6 +53,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 32),
     **dict.fromkeys(("head_dim", "d_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "patch_size"), 8),
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("image_token_id", "image_token_index"), 7),
     "image_size": IMAGE,
     "num_mel_bins": 16,
     "use_cache": False,
@@ -70,6 +71,8 @@ TINY: dict[str, Any] = {
 
 CONV = {"conv_dim": [32, 32], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_conv_pos_embeddings": 16}
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), {"num_key_value_heads": 4}),
+    "codegen": {"rotary_dim": 4},
     **dict.fromkeys(("hubert", "sew", "unispeech", "unispeech-sat", "wav2vec2", "wavlm", "data2vec-audio"), CONV),
 }
 """What single architectures need beside."""

@@ -73,7 +73,8 @@ def _mask(mask: Tensor, dims: int, lead: Sequence[int]) -> Tensor:
 
 
 RESIZED = """upsample_nearest1d upsample_nearest2d upsample_nearest3d
-_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
 _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
 """Torch's kernels of ``F.interpolate``, each with a backward; traced, they would become lookups and products."""
 
@@ -105,7 +106,8 @@ def whole_resize(name: str) -> Callable[..., Any]:
         if sizes is None:
             sizes = [int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
         scales = factors if factors is not None else [None] * len(sizes)
-        made: Tensor = Resized.apply(x, name, list(sizes), (*aligned, *scales))  # type: ignore[no-untyped-call]
+        how = (*aligned, *scales)
+        made: Tensor = Resized.apply(x, name, list(sizes), how)  # type: ignore[no-untyped-call]
         return made
 
     return resize
