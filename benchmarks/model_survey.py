@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from benchmarks.survey_models import BATCH, NAMES, sample
+from benchmarks.survey_models import BATCH, FLOAT32, NAMES, sample
 
-EQUAL = 1e-5
+EQUAL, EQUAL_FLOAT32 = 1e-5, 1e-3
 """Transformers computes norms and rotary tables in float32, whatever the model's dtype."""
 FLOOR = 1e-3
 
@@ -99,7 +99,8 @@ def verdict(name: str, mesh: sx.Mesh, guard: bool) -> str:
     far, where = max(worst)
     notes = [str(each.message) for each in said if issubclass(each.category, sx.ShardfxWarning)]
     lost = "; ".join(f"LOST {text}" if "not shared over" in text else text for text in notes)
-    if not far < EQUAL or any(grads[path].abs().max() > 0 for path in lacking if path in grads):
+    near = EQUAL_FLOAT32 if name in FLOAT32 else EQUAL
+    if not far < near or any(grads[path].abs().max() > 0 for path in lacking if path in grads):
         return f"WRONG by {far:.2g} in {where}{f', without {lacking[:3]}' if lacking else ''}; {lost}"
     return f"equal ({far:.0e}){'; ' + lost if lost else ''}"
 
