@@ -54,8 +54,15 @@ def _sized(size: int | str, axes: tuple[str, ...]) -> str:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of a chunk, as torch.chunk and DTensor split: ceil(size / parts) each, the last ones less."""
+    """Start and length of a chunk, as torch.chunk and DTensor split: ceil(size / parts) each, the last ones less.
+
+    Where that would leave nothing for the last ones though there is enough (4 rows for 3 ranks: 2, 2, 0), all get
+    something instead (2, 1, 1): the largest piece, which all wait for, is the same.
+    """
     per = -(-size // parts)
+    if per * (parts - 1) >= size >= parts:
+        least, more = divmod(size, parts)
+        return index * least + min(index, more), least + (index < more)
     start = min(index * per, size)
     return start, min(start + per, size) - start
 
@@ -83,7 +90,7 @@ def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
     """The size of the smallest piece of a part that is cut over ``axes``: the last one's."""
     for axis in axes:
         n = mesh[axis].size
-        size = max(size - -(-size // n) * (n - 1), 0)
+        size = chunk(size, n, n - 1)[1]
     return size
 
 

@@ -1,26 +1,86 @@
-"""What is computed whole on every rank of a data axis, though hints cut the batch over it: said in a warning.
+"""What would be computed whole on every rank of a data axis, though hints cut the batch over it: shared, or said.
 
-A batch of 4 does not feed three ranks, and an op in the middle of a mixture of experts may need all tokens: what comes
-behind is then the same work on each rank of the axis.
+An op in the middle of a mixture of experts may need all tokens (a sort), and every rank has all of its result. What
+comes behind is cut again, by rows, where a product begins; of what is whole, a rank's part costs nothing to take. A
+batch of 2 does not feed three ranks: that is said in a warning.
+
+    %4 = sort(%3) : [256]                       %4 = sort(%3) : [256]
+    %5 = index(%2, [%4]) : [256, 48]      ->    %5 = index(%2, [%4 : [256{dp}]]) : [256{dp}, 48]
+    %6 = grouped_mm(%5, ...) : [256, 96]        %6 = grouped_mm(%5, ...) : [256{dp}, 96]
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from shardfx.ir.cost.flops import flops_of
+from shardfx.ir.cut import WHOLE, Cut
 from shardfx.ir.errors import ShardfxWarning
-from shardfx.ir.graph import Graph, Node, op_name
+from shardfx.ir.graph import Graph, InputKind, Node, Value, op_name
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import is_heavy
+from shardfx.ir.rules.strategy import place
+from shardfx.ir.spec import Spec
+
+from .sharding.conflicts import feeds_all
+from .sharding.fixpoint import Propagation
+from .sharding.seeds import BY_PASS, Seed
 
 WORTH_SAYING = 0.01
 """Of all arithmetic of the program, the share from which on a loss is said."""
 
 
-def report_lost_work(graph: Graph, axes: Iterable[str]) -> None:
-    """Warn, once for each of these (data) axes, of the arithmetic that is not shared between its ranks."""
+def share_lost_work(graph: Graph, axes: Iterable[str], state: Propagation) -> bool:
+    """Cut by rows, over these (data) axes, the products that are not shared between their ranks, where they can be;
+    says whether it did."""
+    flops = _flops_of_all(graph)
+    alone = _of_parameters_alone(graph)
+    changed = False
+    for axis in _of_ranks(graph, axes):
+        behind = _behind(graph, axis)
+        lost = {node for node in flops if node in behind and axis not in _axes(state.conflicts.resolve(node, True)[0])}
+        if sum(flops[node] for node in lost) <= WORTH_SAYING * sum(flops.values()):
+            continue
+        for node in (node for node in flops if node in lost):
+            cuts, _ = state.conflicts.resolve(node, True)
+            seed = None if axis in _axes(cuts) else _by_rows(node, axis, cuts, state, alone)
+            if seed is not None:
+                state.seed([seed])
+                state.run([seed.value])
+                changed = True
+    return changed
+
+
+def _by_rows(node: Node, axis: str, cuts: Mapping[str, Cut], state: Propagation, alone: set[Value]) -> Seed | None:
+    """The node's result cut over the axis too, along the first of its dims that no parameter has and that feeds all."""
+    held = state.held
+    rule, value = held.rules[node], node.outs[0]
+    dims = rule.results[value.index]
+    assert dims is not None
+    kept = {
+        f for v, tensor in zip(node.operands, rule.operands, strict=True) if v in alone for dim in tensor for f in dim
+    }
+    rows = (f for dim in dims for f in dim if f not in kept | rule.whole and not cuts.get(f, WHOLE).parts)
+    for factor in rows:
+        cut = Cut((*cuts.get(factor, WHOLE).axes, axis))
+        if value not in held.closed and feeds_all(cut, rule.sizes[factor], held.mesh):
+            spec = Spec(place(dims, {**cuts, factor: cut}, rule, held.mesh))
+            return Seed(value, spec, f"{BY_PASS}'propagate', which shares work over {axis}", closed=False)
+    return None
+
+
+def _of_parameters_alone(graph: Graph) -> set[Value]:
+    """Parameters, and what is made of nothing else."""
+    found = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+    for node in graph.nodes:
+        if node.operands and all(value in found for value in node.operands):
+            found.update(node.outs)
+    return found
+
+
+def _flops_of_all(graph: Graph) -> dict[Node, int]:
+    """The operations of every node that has many."""
     priced: dict[object, int] = {}
     flops: dict[Node, int] = {}
     for node in graph.nodes:
@@ -29,11 +89,23 @@ def report_lost_work(graph: Graph, axes: Iterable[str]) -> None:
             if key not in priced:
                 priced[key] = flops_of(node)
             flops[node] = priced[key]
+    return flops
+
+
+def _of_ranks(graph: Graph, axes: Iterable[str]) -> Iterator[str]:
+    return (axis for axis in sorted(axes) if graph.mesh.extent((axis,)) > 1)
+
+
+def _axes(cuts: Mapping[str, Cut]) -> set[str]:
+    return {axis for cut in cuts.values() for axis in cut.axes}
+
+
+def report_lost_work(graph: Graph, axes: Iterable[str]) -> None:
+    """Warn, once for each of these (data) axes, of the arithmetic that is not shared between its ranks."""
+    flops = _flops_of_all(graph)
     total = sum(flops.values())
-    for axis in sorted(axes):
+    for axis in _of_ranks(graph, axes):
         size = graph.mesh.extent((axis,))
-        if size == 1:
-            continue
         behind = _behind(graph, axis)
         lost = [node for node in flops if node in behind and not _uses(node, axis)]
         work = sum(flops[node] for node in lost)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
+
 aten = torch.ops.aten
 
 
@@ -35,6 +37,9 @@ def others() -> list[tuple[Any, ...]]:
         (aten.bmm.default, f(4, 3, 6), f(4, 6, 5)),
         (aten.mv.default, f(4, 6), f(6)),
         (aten.dot.default, f(6), f(6)),
+        (grouped_mm, f(12, 6), f(4, 6, 5), torch.tensor([3, 3, 8, 10])),
+        (grouped_mm, f(7, 6), f(4, 6, 5), torch.tensor([5, 2, 9, 7])),
+        (grouped_outer, f(12, 6), f(12, 5), torch.tensor([3, 3, 8, 10])),
         (aten.addmm.default, f(5), f(4, 6), f(6, 5), {"beta": 2, "alpha": 3}),
         (aten.addmm.default, f(4, 1), f(4, 6), f(6, 5)),
         (aten.baddbmm.default, f(1, 5), f(4, 3, 6), f(4, 6, 5)),

@@ -17,6 +17,8 @@ MESHES = {
     "dp2tp2": sx.Mesh(dp=2, tp=2),
     "tp4": sx.Mesh(tp=4),
     "2x2x2": sx.Mesh(dp=2, cp=2, tp=2),
+    "ep2": sx.Mesh(ep=2),
+    "dp2ep2": sx.Mesh(dp=2, ep=2),
 }
 
 
@@ -34,6 +36,8 @@ def specs_of(case: Case, mesh: sx.Mesh, sequence: bool = False) -> dict[str, str
             batch = "dp" if "dp" in mesh.names else "-"
             weights |= {k: batch + v[1:] for k, v in (case.sequence_specs or {}).items()}
         specs.update({k: v.replace("tp", "cp tp") if "cp" in mesh.names else v for k, v in weights.items()})
+    if "ep" in mesh.names:
+        specs.update(case.expert_specs)
     return specs
 
 

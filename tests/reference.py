@@ -26,6 +26,7 @@ class Reference:
 def single_device(case: Case, steps: int = 3, seed: int = 0) -> Reference:
     """Train a copy of the model alone. A parameter without a gradient is not in ``grads``; a tied one is there once."""
     model = deepcopy(case.model)
+    case.alone(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     outputs: list[Tensor] = []
     losses: list[float] = []

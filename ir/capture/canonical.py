@@ -10,10 +10,13 @@ import torch
 
 from shardfx.ir.builder import GraphBuilder, types_of
 from shardfx.ir.errors import Error
+from shardfx.ir.graph import Value, op_name
+from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import draws, positional, with_defaults
 
+from .diagonals import within_rows
 from .random_numbers import RANDOM, seed_of
 
 aten = torch.ops.aten
@@ -48,7 +51,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     if target.overloadpacket in OF_MEMORY:
         check_in_order(node, str(builder.where))
     types = types_of(node.meta.get("val"))
-    canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket)
+    canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket) or OF_OTHERS.get(op_name(target))
     if canonical is not None:
         return canonical(builder, target, args, kwargs, types)
     if draws(target) and not draws_nothing(target, args, kwargs):
@@ -95,6 +98,15 @@ def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 Canonical = Callable[[GraphBuilder, Any, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+def _filled(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """A tensor of one number is made of nothing: the tensor that it is made like is not waited for, nor sent."""
+    given = with_defaults(op, args, kwargs)
+    value = given.get("fill_value", int("ones" in op_name(op)))
+    if isinstance(value, Value):
+        return builder.add(op, args, types, **kwargs)
+    return builder.add(aten.full.default, (list(types.shape), value), types, dtype=types.dtype)
 
 
 def _same(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
@@ -203,7 +215,42 @@ def _nll(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str
     return [builder.add(aten.div.Tensor, (total, count), types[0]), count]
 
 
+def _grouped_mm(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """Torch's product by group, in each of its forms. What it leaves of memory in rows of no group is zero here."""
+    given = with_defaults(op, args, kwargs)
+    a, b, ends = given["self"], given["mat2"], given["offs"]
+    if given["bias"] is not None or given["out_dtype"] not in (None, a.type.dtype):
+        return builder.add(op, args, types, **kwargs)
+    if ends is None:
+        return builder.add(aten.bmm.default, (a, b), types)
+    if a.type.ndim == b.type.ndim == 2:  # what is summed is in groups
+        return builder.add(grouped_outer, (_turned(builder, a), b, ends), types)
+    if a.type.ndim == 2:
+        return builder.add(grouped_mm, (a, b, ends), types)
+    turned = builder.add(grouped_mm, (_turned(builder, b), _turned(builder, a), ends))
+    return _turned(builder, turned)
+
+
+def _turned(builder: GraphBuilder, x: Value) -> Value:
+    """The matrix, or each of them, transposed."""
+    op, how = (aten.t.default, ()) if x.type.ndim == 2 else (aten.transpose.int, (-2, -1))
+    made: Value = _transpose(builder, op, (x, *how), {}, None)
+    return made
+
+
+def _product(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    return builder.add(grouped_mm, args, types)
+
+
+def _product_backward(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    x, w, ends, grad = args
+    of_x = builder.add(grouped_mm, (grad, _turned(builder, w), ends), types[0])
+    return [of_x, builder.add(grouped_outer, (x, grad, ends), types[1])]
+
+
 CANONICAL: dict[Any, Canonical] = {
+    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided), _filled),
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like), _filled),
     aten.detach: _same,
     aten.alias: _same,
     aten.clone: _same,
@@ -228,4 +275,12 @@ CANONICAL: dict[Any, Canonical] = {
     aten.nll_loss_forward: _nll,
     aten.nll_loss2d_forward: _nll,
     **RANDOM,
+    aten._grouped_mm: _grouped_mm,
+    aten.index.Tensor: within_rows,
+    aten.index_put.default: within_rows,
 }
+OF_OTHERS: dict[str, Canonical] = {
+    "transformers.grouped_mm_fallback": _product,
+    "transformers.grouped_mm_fallback_backward": _product_backward,
+}
+"""By name, for they are there only where the package that defines them was imported."""

@@ -1,6 +1,7 @@
 """Ops of the exported program that stay one op of the graph, whatever torch would make of them on some device.
 
 aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
+aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
 """
 
 from __future__ import annotations
@@ -71,7 +72,51 @@ def _mask(mask: Tensor, dims: int, lead: Sequence[int]) -> Tensor:
     return mask.unsqueeze(-3 if dims == 3 else 0) if mask.dim() == 3 else mask
 
 
-KEPT: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: whole_attention}
+RESIZED = """upsample_nearest1d upsample_nearest2d upsample_nearest3d
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
+"""Torch's kernels of ``F.interpolate``, each with a backward; traced, they would become lookups and products."""
+
+
+class Resized(torch.autograd.Function):
+    """A kernel of ``F.interpolate`` and its backward, each as one op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, sizes: list[int], how: tuple[Any, ...]) -> Tensor:
+        """The picture in other sizes."""
+        ctx.of = name, sizes, list(x.shape), how
+        with torch._C._AutoDispatchBelowAutograd():
+            made: Tensor = getattr(aten, name).default(x, sizes, *how)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient of the picture."""
+        name, sizes, shape, how = ctx.of
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(aten, f"{name}_backward").default(grad, sizes, shape, *how), None, None, None
+
+
+def whole_resize(name: str) -> Callable[..., Any]:
+    """``F.interpolate`` by one of its kernels, as the op of the graph, which wants sizes."""
+
+    def resize(x: Tensor, sizes: Sequence[int] | None, *how: Any) -> Tensor:
+        *aligned, factors = how
+        if sizes is None:
+            sizes = [int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
+        scales = factors if factors is not None else [None] * len(sizes)
+        how = (*aligned, *scales)
+        made: Tensor = Resized.apply(x, name, list(sizes), how)  # type: ignore[no-untyped-call]
+        return made
+
+    return resize
+
+
+KEPT: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: whole_attention,
+    **{getattr(aten, name).vec: whole_resize(name) for name in RESIZED.split()},
+}
 """What each op of the exported program becomes."""
 
 

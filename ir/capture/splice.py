@@ -56,6 +56,12 @@ def splice(
             results = torch.fx.map_arg(each.args[0], builder.env.__getitem__)
     if builder.graph.inputs:
         raise Error("a function that stands for an op draws random numbers", where=str(like.where))
+    given_back = list(results) if isinstance(results, (list, tuple)) else [results]
+    read = {value for made in builder.graph.nodes for value in made.operands}.union(
+        each for each in given_back if each is not None
+    )
     for made in builder.graph.nodes:
         made.stage = like.stage
-    return builder.graph.nodes, list(results) if isinstance(results, (list, tuple)) else [results]
+        if len(made.results) > 1:  # kernels differ in what they make of a result that nobody reads
+            made.results = [value if value in read else None for value in made.results]
+    return builder.graph.nodes, given_back

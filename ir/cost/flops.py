@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardfx.ir.graph import Node, Value, substitute
+from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 
 aten = torch.ops.aten
@@ -27,9 +28,20 @@ def _of_each_query_head(q: Any, k: Any, v: Any) -> tuple[tuple[int, ...], ...]:
     return tuple((t.shape[0], q.shape[1], *t.shape[2:]) for t in (k, v))
 
 
+def _grouped_mm(x: Any, w: Any, ends: Any, *held: Any, out_val: Any = None, **kwargs: Any) -> Any:
+    """Of a rank that has a part of the groups: as if the rows were spread evenly over them."""
+    return 2 * x.shape[0] * w.shape[1] * w.shape[2] * w.shape[0] // max(ends.shape[0], 1)
+
+
+def _grouped_outer(x: Any, y: Any, ends: Any, *held: Any, out_val: Any = None, **kwargs: Any) -> Any:
+    return 2 * x.shape[0] * x.shape[1] * y.shape[1] * out_val.shape[0] // max(ends.shape[0], 1)
+
+
 FLOPS: dict[Any, Callable[..., Any]] = {
     attention: _attention,
     attention_backward: _attention_backward,
+    grouped_mm: _grouped_mm,
+    grouped_outer: _grouped_outer,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }

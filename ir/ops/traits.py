@@ -11,6 +11,8 @@ from torch.utils.flop_counter import flop_registry
 
 from shardfx.ir.graph import Node, op_name
 
+KINDS = ("attention", "shardfx.grouped_")
+"""What is in the names of ops whose arithmetic torch has no formula for."""
 OWN = ("comm.", "memory.")
 
 
@@ -82,8 +84,9 @@ def is_view(node: Node) -> bool:
 
 @cache
 def is_heavy_op(op: Any) -> bool:
-    """Whether torch has a formula for the op's arithmetic (products, convolutions), or it is a kind of attention."""
-    return getattr(op, "overloadpacket", op) in flop_registry or "attention" in op_name(op)
+    """Whether torch has a formula for the op's arithmetic (products, convolutions), or it is a kind of attention or of
+    product by group."""
+    return getattr(op, "overloadpacket", op) in flop_registry or any(kind in op_name(op) for kind in KINDS)
 
 
 def is_heavy(node: Node) -> bool:

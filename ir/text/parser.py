@@ -27,6 +27,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value, op_name
 from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.dropout import draw, dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.table import OwnOp
@@ -38,7 +39,8 @@ from .attributes import INPUT, NODE, OUTPUT, VALUE, read_attributes, strategy_of
 from .lexer import Line
 from .scope import ReadScope, checked, unquoted
 
-OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **{op_name(op): op for op in (dropout, draw, attention, attention_backward)}}
+COMPUTING = (dropout, draw, attention, attention_backward, grouped_mm, grouped_outer)
+OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **{op_name(op): op for op in COMPUTING}}
 SECTIONS = (*(phase.value for phase in Phase), "outputs")
 RANGE = re.compile(r"\s*(\d+)\.\.(\d+)")
 LABEL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"#:]+')

@@ -21,7 +21,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, op_name
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
-from shardfx.passes.lost_work import report_lost_work
+from shardfx.passes.lost_work import report_lost_work, share_lost_work
 
 from .conflicts import Conflicts
 from .decompose import Expander
@@ -50,6 +50,22 @@ class Propagate(Pass):
         state = Propagation(held, Conflicts(held, context.planner))
         state.seed(seeds_of(graph))
         state.run()
+        self._take_apart(graph, expander, state)
+        if share_lost_work(graph, data_axes(graph), state):
+            self._take_apart(graph, expander, state)
+        for node in graph.nodes:
+            if node.pin is not None:
+                check_pin(node, held.rules[node], graph.mesh)
+        self._report_missing(graph, context)
+        write(held, sweep(held, state.conflicts))
+        report_lost_work(graph, data_axes(graph))
+        context.decisions.update(state.decisions)
+        graph.rename()
+        return True
+
+    def _take_apart(self, graph: Graph, expander: Expander, state: Propagation) -> None:
+        """Take apart what stands in the way of a cut, and hand on what that lets through, as long as there is any."""
+        held = state.held
         while blocked := [node for node in graph.nodes if expander.can(node) and is_blocked(node, held)]:
             around = [value for node in blocked for value in node.operands]
             parted = expander.apply(graph, blocked)
@@ -62,15 +78,6 @@ class Propagate(Pass):
                 if each.node.pin is not None:
                     hand_over(each.node.pin, each.node, each.made, held.rules, graph.mesh)
             state.run(around)
-        for node in graph.nodes:
-            if node.pin is not None:
-                check_pin(node, held.rules[node], graph.mesh)
-        self._report_missing(graph, context)
-        write(held, sweep(held, state.conflicts))
-        report_lost_work(graph, data_axes(graph))
-        context.decisions.update(state.decisions)
-        graph.rename()
-        return True
 
     def _report_missing(self, graph: Graph, context: Context) -> None:
         """Say once per op that its rule was discovered, or that it has none."""

@@ -60,7 +60,7 @@ def runs(cut: Cut, size: int, mesh: Mesh, coords: Coords) -> list[Span]:
 
 def _of_dim(cut: Cut, size: int, dim: int, mesh: Mesh) -> dict[str, Placement] | None:
     axes = mesh.sort(cut.axes)
-    if not cut.parts and axes == cut.axes:
+    if not cut.parts and axes == cut.axes and size % mesh.extent(axes) == 0:
         return {axis: Shard(dim) for axis in axes}
     made: dict[str, Any] = {}
     done: set[str] = set()

@@ -19,6 +19,7 @@ import torch
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
+from shardfx.ir.ops.computing import grouped_product
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
 
@@ -71,6 +72,7 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
 OWN_FILES = {
     "random_ops": (dropout.__file__, {dropout.dropout, dropout.draw}),
     "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
+    "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),
 }
 """Files that a program needs beside it, where they are, and the ops that they define."""
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
 """The folders at the top; ``shardfx`` may import all of them."""
 FOLDERS = ("shardfx", *MAY_IMPORT)
 
-RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops")
+RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing")
 ONE_OP = (*GRAPHS, "ir.rules")
 PROGRAMS = (*GRAPHS, "ir.program")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {

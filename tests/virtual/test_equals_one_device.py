@@ -9,7 +9,10 @@ from tests.reference import rel_err, single_device
 from tests.zoo import CASES, make
 
 EXACT = [name for name in CASES if "dropout" not in name]
-QUICK = {("dp2tp2", name) for name in EXACT if name != "hf_llama"} | {("2x2x2", "gpt_fused"), ("tp4", "llama")}
+MIXTURES = [name for name in EXACT if name.startswith("moe")]
+SLOW = {"hf_llama", *MIXTURES} - {"moe_loop"}
+QUICK = {("dp2tp2", name) for name in EXACT if name not in SLOW}
+QUICK |= {("2x2x2", "gpt_fused"), ("tp4", "llama"), ("dp2ep2", "moe_qwen3"), ("ep2", "moe_slots")}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +20,7 @@ QUICK = {("dp2tp2", name) for name in EXACT if name != "hf_llama"} | {("2x2x2", 
     [
         pytest.param(mesh, name, marks=() if (mesh, name) in QUICK else pytest.mark.slow)
         for mesh in MESHES
-        for name in EXACT
+        for name in (MIXTURES if "ep" in MESHES[mesh].names else EXACT)
     ],
 )
 def test_training_equals_one_device(mesh: str, name: str) -> None:

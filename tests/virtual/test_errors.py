@@ -100,6 +100,15 @@ def test_shapes_that_depend_on_the_data(model: nn.Module) -> None:
     assert error.remedy and "mask" in error.remedy
 
 
+def test_a_number_that_is_a_tensors_is_refused_where_it_is_read() -> None:
+    class Lengths(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.argmax(1).max().item() < 6
+            return super().forward(x)
+
+    fails("depend on the data", "assert x.argmax", "guard=True", model=Lengths())
+
+
 @torch.library.custom_op("shardfx_tests::mystery", mutates_args=())
 def mystery(x: torch.Tensor) -> torch.Tensor:
     """Every element of the result needs every element of x, so that nothing may be cut."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfx as sx
+from shardfx.ir.graph import op_name
 
 
 class Layers(nn.Module):
@@ -28,13 +30,55 @@ def planned(rows: int, mixed: bool) -> sx.ParallelModule:
 
 def test_a_batch_that_does_not_feed_all_ranks() -> None:
     with pytest.warns(sx.ShardfxWarning, match=r"not shared over dp.* begins at aten.addmm \(first "):
-        pm = planned(4, mixed=False)
+        pm = planned(2, mixed=False)
     assert any("each of 3 ranks" in note for note in pm.after.notes)
 
 
-def test_an_op_that_needs_the_whole_batch() -> None:
-    with pytest.warns(sx.ShardfxWarning, match=r"from aten.addmm \(second .* begins at aten.sort"):
-        planned(6, mixed=True)
+def test_a_batch_that_feeds_all_ranks_unevenly_is_shared() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm = planned(4, mixed=False)
+    shapes = [pm.rank_program(rank).inputs[-1].value.spec for rank in range(3)]
+    assert [spec.local_shape((4, 8), pm.mesh, pm.mesh.coords(r)) for r, spec in enumerate(shapes)] == [
+        (2, 8),
+        (1, 8),
+        (1, 8),
+    ]
+
+
+def test_what_comes_behind_an_op_that_needs_the_whole_batch_is_shared() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm = planned(6, mixed=True)
+    products = [node for node in pm.after.nodes if node.where.module == "second" and op_name(node.op) == "aten.addmm"]
+    assert [node.strategy.cuts for node in products] == [(("m", ("dp",)),)]
+
+
+class Ranked(nn.Module):
+    """Rows are mixed between two layers of which a row is the whole of a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sort(self.first(x), 0)[0]
+        return torch.softmax(self.second(y), 0).cumsum(0)
+
+
+def test_what_is_shared_equals_one_device() -> None:
+    torch.manual_seed(0)
+    x, weights = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
+    alone = Ranked().double()
+    hints = sx.Hints(args=(x,), targets=(weights,), specs={"args.0": "dp, -"}, loss=lambda out, w: (out * w).sum())
+    pm = sx.parallelize(copy.deepcopy(alone), sx.Mesh(dp=4), hints, virtual=True)
+    loss, whole = pm(x, weights), (alone(x) * weights).sum()
+    loss.backward()
+    whole.backward()
+    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
+    for name, grad in pm.full_grads().items():
+        torch.testing.assert_close(grad, alone.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+    assert pm.verify()
 
 
 def test_what_is_shared_is_not_spoken_of() -> None:

@@ -8,10 +8,10 @@ the ignored tokens (-100) fall unevenly over the batch, so that a mean of per-ra
 the number of key-value heads is half the number of heads.
 """
 
-from . import hugging_face, own_models
+from . import experts, hugging_face, own_models
 from .cases import CASES, IGNORED, Case, labels
 
-__all__ = ["CASES", "IGNORED", "Case", "hugging_face", "labels", "make", "own_models"]
+__all__ = ["CASES", "IGNORED", "Case", "experts", "hugging_face", "labels", "make", "own_models"]
 
 
 def make(name: str) -> Case:

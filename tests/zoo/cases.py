@@ -18,11 +18,16 @@ BATCH = 8
 IGNORED = -100
 
 
+def as_it_is(model: nn.Module) -> None:
+    """Leave a model alone."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One model and one training step of it, on one device.
 
-    ``megatron_specs`` and ``sequence_specs`` are hints over the mesh axis ``tp``; the tests add those of the data.
+    ``megatron_specs`` and ``sequence_specs`` are hints over the mesh axis ``tp``, ``expert_specs`` over ``ep``; the
+    tests add those of the data. ``alone`` is done to the copy of the model that one device trains.
     What ``tests.reference.rel_err`` may reach between two orders of summation: ``tolerance`` for outputs, losses,
     gradients and buffers, ``trained_tolerance`` for the parameters after three steps of AdamW.
     """
@@ -35,6 +40,8 @@ class Case:
     targets: tuple[Any, ...]
     megatron_specs: Mapping[str, str] = field(default_factory=dict)
     sequence_specs: Mapping[str, str] | None = None
+    expert_specs: Mapping[str, str] = field(default_factory=dict)
+    alone: Callable[[nn.Module], object] = as_it_is
     tolerance: float = 1e-9
     trained_tolerance: float = 1e-9
 

@@ -105,12 +105,17 @@ def refuse_hook(where: str, what: str, remedy: str) -> NoReturn:
 
 
 def reject_unknown_shapes(exported: torch.fx.GraphModule, guarded: bool) -> None:
-    """A value whose shape is only known when the program runs (``nonzero``) is refused where it is made."""
+    """A value whose shape is only known when the program runs (``nonzero``), or a number that is a tensor's
+    (``.item()``), is refused where it is made."""
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
-            where = source_of(node)
-            raise _data_dependent(said(where), f"{node.target} of shape {tuple(value.shape)}", guarded)
+            got = f"{node.target} of shape {tuple(value.shape)}"
+        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            got = f"{node.target}, a number that the program goes on with"
+        else:
+            continue
+        raise _data_dependent(said(source_of(node)), got, guarded)
 
 
 def said(where: Where) -> str:

@@ -1,10 +1,17 @@
-"""Matrix products. A cut of the summed dim leaves a partial sum; with a bias inside, the op is taken apart first."""
+"""Matrix products. A cut of the summed dim leaves a partial sum; with a bias inside, the op is taken apart first.
+
+Products by group may be cut by rows and by groups: each rank multiplies those of its rows that are in its groups.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.rules.book import RuleEntry, rule
+from shardfx.ir.rules.local import Emit, Held
 
 aten = torch.ops.aten
 
@@ -22,6 +29,16 @@ def expand_with_bias(
     return product + (bias if beta == 1 else bias * beta)
 
 
+def by_group(emit: Emit) -> Any:
+    """The rank's rows and groups, for the ends are those of the whole."""
+    groups = emit.operand_held(1, 0) if emit.node.op is grouped_mm else emit.result_held(0, 0)
+    return emit.call(emit.node.op, *emit.args[:3], _numbers(emit.operand_held(0, 0)), _numbers(groups))
+
+
+def _numbers(held: Held) -> list[int]:
+    return [] if held.is_whole else [n for piece in held.pieces for n in piece]
+
+
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.mm.default, "m k, k n -> m n", linear="0|1"),
     rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0|1"),
@@ -32,4 +49,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.addmv.default, "~m, m k!, k! -> m", linear=BIAS),
     rule(aten.addr.default, "~m n, m, n -> m n", linear=BIAS),
     rule(aten.addbmm.default, "~m n, b! m k!, b! k! n -> m n", linear=BIAS),
+    rule(grouped_mm, "s k, g k n, e! -> s n", linear="0|1", local=by_group),
+    rule(grouped_outer, "s k, s n, e! -> g k n", linear="0|1", local=by_group),
 )

@@ -21,6 +21,7 @@ Given = Tensor | None
 
 
 def _shape_of_channels(x: Tensor) -> list[int]:
+    """What a vector by channel is seen as, to go with x."""
     return [1, x.shape[1], *[1] * (x.dim() - 2)]
 
 
@@ -29,28 +30,20 @@ def expand_batch_norm(
 ) -> tuple[Tensor, ...]:
     """Batch normalisation over the whole batch in two passes: mean, then centred squares; sums that may be partial.
 
-    In evaluation by the running statistics, which stay; nothing is saved.
+    What is then done to each element is the kernel that takes its statistics as given. In evaluation by the running
+    statistics, which stay; nothing is saved.
     """
-    dims = [d for d in range(x.dim()) if d != 1]
-    count = x.numel() // x.shape[1]
-    shape = _shape_of_channels(x)
-    if training:
-        mean = torch.sum(x, dims) / count
-    else:
-        assert old_mean is not None and old_var is not None
-        mean = old_mean
-    centred = x - mean.view(shape)
-    var = torch.sum(centred * centred, dims) / count if training or old_var is None else old_var
-    rstd = torch.rsqrt(var + eps)
-    y = centred * rstd.view(shape)
-    if weight is not None:
-        y = y * weight.view(shape)
-    if bias is not None:
-        y = y + bias.view(shape)
     if not training:
         assert old_mean is not None and old_var is not None
+        y = _by_statistics(x, weight, bias, old_mean, torch.rsqrt(old_var + eps))
         return y, x.new_empty([0]), x.new_empty([0]), old_mean.clone(), old_var.clone()
-    results = [y, mean, rstd]
+    dims = [d for d in range(x.dim()) if d != 1]
+    count = x.numel() // x.shape[1]
+    mean = torch.sum(x, dims) / count
+    centred = x - mean.view(_shape_of_channels(x))
+    var = torch.sum(centred * centred, dims) / count
+    y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
+    results = [y, mean, torch.rsqrt(var + eps)]
     if old_mean is not None and old_var is not None:
         results.append(old_mean * (1 - momentum) + mean * momentum)
         results.append(old_var * (1 - momentum) + var * (momentum * count / max(count - 1, 1)))
@@ -60,25 +53,39 @@ def expand_batch_norm(
 def expand_batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, save_mean: Tensor, save_rstd: Tensor, *options: Any
 ) -> tuple[Given, ...]:
-    """The gradients, from sums over the batch that may be partial; of running statistics that of x needs none."""
+    """The gradients, from two sums over the batch that may be partial: the kernel for given statistics makes them.
+
+    What it lacks of the gradient of x, because the statistics hang on x too, is x normalised by two vectors more; in
+    evaluation, by the running statistics, they do not.
+    """
     train, eps, (_, for_weight, for_bias) = options
-    dims = [d for d in range(x.dim()) if d != 1]
-    count = x.numel() // x.shape[1]
-    shape = _shape_of_channels(x)
     if not train:
         assert mean is not None and var is not None
-        save_mean, save_rstd = mean, torch.rsqrt(var + eps)
-    rstd = save_rstd.view(shape)
-    normal = (x - save_mean.view(shape)) * rstd
-    sum_grad = torch.sum(grad, dims)
-    sum_dot = torch.sum(grad * normal, dims)
-    scale = rstd if weight is None else rstd * weight.view(shape)
-    gx = (
-        grad * scale
-        if not train
-        else (grad - sum_grad.view(shape) / count - normal * (sum_dot.view(shape) / count)) * scale
-    )
-    return gx, sum_dot if for_weight else None, sum_grad if for_bias else None
+        return _backward_in_evaluation(grad, x, weight, mean, torch.rsqrt(var + eps), for_weight, for_bias)
+    count = x.numel() // x.shape[1]
+    given = (save_mean, 1 / (save_rstd * save_rstd))
+    asked = [True, True, True]
+    gx, dot, total = aten.native_batch_norm_backward.default(grad, x, weight, *given, None, None, False, 0.0, asked)
+    scale = (save_rstd if weight is None else save_rstd * weight) / -count
+    rest = aten._native_batch_norm_legit_no_training.default(x, dot * scale, total * scale, *given, 0.0, 0.0)[0]
+    return gx + rest, dot if for_weight else None, total if for_bias else None
+
+
+def _by_statistics(x: Tensor, weight: Given, bias: Given, mean: Tensor, rstd: Tensor) -> Tensor:
+    shape = _shape_of_channels(x)
+    y = (x - mean.view(shape)) * rstd.view(shape)
+    if weight is not None:
+        y = y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
+
+
+def _backward_in_evaluation(
+    grad: Tensor, x: Tensor, weight: Given, mean: Tensor, rstd: Tensor, for_weight: bool, for_bias: bool
+) -> tuple[Given, ...]:
+    dims, shape = [d for d in range(x.dim()) if d != 1], _shape_of_channels(x)
+    dot = torch.sum(grad * ((x - mean.view(shape)) * rstd.view(shape)), dims)
+    scale = rstd.view(shape) if weight is None else rstd.view(shape) * weight.view(shape)
+    return grad * scale, dot if for_weight else None, torch.sum(grad, dims) if for_bias else None
 
 
 def affine(form: str, *unread: int) -> Callable[[Node], Template]:

@@ -129,7 +129,7 @@ def pictures(
 
 RESIZED = {
     1: "upsample_linear1d",
-    2: "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa",
+    2: "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     3: "upsample_trilinear3d",
 }
 

@@ -1,0 +1,1 @@
+"""Ops of our own that compute."""

@@ -1,0 +1,112 @@
+"""What stays one op, or becomes another one, at capture: resized pictures, lookups within rows, batch norms."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.graph import op_name
+
+KINDS = {
+    "nearest": {"scale_factor": 2},
+    "nearest-exact": {"size": (5, 9)},
+    "bilinear": {"scale_factor": (1.5, 0.7)},
+    "bicubic": {"size": (12, 12), "align_corners": True},
+    "antialias": {"size": (5, 5), "mode": "bicubic", "antialias": True},
+}
+
+
+class Picture(nn.Module):
+    def __init__(self, how: dict[str, object]) -> None:
+        super().__init__()
+        self.first, self.second, self.how = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.interpolate(self.first(x), **self.how))
+
+
+class LastOf(nn.Module):
+    """A row of each sample, counted from either end."""
+
+    def __init__(self, many: bool) -> None:
+        super().__init__()
+        self.emb, self.head, self.many = nn.Embedding(12, 6), nn.Linear(6, 5), many
+
+    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
+        rows = torch.arange(ids.shape[0])
+        return self.head(self.emb(ids)[rows[:, None] if self.many else rows, at])
+
+
+class Normed(nn.Module):
+    """Conv, BatchNorm, ReLU6 and a gate of the channels, as in the nets of phones."""
+
+    def __init__(self, affine: bool) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, affine=affine)
+        self.gate = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.norm(self.conv(x)))
+        return x * torch.sigmoid(self.gate(F.adaptive_avg_pool2d(x, 1)))
+
+
+def squares(out: Tensor) -> Tensor:
+    return (out**2).mean()
+
+
+def beside_one_device(model: nn.Module, args: tuple[Tensor, ...], mesh: sx.Mesh, specs: dict[str, str]) -> list[str]:
+    """The ops of the plan, once loss, gradients and buffers are equal to one device's and the plan is proven."""
+    alone = copy.deepcopy(model)
+    pm = sx.parallelize(model, mesh, sx.Hints(args=args, loss=squares, specs=specs, strict=True), virtual=True)
+    together, whole = pm(*args), squares(alone(*args))
+    together.backward()
+    whole.backward()
+    torch.testing.assert_close(together, whole, rtol=1e-11, atol=1e-11)
+    for name, grad in pm.full_grads().items():
+        torch.testing.assert_close(grad, alone.get_parameter(name).grad, rtol=1e-11, atol=1e-11)
+    state = pm.full_state_dict()
+    for name, buffer in alone.named_buffers():
+        torch.testing.assert_close(state[name], buffer, rtol=1e-11, atol=1e-11)
+    assert pm.verify()
+    return [op_name(node.op) for node in pm.after.nodes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resized_picture_is_one_op_each_way(kind: str) -> None:
+    how = {"mode": kind, **KINDS[kind]}
+    x, mesh = torch.randn(4, 3, 8, 8, dtype=torch.float64), sx.Mesh(dp=2, tp=2)
+    specs = {"args.0": "dp, -, -, -", "first.weight": "tp, -, -, -"}
+    ops = [op for op in beside_one_device(Picture(how).double(), (x,), mesh, specs) if "upsample" in op]
+    assert len(ops) == 2 and "backward" in ops[1] and "backward" not in ops[0]
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one", "several"])
+def test_a_lookup_within_rows_sends_nothing(many: bool) -> None:
+    ids = torch.randint(0, 12, (8, 7))
+    at = torch.randint(-7, 7, (8, 3) if many else (8,))
+    specs = {"args.0": "dp, -", "args.1": "dp, -" if many else "dp"}
+    ops = beside_one_device(LastOf(many).double(), (ids, at), sx.Mesh(dp=4), specs)
+    assert {op for op in ops if op.startswith("comm.")} == {"comm.all_reduce"}
+    assert "aten.gather" in ops and "aten.index" not in ops
+
+
+def test_an_index_out_of_a_row_is_an_error() -> None:
+    ids, at = torch.randint(0, 12, (8, 7)), torch.zeros(8, dtype=torch.int64)
+    hints = sx.Hints(args=(ids, at), loss=squares, specs={"args.0": "dp, -", "args.1": "dp"})
+    pm = sx.parallelize(LastOf(many=False), sx.Mesh(dp=2), hints, virtual=True)
+    with pytest.raises(sx.Error, match="out of bounds"):
+        pm(ids, torch.full((8,), -8))
+
+
+def test_a_batch_norm_over_a_cut_batch_calls_kernels() -> None:
+    x, mesh = torch.randn(6, 8, 5, 5, dtype=torch.float64), sx.Mesh(dp=2, tp=2)
+    specs = {"args.0": "dp, -, -, -", "*.conv.weight": "tp, -, -, -"}
+    model = nn.Sequential(Normed(affine=True), Normed(affine=False)).double()
+    ops = beside_one_device(model, (x,), mesh, specs)
+    assert ops.count("aten._native_batch_norm_legit_no_training") == 4  # forward, and what its gradient lacks
+    assert ops.count("aten.native_batch_norm_backward") == 2
