@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "weights of a smoothed loss": nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1, reduction="sum"),
     "a global": lambda out, y: F.cross_entropy(out, y, WEIGHT),
     "a closure": closure_over(WEIGHT),
+    "a partial": partial(F.cross_entropy, weight=WEIGHT),
     "a module in a closure": calls(nn.CrossEntropyLoss(weight=WEIGHT)),
     "positives": lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 4).to(out), pos_weight=WEIGHT),
     "a teacher": distilled(teacher()),

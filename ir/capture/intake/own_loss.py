@@ -8,6 +8,7 @@ The loss becomes a submodule of the model, so that its tensors are parameters an
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import CellType, FunctionType
@@ -57,6 +58,27 @@ class Rebound(nn.Module):
         return made(*given)
 
 
+class Filled(nn.Module):
+    """A partial function whose own tensors are those of this module."""
+
+    def __init__(self, given: functools.partial[Any]) -> None:
+        super().__init__()
+        self._given = given
+        named = {f"argument_{i}": value for i, value in enumerate(given.args)} | given.keywords
+        for name, value in named.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            elif has_tensors(value):
+                self.register_buffer(name, value, persistent=False)
+
+    def forward(self, *given: Any) -> Any:
+        """What the function gives, with what is held here in place of what it was filled with."""
+        held = {**self._parameters, **self._buffers}
+        args = [held.get(f"argument_{i}", value) for i, value in enumerate(self._given.args)]
+        keywords = {name: held.get(name, value) for name, value in self._given.keywords.items()}
+        return self._given.func(*args, *given, **keywords)
+
+
 def with_own_loss(
     model: nn.Module, loss: Callable[..., Any] | None
 ) -> tuple[nn.Module, Callable[..., Any] | OwnLoss | None]:
@@ -99,6 +121,9 @@ def _as_module(loss: Callable[..., Any] | None) -> nn.Module | None:
         if not has_tensors(loss):
             return None
         return _without_saved_buffers(loss)
+    if isinstance(loss, functools.partial):
+        filled = Filled(loss)
+        return filled if has_tensors(filled) else None
     if not isinstance(loss, FunctionType) or inspect.unwrap(loss) is not loss:
         return None
     used = inspect.getclosurevars(loss)
