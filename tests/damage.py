@@ -15,8 +15,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import pack
 from shardfx.ir.program.lower import identifier
 
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ALL_REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 
@@ -345,8 +344,7 @@ def blind(site: Site, node: fx.Node) -> None:
         earlier = [n for n in earlier[: earlier.index(node)] if n.op != "output"]
         node.update_arg(at, rng.choice(earlier[-12:] or [old]))
     elif isinstance(old, (list, tuple)) and old and all(isinstance(a, int) for a in old):
-        other = list(old)
-        other[rng.randrange(len(other))] += rng.choice((-1, 1))  # type: ignore[operator]
-        node.update_arg(at, other)
+        i = rng.randrange(len(old))
+        node.update_arg(at, [*old[:i], old[i] + rng.choice((-1, 1)), *old[i + 1 :]])  # type: ignore[operator]
     elif isinstance(old, (int, float)):
         node.update_arg(at, old + rng.choice((-1, 1)))

@@ -23,7 +23,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
 
-from .canonical import convert_call
+from .forms.canonical import convert_call
 from .sources import PREFIX, inherit_sources, source_of
 from .tape import content
 

@@ -18,7 +18,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import TensorType
 
-from .canonical import convert_call
+from .forms.canonical import convert_call
 
 
 def trace_function(function: Callable[..., Any], types: Sequence[TensorType]) -> torch.fx.GraphModule:

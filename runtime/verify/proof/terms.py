@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.builder import GraphBuilder
-from shardfx.ir.capture.canonical import convert_call
+from shardfx.ir.capture.forms.canonical import convert_call
 from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_name, substitute
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
