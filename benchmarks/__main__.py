@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 BENCHMARKS = tuple(
-    f"benchmarks.{name}" for name in ("step_time", "collectives", "plan_scale", "verify_scale", "mutants")
+    f"benchmarks.{name}"
+    for name in ("step_time", "collectives", "plan_scale", "verify_scale", "memory_table", "mutants")
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import resource
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ def loss(out, y):
     return F.cross_entropy(out.logits.flatten(0, 1), y.flatten())
 
 
-def planned(layers: int, mesh: sx.Mesh, batch: int) -> sx.ParallelModule:
+def planned(layers: int, mesh: sx.Mesh, batch: int, **hints: Any) -> sx.ParallelModule:
     """The plan for ``batch`` samples of 4,096 tokens."""
     config = LlamaConfig(
         vocab_size=128256,
@@ -52,7 +53,7 @@ def planned(layers: int, mesh: sx.Mesh, batch: int) -> sx.ParallelModule:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     x = torch.empty(batch, 4096, dtype=torch.long, device="meta")
-    return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS))
+    return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS, **hints))
 
 
 def main() -> None:
