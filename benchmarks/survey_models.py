@@ -73,19 +73,19 @@ TINY: dict[str, Any] = {
 
 CONV = {"conv_dim": [32, 32], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_conv_pos_embeddings": 16}
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v3", "minicpm3", "nemotron"), {"num_key_value_heads": 4}),
+    **{key: {"num_key_value_heads": 4} for key in ("deepseek_v3", "minicpm3", "nemotron")},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
-    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
+    **{key: {"rotary_dim": 4} for key in ("codegen", "gptj")},
     "hunyuan_v1_dense": {"head_dim": 8},
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8},
     "xmod": {"default_language": "en_XX"},
-    **dict.fromkeys(("convnext", "convnextv2"), {"image_size": 64, "patch_size": 4}),
+    **{key: {"image_size": 64, "patch_size": 4} for key in ("convnext", "convnextv2")},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]},
     "mobilevitv2": {"image_size": 64, "patch_size": 2},
     "levit": {"image_size": 64, "patch_size": 16},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
-    **dict.fromkeys(("swin", "swinv2"), {"embed_dim": 24, "depths": [2, 2], "num_heads": [3, 6], "window_size": 2}),
+    **{key: {"embed_dim": 24, "depths": [2, 2], "num_heads": [3, 6], "window_size": 2} for key in ("swin", "swinv2")},
     **dict.fromkeys(("hubert", "sew", "unispeech", "unispeech-sat", "wav2vec2", "wavlm", "data2vec-audio"), CONV),
 }
 """What single architectures need beside."""
@@ -115,6 +115,8 @@ def small(config: PreTrainedConfig) -> dict[str, Any]:
             made[name] = small(value)
         elif isinstance(value, float) and "drop" in name:
             made[name] = 0.0
+        elif name in ("depths", "stage_num_blocks"):
+            made[name] = [1] * len(value)
         elif name in TINY and isinstance(value, type(TINY[name]) if isinstance(TINY[name], bool) else (int, float)):
             made[name] = TINY[name]
     return made
