@@ -44,14 +44,28 @@ def expand_batch_norm_backward(
 
     What it lacks of the gradient of x, because the statistics hang on x too, is x normalised by two vectors more.
     """
+    train, eps, (_, for_weight, for_bias) = options
+    if not train:
+        return _backward_of_given(grad, x, weight, mean, var, eps)
     count = x.numel() // x.shape[1]
     given = (save_mean, 1 / (save_rstd * save_rstd))
     asked = [True, True, True]
     gx, dot, total = aten.native_batch_norm_backward.default(grad, x, weight, *given, None, None, False, 0.0, asked)
     scale = (save_rstd if weight is None else save_rstd * weight) / -count
     rest = aten._native_batch_norm_legit_no_training.default(x, dot * scale, total * scale, *given, 0.0, 0.0)[0]
-    _, for_weight, for_bias = options[-1]
     return gx + rest, dot if for_weight else None, total if for_bias else None
+
+
+def _backward_of_given(
+    grad: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, eps: float
+) -> tuple[Given, ...]:
+    """The gradients where the statistics do not hang on x."""
+    assert mean is not None and var is not None
+    shape, dims = [1, x.shape[1], *[1] * (x.dim() - 2)], [d for d in range(x.dim()) if d != 1]
+    rstd = torch.rsqrt(var + eps)
+    scale = rstd if weight is None else rstd * weight
+    normal = (x - mean.view(shape)) * rstd.view(shape)
+    return grad * scale.view(shape), torch.sum(grad * normal, dims), torch.sum(grad, dims)
 
 
 ROWS = "n.. d*normalized_shape!"
