@@ -115,6 +115,8 @@ def small(config: PreTrainedConfig) -> dict[str, Any]:
             made[name] = small(value)
         elif isinstance(value, float) and "drop" in name:
             made[name] = 0.0
+        elif name in ("depths", "stage_num_blocks"):
+            made[name] = [1] * len(value)
         elif name in TINY and isinstance(value, type(TINY[name]) if isinstance(TINY[name], bool) else (int, float)):
             made[name] = TINY[name]
     return made

@@ -48,9 +48,9 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Error(f"{target} is not an op of torch", where=str(builder.where))
-    if target.overloadpacket in OF_MEMORY:
-        check_in_order(node, str(builder.where))
     types = types_of(node.meta.get("val"))
+    if target.overloadpacket in OF_MEMORY:
+        return _by_memory(builder, target, args, types, kwargs, in_order(node, str(builder.where)))
     canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket) or OF_OTHERS.get(op_name(target))
     if canonical is not None:
         return canonical(builder, target, args, kwargs, types)
@@ -69,8 +69,8 @@ OF_MEMORY = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
 """Ops that see how a tensor lies in memory. In a program every operand of theirs lies in order, from the start on."""
 
 
-def check_in_order(node: torch.fx.Node, where: str) -> None:
-    """The tensor that such an op sees lies so on one device too.
+def in_order(node: torch.fx.Node, where: str) -> list[int]:
+    """The order of dims in which the tensor that such an op sees lies in memory on one device, all of it and no more.
 
     Raises:
         Error: it does not.
@@ -78,14 +78,30 @@ def check_in_order(node: torch.fx.Node, where: str) -> None:
     source = node.args[0]
     assert isinstance(source, torch.fx.Node)
     lies = source.meta["val"]
-    if not lies.is_contiguous() or lies.storage_offset():
+    order = sorted(range(lies.dim()), key=lambda dim: (-lies.stride(dim), lies.shape[dim] == 1, dim))
+    whole = lies.untyped_storage().nbytes() == lies.numel() * lies.element_size()
+    if not lies.permute(order).is_contiguous() or lies.storage_offset() or not whole:
         raise Error(
             f"{node.target} of a tensor that does not lie in order in memory",
             where=where,
-            expected="a contiguous tensor that is the whole of its storage",
+            expected="a tensor that is the whole of its storage",
             got=f"shape {tuple(lies.shape)}, strides {lies.stride()}, offset {lies.storage_offset()}",
             remedy="call .clone(memory_format=torch.contiguous_format) on it before",
         )
+    return order
+
+
+def _by_memory(
+    builder: GraphBuilder, op: Any, args: tuple[Any, ...], types: Any, kwargs: dict[str, Any], order: list[int]
+) -> Any:
+    """A call that sees memory: its tensor, and what is written into it, with the dims as they lie there."""
+    if order == sorted(order):
+        return builder.add(op, args, types, **kwargs)
+    x = builder.add(aten.permute.default, (args[0], order))
+    if op.overloadpacket is not aten.as_strided_scatter:
+        return builder.add(op, (x, *args[1:]), types, **kwargs)
+    made = builder.add(op, (x, *args[1:]), **kwargs)
+    return builder.add(aten.permute.default, (made, [order.index(dim) for dim in range(len(order))]), types)
 
 
 def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
