@@ -201,12 +201,12 @@ def same_shape(site: Site) -> list[fx.Node]:
 
 def swap_outputs(site: Site, node: fx.Node) -> None:
     results = list(node.args[0])  # type: ignore[arg-type]
-    a, b = next(_equal_outputs(site))
+    a, b = next(equal_outputs(site))
     results[a], results[b] = results[b], results[a]
     node.args = (tuple(results),)
 
 
-def _equal_outputs(site: Site) -> Iterator[tuple[int, int]]:
+def equal_outputs(site: Site) -> Iterator[tuple[int, int]]:
     results = site.end.args[0]
     shapes = [_piece_shape(n) for n in results]  # type: ignore[union-attr]
     for a in range(len(shapes)):
@@ -220,15 +220,8 @@ def _piece_shape(node: Any) -> Any:
     return node.args[0].args[1][node.args[1]] if bucket else None
 
 
-def one_for_two(site: Site, node: fx.Node) -> None:
-    results = list(node.args[0])  # type: ignore[arg-type]
-    a, b = next(_equal_outputs(site))
-    results[a] = results[b]
-    node.args = (tuple(results),)
-
-
 def interchangeable(site: Site) -> list[fx.Node]:
-    return [site.end] if next(_equal_outputs(site), None) else []
+    return [site.end] if next(equal_outputs(site), None) else []
 
 
 def lost_update(site: Site, node: fx.Node) -> None:
@@ -313,14 +306,6 @@ def number(at: int) -> Callable[[fx.Node], bool]:
 
 def both_known(node: fx.Node) -> bool:
     return all(isinstance(a, fx.Node) for a in node.args[:2])
-
-
-def single(site: Site) -> list[fx.Node]:
-    """The calls of torch's ops that give one tensor, which is used."""
-    calls = [
-        n for n in site.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"
-    ]
-    return [n for n in calls if n.users and not any(user.target is operator.getitem for user in n.users)]
 
 
 def any_call(site: Site) -> list[fx.Node]:

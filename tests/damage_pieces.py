@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardfx.ir.ops import pack
-from tests.damage import Site
+from tests.damage import Site, equal_outputs
 
 
 def slices(site: Site) -> list[fx.Node]:
@@ -54,6 +56,21 @@ def parameter_for_its_gradient(site: Site, node: fx.Node) -> None:
     at, name = site.gradients[-1]
     results[at] = next(each for each in site.graph.nodes if each.op == "placeholder" and each.name == name)
     node.args = (tuple(results),)
+
+
+def one_for_two(site: Site, node: fx.Node) -> None:
+    results = list(node.args[0])  # type: ignore[arg-type]
+    a, b = next(equal_outputs(site))
+    results[a] = results[b]
+    node.args = (tuple(results),)
+
+
+def single(site: Site) -> list[fx.Node]:
+    """The calls of torch's ops that give one tensor, which is used."""
+    calls = [
+        n for n in site.graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten"
+    ]
+    return [n for n in calls if n.users and not any(user.target is operator.getitem for user in n.users)]
 
 
 def _view(node: fx.Node) -> Any:

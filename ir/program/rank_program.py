@@ -136,17 +136,16 @@ def _inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pa
         if node in env:
             continue
         late = next((used for used in node.all_input_nodes if used not in env), None)
-        if late is not None or (node.op == "call_function" and not callable(node.target)):
-            raise Error(
-                "a program has a call that cannot be made",
-                where=f"{path}{node.name}",
-                expected="a function, of what stands before it",
-                got=f"{late.name}, which is not there yet" if late is not None else repr(node.target),
-            )
+        if late is not None:
+            raise _not_a_call(path, node, f"{late.name}, which is not there yet")
+        if node.op == "call_function" and not callable(node.target):
+            raise _not_a_call(path, node, repr(node.target))
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "output":
             return args[0]
-        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+        if node.target is operator.getitem and args and isinstance(args[0], (tuple, list)):
+            if not (len(args) == 2 and isinstance(args[1], int) and -len(args[0]) <= args[1] < len(args[0])):
+                raise _not_a_call(path, node, f"{args[1:]} of {len(args[0])} values")
             env[node] = args[0][args[1]]
         elif node.op == "call_module" and isinstance(called := _attribute(module, str(node.target)), fx.GraphModule):
             inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
@@ -166,6 +165,15 @@ def _inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pa
                 remedy="trace it: torch.fx.experimental.proxy_tensor.make_fx gives calls of functions",
             )
     return ()
+
+
+def _not_a_call(path: str, node: fx.Node, got: str) -> Error:
+    return Error(
+        "a program has a call that cannot be made",
+        where=f"{path}{node.name}",
+        expected="a function, of what stands before it",
+        got=got,
+    )
 
 
 def _attribute(module: fx.GraphModule, name: str) -> Any:

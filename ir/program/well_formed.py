@@ -19,6 +19,8 @@ from shardfx.ir.ops.local_ops import row_of
 
 OPS = ("placeholder", "get_attr", "call_function", "output")
 TENSOR, TENSORS, OTHER, ANY = "a tensor", "a list of tensors", "no tensor", "anything"
+NUMBER, NUMBERS = "a whole number", "a list of whole numbers"
+NO_NUMBER = (type(None), str, float, list, tuple, dict, slice, fx.Node)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Slot:
             return isinstance(arg, (list, tuple)) and all(
                 isinstance(each, fx.Node) or (each is None and self.optional) for each in arg
             )
+        if self.kind in (NUMBER, NUMBERS):
+            return _numbers(arg) if self.kind == NUMBERS else not isinstance(arg, NO_NUMBER)
         return not _holds_a_node(arg)
 
 
@@ -126,7 +130,14 @@ def _kind(hint: Any) -> str:
     if hint is None or hint is Any:
         return ANY
     words = str(hint)
-    return OTHER if "Tensor" not in words else TENSOR if hint is torch.Tensor or "None" in words else TENSORS
+    if "Tensor" not in words:
+        return NUMBER if hint is int else NUMBERS if words.endswith(("Sequence[int]", "Sequence[int]]")) else OTHER
+    return TENSOR if hint is torch.Tensor or "None" in words else TENSORS
+
+
+def _numbers(arg: Any) -> bool:
+    """Whether it is a nest of lists of numbers (that ranks may have their own of: no type is asked for)."""
+    return isinstance(arg, (list, tuple)) and all(_numbers(e) or not isinstance(e, NO_NUMBER) for e in arg)
 
 
 def _holds_a_node(arg: Any) -> bool:

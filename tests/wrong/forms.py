@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardfx.ir.ops import memory_ops
+
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Change = Callable[[fx.GraphModule, fx.Node], Any]
 """Changes a module at its first relu; what it gives is asked about in the module's place, if it is not None."""
@@ -83,6 +85,19 @@ def a_view_of_what_is_turned(module: fx.GraphModule, relu: fx.Node) -> None:
         module.graph.call_function(aten.neg.default, (flat,))
 
 
+def no_sizes(module: fx.GraphModule, relu: fx.Node) -> None:
+    """Memory of no shape: of ours, where numbers are expected."""
+    with module.graph.inserting_before(relu):
+        flat = module.graph.call_function(memory_ops.empty, ([8], torch.float32))
+        module.graph.call_function(memory_ops.part, (flat, 1, 0, None))
+
+
+def a_result_beyond_a_list(module: fx.GraphModule, relu: fx.Node) -> None:
+    with module.graph.inserting_after(relu):
+        made = module.graph.call_function(operator.getitem, ([relu], 3))
+    relu.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
 def no_placeholder(module: fx.GraphModule, relu: fx.Node) -> None:
     first, second, *_ = [node for node in module.graph.nodes if node.op == "placeholder"]
     first.replace_all_uses_with(second)
@@ -134,6 +149,8 @@ FORMS: dict[str, Change] = {
     "a foreign function": target(len),
     "a function that is none": target(None),
     "a method": a_method,
+    "None for sizes": no_sizes,
+    "a result beyond a list": a_result_beyond_a_list,
     "a result of what has none": followed(operator.getitem, 7),
     "a key among results": followed(operator.getitem, "k"),
     "written in place": beside(aten.mul_.Tensor, 2),
