@@ -130,9 +130,9 @@ class ProcessStore:
         return cut_local(tensor, _spec(given), self.mesh, self.rank)
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
-        """This rank's piece, as a DTensor."""
+        """This rank's piece, as its parameter is."""
         given = next(given for given in self._inputs if given.name == name)
-        return [self._shards[name].wrap(self._mine(given, whole).clone())]
+        return [self.as_gradient(name, self._mine(given, whole).clone())]
 
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
         """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
