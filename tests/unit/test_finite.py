@@ -63,7 +63,7 @@ def on_kinds(of: Instance) -> Iterator[Instance]:
     """An instance on tensors of each kind, where it takes them."""
     floats = [k for k, t in enumerate(of.tensors) if t.is_floating_point()]
     draw = torch.Generator().manual_seed(0)
-    for kinds in itertools.islice(itertools.product(KINDS, repeat=min(len(floats), 2)), 36):
+    for kinds in list(itertools.product(KINDS, repeat=min(len(floats), 2)))[::5]:
         tensors = list(of.tensors)
         for at, k in enumerate(floats):
             values = torch.tensor(kinds[at % len(kinds)], dtype=tensors[k].dtype)

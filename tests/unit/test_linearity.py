@@ -10,7 +10,8 @@ import torch
 from shardfx.ir.oracle.completeness import missing_sums
 from shardfx.ir.oracle.cut_search import Oracle
 from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.soundness import refutations
+from shardfx.ir.oracle.running.draws import draws
+from shardfx.ir.oracle.soundness import refutations, refutations_on_draws
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 from shardfx.ir.rules.template import parse_linear
@@ -100,6 +101,12 @@ NOT_LINEAR: dict[str, Call] = {
 @pytest.mark.parametrize("call", NOT_LINEAR.values(), ids=NOT_LINEAR)
 def test_what_is_linear_but_for_some_numbers_is_not(call: Call) -> None:
     assert Oracle(instance(*call)).linear() == []
+
+
+def test_tensors_without_elements_are_drawn_too() -> None:
+    of = instance(aten.gather.default, (f(0), 0, i(1, 0)))
+    entry = BOOK.entry(of.node.op)
+    assert entry is not None and list(draws(of)) and not refutations_on_draws(entry, of)
 
 
 def test_the_text_of_what_passes() -> None:

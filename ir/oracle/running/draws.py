@@ -67,7 +67,8 @@ def span_of(of: Instance) -> Range:
         if checked not in decomposition_table:
             return 0, 2
         checked = decomposition_table[checked]
-    limits = sorted({s for t in of.tensors for s in t.shape} | set(_numbers(of.node.args)), reverse=True)
+    sizes = {s for t in of.tensors for s in t.shape if s}  # of no elements there is nothing to draw
+    limits = sorted(sizes | set(_numbers(of.node.args)), reverse=True)
     from_zero = [(0, end) for m in limits if m > 1 for end in (m + 1, m)]
     for low, high in [(-m, m) for m in limits] + from_zero + [(1, m) for m in limits if m > 1]:
         ends = torch.tensor([low, high - 1])
