@@ -6,7 +6,8 @@
     %8 = add(%7, %1)           %8 = add(%7, %1)              waits just before this
 
 A gather of stored parameters could start at once, but then all parameters would be whole at the same time: it starts
-when the ``ahead``-th op before its own first one that needs gathered parameters does. All ranks run one graph, so that
+when the ``ahead``-th op before its own first one that needs gathered parameters does; and so does, in the backward, one
+of what the forward put away in slices. All ranks run one graph, so that
 the order of collectives is the same on all.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import is_view
@@ -83,13 +84,18 @@ class _Places:
     # ---- what is there from the start -----------------------------------------------------------------------
 
     def _fetches(self) -> set[Node]:
-        """The transfers of stored parameters and other inputs, and the views before and behind them."""
+        """The transfers of what is there from the start (stored parameters and other inputs; for the backward also what
+        the forward made), and the views before and behind them."""
         found: set[Node] = set()
         for node in self.graph.nodes:
             moves = isinstance(node.op, OwnOp) or is_view(node)
-            if moves and all(value.node is None or value.node in found for value in node.operands):
+            if moves and all(self._there(value, node.phase, found) for value in node.operands):
                 found.add(node)
         return found
+
+    def _there(self, value: Value, phase: Phase, found: set[Node]) -> bool:
+        made = value.node
+        return made is None or made in found or (made.phase is Phase.FORWARD and phase is not Phase.FORWARD)
 
     def _place_fetches(self, fetches: set[Node]) -> None:
         """Let each transfer start where an earlier one's result is first computed with; what is made of it in the
