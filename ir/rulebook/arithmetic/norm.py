@@ -64,11 +64,12 @@ def expand_batch_norm_backward(
         return _backward_in_evaluation(grad, x, weight, mean, torch.rsqrt(var + eps), for_weight, for_bias)
     count = x.numel() // x.shape[1]
     given = (save_mean, 1 / (save_rstd * save_rstd))
-    asked = [True, True, True]
-    gx, dot, total = aten.native_batch_norm_backward.default(grad, x, weight, *given, None, None, False, 0.0, asked)
+    asked, sign = [True, True, True], torch.sign(save_rstd)  # which the kernel is not told: it is given squares
+    signed = sign if weight is None else weight * sign
+    gx, dot, total = aten.native_batch_norm_backward.default(grad, x, signed, *given, None, None, False, 0.0, asked)
     scale = (save_rstd if weight is None else save_rstd * weight) / -count
     rest = aten._native_batch_norm_legit_no_training.default(x, dot * scale, total * scale, *given, 0.0, 0.0)[0]
-    return gx + rest, dot if for_weight else None, total if for_bias else None
+    return gx + rest, dot * sign if for_weight else None, total if for_bias else None
 
 
 def _by_statistics(x: Tensor, weight: Given, bias: Given, mean: Tensor, rstd: Tensor) -> Tensor:
