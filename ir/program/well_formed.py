@@ -20,7 +20,8 @@ from shardfx.ir.ops.local_ops import row_of
 OPS = ("placeholder", "get_attr", "call_function", "output")
 TENSOR, TENSORS, OTHER, ANY = "a tensor", "a list of tensors", "no tensor", "anything"
 NUMBER, NUMBERS = "a whole number", "a list of whole numbers"
-NO_NUMBER = (type(None), str, float, list, tuple, dict, slice, fx.Node)
+NESTS = (type(None), str, list, tuple, dict, slice)
+"""What is no number, of whatever type: ranks for which one program is written have numbers of their own."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class Slot:
         if self.kind == ANY or (arg is None and self.optional):
             return True
         if self.kind == TENSOR:
-            return isinstance(arg, fx.Node) or (self.number and isinstance(arg, (int, float, complex)))
+            return isinstance(arg, fx.Node) or (self.number and not isinstance(arg, NESTS))
         if self.kind == TENSORS:
             return isinstance(arg, (list, tuple)) and all(
                 isinstance(each, fx.Node) or (each is None and self.optional) for each in arg
             )
         if self.kind in (NUMBER, NUMBERS):
-            return _numbers(arg) if self.kind == NUMBERS else not isinstance(arg, NO_NUMBER)
+            return _numbers(arg) if self.kind == NUMBERS else _number(arg)
         return not _holds_a_node(arg)
 
 
@@ -135,9 +136,13 @@ def _kind(hint: Any) -> str:
     return TENSOR if hint is torch.Tensor or "None" in words else TENSORS
 
 
+def _number(arg: Any) -> bool:
+    return not isinstance(arg, (*NESTS, float, fx.Node))
+
+
 def _numbers(arg: Any) -> bool:
-    """Whether it is a nest of lists of numbers (that ranks may have their own of: no type is asked for)."""
-    return isinstance(arg, (list, tuple)) and all(_numbers(e) or not isinstance(e, NO_NUMBER) for e in arg)
+    """Whether it is a nest of lists of whole numbers."""
+    return isinstance(arg, (list, tuple)) and all(_numbers(each) or _number(each) for each in arg)
 
 
 def _holds_a_node(arg: Any) -> bool:

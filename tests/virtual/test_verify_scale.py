@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import fx
 
 import shardfx as sx
@@ -57,6 +58,16 @@ def test_many_ranks() -> None:
     refused = pm.verify({37: changed})
     assert not refused and refused.fault is not None and refused.fault.rank == 37
     assert refused.fault.node == "mm" and "fc2" in refused.fault.where
+
+
+def test_a_table_that_is_cut_over_many_ranks() -> None:
+    """Each rank shifts indices by a number of its own: they still run one program, written once."""
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+    x = torch.randint(0, 64, (32,))
+    hints = sx.Hints(args=(x,), loss=torch.sum, specs={"args.0": "dp", "0.weight": "tp, -"})
+    verdict = sx.parallelize(model, sx.Mesh(dp=8, tp=4), hints, virtual=True).verify()
+    assert verdict, verdict.why
+    assert verdict.checked["families"] == len(verdict.programs)
 
 
 def test_a_plan_that_is_not_even_is_interpreted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
