@@ -84,7 +84,7 @@ def _backward_in_evaluation(
     grad: Tensor, x: Tensor, weight: Given, mean: Tensor, rstd: Tensor, for_weight: bool, for_bias: bool
 ) -> tuple[Given, ...]:
     dims, shape = [d for d in range(x.dim()) if d != 1], _shape_of_channels(x)
-    dot = torch.sum(grad * ((x - mean.view(shape)) * rstd.view(shape)), dims)
+    dot = torch.sum(grad * (x - mean.view(shape)), dims) * rstd
     scale = rstd.view(shape) if weight is None else rstd.view(shape) * weight.view(shape)
     return grad * scale, dot if for_weight else None, torch.sum(grad, dims) if for_bias else None
 
