@@ -118,12 +118,18 @@ class _Places:
         behind: set[Node] = set()
         for node in ordered:
             if node in leads:
-                self.at[node] = starts[first[node]]
+                made = [self.at[n] if n in fetches else self.now[n] + 0.5 for n in makers(node)]
+                self.at[node] = max([starts[first[node]], *made])
             else:
                 late = any(value.node in behind for value in node.operands)
                 self.at[node] = first[node] - 0.5 if late else self.now[node]
             if travels(node) or any(value.node in behind for value in node.operands):
                 behind.add(node)
+
+
+def makers(node: Node) -> list[Node]:
+    """The nodes that make its operands."""
+    return [value.node for value in node.operands if value.node is not None]
 
 
 def travels(node: Node) -> bool:
