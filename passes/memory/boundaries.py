@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from shardfx.ir.rewriter import Rewriter
 
 @dataclass
 class Slices:
-    """Stores values cut over ``axis`` (Korthikanti et al., Reducing Activation Recomputation, 2022).
+    """Stores ``values`` cut over ``axis`` (Korthikanti et al., Reducing Activation Recomputation, 2022).
 
     %1 = aten.add(%x, %0)                              %1 = aten.add(%x, %0) : [8, 6]
                                                  ->    %2 = comm.slice(%1, axes=[tp], dim=0) : [8{tp}, 6]
@@ -22,11 +23,12 @@ class Slices:
 
     graph: Graph
     axis: str
+    values: Container[Value]
     _gathered: dict[Value, Value] = field(default_factory=dict, init=False)
 
     def of(self, rewriter: Rewriter, value: Value, anchor: Node) -> Value:
         """What stands for ``value`` at ``anchor``."""
-        dim = self._dim(value)
+        dim = self._dim(value) if value in self.values else None
         if dim is None or value.node is None or value.node.phase is not Phase.FORWARD or value in self._leaves:
             return value
         if value not in self._gathered:

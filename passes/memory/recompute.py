@@ -24,7 +24,6 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
 from shardfx.ir.names import pattern, prefixes
 from shardfx.ir.ops.sends import is_comm
-from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 from .boundaries import Slices
@@ -71,9 +70,11 @@ class Recompute(Pass):
                 got=self.slice,
             )
         stays = self._staying(graph, regions)
-        slices = Slices(graph, self.slice)
         again = {v for node in regions for v in node.outs if v not in stays}
-        return Repeats(graph, again.__contains__, slices.of if self.slice else unchanged).run()
+        if not self.slice:
+            return Repeats(graph, again.__contains__).run()
+        of_regions = {value for node in regions for value in (*node.outs, *node.operands)}
+        return Repeats(graph, again.__contains__, Slices(graph, self.slice, of_regions).of).run()
 
     def _regions(self, graph: Graph) -> dict[Node, str]:
         """The forward nodes that are recomputed, each with the module that it is recomputed with.
@@ -112,11 +113,6 @@ class Recompute(Pass):
         if not self.comm:
             stays |= {value for node in regions if is_comm(node) for value in node.outs}
         return stays
-
-
-def unchanged(rewriter: Rewriter, value: Value, anchor: Node) -> Value:
-    """The value itself."""
-    return value
 
 
 def as_tuple(given: str | Iterable[str]) -> tuple[str, ...]:

@@ -7,19 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from shardfx.compile import default_passes, no_collection, plan_graph
 from shardfx.compiled import Compiled
 from shardfx.hints import bytes_of
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
-from shardfx.ir.program.lower import lower
 from shardfx.ir.text.printer import size_text
 from shardfx.module.place import Place
-from shardfx.module.programs import INFER, TRAIN
-from shardfx.passes.rank import RankContext, run_rank_passes
+from shardfx.module.programs import INFER, TRAIN, program_of
+from shardfx.passes.rank import RankContext
 from shardfx.passes.sharding.seeds import data_axes
 
 from .rank_memory import RankMemory
@@ -31,10 +28,8 @@ def foreseen(compiled: Compiled, place: Place) -> RankMemory:
     """What rank 0, which holds most, holds in a step of a plan."""
     trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
     with no_collection():
-        rules, device = compiled.context.rules, torch.device(place.device.type)
-        program = lower(compiled.after, 0, rules, TRAIN if trains else INFER, device)
-        context = RankContext(compiled.after, place.device.type)
-        made = run_rank_passes(program, place.rank_passes(compiled.hints), context)
+        context, passes = RankContext(compiled.after, place.device.type), place.rank_passes(compiled.hints)
+        made = program_of(context, 0, TRAIN if trains else INFER, compiled.context.rules, passes)
         return RankMemory(made, replay(made, place.exchanged))
 
 

@@ -18,7 +18,8 @@ from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.passes.rank import RankContext, RankPass, built_in, run_rank_passes
+from shardfx.ir.rules.book import RuleBook
+from shardfx.passes.rank import BUILT_IN, RankContext, RankPass, built_in, run_rank_passes
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.export.program_files import write_rank, write_shared
 from shardfx.runtime.step import Kinds, Step
@@ -47,6 +48,18 @@ NAMES = {
 """The programs that a call may run."""
 USUAL = (TRAIN, LOSS, INFER)
 """Those that any call may run; the others are asked for."""
+
+
+def program_of(
+    context: RankContext, rank: int, kinds: Kinds, rules: RuleBook, passes: Sequence[RankPass]
+) -> RankProgram:
+    """The program of a rank of the context's graph: lowered, and changed by rank passes.
+
+    What somebody's own pass leaves is validated behind each pass; what built-in ones leave, at the end.
+    """
+    lowered = partial(lower, context.graph, rank, rules, kinds, torch.device(context.device))
+    ours = all(type(each) in BUILT_IN.values() for each in passes)
+    return run_rank_passes(lowered(), passes, context, lowered if ours else None)
 
 
 class Programs:
@@ -89,9 +102,8 @@ class Programs:
 
     def made(self, graph: Graph, rank: int, kinds: Kinds) -> RankProgram:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
-        context, device = RankContext(graph, self.device), torch.device(self.device)
-        lowered = partial(lower, graph, rank, self.compiled.context.rules, kinds, device)
-        made = run_rank_passes(lowered(), self.rank_passes, context, lowered)
+        context = RankContext(graph, self.device)
+        made = program_of(context, rank, kinds, self.compiled.context.rules, self.rank_passes)
         self.notes.update(dict.fromkeys(context.notes))
         return made
 

@@ -245,6 +245,30 @@ def test_a_rank_pass_that_breaks_a_program_is_named() -> None:
         plan(make("mlp3"), MESH, rank_passes=[object()])
 
 
+def test_a_rank_pass_that_breaks_what_a_later_one_mends_is_named() -> None:
+    """A program of somebody's own passes is validated behind each of them."""
+    left: list[tuple[fx.Node, tuple[Any, ...]]] = []
+
+    @dataclass(frozen=True)
+    class Remembers(Spoil):
+        def run(self, program: RankProgram, context: RankContext) -> bool:
+            left[:] = [(node, node.args) for node in program.graph.nodes]
+            return super().run(program, context)
+
+    @dataclass(frozen=True)
+    class Mends(sx.RankPass):
+        name: ClassVar[str] = "mends"
+
+        def run(self, program: RankProgram, context: RankContext) -> bool:
+            for node, args in left:
+                node.args = args
+            return True
+
+    pm = plan(make("mlp3"), MESH, rank_passes=[Remembers("read"), Mends()])
+    with pytest.raises(sx.Error, match="after rank pass 'spoil'"):
+        pm.rank_module(1)
+
+
 def test_a_rank_pass_that_stands_too_early_is_named() -> None:
     @dataclass(frozen=True)
     class Late(Spoil):
