@@ -90,7 +90,7 @@ def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:
 
 
 def repeated_modules(compiled: Compiled) -> list[str]:
-    """Patterns of the modules that stand in lists, such as ``layers.*``: outer lists alone, the most modules first."""
+    """The pattern of the modules that stand in the longest list, such as ``layers.*``, if there is one."""
     found: dict[str, set[str]] = {}
     for node in compiled.before.nodes:
         match = re.match(r"(.*?)\.?(?<![^.])(\d+)(?=\.|$)", node.where.module)
