@@ -25,7 +25,7 @@ from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
 from . import call_workers
-from .program_workers import WORKERS
+from .script_workers import WORKERS
 from .workers import PLANS, gated
 
 

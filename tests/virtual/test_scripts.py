@@ -1,0 +1,34 @@
+"""Training scripts, ported: step by step the losses of the plain ones on one device, going on under other plans."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from tests.scripts import SCRIPTS
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    """accelerate keeps its state in classes."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ported_scripts_train_as_the_plain_ones(name: str, tmp_path: Path) -> None:
+    """Begun under one plan, gone on with under another, and at last without any."""
+    script = importlib.import_module(f"tests.scripts.{name}")
+    expected = script.plain(3 * STEPS, tmp_path / "plain")
+    losses = [loss for mesh in script.MESHES for loss in script.ported(mesh, STEPS, tmp_path / "ported")]
+    losses += script.plain(STEPS, tmp_path / "ported")
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-9)
+    assert max(expected) - min(expected) > 1e-3
