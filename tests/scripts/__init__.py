@@ -18,4 +18,6 @@ def on(mesh: sx.Mesh, specs: Mapping[str, str]) -> dict[str, str]:
     return {name: spec for name, spec in specs.items() if set(spec.replace(",", " ").split()) <= names | {"-"}}
 
 
-SCRIPTS = ["accelerate_loop"]
+STEPS = 4
+"""Calls in a run."""
+SCRIPTS = ["accelerate_loop", "trainer"]

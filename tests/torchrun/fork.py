@@ -6,6 +6,7 @@ made (see :func:`remember_plans`).
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -101,6 +102,9 @@ def main(arguments: list[str]) -> int:
             gated(name)
     if any(call.partition(":")[0] in call_workers.PREPARED for call in calls):
         call_workers.prepare()
+    for call in calls:
+        if call.startswith(RUNS_A_SCRIPT):
+            importlib.import_module(f"tests.scripts.{call.removeprefix(RUNS_A_SCRIPT).split(',')[0]}")
     print(f"plans: {time.process_time():.1f} s of CPU", flush=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -117,6 +121,7 @@ def main(arguments: list[str]) -> int:
     return max(abs(each.exitcode or 0) for each in ranks)
 
 
+RUNS_A_SCRIPT = "trains_as_the_plain_script:"
 GATED = (
     "evaluates_with_the_trained_weights",
     "checkpoints_move_between_plans",

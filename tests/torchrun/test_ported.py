@@ -6,7 +6,7 @@ import importlib
 import json
 from pathlib import Path
 
-from tests.scripts import SCRIPTS
+from tests.scripts import SCRIPTS, STEPS
 from tests.torchrun.launch import on_ranks
 
 
@@ -14,7 +14,7 @@ def test_ported_scripts_train_as_the_plain_ones(tmp_path: Path) -> None:
     calls = []
     for name in SCRIPTS:
         folder = tmp_path / name
-        losses = importlib.import_module(f"tests.scripts.{name}").plain(8, folder / "plain")
+        losses = importlib.import_module(f"tests.scripts.{name}").plain(2 * STEPS, folder / "plain")
         (folder / "losses.json").write_text(json.dumps(losses))
         calls.append(f"trains_as_the_plain_script:{name},{folder}")
     on_ranks(2, *calls)

@@ -10,9 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from tests.scripts import SCRIPTS
-
-STEPS = 4
+from tests.scripts import SCRIPTS, STEPS
 
 
 @pytest.fixture(autouse=True)
