@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -15,7 +14,7 @@ import shardfx as sx
 from shardfx.integrations.trainer import ParallelTrainer
 
 from . import on
-from .text import IGNORED, LENGTH, VOCAB, Text
+from .text import LENGTH, VOCAB, Text, loss_in_float64
 
 MESHES = sx.Mesh(dp=2), sx.Mesh(tp=2)
 SPECS = {
@@ -25,13 +24,6 @@ SPECS = {
     "transformer.h.*.mlp.c_fc.weight": "-, tp",
     "transformer.h.*.mlp.c_proj.weight": "tp, -",
 }
-
-
-def loss_in_float64(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> Tensor:
-    """As transformers' own, which casts logits to float32."""
-    logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    return total / (num_items_in_batch if num_items_in_batch is not None else (labels != IGNORED).sum())
 
 
 def make() -> GPT2LMHeadModel:

@@ -6,7 +6,6 @@ made (see :func:`remember_plans`).
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import socket
@@ -25,7 +24,7 @@ from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
-from . import call_workers
+from . import call_workers, script_workers
 from .script_workers import WORKERS
 from .workers import PLANS, gated
 
@@ -104,7 +103,7 @@ def main(arguments: list[str]) -> int:
         call_workers.prepare()
     for call in calls:
         if call.startswith(RUNS_A_SCRIPT):
-            importlib.import_module(f"tests.scripts.{call.removeprefix(RUNS_A_SCRIPT).split(',')[0]}")
+            script_workers.prepare(*call.removeprefix(RUNS_A_SCRIPT).split(","))
     print(f"plans: {time.process_time():.1f} s of CPU", flush=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState
 
 from tests.scripts import STEPS
 
@@ -16,10 +18,21 @@ from .workers import worker
 __all__ = ["WORKERS"]
 
 
-@worker
-def trains_as_the_plain_script(name: str, folder: str) -> None:
-    """Step by step the losses that the plain one wrote down, going on under another plan."""
+def losses(name: str, folder: Path) -> tuple[list[float], list[float]]:
+    """Of the ported script, going on under another plan, and those that the plain one wrote down."""
     script = importlib.import_module(f"tests.scripts.{name}")
     expected = json.loads(Path(folder, "losses.json").read_text())
-    losses = [loss for mesh in script.MESHES for loss in script.ported(mesh, STEPS, Path(folder, "ported"))]
-    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-9)
+    return [loss for mesh in script.MESHES for loss in script.ported(mesh, STEPS, folder / "ported")], expected
+
+
+def prepare(name: str, folder: str) -> None:
+    """Make the plans that the ranks inherit: it trains the same on virtual ranks."""
+    torch.testing.assert_close(*losses(name, Path(folder)), rtol=0, atol=1e-9)
+    shutil.rmtree(Path(folder, "ported"))
+    AcceleratorState._reset_state(True)
+
+
+@worker
+def trains_as_the_plain_script(name: str, folder: str) -> None:
+    """Step by step."""
+    torch.testing.assert_close(*losses(name, Path(folder)), rtol=0, atol=1e-9)

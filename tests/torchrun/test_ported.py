@@ -6,15 +6,25 @@ import importlib
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.scripts import SCRIPTS, STEPS
 from tests.torchrun.launch import on_ranks
 
 
-def test_ported_scripts_train_as_the_plain_ones(tmp_path: Path) -> None:
+def run(names: list[str], folder: Path) -> None:
     calls = []
-    for name in SCRIPTS:
-        folder = tmp_path / name
-        losses = importlib.import_module(f"tests.scripts.{name}").plain(2 * STEPS, folder / "plain")
-        (folder / "losses.json").write_text(json.dumps(losses))
-        calls.append(f"trains_as_the_plain_script:{name},{folder}")
+    for name in names:
+        losses = importlib.import_module(f"tests.scripts.{name}").plain(2 * STEPS, folder / name / "plain")
+        (folder / name / "losses.json").write_text(json.dumps(losses))
+        calls.append(f"trains_as_the_plain_script:{name},{folder / name}")
     on_ranks(2, *calls)
+
+
+def test_a_trainer_trains_as_on_one_device(tmp_path: Path) -> None:
+    run(["trainer"], tmp_path)
+
+
+@pytest.mark.slow
+def test_ported_scripts_train_as_the_plain_ones(tmp_path: Path) -> None:
+    run([name for name in SCRIPTS if name != "trainer"], tmp_path)

@@ -110,7 +110,10 @@ def test_what_a_trainer_does(tmp_path: Path) -> None:
     assert isinstance(ours.model_wrapped, sx.ParallelModule) and ours.model_wrapped.verify()
 
 
-@pytest.mark.parametrize("kinds", [(Trainer, ParallelTrainer), (ParallelTrainer, Trainer)])
+BACK = pytest.param((ParallelTrainer, Trainer), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kinds", [(Trainer, ParallelTrainer), BACK])
 def test_checkpoints_go_both_ways(kinds: tuple[Any, Any], tmp_path: Path) -> None:
     on = {ParallelTrainer: {"mesh": sx.Mesh(tp=2), "hints": sx.Hints(specs={"head.weight": "tp, -"})}, Trainer: {}}
     first = made(kinds[0], tmp_path, {"save_strategy": "steps", "save_steps": 2}, model=small(), **on[kinds[0]])
@@ -124,6 +127,7 @@ def test_checkpoints_go_both_ways(kinds: tuple[Any, Any], tmp_path: Path) -> Non
     close(first.state.log_history[:4], third.state.log_history[:4])
 
 
+@pytest.mark.slow
 def test_losses_of_ones_own(tmp_path: Path) -> None:
     def own(out: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         wanted = torch.where(labels == IGNORED, 0, labels)[..., None]
