@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
 
+from tests.pages import ports
 from tests.scripts import STEPS
 
 from .program_workers import WORKERS
@@ -36,3 +38,10 @@ def prepare(name: str, folder: str) -> None:
 def trains_as_the_plain_script(name: str, folder: str) -> None:
     """Step by step."""
     torch.testing.assert_close(*losses(name, Path(folder)), rtol=0, atol=1e-9)
+
+
+@worker
+def runs_the_page(which: str, folder: str) -> None:
+    """The script for DistributedDataParallel, or what docs/porting.md makes of it."""
+    os.chdir(folder)
+    exec(ports("docs/porting.md")[0][int(which)], {})

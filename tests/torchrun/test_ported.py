@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.scripts import SCRIPTS, STEPS
 from tests.torchrun.launch import on_ranks
@@ -23,6 +24,15 @@ def run(names: list[str], folder: Path) -> None:
 
 def test_a_trainer_trains_as_on_one_device(tmp_path: Path) -> None:
     run(["trainer"], tmp_path)
+
+
+def test_the_script_that_porting_shows_trains_the_same(tmp_path: Path) -> None:
+    trained = []
+    for which in ("0", "1"):
+        on_ranks(2, f"runs_the_page:{which},{tmp_path}")
+        trained.append(torch.load(tmp_path / "model.pt", weights_only=True))
+        (tmp_path / "model.pt").unlink()
+    torch.testing.assert_close(*trained, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
