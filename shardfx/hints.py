@@ -63,7 +63,8 @@ class Hints:
         recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
             :class:`shardfx.Recompute` says what of them stays; or several of either.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
-            checksum); otherwise on the first, second, fourth, eighth ... call of each form.
+            checksum); otherwise on the first, second, fourth, eighth ... call of each form. ``"broadcast"``: nothing
+            is checked, and of the ranks that should pass the same, the first one's inputs are taken.
 
     Example::
 
@@ -85,7 +86,7 @@ class Hints:
     device: str | torch.device | None = None
     shapes: int = 8
     guard: bool = False
-    check_inputs: bool = False
+    check_inputs: bool | str = False
     zero: int = 0
     zero_axis: str | tuple[str, ...] = "dp"
     zero_min: int = 2**14
@@ -152,7 +153,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "targets": (lambda given: isinstance(given, tuple), "a tuple: targets=(y,), with a comma behind a single tensor"),
     "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
     "cuts": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
-    "check_inputs": (lambda given: isinstance(given, bool), "True or False"),
+    "check_inputs": (lambda given: isinstance(given, bool) or given == "broadcast", "True or False, or 'broadcast'"),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
     "guard": (lambda given: isinstance(given, bool), "True or False"),
     "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
