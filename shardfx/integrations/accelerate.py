@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from shardfx.api import parallelize
@@ -60,7 +60,8 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
         options: those of ``Accelerator``.
 
     Raises:
-        Error: accelerate is configured for FSDP, DeepSpeed or the like, which would cut the model as well.
+        Error: accelerate is configured for FSDP, DeepSpeed or the like, which would cut the model as well, or for
+            ``torch.compile``.
     """
 
     def __init__(self, *, mesh: Mesh | None = None, hints: Hints | None = None, **options: Any) -> None:
@@ -84,6 +85,14 @@ class ParallelAccelerator(Accelerator):  # type: ignore[misc]
                 expected="a configuration for one process, or for several CPUs or GPUs",
                 got=str(self.state.distributed_type),
                 remedy="leave FSDP, DeepSpeed and the like out of it; say how the model is cut by Hints(...)",
+            )
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise Error(
+                "torch.compile is asked for of accelerate, which would compile around the ranks' programs",
+                where="ParallelAccelerator(...)",
+                expected="no dynamo backend",
+                got=str(self.state.dynamo_plugin.backend),
+                remedy="pm.compile(**options) on the parallel module that prepare gives (a Trainer's model_wrapped)",
             )
         self._parallel: list[tuple[ParallelModule, nn.Module | None]] = []
         self.register_load_state_pre_hook(self._load_models)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
@@ -42,7 +43,8 @@ class ParallelTrainer(Trainer):
         trainer.save_model(folder)
 
     ``trainer.model`` has the trained weights after ``train()``; during it, ``trainer.model_wrapped`` is the parallel
-    module. ``predict`` without labels runs the model with whole weights on every rank.
+    module. ``predict`` without labels runs the model with whole weights on every rank. Where workers of a data loader
+    draw random numbers, ranks draw others: ``sx.Hints(check_inputs="broadcast")`` takes the first rank's batches.
 
     Args:
         mesh: as for :func:`shardfx.parallelize`.
@@ -81,6 +83,8 @@ class ParallelTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator = ParallelAccelerator.taking_over(self.accelerator)
         self.gather_function = self.accelerator.gather_for_metrics
+        _ = self.args.device
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # no DataParallel, whose batch would be that of all GPUs
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The rows of a step: every process reads all of them."""
@@ -138,19 +142,29 @@ class ParallelTrainer(Trainer):
 
     def _loss(self) -> Callable[..., Any]:
         own, smoother = self.compute_loss_func, self.label_smoother
+        widened = convert_to_fp32 if self.accelerator.native_amp else lambda out: out
         if own is not None:
-            return lambda out, labels=None, count=None: own(out, labels, num_items_in_batch=count)
+            return lambda out, labels=None, count=None: own(widened(out), labels, num_items_in_batch=count)
         if smoother is not None:
             shifted = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            return lambda out, labels, count: smoother(out, labels, shift_labels=shifted, num_items_in_batch=count)
+            return lambda out, labels, count: smoother(
+                widened(out), labels, shift_labels=shifted, num_items_in_batch=count
+            )
         return lambda out: out["loss"] if isinstance(out, dict) else out[0]
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """What ``bf16=True`` asks for, around the calls of the parallel module."""
+        return self.accelerator.autocast()
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the ``Trainer``'s: the loss of the whole batch, and the model's outputs beside it."""
         kwargs, targets = self._call(inputs, num_items_in_batch)
-        return model(*targets, with_results=True, **kwargs) if return_outputs else model(*targets, **kwargs)
+        if not return_outputs:
+            return model(*targets, **kwargs)
+        loss, out = model(*targets, with_results=True, **kwargs)
+        return loss, convert_to_fp32(out) if self.accelerator.native_amp else out
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

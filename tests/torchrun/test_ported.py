@@ -8,22 +8,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from tests.scripts import SCRIPTS, STEPS
 from tests.torchrun.launch import on_ranks
 
 
 def run(names: list[str], folder: Path) -> None:
-    calls = []
-    for name in names:
-        losses = importlib.import_module(f"tests.scripts.{name}").plain(2 * STEPS, folder / name / "plain")
+    """Begun and gone on with on two ranks, under two plans; then without shardfx."""
+    scripts = {name: importlib.import_module(f"tests.scripts.{name}") for name in names}
+    calls, later = [], {}
+    for name, script in scripts.items():
+        AcceleratorState._reset_state(True)
+        losses = script.plain(2 * STEPS, folder / name / "plain")
+        later[name] = script.plain(STEPS, folder / name / "plain")
         (folder / name / "losses.json").write_text(json.dumps(losses))
         calls.append(f"trains_as_the_plain_script:{name},{folder / name}")
     on_ranks(2, *calls)
+    for name, script in scripts.items():
+        AcceleratorState._reset_state(True)
+        torch.testing.assert_close(script.plain(STEPS, folder / name / "ported"), later[name], rtol=0, atol=1e-9)
+    AcceleratorState._reset_state(True)
 
 
-def test_a_trainer_trains_as_on_one_device(tmp_path: Path) -> None:
-    run(["trainer"], tmp_path)
+def test_a_trainer_and_a_loop_of_accelerate_train_as_on_one_device(tmp_path: Path) -> None:
+    run(["accelerate_loop", "trainer"], tmp_path)
 
 
 def test_the_script_that_porting_shows_trains_the_same(tmp_path: Path) -> None:
@@ -37,4 +46,4 @@ def test_the_script_that_porting_shows_trains_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ported_scripts_train_as_the_plain_ones(tmp_path: Path) -> None:
-    run([name for name in SCRIPTS if name != "trainer"], tmp_path)
+    run([name for name in SCRIPTS if name not in ("accelerate_loop", "trainer")], tmp_path)

@@ -146,6 +146,36 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
         close(*found)
 
 
+OWN = {"compute_loss_func": lambda out, labels, num_items_in_batch: F.cross_entropy(*flat(out, labels))}
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(OWN, marks=pytest.mark.slow)])
+def test_autocast_is_around_the_calls(options: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for kind, mesh in ((Trainer, {}), (ParallelTrainer, {"mesh": sx.Mesh(dp=2)})):
+        trainer = made(kind, tmp_path, {"bf16": True, "max_steps": 2}, model=small().float(), **options, **mesh)
+        trainer.train()
+        found.append([trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-3)
+    assert found[0][0] == found[1][0]
+    assert {form.autocast for form, _ in trainer.model_wrapped._variants.known} == {(("cpu", torch.bfloat16),)}
+
+
+def flat(out: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    assert out["logits"].dtype is torch.float32
+    return out["logits"].flatten(0, 1), labels.flatten()
+
+
+def test_several_gpus_are_one_device_and_compiling_is_refused(tmp_path: Path) -> None:
+    args = replace(arguments(tmp_path, 4), eval_strategy="no")
+    _, args._n_gpu = args.device, 3
+    trainer = ParallelTrainer(small(), args, mesh=sx.Mesh(dp=2), train_dataset=Text(8))
+    assert args.train_batch_size == args.per_device_train_batch_size and trainer._pm is None
+    AcceleratorState._reset_state(True)
+    with pytest.raises(sx.Error, match=r"torch.compile is asked for of accelerate(.|\n)*pm.compile"):
+        ParallelTrainer(small(), replace(args, torch_compile=True), mesh=sx.Mesh(dp=2), train_dataset=Text(8))
+
+
 def test_hints_that_name_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(sx.Error, match="a trainer's batches are the inputs of its model"):
         made(ParallelTrainer, tmp_path, {}, mesh=sx.Mesh(dp=2), hints=sx.Hints(loss=torch.sum))
