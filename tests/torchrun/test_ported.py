@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from transformers import Trainer
 
 from tests.scripts import SCRIPTS, STEPS
 from tests.torchrun.launch import on_ranks
+from tests.virtual.test_trainer import MORE, everything, made
 
 
 def run(names: list[str], folder: Path) -> None:
@@ -42,6 +44,15 @@ def test_the_script_that_porting_shows_trains_the_same(tmp_path: Path) -> None:
         trained.append(torch.load(tmp_path / "model.pt", weights_only=True))
         (tmp_path / "model.pt").unlink()
     torch.testing.assert_close(*trained, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_a_trainer_does(tmp_path: Path) -> None:
+    AcceleratorState._reset_state(True)
+    plain = everything(made(Trainer, tmp_path / "plain", MORE), tmp_path / "plain model")
+    torch.save(plain, tmp_path / "plain.pt")
+    AcceleratorState._reset_state(True)
+    on_ranks(2, f"does_what_a_trainer_does:{tmp_path}")
 
 
 @pytest.mark.slow

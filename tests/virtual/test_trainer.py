@@ -93,6 +93,7 @@ def everything(trainer: Trainer, folder: Path) -> list[Any]:
     found += [predicted.predictions, predicted.label_ids, predicted.metrics]
     found.append(trainer.predict(WithoutLabels(3)).predictions)
     trainer.save_model(str(folder))
+    trainer.accelerator.wait_for_everyone()
     whole = AutoModelForCausalLM.from_pretrained(folder)
     found.append({name: each.detach().numpy() for name, each in whole.state_dict().items()})
     own = trainer.model.state_dict()
@@ -100,11 +101,13 @@ def everything(trainer: Trainer, folder: Path) -> list[Any]:
     return found
 
 
+MORE = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+MORE |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+
+
 def test_what_a_trainer_does(tmp_path: Path) -> None:
-    more = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    more |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    plain = everything(made(Trainer, tmp_path / "plain", more), tmp_path / "plain model")
-    ours = made(ParallelTrainer, tmp_path / "ours", more, mesh=sx.Mesh(dp=2))
+    plain = everything(made(Trainer, tmp_path / "plain", MORE), tmp_path / "plain model")
+    ours = made(ParallelTrainer, tmp_path / "ours", MORE, mesh=sx.Mesh(dp=2))
     close(everything(ours, tmp_path / "our model"), plain)
     assert plain[2] == 2  # by that measure, so that another than the last was loaded
     assert isinstance(ours.model_wrapped, sx.ParallelModule) and ours.model_wrapped.verify()
