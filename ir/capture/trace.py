@@ -36,6 +36,7 @@ from .intake.given import as_module, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import explain, reject_loss, reject_unknown_shapes
+from .intake.synchronised import alone
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
@@ -118,6 +119,7 @@ def capture(
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
     with ExitStack() as stack:
+        stack.enter_context(alone())
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
         traced, tensors = on_cpu(hooks.model, tensors, stack, guard)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -102,3 +103,21 @@ def test_parts_are_equal() -> None:
         pm(*data(7))
     with pytest.raises(sx.Error, match="None, for the whole batch's, or 'local'"):
         sx.Hints(batch_stats="rank")
+
+
+def test_synchronised_norms_ask_nobody() -> None:
+    """In a process group they would, and on CPUs refuse to."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(Net().double())
+    alone, (x, y) = copy.deepcopy(model), data()
+    hints = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs={"args.0": "dp, -, -, -"})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+        loss = pm(x, y)
+    finally:
+        dist.destroy_process_group()
+    expected = F.cross_entropy(alone(x), y)
+    loss.backward(), expected.backward()
+    grads = pm.full_grads()
+    assert near(loss, expected) and isinstance(pm.first, nn.SyncBatchNorm)
+    assert all(near(grads[name], p.grad) for name, p in alone.named_parameters() if p.grad is not None)
