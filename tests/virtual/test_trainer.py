@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig, Trainer
 from transformers.trainer_utils import PredictionOutput
 
@@ -167,6 +168,53 @@ def test_autocast_is_around_the_calls(options: dict[str, Any], tmp_path: Path) -
 def flat(out: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     assert out["logits"].dtype is torch.float32
     return out["logits"].flatten(0, 1), labels.flatten()
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Text(16)[i] for i in range(16))
+
+
+def halved(trainer: Trainer) -> None:
+    """Weights that the script changes between two trainings."""
+    with torch.no_grad():
+        trainer.model.head.weight.mul_(0.5)
+    trainer.train()
+
+
+def own_optimizer(model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def nothing(trainer: Trainer) -> None: ...
+
+
+HABITS: dict[str, Any] = {
+    "evaluates first": ({"eval_on_start": True, "eval_accumulation_steps": 1}, {}, nothing),
+    "changes weights": ({}, {}, halved),
+    "has an optimizer": ({}, {"optimizers": own_optimizer}, nothing),
+    "reads a stream": ({}, {"train_dataset": Stream()}, nothing),
+    "has workers": ({"dataloader_num_workers": 1, "dataloader_drop_last": True}, {"train_dataset": Text(10)}, nothing),
+    "gathers objects": ({"eval_use_gather_object": True}, {}, nothing),
+}
+QUICK = ("changes weights", "has an optimizer")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in HABITS])
+def test_habits(name: str, tmp_path: Path) -> None:
+    """Under a plan that stores parameters in pieces."""
+    more, options, then = HABITS[name]
+    zero = {"mesh": sx.Mesh(dp=2), "hints": sx.Hints(zero=3, zero_min=0)}
+    logged = []
+    for kind, mesh in ((Trainer, {}), (ParallelTrainer, zero)):
+        model = small()
+        given = {n: each(model) if n == "optimizers" else each for n, each in options.items()}
+        trainer = made(kind, tmp_path, {"eval_strategy": "no", **more}, model=model, **given, **mesh)
+        trainer.train()
+        then(trainer)
+        logged.append(trainer.state.log_history)
+    close(*logged)
 
 
 def test_several_gpus_are_one_device_and_compiling_is_refused(tmp_path: Path) -> None:
