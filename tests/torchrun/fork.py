@@ -6,6 +6,7 @@ made (see :func:`remember_plans`).
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -24,8 +25,8 @@ from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
-from . import call_workers, script_workers
-from .script_workers import WORKERS
+from . import call_workers
+from .program_workers import WORKERS
 from .workers import PLANS, gated
 
 
@@ -101,9 +102,8 @@ def main(arguments: list[str]) -> int:
             gated(name)
     if any(call.partition(":")[0] in call_workers.PREPARED for call in calls):
         call_workers.prepare()
-    for call in calls:
-        if call.startswith(RUNS_A_SCRIPT):
-            script_workers.prepare(*call.removeprefix(RUNS_A_SCRIPT).split(","))
+    if any(call.partition(":")[0] not in WORKERS for call in calls):
+        importlib.import_module("tests.torchrun.script_workers").prepare(calls)  # whose imports take seconds
     print(f"plans: {time.process_time():.1f} s of CPU", flush=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -120,7 +120,6 @@ def main(arguments: list[str]) -> int:
     return max(abs(each.exitcode or 0) for each in ranks)
 
 
-RUNS_A_SCRIPT = "trains_as_the_plain_script:"
 GATED = (
     "evaluates_with_the_trained_weights",
     "checkpoints_move_between_plans",
