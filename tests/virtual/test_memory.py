@@ -214,7 +214,7 @@ def test_a_budget_that_holds_and_one_that_does_not() -> None:
         ({"recompute": "layer.*"}, "matches none of the modules"),
         ({"recompute": sx.Recompute("layers.*", keep="aten.mn")}, "matches none of the ops"),
         ({"recompute": sx.Recompute("layers.*", slice="sp")}, "unknown mesh axis 'sp'"),
-        ({"recompute": "auto"}, "not available"),
+        ({"recompute": sx.Recompute("layers.*", keep="layers.*.up:aten.mn")}, "did you mean"),
         ({"recompute": 3}, "a pattern of modules"),
     ],
     ids=str,
