@@ -88,7 +88,7 @@ def _passes(course: Course, choice: Choice) -> Iterator[Recompute]:
     for kind in course.kinds:
         count = len(kind.stretches)
         kept = [frozenset(g for g in kind.groups if _keeps(g, choice, i, count)) for i in range(count)]
-        needed = {group for group in kind.groups if group.needed}
+        needed = {group for group in kind.groups if group.nbytes}
         for start, length in runs(kept):
             if not needed <= kept[start]:
                 yield _pass(course, kind, start, length, kept[start])
@@ -97,7 +97,7 @@ def _passes(course: Course, choice: Choice) -> Iterator[Recompute]:
 def _keeps(group: Group, choice: Choice, index: int, count: int) -> bool:
     """Whether a stretch keeps a group."""
     again = choice.again[group]
-    return again <= index and (group.needed or index < again + choice.kept[group])
+    return again <= index and (group.nbytes > 0 or index < again + choice.kept[group])
 
 
 def _pass(course: Course, kind: Kind, start: int, length: int, kept: frozenset[Group]) -> Recompute:

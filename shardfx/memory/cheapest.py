@@ -4,8 +4,8 @@ Of ``K`` stretches alike the first ``R[g]`` make group ``g`` again, and the last
 keep it. So a kind of stretches costs one number for each of its groups, however many there are of it:
 
     least   sum of seconds[g] R[g]
-    where   R[g] + kept[g] >= A[g]             who needs it has it: A = K where the backward needs it, else R[user]
-            held[t] - sum of nbytes[g] (p - m[g, p]) + sum of nbytes[g] kept[g] <= budget          at each moment t
+    where   R[g] + kept[g] >= R[user]          who is made again of g has it: it is made again too, or was kept for that
+            held[t] - sum of nbytes[g] (p - m[g, p]) + sum of extra[g] kept[g] <= budget           at each moment t
             m[g, p] >= p - R[g],  m >= 0       of the p stretches that wait at t so many keep g
 
 A choice is linear in it, for what waits is convex. (After Jain et al., Checkmate, 2020; over folded stretches.)
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import csr_array
+from math import inf
+from typing import Any
 
 from .stretches import Group, Kind
 
@@ -36,8 +34,8 @@ Waiting = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Choice:
-    """How many of the stretches make each group again (the first ones), and of those behind them keep it though the
-    backward does not need it itself; what it costs, the peak, and how far from the best it may be."""
+    """How many of the stretches make each group again (the first ones), and how many behind them keep it for others
+    that are made again; what it costs, and how far from the best it may be."""
 
     again: dict[Group, int]
     kept: dict[Group, int]
@@ -49,7 +47,7 @@ def cheapest(kinds: Sequence[Kind], moments: Mapping[Waiting, int], budget: int)
     """The cheapest choice that holds at most ``budget`` bytes at each moment; None: there is none."""
     problem = _Problem(kinds, moments)
     problem.upper[problem.peak] = budget / UNIT
-    cost = np.zeros(len(problem.upper))
+    cost = [0.0] * len(problem.upper)
     for kind in kinds:
         for group in kind.groups:
             cost[problem.number["R", group, 0]] = max(group.seconds, LEAST) * UNIT
@@ -58,7 +56,7 @@ def cheapest(kinds: Sequence[Kind], moments: Mapping[Waiting, int], budget: int)
         return None
     named = {(name, group): round(found.x[i]) for (name, group, _), i in problem.number.items()}
     again = {group: count for (name, group), count in named.items() if name == "R"}
-    kept = {group: 0 if group.needed else count for (name, group), count in named.items() if name == "kept"}
+    kept = {group: count for (name, group), count in named.items() if name == "kept"}
     seconds = sum(group.seconds * count for group, count in again.items())
     return Choice(again, kept, seconds, float(found.mip_gap or 0.0))
 
@@ -66,7 +64,7 @@ def cheapest(kinds: Sequence[Kind], moments: Mapping[Waiting, int], budget: int)
 def least_peak(kinds: Sequence[Kind], moments: Mapping[Waiting, int]) -> int:
     """The bytes that the choice holds which holds least."""
     problem = _Problem(kinds, moments)
-    cost = np.zeros(len(problem.upper))
+    cost = [0.0] * len(problem.upper)
     cost[problem.peak] = 1
     return round((float(problem.solved(cost).x[problem.peak]) + ROUNDING) * UNIT)
 
@@ -76,7 +74,7 @@ class _Problem:
 
     def __init__(self, kinds: Sequence[Kind], moments: Mapping[Waiting, int]) -> None:
         self.number: dict[tuple[str, Group, int], int] = {}
-        self.upper: list[float] = [np.inf]
+        self.upper: list[float] = [inf]
         self.whole: list[int] = [0]
         self.peak = 0
         self._rows: list[dict[int, float]] = []
@@ -101,9 +99,7 @@ class _Problem:
     def _kind(self, kind: Kind, count: int) -> None:
         for group in kind.groups:
             again, kept = self._variable("R", group, count), self._variable("kept", group, count)
-            if group.needed:
-                self._row({again: 1, kept: 1}, count)
-            for user in () if group.needed else group.users:
+            for user in group.users:
                 self._row({again: 1, kept: 1, self._variable("R", user, count): -1}, 0)
 
     def _moment(self, kinds: Sequence[Kind], waiting: Waiting, held: int) -> None:
@@ -111,27 +107,29 @@ class _Problem:
         least = held / UNIT
         for kind, p in zip(kinds, waiting, strict=True):
             for group in kind.groups if p else ():
-                nbytes = group.nbytes / UNIT
-                if not group.needed:
-                    row[self._variable("kept", group, len(kind.stretches))] = -nbytes
-                    continue
+                count = len(kind.stretches)
+                if group.users:
+                    row[self._variable("kept", group, count)] = -group.extra / UNIT
                 fresh = ("m", group, p) not in self.number
                 stays = self._variable("m", group, p, p)
                 if fresh:
-                    self._row({stays: 1, self._variable("R", group, len(kind.stretches)): 1}, p)
-                row[stays] = -nbytes
-                least -= nbytes * p
+                    self._row({stays: 1, self._variable("R", group, count): 1}, p)
+                row[stays] = -group.nbytes / UNIT
+                least -= group.nbytes / UNIT * p
         self._row(row, least)
 
-    def solved(self, cost: np.ndarray) -> OptimizeResult:
-        """What the solver finds."""
+    def solved(self, cost: Sequence[float]) -> Any:
+        """What the solver finds, for the cost of each variable."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # which takes a second to import
+        from scipy.sparse import csr_array
+
         entries = [(i, column, value) for i, row in enumerate(self._rows) for column, value in row.items()]
         rows, columns, values = zip(*entries, strict=True)
         matrix = csr_array((values, (rows, columns)), shape=(len(self._rows), len(self.upper)))
         return milp(
             cost,
-            integrality=np.array(self.whole),
-            bounds=Bounds(0, np.array(self.upper)),
-            constraints=LinearConstraint(matrix, np.array(self._least) - ROUNDING, np.inf),
+            integrality=self.whole,
+            bounds=Bounds(0, self.upper),
+            constraints=LinearConstraint(matrix, [least - ROUNDING for least in self._least], inf),
             options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
         )

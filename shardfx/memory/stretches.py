@@ -46,15 +46,15 @@ class Stretch:
 class Group:
     """The nodes of one op in one module of a stretch: kept together, or made again together.
 
-    ``nbytes`` waits for the backward where it is kept, ``seconds`` is what making it again takes, ``users`` are those
-    that are made of it. What is ``needed`` is used by the backward itself.
+    ``seconds`` is what making it again takes. Where it is kept, ``nbytes`` of it wait for the backward, which needs
+    them itself; the ``extra`` bytes are needed by ``users`` that are made again, and wait where there are such.
     """
 
     module: str
     op: str
     nbytes: int = 0
     seconds: float = 0.0
-    needed: bool = False
+    extra: int = 0
     users: list[Group] = field(default_factory=list)
 
     def pattern(self, stretch: str) -> str:
@@ -121,13 +121,17 @@ class Course:
             if made[node] and not gives_alias(node.op):
                 key = node.where.module[len(stretch.path) :], op_name(node.op)
                 of[node] = found.setdefault(key, Group(*key))
-                of[node].needed |= any(value in self._needed for value in made[node])
         for node, group in of.items():
-            kept = [value for value in made[node] if value in self._needed or not group.needed]
-            group.nbytes += sum(value.local_bytes(self.graph.mesh) for value in kept)
             group.seconds += self._seconds.get(node, 0.0)
-            for used in {of[v.node] for v in sources(node.operands) if v.node in of} - {group}:
-                used.users.append(group)
+            for value in made[node]:
+                if value in self._needed:
+                    group.nbytes += value.local_bytes(self.graph.mesh)
+                else:
+                    group.extra += value.local_bytes(self.graph.mesh)
+            for value in sources(node.operands):
+                used = of.get(value.node) if value.node is not None else None
+                if used is not None and used is not group and value not in self._needed:
+                    used.users.append(group)
         return list(found.values())
 
     @cached_property

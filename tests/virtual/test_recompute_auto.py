@@ -85,7 +85,7 @@ def chosen(kinds: list[Kind], held: dict[tuple[int, ...], int], budget: int) -> 
 
 
 def test_the_cheaper_of_two_is_made_again() -> None:
-    dear, cheap = Group("", "aten.mm", 10, 2.0, needed=True), Group("", "aten.gelu", 10, 1.0, needed=True)
+    dear, cheap = Group("", "aten.mm", 10, 2.0), Group("", "aten.gelu", 10, 1.0)
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 120)
     assert found.again == {dear: 0, cheap: 8} and found.seconds == 8.0
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 100)
@@ -95,17 +95,20 @@ def test_the_cheaper_of_two_is_made_again() -> None:
 def test_what_is_made_of_something_needs_it() -> None:
     """The gelu is made again from the product, which the backward itself does not need: that is kept, or made again
     too."""
-    gelu = Group("", "aten.gelu", 10, 1.0, needed=True)
-    product = Group("", "aten.mm", 4, 50.0, users=[gelu])
+    gelu = Group("", "aten.gelu", 10, 1.0)
+    product = Group("", "aten.mm", 0, 50.0, 4, [gelu])
     found = chosen([kind(4, gelu, product)], {(4,): 100}, 76)
     assert found.again == {gelu: 4, product: 0} and found.kept[product] == 4
     found = chosen([kind(4, gelu, product)], {(4,): 100}, 60)
     assert found.again == {gelu: 4, product: 4} and found.seconds == 204.0
+    statistics = Group("", "aten.native_layer_norm", 1, 50.0, 4, [gelu])  # the backward needs but a part of it
+    found = chosen([kind(4, gelu, statistics)], {(4,): 104}, 80)
+    assert found.again == {gelu: 4, statistics: 0} and found.kept[statistics] == 4
 
 
 def test_the_last_blocks_keep_what_a_later_moment_has_room_for() -> None:
     """Half way back, when gradients have come, the first half waits alone: that makes again, the last blocks keep."""
-    group = Group("", "aten.mm", 10, 1.0, needed=True)
+    group = Group("", "aten.mm", 10, 1.0)
     found = chosen([kind(8, group)], {(8,): 100, (4,): 120}, 90)
     assert found.again == {group: 3}
     assert cheapest([kind(8, group)], {(8,): 100, (4,): 120}, 70) is None
