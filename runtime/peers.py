@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from shardfx.ir.graph import Graph
+from shardfx.ir.mesh import Mesh
 
 T = TypeVar("T")
 Words = Callable[[], Mapping[str, str]]
@@ -35,13 +36,14 @@ class Passed(IntEnum):
 @dataclass(frozen=True)
 class Content:
     """An input as a rank passes it: the shape of the whole and of this rank's part, and which part that is; -1 for the
-    whole."""
+    whole. Ranks that differ along ``axes`` alone pass the same."""
 
     name: str
     tensor: torch.Tensor
     whole: tuple[int, ...]
     part: tuple[int, ...]
     piece: int
+    axes: tuple[str, ...] = ()
 
 
 class Peers(Protocol):
@@ -76,6 +78,9 @@ class Peers(Protocol):
             Error: they are not.
         """
 
+    def firsts(self, mesh: Mesh, contents: Callable[[], Sequence[Content]]) -> Mapping[str, torch.Tensor]:
+        """In the place of inputs that should be the same on several ranks, those of the first of these; by name."""
+
 
 class Alone:
     """All ranks are in this process: threads take turns, and nobody else is there to differ."""
@@ -102,3 +107,7 @@ class Alone:
 
     def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]], always: bool = False) -> None:
         """There is one of each."""
+
+    def firsts(self, mesh: Mesh, contents: Callable[[], Sequence[Content]]) -> Mapping[str, torch.Tensor]:
+        """There is one of each."""
+        return {}

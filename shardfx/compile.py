@@ -10,11 +10,13 @@ from dataclasses import fields
 import torch
 from torch import nn
 
+from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.names import pattern
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.unfolding.unfold import whole
@@ -35,6 +37,7 @@ from shardfx.passes import (
 )
 from shardfx.passes.pipeline import may_leave_out
 from shardfx.passes.rank import RankPass, built_in
+from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
 from shardfx.runtime.verify.claims import without_content
 
@@ -123,7 +126,20 @@ def capture_model(model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, h
         loss=hints.loss,
         targets=hints.targets,
         guard=hints.guard,
+        batch_parts=batch_parts(mesh, hints),
     )
+
+
+def batch_parts(mesh: Mesh, hints: Hints) -> int:
+    """Into how many parts, each with statistics of its own, hints cut the batch: the leading dims of inputs."""
+    if hints.batch_stats is None:
+        return 1
+    axes: dict[str, None] = {}
+    for name, leaf in leaf_names(hints.args, hints.kwargs, ()):
+        for text, given in hints.specs.items() if isinstance(leaf, torch.Tensor) and leaf.ndim else ():
+            if pattern(text).fullmatch(name):
+                axes |= dict.fromkeys(as_spec(given, mesh, leaf.ndim, text).dims[0].axes)
+    return mesh.extent(axes)
 
 
 def compile_model(

@@ -64,7 +64,12 @@ class Hints:
             :class:`shardfx.Recompute` says what of them stays; or several of either. ``"auto"``: what makes the plan
             fit into ``memory`` at the least cost.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
-            checksum); otherwise on the first, second, fourth, eighth ... call of each form.
+            checksum); otherwise on the first, second, fourth, eighth ... call of each form. ``"broadcast"``: nothing
+            is checked, and of the ranks that should pass the same, the first one's inputs are taken.
+        batch_stats: ``"local"``: in training a batch norm has the statistics of each rank's own part of the batch, as
+            under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
+            proves. Running statistics take the mean over the parts, and are all that is sent for it. By default
+            statistics are those of the whole batch.
 
     Example::
 
@@ -86,7 +91,8 @@ class Hints:
     device: str | torch.device | None = None
     shapes: int = 8
     guard: bool = False
-    check_inputs: bool = False
+    check_inputs: bool | str = False
+    batch_stats: str | None = None
     zero: int = 0
     zero_axis: str | tuple[str, ...] = "dp"
     zero_min: int = 2**14
@@ -153,7 +159,8 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "targets": (lambda given: isinstance(given, tuple), "a tuple: targets=(y,), with a comma behind a single tensor"),
     "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
     "cuts": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
-    "check_inputs": (lambda given: isinstance(given, bool), "True or False"),
+    "check_inputs": (lambda given: isinstance(given, bool) or given == "broadcast", "True or False, or 'broadcast'"),
+    "batch_stats": (lambda given: given in (None, "local"), "None, for the whole batch's, or 'local'"),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
     "guard": (lambda given: isinstance(given, bool), "True or False"),
     "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),

@@ -1,7 +1,8 @@
 """The Python that pages show, run: ``python -m tests.pages`` writes what it prints now into the pages.
 
 A block ```` ```pycon ```` is a piece of an interactive session; the blocks of a page are one session, in the folder of
-the repository. A block ```` ```python ```` is code that a page shows and the test runs.
+the repository. A block ```` ```python ```` is code that a page shows and the test runs; a block
+```` ```diff ```` is a script and what becomes of it, of which tests run both.
 """
 
 from __future__ import annotations
@@ -21,8 +22,18 @@ SESSION = re.compile(r"(?<=^```pycon\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE
 CODE = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
+DIFF = re.compile(r"(?<=^```diff\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
+
+
 def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
+
+
+def ports(page: str) -> list[tuple[str, str]]:
+    """The scripts that a page ports, as they were and as they are then."""
+    blocks = [block.splitlines() for block in DIFF.findall(read(page))]
+    before, after = ([[line[1:] for line in block if line[:1] != sign] for block in blocks] for sign in "+-")
+    return [("\n".join(old), "\n".join(new)) for old, new in zip(before, after, strict=True)]
 
 
 def renewed(page: str) -> str:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ from shardfx.ir.unfolding.unfold import check_regular
 
 from .convert import Names, convert
 from .decisions import with_numbers
+from .forms.parts_of_batch import normalise_by_parts
 from .intake.given import as_module, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import explain, reject_loss, reject_unknown_shapes
+from .intake.synchronised import alone
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
@@ -91,12 +94,14 @@ def capture(
     targets: tuple[Any, ...] = (),
     fold: bool = True,
     guard: bool = False,
+    batch_parts: int = 1,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
     Args:
         fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
         guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
+        batch_parts: batch norms normalise so many parts of the batch apart (see :mod:`.forms.parts_of_batch`).
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
@@ -114,6 +119,7 @@ def capture(
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
     with ExitStack() as stack:
+        stack.enter_context(alone())
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
         traced, tensors = on_cpu(hooks.model, tensors, stack, guard)
@@ -129,18 +135,20 @@ def capture(
         if fold:
             short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         wanted = Names(tuple(names), aliases, loss_source(loss))
-        graph, note = _trace(program(short.model), tuple(tensors), mesh, wanted), short.note
+        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts)
+        graph, note = trace(program(short.model), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
             check_regular(graph)
         except Irregular as error:
-            graph = _trace(program(traced), tuple(tensors), mesh, wanted)
+            graph = trace(program(traced), tuple(tensors))
             note = f"{TRACED_WHOLE} ({error.what})"
     hooks.check()
     _name_ties(graph, aliases)
     guards = sum(output.guard is not None for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
-    graph.notes = [each for each in (note, said) if each]
+    apart = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
+    graph.notes = [each for each in (note, said, apart) if each]
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases)
 
 
@@ -160,7 +168,9 @@ def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
         given.aliases = tuple(others.get(given.name, ()))
 
 
-def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names) -> Graph:
+def _trace(
+    program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names, batch_parts: int
+) -> Graph:
     """The graph of a program's forward and backward."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
@@ -174,6 +184,8 @@ def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh,
             reject_unknown_shapes(exported, program.guard)
             names = replace(names, guards=program.results.guards)
             keep_whole(exported)
+            if batch_parts > 1:
+                normalise_by_parts(exported, batch_parts)
             own.restore(exported)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions, _record_nn_module_stack=True

@@ -25,15 +25,17 @@ import torch.distributed as dist
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import OwnOp
 from shardfx.runtime.peers import Content, Passed, Words
 
 from .checksum import checksum
-from .groups import make_cpu_group, the_cpu_group
+from .groups import make_cpu_group, make_groups, the_cpu_group
 from .last_words import tell_when_it_ends
 from .peer_failure import ending_together, not_waiting, say_waiting
 
 T = TypeVar("T")
+c10d = torch.ops._c10d_functional
 log = logging.getLogger("shardfx")
 SOON, SLOW = 1.0, 10.0
 """A rank that has waited so many seconds for others tells them; and says on its terminal for whom."""
@@ -126,6 +128,18 @@ class ProcessPeers:
             for alike in sums.values():
                 if len(alike) > 1:
                     raise different(each, list(alike.values()))
+
+    def firsts(self, mesh: Mesh, contents: Callable[[], Sequence[Content]]) -> Mapping[str, torch.Tensor]:
+        """In the place of inputs that should be the same on several ranks, that of the first of these ranks."""
+        given = [each for each in contents() if mesh.extent(each.axes) > 1]
+        make_groups(mesh, sorted({each.axes for each in given}))
+        found = {}
+        for each in given:
+            sent = each.tensor.detach().clone(memory_format=torch.contiguous_format)
+            with ending_together(f"the broadcast of {each.name!r}"):
+                group = mesh.group_name(dist.get_rank(), each.axes)
+                found[each.name] = c10d.wait_tensor.default(c10d.broadcast.default(sent, 0, group))
+        return found
 
     def _refuse(self, error: Exception) -> None:
         """Tell the others that this rank's call failed before it began; they raise, too."""
@@ -223,7 +237,7 @@ def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> Error:
         expected="the same call on all ranks: training or evaluation, mode, shapes, numbers",
         got=f"\n  {'':<10}".join(shown),
         remedy="call a parallel module on all ranks alike, also to evaluate, to save, and for an epoch's last batch; "
-        "nothing was run, and all ranks can go on",
+        "ranks that pass their own parts pad them to one length; nothing was run, and all ranks can go on",
     )
 
 

@@ -3,8 +3,8 @@
 Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_grad_norm_`` and
 ``torch.distributed.checkpoint`` work as they do elsewhere. Where a plan cuts none of them they are plain tensors: each
 rank has the whole, and nothing is to be asked of the others. (Some plain, some DTensors would not do: ``foreach``
-optimizers and norms take no mixture.) What is asked of all ranks (``load``, ``whole``, ``assemble``) must be called on
-all of them.
+optimizers, norms and averages take no mixture; so buffers are as parameters are.) What is asked of all ranks
+(``load``, ``whole``, ``assemble``) must be called on all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ProcessStore:
         with ending_together("comparing the ranks' plans"):
             self._agree()
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
-        self._cuts = any(_spec(given).axes for given in self._inputs if given.kind is InputKind.PARAMETER)
+        self._cuts = any(_spec(given).axes for given in self._inputs)
         self._shards: dict[str, DTensorShard] = {}
         for given in self._inputs:
             type_ = given.value.type
@@ -83,7 +83,7 @@ class ProcessStore:
                     nn.Parameter(self.as_gradient(name, own), requires_grad=trainable.get(name, True))
                 ]
             else:
-                self.buffers[name] = [shard.wrap(piece.clone()) if _spec(given).axes else piece.clone()]
+                self.buffers[name] = [self.as_gradient(name, piece.clone())]
 
     def _side_by_side(self) -> dict[str, Tensor]:
         """Memory for the parameters that are gathered together."""
@@ -116,7 +116,7 @@ class ProcessStore:
         self._shards[name].unwrap(self.buffers[name][0]).copy_(new)
 
     def as_gradient(self, name: str, piece: Tensor) -> Tensor:
-        """A gradient as its parameter is: a DTensor, where some parameter is cut."""
+        """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is cut."""
         return self._shards[name].wrap(piece) if self._cuts else piece
 
     def _mine(self, given: Input, whole: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class Call:
     targets: tuple[Any, ...]
     leaves: Mapping[str, Any]
     has_targets: bool
+
+    def holding(self, tensors: Mapping[str, torch.Tensor]) -> Call:
+        """The same call with other tensors, by name."""
+        return replace(self, leaves={**self.leaves, **tensors})
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -233,11 +237,14 @@ def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:
 
 
 def contents(step: Step, call: Call, local: bool) -> list[Content]:
-    """The tensors of a call as a real rank passes them."""
+    """The tensors of a call as a real rank passes them, where its programs run."""
     (rank,) = step.ranks
+    space = [axis.name for axis in step.graph.mesh.space]
     found = []
     for given, tensor in taken(step, call):
         shards, whole = step.shards(given), _passed(step, given, tensor) is Passed.WHOLE or not local
         piece, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
-        found.append(Content(given.name, tensor, given.value.shape, part, -1 if whole else piece))
+        cut = given.value.spec.axes if given.value.spec is not None and not whole else ()
+        axes = tuple(axis for axis in space if axis not in cut)
+        found.append(Content(given.name, tensor, given.value.shape, part, -1 if whole else piece, axes))
     return found

@@ -20,6 +20,7 @@ from shardfx.runtime.store import version
 
 from .call import first_form, read_call
 from .held.carry_over import carry_over
+from .held.optimizer_states import cut, joined
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree
@@ -200,6 +201,27 @@ class ParallelModule(PlannedModule):
         with self._together("load_full_state_dict(...)"):
             self._state.load_full(state_dict, strict)
             self._tree.register(self._state)
+
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state dict of an optimizer of ``pm.parameters()``, with whole states, as one of the model itself would
+        have it: it is loaded under another plan, or into such an optimizer. Under ``torchrun`` all ranks call it.
+
+        Raises:
+            Error: a state is no piece as its parameter is (Adafactor's, where a parameter is cut).
+        """
+        with self._together("full_optimizer_state_dict(...)"):
+            return joined(self._state, optimizer)
+
+    def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Load whole states into an optimizer of ``pm.parameters()``, each rank its pieces: those of
+        :meth:`full_optimizer_state_dict` under any plan, or of an optimizer of the model itself. Under ``torchrun`` all
+        ranks call it, and rank 0's tensors are loaded.
+
+        Raises:
+            Error: the groups are others; a state cannot be cut as its parameter is.
+        """
+        with self._together("load_full_optimizer_state_dict(...)"):
+            optimizer.load_state_dict(cut(self._state, optimizer, state_dict))
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -131,6 +132,8 @@ class Programs:
                 {name: tensor for name, tensor in known.items() if shapes.get(name) == tuple(tensor.shape)},
                 torch.device(self.device),
             )
+        if compiled.hints.batch_stats is not None:
+            verdict = replace(verdict, claim=f"{verdict.claim} with batch norms of each rank's part of the batch")
         return with_rules(verdict, compiled.after, compiled.context.rules)
 
     def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[Asked]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from shardfx.ir.graph import Graph, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.engine import Watch
-from shardfx.runtime.peers import Peers
-from shardfx.runtime.step import STORED
+from shardfx.runtime.peers import Content, Peers
+from shardfx.runtime.step import STORED, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
@@ -133,7 +133,7 @@ class Variants:
         key = (kinds, form.key, watch is not None)
         local = peers.agree(key, words, passed(first.step, call))
         programs = self.serving(form, call, peers, make)
-        peers.compare(key, lambda: contents(programs.step, call, local), self.hints.check_inputs)
+        call = self._alike(programs.step, call, key, peers, local)
         if kinds is INFER and wanted:
             return self._onwards(programs, call, form, Around(peers, make, watch, local), wanted)
         step = programs.step
@@ -146,6 +146,17 @@ class Variants:
             return loss
         out = model_results(programs.compiled, step, local, results)
         return loss, attach(out, refuse, tensors) if tensors else out
+
+    def _alike(self, step: Step, call: Call, key: Hashable, peers: Peers, local: bool) -> Call:
+        """The call, whose inputs are the same where they should: compared, or (if the hints say so) made so."""
+
+        def given() -> list[Content]:
+            return contents(step, call, local)
+
+        if self.hints.check_inputs == "broadcast":
+            return call.holding(peers.firsts(step.graph.mesh, given))
+        peers.compare(key, given, bool(self.hints.check_inputs))
+        return call
 
     def _onwards(self, programs: Programs, call: Call, form: Form, around: Around, wanted: Wanted) -> Any:
         """The model's results, whose gradients come back to ``wanted``. Where random numbers are drawn, forward and
@@ -169,7 +180,7 @@ class Variants:
                 key = (PULL, its_form.key, watch is not None)
                 peers.agree(key, lambda: {"runs": "a backward of results", **its_form.words()})
                 step = self.serving(its_form, its_call, peers, make).step
-                peers.compare(key, lambda: contents(step, its_call, False), self.hints.check_inputs)
+                its_call = self._alike(step, its_call, key, peers, False)
                 return gradients_of(step, its_call, False, wanted, step.run(PULL, its_call.tensors, watch, before.kept))
 
         out = model_results(programs.compiled, step, local, results)

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 import shardfx as sx
 from tests.reference import rel_err
@@ -223,3 +226,63 @@ def inputs_are_compared_at_every_call() -> None:
             assert "ranks pass different batches" in error(lambda pm=pm: pm(x + dist.get_rank(), y))
         else:
             pm(x + dist.get_rank(), y)
+
+
+@worker
+def inputs_of_the_first_rank_are_taken() -> None:
+    """Of what each rank draws for itself: where no axis cuts it, and where one of two does."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    x, y, noise = torch.randn(8, 6).double(), torch.randn(8, 4).double(), torch.randn(size, 8, 6).double()
+    own = [(x + n).chunk(size)[i] for i, n in enumerate(noise)]
+    for mesh, mine, taken in (
+        (sx.Mesh(tp=size), x + noise[rank], x + noise[0]),
+        (sx.Mesh(dp=size), x + noise[rank], x + noise[0]),  # the whole batch, on each rank
+        (sx.Mesh(dp=size), own[rank], torch.cat(own)),  # parts are not the same, and stay
+    ):
+        model = nn.Sequential(nn.Linear(6, 4)).double()
+        cut = {"args.0": "dp, -"} if mesh.axes[0].name == "dp" else {"0.weight": "tp, -"}
+        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=cut, check_inputs="broadcast")
+        pm, targets = sx.parallelize(model, mesh, hints), y if len(mine) == 8 else y.chunk(size)[rank]
+        before, leaf = mine.clone(), mine.clone().requires_grad_()
+        for _ in range(3):
+            assert rel_err(pm(mine, targets), F.mse_loss(model(taken), y)) < 1e-12
+        assert torch.equal(mine, before)
+        if len(mine) == 8:
+            assert rel_err(pm(mine), model(taken)) < 1e-12
+            pm(leaf, y).backward()
+            assert leaf.grad is not None and leaf.grad.shape == leaf.shape
+
+
+@worker
+def ranks_of_other_lengths_are_told() -> None:
+    """Own batches that each rank pads to its own longest sample, and loaders that end before one another."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)).double()
+    lengths = [5, 7, 6, 6, 7, 4, 7, 7, 7, 7, 7, 7]
+    samples = [torch.arange(n) % 9 for n in lengths]
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().mean()
+
+    example = torch.zeros(2 * size, 7, dtype=torch.long)
+    pm = sx.parallelize(model, sx.Mesh(dp=size), sx.Hints((example,), loss=loss, specs={"args.0": "dp, -"}))
+    sampler: DistributedSampler[Tensor] = DistributedSampler(samples, size, rank, shuffle=False)  # type: ignore[arg-type]
+    loader = DataLoader(samples, 2, sampler=sampler, collate_fn=partial(pad_sequence, batch_first=True))  # type: ignore[arg-type]
+    told = []
+    for batch in loader:
+        try:
+            pm(batch)
+            told.append("")
+        except sx.Error as made:
+            told.append(str(made))
+    # rank 0 has samples 0 and 2, then 4 and 6, 8 and 10: lengths 6, 7, 7; rank 1 has 1 and 3, 5 and 7, ...: 7, 7, 7
+    assert "the ranks do not make the same call" in told[0] and "(2, 6)" in told[0] and "pad them" in told[0], told[0]
+    assert told[1:] == ["", ""]
+    uneven = [samples[-1][None].expand(2, -1)] * (3 if rank else 2)
+    for batch in uneven[:2]:
+        pm(batch)
+    ended = error(lambda: pm(uneven[2]) if rank else pm.full_state_dict())
+    assert "the ranks do not make the same call" in ended and "full_state_dict()" in ended, ended
+    pm(batch)

@@ -24,8 +24,8 @@ from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
-from . import call_workers
-from .program_workers import WORKERS
+from . import call_workers, script_workers
+from .script_workers import WORKERS
 from .workers import PLANS, gated
 
 
@@ -101,6 +101,9 @@ def main(arguments: list[str]) -> int:
             gated(name)
     if any(call.partition(":")[0] in call_workers.PREPARED for call in calls):
         call_workers.prepare()
+    for call in calls:
+        if call.startswith(RUNS_A_SCRIPT):
+            script_workers.prepare(*call.removeprefix(RUNS_A_SCRIPT).split(","))
     print(f"plans: {time.process_time():.1f} s of CPU", flush=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -117,6 +120,7 @@ def main(arguments: list[str]) -> int:
     return max(abs(each.exitcode or 0) for each in ranks)
 
 
+RUNS_A_SCRIPT = "trains_as_the_plain_script:"
 GATED = (
     "evaluates_with_the_trained_weights",
     "checkpoints_move_between_plans",

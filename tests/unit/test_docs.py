@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardfx as sx
 import shardfx.ir
 import shardfx.passes
 import shardfx.runtime
-from tests.pages import CODE, PAGES, ROOT, read, renewed
+from tests.pages import CODE, PAGES, ROOT, ports, read, renewed
 
 DOCUMENTS = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 LINK = re.compile(r"""\]\(([^)#\s]+)[^)]*\)|src="([^"]+)\"""")
@@ -53,12 +55,19 @@ def test_the_lines_of_the_readme_run(tmp_path: Path) -> None:
     assert "all_reduce" in pm.rank_module(1).code
 
 
-def test_the_lines_of_porting_run() -> None:
-    (code,) = CODE.findall(read("docs/porting.md"))
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    before = scope["loss"].detach()
-    assert scope["pm"](scope["x"], scope["y"]) < before and scope["optimizer"].state
+@pytest.mark.parametrize("which", [1, 2], ids=["Trainer", "accelerate"])
+def test_scripts_that_porting_shows_train_the_same(which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(That for DistributedDataParallel runs on real ranks, in tests/torchrun/test_ported.py.)"""
+    trained = []
+    for script in ports("docs/porting.md")[which]:
+        monkeypatch.chdir(tmp_path)
+        AcceleratorState._reset_state(True)
+        exec(script, {})
+        (path,) = (path for name in ("trained", "state") for path in tmp_path.glob(f"{name}/model.safetensors"))
+        trained.append(load_file(path))
+        path.unlink()
+    AcceleratorState._reset_state(True)
+    torch.testing.assert_close(*trained, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("page", DOCUMENTS)

@@ -96,6 +96,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "visualize",
     ),
     "explain": (*ONE_OP, "ir.cost", "ir.text", "passes"),
+    "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
 }
 """For each sub-package the others whose modules it may import. A facade (``__init__``) may import whatever lies in
 its own folder, and the rest of ``shardfx`` anything."""

@@ -155,7 +155,8 @@ def test_modes_are_set_as_the_model_sets_them(both: tuple[sx.ParallelModule, Net
 
 
 def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
-    """``AveragedModel`` is right; ``update_bn`` changes modules, which is an error, and is not passed over."""
+    """``AveragedModel`` is right; ``update_bn`` changes modules, which is an error: it is for the model with whole
+    weights, whose statistics are loaded then."""
     pm, model = both
     averages = [AveragedModel(each, use_buffers=True) for each in (pm, model)]
     for each, average in zip((pm, model), averages, strict=True):
@@ -169,3 +170,9 @@ def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
         assert near(averages[0](X), averages[1](X)) and not near(averages[0](X), pm(X))
     with pytest.raises((sx.Error, AttributeError), match=r"another 'momentum'|'running_mean' is in 2 pieces"):
         update_bn([X], pm)
+    with averages[0].module.gathered() as whole:
+        update_bn([X, X.sin()], whole)
+    averages[0].module.load_full_state_dict(whole.state_dict())
+    update_bn([X, X.sin()], averages[1])
+    state = averages[0].module.full_state_dict()
+    assert all(near(state[name], each) for name, each in averages[1].module.state_dict().items())

@@ -94,3 +94,70 @@ def test_they_are_tried_where_the_pieces_are(options: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.optim.AdamW(pm.parameters(), lr=1e-3, **options).step()
+
+
+BY = {"tp": (sx.Mesh(tp=2), TP), "dp": (sx.Mesh(dp=2), {"args.0": "dp, -", "0.weight": "dp, -", "2.bias": "dp"})}
+MODES: dict[str, Any] = {
+    "adamw": lambda named: torch.optim.AdamW(groups(named), lr=0.01, amsgrad=True),
+    "sgd": lambda named: torch.optim.SGD(groups(named), lr=0.01, momentum=0.9),
+    "named": lambda named: torch.optim.Adam(named, lr=0.01),
+}
+
+
+def groups(named: Any) -> list[dict[str, Any]]:
+    held = list(named)
+    decayed = [p for name, p in held if name.endswith("weight")]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": [p for n, p in held if not n.endswith("weight")]}]
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
+    x, y = batch()
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model(x, y) if isinstance(model, sx.ParallelModule) else nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_states_move_between_plans_and_the_model(kind: str) -> None:
+    """From one plan into another, from that into the model, from the model into the first: as if nothing had been."""
+    alone, tp, dp = mlp(), parallel(mlp(), *BY["tp"][:1], specs=BY["tp"][1]), parallel(mlp(), specs=BY["dp"][1])
+    made = {each: MODES[kind](each.named_parameters()) for each in (tp, dp, alone)}
+    reference = mlp()
+    straight = MODES[kind](reference.named_parameters())
+    for _ in range(2):
+        for ours, following in ((tp, dp), (dp, alone), (alone, tp)):
+            steps(ours, made[ours])
+            steps(reference, straight)
+            whole = ours.full_state_dict() if isinstance(ours, sx.ParallelModule) else ours.state_dict()
+            states = (
+                ours.full_optimizer_state_dict(made[ours])
+                if isinstance(ours, sx.ParallelModule)
+                else made[ours].state_dict()
+            )
+            assert states["param_groups"] == straight.state_dict()["param_groups"]
+            for index, held in straight.state_dict()["state"].items():
+                assert all(near(states["state"][index][key], value) for key, value in held.items() if value is not None)
+            if isinstance(following, sx.ParallelModule):
+                following.load_full_state_dict(whole)
+                following.load_full_optimizer_state_dict(made[following], states)
+            else:
+                following.load_state_dict(whole)
+                made[following].load_state_dict(states)
+    assert all(near(tensor, whole[name]) for name, tensor in reference.state_dict().items())
+
+
+def test_states_that_are_no_pieces_of_their_parameter() -> None:
+    pm = parallel(mlp(), sx.Mesh(tp=2), specs=TP)
+    optimizer = torch.optim.AdamW(pm.parameters())
+    with pytest.raises(sx.Error, match="of another optimizer"):
+        pm.load_full_optimizer_state_dict(optimizer, torch.optim.AdamW(mlp()[0].parameters()).state_dict())
+    steps(pm, optimizer)
+    piece = next(p for name, p in pm.named_parameters() if name.startswith("0.@0"))
+    optimizer.state[piece]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(sx.Error, match="not those of the parameter"):
+        pm.full_optimizer_state_dict(optimizer)
+    optimizer.state.pop(piece)
+    with pytest.raises(sx.Error, match=r"only some pieces of '0.weight' have a state"):
+        pm.full_optimizer_state_dict(optimizer)

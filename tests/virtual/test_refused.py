@@ -67,7 +67,7 @@ WEIGHTS = [torch.rand(4, dtype=F64)]
         (lambda: Branches().double(), {}, "depend on the data(.|\n)*test_refused.py"),
         (lambda: nn.DataParallel(mlp()), {}, "parallel already(.|\n)*model.module"),
         (lambda: mlp().half(), {"args": (batch()[0].half(),)}, "float16 would vanish"),
-        (mlp, {"check_inputs": 1}, "check_inputs(.|\n)*True or False"),
+        (mlp, {"check_inputs": 1}, "check_inputs(.|\n)*True or False, or .broadcast."),
         (mlp, {"guard": "yes"}, "guard=(.|\n)*True or False"),
         (mlp, {"strict": "yes"}, "strict=(.|\n)*True or False"),
         (mlp, {"fuse_mb": -1}, "megabytes"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torch import nn
 
 from shardfx.ir.errors import Error
 
+from .optimizer_states import pieces_of_state
 from .state import ModelState
 
 WHERE = "parallelize(..., optimizer=...)"
@@ -39,7 +38,7 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
     for optimizer in given:
         moved = {p: names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
         moved = {p: name for p, name in moved.items() if name in state.store.parameters}
-        states = {p: _pieces_of_state(state, name, optimizer.state.get(p, {})) for p, name in moved.items()}
+        states = {p: pieces_of_state(state, name, optimizer.state.get(p, {}), WHERE) for p, name in moved.items()}
         for group in optimizer.param_groups:
             _move_group(group, {p: state.store.parameters[name] for p, name in moved.items()})
         for p, name in moved.items():
@@ -72,26 +71,3 @@ def _move_group(group: dict[str, Any], pieces: dict[nn.Parameter, list[nn.Parame
     group["params"][:] = params
     if "param_names" in group:
         group["param_names"][:] = names
-
-
-def _pieces_of_state(state: ModelState, name: str, whole: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """The state of each piece of a parameter: tensors of its shape are cut as it is, and numbers are the same."""
-    pieces = state.store.parameters[name]
-    shape = state.shape(name)
-    found: list[dict[str, Any]] = [{} for _ in pieces]
-    for key, value in whole.items():
-        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
-            each: Sequence[Any] = state.store.cut(name, value)
-        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
-            raise Error(
-                f"the state {key!r} of {name!r} cannot be cut as the parameter is",
-                where=WHERE,
-                expected=f"a tensor of shape {tuple(shape)}, or a number",
-                got=f"one of shape {tuple(value.shape)}",
-                remedy="make the optimizer of pm.parameters() after parallelize, without this state",
-            )
-        else:
-            each = [copy.deepcopy(value) for _ in pieces]
-        for place, piece in zip(found, each, strict=True):
-            place[key] = piece
-    return found

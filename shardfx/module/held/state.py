@@ -116,9 +116,8 @@ class ModelState:
             n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
         }
         for given in self.compiled.after.of_kind(InputKind.BUFFER):
-            pieces = self.store.buffers.get(given.name, ())
-            if len(pieces) == 1 and tuple(pieces[0].shape) == given.value.shape:
-                known[given.name] = pieces[0]
+            if given.name in self.store.buffers and self.is_whole(given.name):
+                known[given.name] = self.store.piece(given.name, 0)
         return known
 
     def full_grads(self) -> dict[str, torch.Tensor]:

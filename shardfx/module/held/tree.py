@@ -151,6 +151,12 @@ class Root(Like):
             )
         super().__setattr__(name, value)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """In the order of the model's own parameters, the pieces of each side by side."""
+        found = super().named_parameters(*args, **kwargs)
+        places = self._tree.places
+        return iter(sorted(found, key=lambda named: places.get(id(named[1]), len(places))))
+
     def apply(self, fn: Any) -> NoReturn:
         """Modules of the model are not here, and parameters may be pieces.
 
@@ -185,6 +191,7 @@ class Tree:
         self._made: dict[int, nn.Module] = {id(model): root}
         self._grow(root, model, twin, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
+        self._order = {name: i for i, (name, _) in enumerate(twin.named_parameters())}
 
     def _grow(self, part: nn.Module, model: nn.Module, twin: nn.Module, path: str) -> None:
         for name, child in model._modules.items():
@@ -235,6 +242,12 @@ class Tree:
         twin = self.twin.get_submodule(name.rpartition(".")[0])
         made = [(f"@{i}", Part(f"{name.rpartition('.')[0]}.@{i}", twin)) for i in range(count)]
         return [holder._modules.setdefault(own, part) or part for own, part in made]
+
+    @property
+    def places(self) -> dict[int, int]:
+        """The place of each stored parameter among the model's own."""
+        order = self._order
+        return {id(tensor): order[name] for _, _, tensor, name in self.registered if name in order}
 
     def check(self) -> None:
         """Raise if somebody put another tensor in the place of a stored one.

@@ -1,0 +1,70 @@
+"""Batch norms that normalise each of several equal parts of the batch apart, as each rank of data parallelism does.
+
+    batch_norm(x[8, C])   ->   batch_norm(x[4, 2 C]), the parts side by side: part 0's channels, then part 1's
+
+Running statistics take the mean of the parts' (for a variance: the mean within parts). Where the batch is cut over the
+ranks into these parts, that mean is all that is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfx.ir.errors import Error
+
+aten = torch.ops.aten
+
+
+class NormByParts:
+    """``aten.batch_norm`` in training, of so many parts of the batch apart."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts, self.__name__ = parts, "batch_norm_by_parts"
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        training: bool,
+        *how: Any,
+    ) -> Tensor:
+        """What the op gives for each part, one behind the other.
+
+        Raises:
+            Error: the parts are not equal.
+        """
+        if not training:
+            made: Tensor = aten.batch_norm.default(x, weight, bias, mean, var, training, *how)
+            return made
+        rows, channels, rest = x.shape[0], x.shape[1], x.shape[2:]
+        if rows % self.parts:
+            raise Error(
+                "a batch norm of each part of the batch wants equal parts",
+                where="Hints(batch_stats='local')",
+                expected=f"a multiple of {self.parts} rows",
+                got=rows,
+                remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",
+            )
+        each = rows // self.parts
+        beside = x.reshape(self.parts, each, channels, *rest).transpose(0, 1)
+        beside = beside.reshape(each, self.parts * channels, *rest)
+        own = [None if given is None else given.repeat(self.parts) for given in (weight, bias, mean, var)]
+        out: Tensor = aten.batch_norm.default(beside, *own, training, *how)
+        for kept, new in zip((mean, var), own[2:], strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new.reshape(self.parts, channels).mean(0))
+        return out.reshape(each, self.parts, channels, *rest).transpose(0, 1).reshape(x.shape)
+
+
+def normalise_by_parts(exported: torch.fx.GraphModule, parts: int) -> None:
+    """Have the batch norms of an exported program do so."""
+    for node in exported.graph.nodes:
+        if node.target is aten.batch_norm.default:
+            node.target = NormByParts(parts)
+    exported.recompile()

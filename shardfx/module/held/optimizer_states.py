@@ -1,0 +1,150 @@
+"""The states of an optimizer, whole and in pieces: they move between plans, and to and from the model alone.
+
+A whole one is what ``optimizer.state_dict()`` of an optimizer of the model itself would be: the model's parameters in
+the place of their pieces, in the same groups, and states in their parameters' whole shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardfx.ir.errors import Error
+
+from .state import ModelState
+
+SAVED, LOADED = "pm.full_optimizer_state_dict(...)", "pm.load_full_optimizer_state_dict(...)"
+
+
+def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The state of each piece of a parameter: tensors of its shape are cut as it is, and numbers are the same.
+
+    Raises:
+        Error: a tensor of another shape, of a parameter that is cut.
+    """
+    pieces = state.store.parameters[name]
+    shape = state.shape(name)
+    found: list[dict[str, Any]] = [{} for _ in pieces]
+    for key, value in whole.items():
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
+            each: Sequence[Any] = state.store.cut(name, value)
+        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
+            raise Error(
+                f"the state {key!r} of {name!r} cannot be cut as the parameter is",
+                where=where,
+                expected=f"a tensor of shape {tuple(shape)}, or a number",
+                got=f"one of shape {tuple(value.shape)}",
+                remedy="make the optimizer of pm.parameters() after parallelize, without this state",
+            )
+        else:
+            each = [copy.deepcopy(value) for _ in pieces]
+        for place, piece in zip(found, each, strict=True):
+            place[key] = piece
+    return found
+
+
+def joined(state: ModelState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The whole state dict of an optimizer of stored pieces (other parameters stay as they are). Ranks call it alike.
+
+    Raises:
+        Error: only some pieces of a parameter have a state, or are there; a state cannot be joined.
+    """
+    given = optimizer.state_dict()
+    owners = _owners(state)
+    groups: list[dict[str, Any]] = []
+    states: dict[int, dict[str, Any]] = {}
+    for group, packed in zip(optimizer.param_groups, given["param_groups"], strict=True):
+        wholes = _wholes(group["params"], owners)
+        first = sum(len(each["params"]) for each in groups)
+        for i, (name, places) in enumerate(wholes):
+            ids = [packed["params"][place] for place in places]
+            held = [given["state"][index] for index in ids if index in given["state"]]
+            if held:
+                _check_all(name, state, len(held))
+                states[first + i] = _whole_state(state, name, held) if name else held[0]
+        made = {**packed, "params": list(range(first, first + len(wholes)))}
+        if "param_names" in packed:
+            made["param_names"] = [name or packed["param_names"][places[0]] for name, places in wholes]
+        groups.append(made)
+    return {**given, "state": states, "param_groups": groups}
+
+
+def cut(state: ModelState, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``optimizer.load_state_dict`` takes, of a whole state dict. Ranks call it alike.
+
+    Raises:
+        Error: the groups are others; a state cannot be cut as its parameter is.
+    """
+    owners = _owners(state)
+    given = [_wholes(group["params"], owners) for group in optimizer.param_groups]
+    sizes, theirs = [len(wholes) for wholes in given], [len(group["params"]) for group in whole["param_groups"]]
+    if sizes != theirs:
+        raise Error(
+            "the state dict is of another optimizer",
+            where=LOADED,
+            expected=f"groups of {sizes} parameters of the model",
+            got=f"groups of {theirs}",
+            remedy="pass what pm.full_optimizer_state_dict(optimizer) gave, or the state dict of an optimizer of the "
+            "model itself",
+        )
+    groups: list[dict[str, Any]] = []
+    states: dict[int, dict[str, Any]] = {}
+    own = optimizer.state_dict()["param_groups"]
+    for wholes, group, mine in zip(given, whole["param_groups"], own, strict=True):
+        for index, (name, places) in zip(group["params"], wholes, strict=True):
+            if index in whole["state"]:
+                held = whole["state"][index]
+                pieces = pieces_of_state(state, name, held, LOADED) if name else [held]
+                states.update(zip([mine["params"][place] for place in places], pieces, strict=True))
+        kept = {key: mine[key] for key in ("params", "param_names") if key in mine}
+        groups.append({**{key: value for key, value in group.items() if key != "param_names"}, **kept})
+    return {**whole, "state": states, "param_groups": groups}
+
+
+def _owners(state: ModelState) -> dict[int, str]:
+    """The name of the parameter that each piece is of."""
+    return {id(piece): name for name, pieces in state.store.parameters.items() for piece in pieces}
+
+
+def _wholes(params: Sequence[torch.Tensor], owners: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """The parameters of a group: name ("" for one that is not the model's), and where its pieces stand."""
+    places: dict[tuple[str, int], list[int]] = {}
+    for i, tensor in enumerate(params):
+        name = owners.get(id(tensor), "")
+        places.setdefault((name, 0 if name else i), []).append(i)
+    return [(name, where) for (name, _), where in places.items()]
+
+
+def _check_all(name: str, state: ModelState, count: int) -> None:
+    wanted = len(state.store.parameters[name]) if name else 1
+    if count != wanted:
+        raise Error(
+            f"only some pieces of {name!r} have a state",
+            where=SAVED,
+            expected=f"all {wanted} pieces in one group",
+            got=count,
+            remedy="keep the pieces of a parameter together: groups by name, not by number",
+        )
+
+
+def _whole_state(state: ModelState, name: str, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    stored = state.store.parameters[name]
+    for key, value in pieces[0].items():
+        each = [piece[key] for piece in pieces]
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == stored[0].shape:
+            found[key] = state.store.whole(name, each)
+        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
+            raise Error(
+                f"the state {key!r} of {name!r} is in pieces that are not those of the parameter",
+                where=SAVED,
+                expected=f"tensors of shape {tuple(stored[0].shape)}, or numbers",
+                got=f"one of shape {tuple(value.shape)}",
+                remedy="an optimizer whose states are as its parameters, such as AdamW",
+            )
+        else:
+            found[key] = copy.deepcopy(value)
+    return found

@@ -1,0 +1,123 @@
+"""``Hints(batch_stats="local")``: batch norms of each rank's own part of the batch, as data parallelism has them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+
+from .test_calls import near
+
+
+class Net(nn.Module):
+    """Norms of pictures and of rows, one without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.first = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.BatchNorm1d(8, affine=False, momentum=0.3), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(F.relu(self.first(self.conv(x))).mean((2, 3))))
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(rows, 3, 6, 6).double(), torch.randint(0, 5, (rows,))
+
+
+def made(mesh: sx.Mesh, specs: dict[str, str], stats: str | None = "local") -> tuple[Net, sx.ParallelModule]:
+    torch.manual_seed(0)
+    model = Net().double()
+    x, y = data()
+    hints = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs=specs, batch_stats=stats)
+    return copy.deepcopy(model), sx.parallelize(model, mesh, hints)
+
+
+def as_data_parallel(model: Net, parts: int, x: Tensor, y: Tensor) -> Tensor:
+    """A replica for each part; gradients and running statistics are the means of theirs."""
+    replicas = [copy.deepcopy(model) for _ in range(parts)]
+    rows = zip(replicas, x.chunk(parts), y.chunk(parts), strict=True)
+    losses = [F.cross_entropy(each(its_x), its_y) for each, its_x, its_y in rows]
+    torch.stack(losses).mean().backward()
+    for own, *theirs in zip(model.parameters(), *(each.parameters() for each in replicas), strict=True):
+        own.grad = sum(p.grad for p in theirs)  # of the mean's share each
+    for own, *theirs in zip(model.buffers(), *(each.buffers() for each in replicas), strict=True):
+        own.copy_(torch.stack(theirs).double().mean(0))
+    return torch.stack(losses).mean()
+
+
+PLANS: dict[str, Any] = {
+    "dp": (sx.Mesh(dp=2), {"args.0": "dp, -, -, -"}, 2),
+    "dp tp": (sx.Mesh(dp=2, tp=2), {"args.0": "dp, -, -, -", "conv.weight": "tp, -, -, -"}, 2),
+    "two axes": (sx.Mesh(dp=2, ep=2), {"args.*": "dp ep, -, -, -"}, 4),
+}
+
+
+CASES = [pytest.param(name, marks=() if name == "dp tp" else pytest.mark.slow) for name in PLANS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_data_parallelism(name: str) -> None:
+    mesh, specs, parts = PLANS[name]
+    model, pm = made(mesh, specs)
+    x, y = data()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, pm)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = as_data_parallel(model, parts, x, y)
+        loss = pm(x, y)
+        loss.backward()
+        assert near(loss, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    state = pm.full_state_dict()
+    assert all(near(state[name].double(), each.double()) for name, each in model.state_dict().items())
+    with torch.no_grad():
+        assert near(pm.eval()(x, y), F.cross_entropy(model.eval()(x), y))  # by the running ones
+    verdict = pm.verify()
+    assert verdict and "with batch norms of each rank's part of the batch" in str(verdict)
+
+
+def test_running_statistics_alone_are_sent() -> None:
+    """In one piece, and not where the norms stand."""
+    mesh, specs, _ = PLANS["dp"]
+    _, pm = made(mesh, specs)
+    sent = [n for n in pm.after.nodes if str(n.op).startswith("comm.") and n.phase.value == "forward"]
+    assert [[value.shape for value in node.outs] for node in sent] == [[(8,)] * 4 + [()], [()]]  # and the loss
+    assert "batch norms normalise each of 2 parts of the batch apart" in pm.after.notes
+
+
+def test_parts_are_equal() -> None:
+    mesh, specs, _ = PLANS["dp"]
+    _, pm = made(mesh, specs)
+    with pytest.raises(sx.Error, match=r"wants equal parts(.|\n)*drop_last=True"):
+        pm(*data(7))
+    with pytest.raises(sx.Error, match="None, for the whole batch's, or 'local'"):
+        sx.Hints(batch_stats="rank")
+
+
+def test_synchronised_norms_ask_nobody() -> None:
+    """In a process group they would, and on CPUs refuse to."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(Net().double())
+    alone, (x, y) = copy.deepcopy(model), data()
+    hints = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), specs={"args.0": "dp, -, -, -"})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+        loss = pm(x, y)
+    finally:
+        dist.destroy_process_group()
+    expected = F.cross_entropy(alone(x), y)
+    loss.backward(), expected.backward()
+    grads = pm.full_grads()
+    assert near(loss, expected) and isinstance(pm.first, nn.SyncBatchNorm)
+    assert all(near(grads[name], p.grad) for name, p in alone.named_parameters() if p.grad is not None)
