@@ -21,25 +21,29 @@ from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured
 
 KNOWN: dict[Hashable, Captured] = {}
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 @contextmanager
 def captured_once(name: str) -> Iterator[None]:
-    """Within, what is captured under this name for like examples is captured once in this process.
+    """Within (or in a function that it decorates), a model is captured once in this process for like examples.
 
     Args:
-        name: of a model that is the same whenever it is made. What it trains, its mode, the loss and the types of the
-            examples may differ from call to call: they are looked at.
+        name: of models that are the same when their modules are: in types, modes, plain attributes, and in the types
+            of parameters and buffers. These, the loss and the types of the examples are looked at.
 
     A captured graph is the same on all meshes; each call gets a copy, with constants of its own. What depends on the
-    numbers of the examples (``Hints(guard=True)``) is captured at each call.
+    numbers of the examples (``Hints(guard=True)``), on objects among them or on hooks is captured at each call.
     """
     capture = shardfx.compile.capture_model
 
     def once(model: nn.Module | torch.export.ExportedProgram, mesh: sx.Mesh, hints: sx.Hints) -> Captured:
-        if hints.guard or not isinstance(model, nn.Module):
+        examples = leaf_names(hints.args, hints.kwargs, hints.targets)
+        alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples)
+        if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
             return capture(model, mesh, hints)
-        key = (name, hints.loss, _content(model), _examples(hints))
+        given = tuple((each, _type(leaf)) for each, leaf in examples)
+        key = (name, shardfx.compile.capture, hints.loss, _content(model), given, _surroundings())
         if key not in KNOWN:
             KNOWN[key] = capture(model, mesh, hints)
         graph = shardfx.compile.own_constants(KNOWN[key].graph.copy())
@@ -51,21 +55,34 @@ def captured_once(name: str) -> Iterator[None]:
         yield
 
 
-def _content(model: nn.Module) -> Hashable:
-    """The parameters and buffers of a model, and the mode of each module, without numbers."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return (
-        tuple((name, type(module), module.training) for name, module in model.named_modules()),
-        tuple((name, _type(tensor)) for name, tensor in tensors),
+def _is_changed(model: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own."""
+    return any(
+        "forward" in vars(module) or any(vars(module)[each] for each in vars(module) if each.endswith("_hooks"))
+        for module in model.modules()
     )
 
 
-def _examples(hints: sx.Hints) -> Hashable:
-    """The types of the example inputs, and what is no tensor among them."""
-    return tuple((name, _type(leaf)) for name, leaf in leaf_names(hints.args, hints.kwargs, hints.targets))
+def _surroundings() -> Hashable:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
+
+
+def _content(model: nn.Module) -> Hashable:
+    """A model without its numbers."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    modules = [
+        (name, type(module), tuple((each, _type(a)) for each, a in vars(module).items() if isinstance(a, PLAIN)))
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    return tuple(modules), tuple((name, _first_name(tensor, tensors), _type(tensor)) for name, tensor in tensors)
+
+
+def _first_name(tensor: torch.Tensor, among: list[tuple[str, torch.Tensor]]) -> str:
+    """The first name of a tensor, which tied ones share."""
+    return next(name for name, each in among if each is tensor)
 
 
 def _type(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return repr(leaf)
+    return type(leaf), repr(leaf)

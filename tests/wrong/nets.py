@@ -45,4 +45,5 @@ def of_many_ranks() -> sx.ParallelModule:
     specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs, "fc1.bias": "-"}
     x, y = case.args[0].repeat(8, 1), case.targets[0].repeat(8)
     hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs)
-    return sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints, virtual=True)
+    with captured_once(case.name):
+        return sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints, virtual=True)
