@@ -13,6 +13,7 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.graph import Phase
 from shardfx.module.programs import TRAIN
+from tests.captures import captured_once
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan
 from tests.reference import rel_err, single_device
@@ -110,7 +111,8 @@ def blocks(mesh: sx.Mesh | None = None, specs: dict[str, str] | None = None, **h
     torch.manual_seed(0)
     x = torch.randn(256, 16)
     given = sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), specs=BATCH if specs is None else specs, **hints)
-    return sx.parallelize(Blocks(), mesh or sx.Mesh(dp=2), given)
+    with captured_once("blocks"):
+        return sx.parallelize(Blocks(), mesh or sx.Mesh(dp=2), given)
 
 
 def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
