@@ -91,12 +91,13 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "ir.cost",
         "ir.text",
         "module",
+        "passes",
         "passes.rank",
         "passes.sharding",
         "report",
         "visualize",
     ),
-    "explain": (*ONE_OP, "ir.cost", "ir.text", "passes"),
+    "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
 }
 """For each sub-package the others whose modules it may import. A facade (``__init__``) may import whatever lies in
