@@ -17,6 +17,8 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 # More threads than cores make a small tensor program many times slower.
 test test-all fuzz line-coverage coverage: export OMP_NUM_THREADS := 1
+# What one process has compiled, those beside it need not: also where images of containers say otherwise.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-all fuzz lint format types bench coverage line-coverage clean
 

@@ -26,6 +26,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": LAYERS},
     "recompute, products kept": {"recompute": sx.Recompute(LAYERS, keep="aten.mm")},
     "recompute, in slices": {"recompute": sx.Recompute(LAYERS, slice="tp")},
+    "recompute, chosen for 80 GB": {"recompute": "auto", "memory": "80GB", "machine": "h100-dgx"},
     "zero 1": {"zero": 1},
     "zero 3": {"zero": 3},
     "zero 3, recompute": {"zero": 3, "recompute": LAYERS},

@@ -40,6 +40,12 @@ def loss(out, y):
 
 def planned(layers: int, mesh: sx.Mesh, batch: int, **hints: Any) -> sx.ParallelModule:
     """The plan for ``batch`` samples of 4,096 tokens."""
+    model, x = llama(layers, batch)
+    return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS, **hints))
+
+
+def llama(layers: int, batch: int) -> tuple[LlamaForCausalLM, torch.Tensor]:
+    """The model without weights, and an input."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=8192,
@@ -52,19 +58,19 @@ def planned(layers: int, mesh: sx.Mesh, batch: int, **hints: Any) -> sx.Parallel
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    x = torch.empty(batch, 4096, dtype=torch.long, device="meta")
-    return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS, **hints))
+    return model, torch.empty(batch, 4096, dtype=torch.long, device="meta")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=80)
     layers = parser.parse_args().layers
+    model, x = llama(layers, batch=8)
     started, busy = time.perf_counter(), time.process_time()
-    pm = planned(layers, sx.Mesh(dp=8, tp=8), batch=8)
+    pm = sx.parallelize(model, sx.Mesh(dp=8, tp=8), sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS))
     ready = time.perf_counter()
     pm.rank_program(0)
-    done, busy = time.perf_counter(), time.process_time() - busy
+    done, busy, held = time.perf_counter(), time.process_time() - busy, most_memory()
     module = pm.rank_module(0)
     shown = time.perf_counter()
     passes = pm._compiled.context.seconds
@@ -74,8 +80,14 @@ def main() -> None:
         print(f"{name:<22} {seconds:6.1f} s")
     print(f"one rank's program     {done - ready:6.1f} s")
     print(f"model to program       {done - started:6.1f} s, {busy:.1f} s of them on a processor")
+    print(f"most memory            {held:6.2f} GB, of which torch and transformers are the most")
     print(f"its GraphModule        {shown - done:6.1f} s, made anew, with its Python written and compiled")
-    print(f"most memory            {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:6.2f} GB")
+    print(f"most memory            {most_memory():6.2f} GB")
+
+
+def most_memory() -> float:
+    """The most memory that this process ever held, in GB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from .node import (
     op_name,
     substitute,
 )
+from .reasons import Reasons
 from .repeat import Repeat
 from .spec import Spec
 
@@ -141,7 +142,7 @@ class Graph:
     """A program on a mesh. ``str(graph)`` is its legal, parseable text (see :mod:`shardfx.ir.text.printer`).
 
     ``established`` is what passes have brought about, ``notes`` what capture and passes have to say to the user,
-    ``repeats`` the equal blocks that are left out (see :mod:`.repeat`).
+    ``repeats`` the equal blocks that are left out (see :mod:`.repeat`), ``reasons`` why values are cut as they are.
     """
 
     printer: ClassVar[Callable[[Graph], str]]
@@ -154,6 +155,7 @@ class Graph:
     established: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
     repeats: tuple[Repeat, ...] = ()
+    reasons: Reasons = field(default_factory=Reasons)
 
     def values(self) -> Iterator[Value]:
         """Every value, in the order of definition."""
@@ -218,7 +220,8 @@ class Graph:
             values.update(zip(old.outs, new.outs, strict=True))
             nodes.append(new)
         outputs = [Output(o.kind, o.name, values[o.value], o.spec, o.guard) for o in self.outputs]
-        return Graph(self.mesh, inputs, nodes, outputs, self.established, list(self.notes), self.repeats)
+        reasons = self.reasons.moved(lambda value: values.get(value, value))
+        return Graph(self.mesh, inputs, nodes, outputs, self.established, list(self.notes), self.repeats, reasons)
 
     def __str__(self) -> str:
         return Graph.printer(self)

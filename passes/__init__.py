@@ -1,6 +1,6 @@
 """What may be done to a graph: one file a pass, and the pipeline that runs them."""
 
-from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Decision, Pass, PassError
+from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Pass, PassError
 from .communication import DuplicateViews, FuseComm, Order, Partition
 from .memory import GatherAgain, Recompute, Zero
 from .pass_text import options_text, parse_pass
@@ -18,7 +18,6 @@ __all__ = [
     "SHARDED",
     "BindHints",
     "Context",
-    "Decision",
     "DuplicateViews",
     "FuseComm",
     "GatherAgain",

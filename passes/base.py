@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
-from shardfx.ir.cut import Cut
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Value, op_name
+from shardfx.ir.graph import Graph
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
@@ -17,63 +15,10 @@ from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 from .options import options_of
 from .rule_cache import RuleCache
 
-__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Decision", "Pass", "PassError", "check_requires"]
+__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Pass", "PassError", "check_requires"]
 
 HINTED = "HINTED"
 """The user's hints are written on the values that they name."""
-
-
-@dataclass(eq=False)
-class Decision:
-    """Why a dim of a value is cut as it is: from where, and what was turned down.
-
-    ``node`` is the op that carried the cut on, ``near`` the tensor of it that had the cut, ``causes`` the decisions
-    that gave it to its tensors; a hint has none of them. What was ``turned_down`` is told as texts, each perhaps of a
-    value.
-    """
-
-    value: Value
-    dim: int
-    cut: Cut
-    level: str = ""
-    hint: str = ""
-    turned_down: tuple[tuple[str, Value | None], ...] = ()
-    node: Node | None = None
-    near: Value | None = None
-    causes: tuple[Decision, ...] = ()
-
-    @property
-    def how(self) -> str:
-        """The hint, or through which kind of op, or by which pass."""
-        return f"the hint {self.hint!r}" if self.hint else self.level
-
-    @cached_property
-    def step(self) -> int:
-        """One for a hint; else one more than the steps of its causes, so that it is behind them."""
-        open_ = [self]
-        while "step" not in vars(self):  # a walk, for a chain of causes goes through all blocks of a model
-            made = open_[-1]
-            missing = [each for each in made.causes if "step" not in vars(each)]
-            open_ += missing
-            if not missing:
-                vars(open_.pop())["step"] = 1 + max((each.step for each in made.causes), default=0)
-        return self.step
-
-    def down(self, name: Callable[[Value], str] = repr) -> str:
-        """What was turned down, in words."""
-        return ", ".join(text + (f" of {name(value)}" if value is not None else "") for text, value in self.turned_down)
-
-    @property
-    def source(self) -> str:
-        """Where the cut comes from, in words: the tensor and the op that carried it on, or the hint."""
-        if self.node is None or self.near is None:
-            return self.how
-        return f"{self.near!r} through {op_name(self.node.op)} @ {self.node.where} ({self.how})"
-
-    def __str__(self) -> str:
-        rest = f"; turned down: {self.down()}" if self.turned_down else ""
-        cut = self.cut.text(self.value.shape[self.dim])
-        return f"step {self.step}: {self.value!r} dim {self.dim} cut {cut}, from {self.source}{rest}"
 
 
 @dataclass
@@ -84,7 +29,6 @@ class Context:
         rules: the rules of ops; ``cache`` has those of nodes, each made once.
         planner: finds the cheapest communication on the mesh.
         specs, cuts: the user's hints, as given: ``bind-hints`` writes them onto values and nodes.
-        decisions: why values are cut as they are, for ``pm.explain``.
         seconds: how long each pass took.
     """
 
@@ -92,7 +36,6 @@ class Context:
     planner: Redistribution
     specs: Mapping[str, Any] = field(default_factory=dict)
     cuts: Mapping[str, Any] = field(default_factory=dict)
-    decisions: dict[Value, list[Decision]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     cache: RuleCache = field(init=False)
 

@@ -16,11 +16,12 @@ from typing import Any, ClassVar
 
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.names import module_outputs, pattern
+from shardfx.ir.reasons import ByValue, Decision, Reasons
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.unfolding.twin import Twin, Unfolded
 from shardfx.ir.unfolding.unfold import unfold
 
-from .base import Context, Decision, Pass
+from .base import Context, Pass
 
 PLANNED_WHOLE = "repeated blocks were planned one by one, which takes longer"
 
@@ -39,15 +40,14 @@ class UnfoldRepeats(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         if not graph.repeats:
             return False
-        _hand_on(unfold(graph, _gone(graph, context), lambda other: _difference(other, context)), context)
+        unfolded = unfold(graph, _gone(graph), lambda other: _difference(other, graph.reasons))
+        graph.reasons.later(lambda made: _hand_on(unfolded, made))
         return True
 
 
-def _gone(graph: Graph, context: Context) -> list[Node]:
+def _gone(graph: Graph) -> list[Node]:
     """The nodes that are no longer in the graph, of which decisions tell."""
-    told = [each for made in context.decisions.values() for each in made]
-    values = [v for each in told for v in (each.value, each.near, *(v for _, v in each.turned_down)) if v is not None]
-    nodes = [n for n in (*(each.node for each in told), *(v.node for v in values)) if n is not None]
+    nodes = [value.node for value in graph.reasons.values if value.node is not None]
     present, found = set(graph.nodes), dict[Node, None]()
     while nodes:
         node = nodes.pop()
@@ -57,10 +57,10 @@ def _gone(graph: Graph, context: Context) -> list[Node]:
     return list(found)
 
 
-def _difference(other: Twin, context: Context) -> str:
+def _difference(other: Twin, reasons: Reasons) -> str:
     """What was decided otherwise of a block than of the one that it is like; nothing, mostly."""
     for one, twin in other.pairs():
-        mine, theirs = context.decisions.get(one, ()), context.decisions.get(twin, ())
+        mine, theirs = reasons.of(one), reasons.of(twin)
         if len(mine) != len(theirs) or not all(_alike(_moved(a, other), b) for a, b in zip(mine, theirs, strict=True)):
             return f"{twin!r} is cut for other reasons than {one!r}"
     return ""
@@ -69,37 +69,29 @@ def _difference(other: Twin, context: Context) -> str:
 def _alike(one: Decision, other: Decision) -> bool:
     """Whether two decisions are one, as far as can be said of what is no longer in the graph."""
 
-    def node(node: Node | None) -> object:
-        return node and (node.op, node.where)
-
     def value(value: Value | None) -> object:
-        return value and (value.type, value.index, node(value.node) or value)
+        return value and (value.type, value.index, (value.node and (value.node.op, value.node.where)) or value)
 
     def key(made: Decision) -> object:
-        down = tuple((text, value(loser)) for text, loser in made.turned_down)
-        return made.dim, made.cut, made.how, down, node(made.node), value(made.near)
+        down = tuple((text, value(loser)) for text, loser in made.refused)
+        near = tuple((axis, value(carrier), dim) for axis, carrier, dim in made.carriers)
+        return made.dim, made.cut, made.how, down, made.op, made.where, near
 
     return key(one) == key(other)
 
 
 def _moved(made: Decision, twin: Twin) -> Decision:
     """The same decision of another block; its causes are still the old ones."""
-    return replace(
-        made,
-        value=twin.value(made.value),
-        hint=made.hint and twin.name(made.hint),
-        turned_down=tuple([(text, loser and twin.value(loser)) for text, loser in made.turned_down]),
-        node=made.node and twin.node(made.node),
-        near=made.near and twin.value(made.near),
-    )
+    moved = made.moved(twin.value)
+    moved.hint, moved.where = twin.name(made.hint), replace(made.where, module=twin.name(made.where.module))
+    return moved
 
 
-def _hand_on(unfolded: Iterable[Unfolded], context: Context) -> None:
+def _hand_on(unfolded: Iterable[Unfolded], decisions: ByValue) -> None:
     """Say of each block that was put back what was said of the one that it is like, in its own neighbourhood.
 
     The blocks beside those that were put back have new neighbours as well.
     """
-    decisions = context.decisions
     places = {each: (value, i) for value, made in decisions.items() for i, each in enumerate(made)}
     for each in unfolded:
         a, b = ([value for value in decisions if each.a.block_of(value) == delta] for delta in (0, 1))
@@ -111,7 +103,7 @@ def _hand_on(unfolded: Iterable[Unfolded], context: Context) -> None:
         for values, twin in ((a, each.a), (b, each.copies[-1])):
             for one in (one for value in values for one in decisions[value]):
                 now = _moved(one, twin)
-                one.turned_down, one.node, one.near = now.turned_down, now.node, now.near
+                one.refused, one.where, one.carriers = now.refused, now.where, now.carriers
                 moved.append((one, twin))
         for one, twin in moved:  # when all are there: what caused a decision may stand in the next block
             causes = [(decisions[twin.value(value)], number) for value, number in map(places.__getitem__, one.causes)]

@@ -84,7 +84,8 @@ OPTIONS = {
 def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     """The built-in passes that hints have something to say of; none, where they are not asked for."""
     axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
-    given = (hints.recompute,) if isinstance(hints.recompute, (str, Recompute)) else tuple(hints.recompute or ())
+    asked = None if hints.recompute == "auto" else hints.recompute  # which a plan without it decides
+    given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
     return {
         "propagate": (Propagate(strict=hints.strict),),
         "fuse-comm": (FuseComm(mb=hints.fuse_mb),),

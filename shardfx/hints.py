@@ -61,7 +61,8 @@ class Hints:
         memory: what a rank may hold at most in a step, in bytes or as text (``"16GiB"``, ``"80GB"``): a plan that holds
             more is an error that says what would make it fit.
         recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
-            :class:`shardfx.Recompute` says what of them stays; or several of either.
+            :class:`shardfx.Recompute` says what of them stays; or several of either. ``"auto"``: what makes the plan
+            fit into ``memory`` at the least cost.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
             checksum); otherwise on the first, second, fourth, eighth ... call of each form. ``"broadcast"``: nothing
             is checked, and of the ranks that should pass the same, the first one's inputs are taken.
@@ -180,11 +181,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "recompute": (
         lambda given: (
             given is None
-            or isinstance(given, Recompute)
-            or (isinstance(given, str) and given != "auto")
+            or isinstance(given, (str, Recompute))
             or (isinstance(given, (tuple, list)) and _are((str, Recompute), given))
         ),
-        "a pattern of modules, a shardfx.Recompute, or a tuple of such ('auto' is not available in this version)",
+        "a pattern of modules, a shardfx.Recompute, a tuple of such, or 'auto'",
     ),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,3 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if TESTS in item.path.parents and (tier := item.path.relative_to(TESTS).parts[0]) in TIERS:
             item.add_marker(tier)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays to the end: the garbage collector need not walk over it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 import shardfx as sx
+from tests.captures import captured_once
 from tests.printed import check_printed, noting_programs
 from tests.reference import Reference, rel_err, single_device
 from tests.zoo import Case, make
@@ -57,7 +58,8 @@ def plan(case: Case, mesh: sx.Mesh, sequence: bool = False, **hints: object) -> 
         specs=specs_of(case, mesh, sequence) | dict(hints.pop("specs", {})),  # type: ignore[call-overload]
         **hints,  # type: ignore[arg-type]
     )
-    return sx.parallelize(case.model, mesh, given)
+    with captured_once(case.name):
+        return sx.parallelize(case.model, mesh, given)
 
 
 @dataclass(frozen=True)

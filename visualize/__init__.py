@@ -2,5 +2,6 @@
 
 from .draw import draw_folder, draw_graph
 from .paint.course import draw_course
+from .paint.courses import Line, draw_courses
 
-__all__ = ["draw_course", "draw_folder", "draw_graph"]
+__all__ = ["Line", "draw_course", "draw_courses", "draw_folder", "draw_graph"]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfx.ir.builder import GraphBuilder
@@ -24,7 +26,8 @@ from .forms.canonical import convert_call
 def trace_function(function: Callable[..., Any], types: Sequence[TensorType]) -> torch.fx.GraphModule:
     """The aten ops of ``function`` on tensors of these types, traced on ``meta``."""
     fake = [torch.empty(type.shape, dtype=type.dtype, device="meta") for type in types]
-    traced = make_fx(function, tracing_mode="real")(*fake)
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # or torch makes one for each value
+        traced = make_fx(function, tracing_mode="real")(*fake)
     for made in traced.graph.nodes:
         if made.kwargs.get("device") == torch.device("meta"):  # where it was traced, not where it will run
             made.kwargs = {**made.kwargs, "device": torch.device("cpu")}

@@ -11,6 +11,7 @@ flash, memory-efficient and plain attention, see :mod:`shardfx.ir.ops.fused_atte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,6 +55,12 @@ def _flash(share: Share, given: Mapping[str, Any]) -> Call | None:
 
 KERNELS: dict[Any, dict[str, Kernel]] = {attention: {"cpu": _flash}, attention_backward: {"cpu": _flash}}
 """What a kind of device has for an op, where a program calls it."""
+
+
+@cache
+def hangs_on_device(op: Any) -> bool:
+    """Whether a call of the op is another one on another kind of device."""
+    return op in KERNELS or makes_of_nothing(op)
 
 
 def on_device(share: Share | None, call: Call, device: torch.device) -> Call:

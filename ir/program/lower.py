@@ -30,7 +30,7 @@ from shardfx.ir.rules.book import Contiguous, RuleBook, perform
 from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
-from .devices import CPU, on_device
+from .devices import CPU, hangs_on_device, on_device
 from .rank_program import RankProgram
 
 aten = torch.ops.aten
@@ -127,8 +127,9 @@ class Lowering:
 
     def call(self, target: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
         """Write a call; ``gives`` is the shape of its result, where that is known."""
-        share = Share(self.current, self.mesh, self.coords) if self.current is not None else None
-        target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
+        if hangs_on_device(target):
+            share = Share(self.current, self.mesh, self.coords) if self.current is not None else None
+            target, args, kwargs = on_device(share, (target, args, kwargs), self.device)
         name = target._opname if isinstance(target, torch._ops.OpOverload) else None
         made = self.fx.create_node("call_function", target, name=name)
         made.args = args  # given to create_node, they would be searched for symbolic sizes

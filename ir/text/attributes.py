@@ -197,7 +197,7 @@ def write_where(where: Where, scope: PrintScope) -> str | None:
     """`` layers.0  model.py:42``, None where nothing is known."""
     parts = [quoted(where.module, BARE_SOURCE)] if where.module else []
     if where.file:
-        parts.append(f"{quoted(scope.labels[where.file], BARE_SOURCE)}:{where.line}")
+        parts.append(f"{quoted(scope.labels.get(where.file, where.file), BARE_SOURCE)}:{where.line}")
     return f" {'  '.join(parts)}" if parts else None
 
 

@@ -37,11 +37,12 @@ from shardfx.ir.spec import Spec
 from .arguments import read_argument, read_keyword, read_spec, read_type
 from .attributes import INPUT, NODE, OUTPUT, VALUE, read_attributes, strategy_of_comm
 from .lexer import Line
+from .reason_lines import ReasonReader
 from .scope import ReadScope, checked, unquoted
 
 COMPUTING = (dropout, draw, attention, attention_backward, grouped_mm, grouped_outer)
 OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **{op_name(op): op for op in COMPUTING}}
-SECTIONS = (*(phase.value for phase in Phase), "outputs")
+SECTIONS = (*(phase.value for phase in Phase), "outputs", "reasons")
 RANGE = re.compile(r"\s*(\d+)\.\.(\d+)")
 LABEL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"#:]+')
 
@@ -63,8 +64,8 @@ def parse_graph(text: str, *, ops: Mapping[str, Any] | None = None) -> Graph:
     mesh = reader.scope.mesh
     if mesh is None:
         raise Error("the text has no mesh", where="line 1", expected="a line such as 'mesh dp=2, tp=2'", got=text[:60])
-    repeats = tuple(reader.repeats)
-    return Graph(mesh, reader.inputs, reader.nodes, reader.outputs, reader.established, reader.notes, repeats)
+    repeats, reasons = tuple(reader.repeats), reader.told.reasons()
+    return Graph(mesh, reader.inputs, reader.nodes, reader.outputs, reader.established, reader.notes, repeats, reasons)
 
 
 def parse_spec(text: str, mesh: Mesh) -> tuple[tuple[int, ...], Spec]:
@@ -92,16 +93,19 @@ class _Reader:
     inputs: list[Input] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
+    told: ReasonReader = field(default_factory=ReasonReader)
     section: str = ""
 
     def read(self, line: Line) -> None:
         if line.kind == "word" and line.text.strip().partition("#")[0].rstrip() == f"{line.token}:":
             if line.token not in SECTIONS:
-                line.fail("forward, backward, update or outputs", line.token)
+                line.fail(", ".join(SECTIONS), line.token)
             self.section = line.token
             return
         if self.section == "outputs":
             self._output(line)
+        elif self.section == "reasons":
+            self.told.read(line, self.scope)
         elif self.section:
             self._node(line)
         else:

@@ -20,7 +20,7 @@ operands and results, what it ``needs`` and ``gives``; a placed comm op always h
 ``hint`` says how somebody wants a value, and who; an output's ``: [...]`` how it must leave. All that a line may say is
 the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see :mod:`shardfx.ir.repeat`). A
 comment begins with ``#``. Not in the text: the contents of large constants and the code of a source line; on request
-only: which pass made a node (``by``), and ``why``.
+only: which pass made a node (``by``), and ``why``; and at the end the ``reasons`` of cuts (:mod:`.reason_lines`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from shardfx.ir.ops.table import OwnOp
 
 from .arguments import write_argument, write_keyword, write_type
 from .attributes import INPUT, NODE, OUTPUT, VALUE, write_attributes
+from .reason_lines import write_reasons
 from .scope import BARE_NAME, BARE_SOURCE, PrintScope, quoted
 
 
 def print_graph(graph: Graph, *, sources: bool = True, reasons: bool = False) -> str:
     """The text of ``graph``; without ``sources`` it leaves out where the files lie (for texts that are kept), with
-    ``reasons`` it says which pass made each node, and why.
+    ``reasons`` it says which pass made each node, and why; and why each value is cut as it is.
 
     Raises:
         Error: an argument or attribute of a node has no text.
@@ -56,6 +57,9 @@ def print_graph(graph: Graph, *, sources: bool = True, reasons: bool = False) ->
     if graph.outputs:
         lines.append("outputs:")
         lines += ["  " + printer.output(output) for output in graph.outputs]
+    if reasons and graph.reasons:
+        lines.append("reasons:")
+        lines += ["  " + line for line in write_reasons(graph.reasons, printer.scope)]
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Value, Where
 from shardfx.ir.mesh import Link, Mesh, Time
+from shardfx.ir.reasons import Decision
 
 from .lexer import Line, T
 
@@ -39,6 +40,7 @@ class PrintScope:
         self.tokens = _value_tokens(graph)
         self.labels = _file_labels([where.file for where in _sources(graph)])
         self.placed = any(value.spec is not None for value in graph.values())
+        self.numbers: dict[Decision, int] = {}
 
     def use(self, value: Value) -> str:
         """What a value is called where it is used; a value that the graph does not define has a name in ``<>``."""
@@ -55,6 +57,8 @@ class ReadScope:
     placed: bool = True
     files: dict[str, str] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
+    behind: list[tuple[Decision, Line, list[int]]] = field(default_factory=list)
+    """Decisions with the numbers of those that they are behind."""
 
     def define(self, line: Line, token: str, value: Value) -> None:
         """Let ``token`` stand for the value from here on."""

@@ -38,10 +38,12 @@ class Recompute(Pass):
 
     Args:
         modules: patterns of module paths (``*`` is one part of a path, ``**`` any number).
-        keep: patterns of ops whose results stay, such as ``"aten.mm"``.
+        keep: patterns of ops whose results stay, such as ``"aten.mm"``; those of some modules alone are
+            ``"layers.*.mlp:aten.mm"``.
         comm: whether collectives are repeated; if not, their results stay.
         slice: a mesh axis: what stays waits cut over it, and is gathered where it is needed.
         count: only so many of the modules that match, the first ones; 0 for all.
+        skip: and none of so many before these.
 
     Example::
 
@@ -57,6 +59,7 @@ class Recompute(Pass):
     comm: bool = True
     slice: str = ""
     count: int = 0
+    skip: int = 0
 
     def run(self, graph: Graph, context: Context) -> bool:
         regions = self._regions(graph)
@@ -93,7 +96,7 @@ class Recompute(Pass):
                     of_text.setdefault(path, []).append(node)
             if not of_text:
                 raise _no_match(text, "modules", {p for node in forward for p in prefixes(node.where.module)})
-            for path in list(of_text)[: self.count or None]:
+            for path in list(of_text)[self.skip :][: self.count or None]:
                 for node in of_text[path]:
                     found.setdefault(node, path)
         return found
@@ -105,10 +108,12 @@ class Recompute(Pass):
             if node.phase is Phase.FORWARD:
                 stays |= {v for v in node.operands if v.node in regions and regions[v.node] != regions.get(node)}
         for text in as_tuple(self.keep):
-            matches = pattern(text).fullmatch
-            named = [node for node in regions if matches(op_name(node.op))]
+            module, _, op = text.rpartition(":")
+            matches, lies = pattern(op).fullmatch, pattern(module or "**").fullmatch
+            named = [node for node in regions if matches(op_name(node.op)) and lies(node.where.module)]
             if not named:
-                raise _no_match(text, "ops", {op_name(node.op) for node in regions})
+                known = {f"{f'{node.where.module}:' if module else ''}{op_name(node.op)}" for node in regions}
+                raise _no_match(text, "ops", known)
             stays |= {value for node in named for value in node.outs}
         if not self.comm:
             stays |= {value for node in regions if is_comm(node) for value in node.outs}

@@ -16,12 +16,10 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
+from shardfx.ir.reasons import Refused
 
 from .held import Held
 from .pins import pinned
-
-TurnedDown = tuple[tuple[str, Value | None], ...]
-"""What was turned down: in words, and perhaps the value that it was of."""
 
 
 @dataclass
@@ -40,18 +38,18 @@ class Conflicts:
     held: Held
     planner: Redistribution
 
-    def resolve(self, node: Node, with_results: bool) -> tuple[dict[str, Cut], TurnedDown]:
+    def resolve(self, node: Node, with_results: bool) -> tuple[dict[str, Cut], tuple[Refused, ...]]:
         """The cut of each factor, conflicts settled; and what was turned down, in words."""
         pins = pinned(node)
         found = {factor: each for factor, each in self._candidates(node, with_results).items() if factor not in pins}
         if not found and not pins:
             return {}, ()
-        down: list[tuple[str, Value | None]] = []
+        down: list[Refused] = []
         cuts = {factor: self._best(node, factor, options, down) for factor, options in found.items()}
         mesh = self.held.mesh
         for axis in (axis for cut in pins.values() for axis in cut.axes):
             for factor in (factor for factor, cut in cuts.items() if axis in cut.axes):
-                down.append((f"axis {axis} on factor {factor}", None))
+                down.append(Refused(f"axis {axis} on factor {factor}"))
                 cuts[factor] = without(cuts[factor], axis, mesh)
         cuts |= pins
         wanted: dict[str, list[str]] = {}
@@ -64,7 +62,7 @@ class Conflicts:
                 winner = self._settle(node, axis, still, cuts, found)
                 for factor in still:
                     if factor != winner:
-                        down.append((f"axis {axis} on factor {factor}", None))
+                        down.append(Refused(f"axis {axis} on factor {factor}"))
                         cuts[factor] = without(cuts[factor], axis, mesh)
         return {f: c for f, c in cuts.items() if c.axes}, tuple(down)
 
@@ -86,7 +84,7 @@ class Conflicts:
                         found.setdefault(factor, []).append(Candidate(cut, value, strong))
         return found
 
-    def _best(self, node: Node, factor: str, options: list[Candidate], down: list[tuple[str, Value | None]]) -> Cut:
+    def _best(self, node: Node, factor: str, options: list[Candidate], down: list[Refused]) -> Cut:
         """The cut of one factor: all that the tensors hold of it, where they agree."""
         size, mesh = self.held.rules[node].sizes[factor], self.held.mesh
         best = options[0]
@@ -99,7 +97,7 @@ class Conflicts:
                 continue
             winner = max(best, option, key=lambda c: (c.strong, c.value.type.nbytes))
             loser = option if winner is best else best
-            down.append((loser.cut.text("."), loser.value))
+            down.append(Refused(loser.cut.text("."), loser.value))
             best = winner
         return best.cut
 

@@ -14,16 +14,16 @@ cut, whatever its tensors hold.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardfx.ir.cut import WHOLE, Cut, join, project
-from shardfx.ir.graph import Node, Phase, Value
+from shardfx.ir.graph import Node, Phase, Value, op_name
+from shardfx.ir.reasons import Carrier, Decision, Reasons, Refused
 from shardfx.ir.rules.sharding_rule import Dim
 from shardfx.ir.rules.strategy import place
-from shardfx.passes.base import Decision
 
-from .conflicts import Conflicts, TurnedDown
+from .conflicts import Conflicts
 from .held import Held, Origin
 from .pins import pinned
 from .seeds import Seed
@@ -38,6 +38,8 @@ class Propagation:
     held: Held
     conflicts: Conflicts
     decisions: dict[Value, list[Decision]] = field(default_factory=dict)
+    swapped: dict[Value, Value] = field(default_factory=dict)
+    """What stands for a value now."""
 
     def seed(self, seeds: Iterable[Seed]) -> None:
         """Start from these values."""
@@ -56,7 +58,18 @@ class Propagation:
         """``new`` stands for ``old`` from now on: it holds the same, for the same reasons."""
         if old in self.held.cuts:
             self.decisions[new] = self.decisions.pop(old, [])
+        self.swapped[old] = new
         self.held.take_over(old, new)
+
+    def reasons(self) -> Reasons:
+        """The decisions, of what stands in the graph now."""
+
+        def now(value: Value) -> Value:
+            while value in self.swapped:
+                value = self.swapped[value]
+            return value
+
+        return Reasons(self.decisions).moved(now)
 
     def run(self, start: Iterable[Value] | None = None) -> None:
         """Hand cuts on until nothing changes, from all values that hold one, or from ``start``."""
@@ -87,14 +100,14 @@ class Propagation:
         while queue:
             _, level, _, node = heapq.heappop(queue)
             queued.discard((level, node))
-            cuts, turned_down = self.conflicts.resolve(node, with_results=level != 1)
+            cuts, refused = self.conflicts.resolve(node, with_results=level != 1)
             if not cuts:
                 continue
             for value, dims, _ in held.tensors(node):
                 later = node.phase is not Phase.FORWARD and (value.node is None or value.node.phase is Phase.FORWARD)
                 if value in held.closed or later:
                     continue
-                if self._extend(value, dims, cuts, node, level, turned_down):
+                if self._extend(value, dims, cuts, node, level, refused):
                     touch(value)
                     for gradient in gradients.get(value, ()):
                         if self._follow(gradient, value):
@@ -107,7 +120,7 @@ class Propagation:
         cuts: dict[str, Cut],
         node: Node,
         level: int,
-        turned_down: TurnedDown,
+        refused: tuple[Refused, ...],
     ) -> bool:
         """Give ``value`` the cuts that it does not hold yet; says whether it changed."""
         mesh, rule = self.held.mesh, self.held.rules[node]
@@ -129,19 +142,22 @@ class Propagation:
             if not fresh or fresh & used or not set(held[d].axes) <= set(cut.axes):
                 continue
             held[d] = cut
-            changed = True
-            near, hint = None, ""
+            hint = ""
+            carriers: list[Carrier] = []
             causes: list[Decision] = []
             for axis in sorted(fresh):
                 factor = next(f for f in dim if f in cuts and axis in cuts[f].axes)
                 having = self._origin(value, node, axis, factor)
-                near = next(iter(having), near)
-                made = (self.decisions.get(v, []) for v in having)
-                causes += [next(each for each in those if axis in each.cut.axes) for those in made if those]
-            if near is None and node.pin is not None:
+                made = [next(each for each in those if axis in each.cut.axes) for v in having if (those := self._of(v))]
+                causes += made
+                carriers += self._carriers(node, axis, factor, having)
+            if not carriers and node.pin is not None:
                 hint = node.pin.by
-            how = LEVELS[level and (2 if near is not None and near.node is node else 1)]
-            self._note(Decision(value, d, cut, how, hint, turned_down, node, near, tuple(causes)))
+            back = bool(carriers) and carriers[-1].value.node is node
+            how = LEVELS[level and (2 if back else 1)]
+            op = op_name(node.op)
+            self._note(Decision(value, d, cut, how, hint, refused, op, node.where, tuple(carriers), tuple(causes)))
+            changed = True
         return changed
 
     def _follow(self, gradient: Value, parameter: Value) -> bool:
@@ -152,7 +168,8 @@ class Propagation:
             return False
         held.cuts[gradient] = list(held.of(parameter))
         for made in self.decisions.get(parameter, ()):
-            self._note(Decision(gradient, made.dim, made.cut, "gradient of it", near=parameter, causes=(made,)))
+            carriers = tuple([Carrier(axis, parameter, made.dim) for axis in made.cut.axes])
+            self._note(Decision(gradient, made.dim, made.cut, "gradient of it", carriers=carriers, causes=(made,)))
             for axis in made.cut.axes:
                 held.origin[gradient, axis] = held.origin[parameter, axis]
         return True
@@ -167,6 +184,18 @@ class Propagation:
         if origins:
             self.held.origin.setdefault((value, axis), next((o for o in origins if o.operator), origins[0]))
         return [v for v in having if v is not value]
+
+    def _carriers(self, node: Node, axis: str, factor: str, having: Iterable[Value]) -> Iterator[Carrier]:
+        """The first tensor that was cut over the axis on the factor for a reason, and its dim."""
+        dims = {value: dims for value, dims, _ in self.held.tensors(node)}
+        for value in having:
+            for d, each in enumerate(dims[value]):
+                if factor in each and any(made.dim == d and axis in made.cut.axes for made in self._of(value)):
+                    yield Carrier(axis, value, d)
+                    return
+
+    def _of(self, value: Value) -> Sequence[Decision]:
+        return self.decisions.get(value, ())
 
     def _note(self, made: Decision) -> None:
         self.decisions.setdefault(made.value, []).append(made)

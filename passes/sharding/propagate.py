@@ -59,7 +59,7 @@ class Propagate(Pass):
         self._report_missing(graph, context)
         write(held, sweep(held, state.conflicts))
         report_lost_work(graph, data_axes(graph))
-        context.decisions.update(state.decisions)
+        graph.reasons = state.reasons()
         graph.rename()
         return True
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfx.ir.graph import Node, op_name
+from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.oracle.instance import bind
 from shardfx.ir.oracle.running.draws import FLOATS, Draw
 from shardfx.ir.spec import TensorType
@@ -23,19 +27,34 @@ class Unjustified(Exception):
     """A decomposition that is not the op, or that cannot be made."""
 
 
-def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
-    """The decomposition of a node, traced, after a comparison with the op on random numbers."""
-    decomposition = expand if callable(expand) else decomposition_table[node.op]
+KEPT = 1024
+"""So many decompositions that were justified are remembered, for each proof of a plan asks of the same ones."""
+_known: dict[Hashable, torch.fx.GraphModule] = {}
 
+
+def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
+    """The decomposition of a node, traced, after a comparison with the op on random numbers: once for alike nodes."""
+    decomposition = expand if callable(expand) else decomposition_table[node.op]
+    drawn = draw_slot(node)
+    key = (decomposition, alike(node), None if drawn is None else node.args[drawn])
+    if key not in _known:
+        traced = _traced(node, decomposition)
+        if small(node):
+            _compare(node, decomposition)
+        if len(_known) == KEPT:
+            del _known[next(iter(_known))]
+        _known[key] = traced
+    return _known[key]
+
+
+def _traced(node: Node, decomposition: Callable[..., Any]) -> torch.fx.GraphModule:
     def function(*tensors: torch.Tensor) -> Any:
         args, kwargs = bind(node, tensors)
         return _as_tuple(decomposition(*args, **kwargs))
 
     fake = [torch.empty(v.shape, dtype=v.type.dtype, device="meta") for v in node.operands]
-    traced = make_fx(function, tracing_mode="real")(*fake)
-    if small(node):
-        _compare(node, decomposition)
-    return traced
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # or torch makes one for each value
+        return make_fx(function, tracing_mode="real")(*fake)
 
 
 def _compare(node: Node, decomposition: Callable[..., Any]) -> None:

@@ -1,1 +1,5 @@
 """Why something is cut as it is."""
+
+from .explanation import Explanation, explain
+
+__all__ = ["Explanation", "explain"]

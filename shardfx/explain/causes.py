@@ -1,6 +1,6 @@
 """Trails: from a value that is cut over an axis back to the hint, one decision after the other.
 
->>> [link.text for link in Trails(context, Printer(graph)).follow(value, "tp", 1)]
+>>> [link.text for link in Trails(graph.reasons, rules, Printer(graph)).follow(value, "tp", 1)]
 ['%10 dim 1 is cut over tp, and goes into aten.mm @ layers.0.wq',
  '%layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)',
  "the hint 'layers.*.wq.weight' (step 5)"]
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from shardfx.ir.cost.replay import source_of
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.reasons import Carrier, Decision, Reasons
+from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.text.printer import Printer
-from shardfx.passes import Context, Decision
 
 NEVER = 1 << 62
 
@@ -36,9 +37,10 @@ class Because:
 
 @dataclass
 class Trails:
-    """Follows the decisions of a context back; values are called as ``printer`` calls them."""
+    """Follows the reasons of a graph back; values are called as ``printer`` calls them."""
 
-    context: Context
+    reasons: Reasons
+    rules: RuleBook
     printer: Printer
 
     def follow(self, value: Value, axis: str, dim: int | None) -> Iterator[Because]:
@@ -49,13 +51,14 @@ class Trails:
             seen.add((value, dim))
             name = self.name(value)
             made = self._decision(value, axis, dim, before)
-            if made is not None and (made.node is None or made.near is None):
-                yield Because(name, f"{made.how} (step {made.step})", made.step, made.down(self.name))
-                return
-            if made is not None and made.node is not None:
+            if made is not None:
+                carrier = self._carrier(made, axis)
+                if carrier is None or not made.op:
+                    yield Because(name, f"{made.how} (step {made.step})", made.step, made.down(self.name))
+                    return
                 before = made.step
-                near, dim = self._carrier(made, axis)
-                text = f"{self._dim(near, dim)} is, through {self.op(made.node)} (step {made.step}, {made.how})"
+                near, dim = carrier.value, carrier.dim
+                text = f"{self._dim(near, dim)} is, through {self._place(made)} (step {made.step}, {made.how})"
                 yield Because(name, text, made.step, made.down(self.name))
             else:
                 node = value.node
@@ -72,21 +75,15 @@ class Trails:
 
     def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> Decision | None:
         """The decision that brought an axis to a dim of a value."""
-        made = self.context.decisions.get(value, ())
+        made = self.reasons.of(value)
         return next((d for d in made if d.dim == dim and axis in d.cut.axes and d.step < before), None)
 
-    def _carrier(self, made: Decision, axis: str) -> tuple[Value, int | None]:
-        """The tensor and dim from which a decision took the axis: one that has the same factor."""
-        assert made.node is not None and made.near is not None
-        tensors = list(self._tensors(made.node))
-        wanted = {f for value, dims in tensors if value is made.value for f in dims[made.dim]}
-        for near in (made.near, None):
-            for value, dims in tensors:
-                for d, factors in enumerate(dims):
-                    fits = value is not made.value and (near is None or value is near) and wanted & set(factors)
-                    if fits and self._decision(value, axis, d, made.step) is not None:
-                        return value, d
-        return made.near, next((d.dim for d in self.context.decisions.get(made.near, ()) if axis in d.cut.axes), None)
+    def _carrier(self, made: Decision, axis: str) -> Carrier | None:
+        """The tensor and dim from which a decision took the axis; or another axis, where it had that before."""
+        return next((each for each in made.carriers if each.axis == axis), next(iter(made.carriers), None))
+
+    def _place(self, made: Decision) -> str:
+        return f"{made.op}{f' @ {made.where.module}' if made.where.module else ''}"
 
     def _operand(self, value: Value, axis: str, dim: int | None) -> tuple[Value, int | None] | None:
         """The operand that is cut over the axis where the value's node computes with it, or is partial over it."""
@@ -122,7 +119,7 @@ class Trails:
                 yield result, result_dims
 
     def _rule(self, node: Node) -> ShardingRule | None:
-        entry = self.context.rules.entry(node.op)
+        entry = self.rules.entry(node.op)
         return entry.make(node) if entry is not None else None
 
     # ---- values ---------------------------------------------------------------------------------------------

@@ -17,21 +17,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from shardfx.ir.cost.replay import source_of
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, op_name
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.text.printer import Printer, size_text
-from shardfx.passes import Context
 
 from .causes import Because, Trails
-
-if TYPE_CHECKING:
-    from shardfx.compiled import Compiled
 
 MOST_ENTRIES = 24
 MOST_LINKS = 6
@@ -100,25 +96,25 @@ class Explanation:
         return "\n\n".join(shown)
 
 
-def explain(compiled: Compiled, name: str) -> Explanation:
-    """Explain a parameter, ``args.N``, a module's path, or a value (``%12``) of the final graph.
+def explain(graph: Graph, rules: RuleBook, name: str) -> Explanation:
+    """Explain a parameter, ``args.N``, a module's path, or a value (``%12``) of a planned graph.
 
     Raises:
         Error: nothing has this name; says what comes near.
     """
-    return _Explainer(compiled.after, compiled.context, compiled.captured.aliases).explain(name)
+    return _Explainer(graph, rules, graph.aliases).explain(name)
 
 
 @dataclass
 class _Explainer:
     graph: Graph
-    context: Context
+    rules: RuleBook
     aliases: Mapping[str, str]
     outputs: dict[Value, list[Output]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.printer = Printer(self.graph)
-        self.trails = Trails(self.context, self.printer)
+        self.trails = Trails(self.graph.reasons, self.rules, self.printer)
         self.users = self.graph.users()
         for output in self.graph.outputs:
             self.outputs.setdefault(output.value, []).append(output)
@@ -197,7 +193,7 @@ class _Explainer:
     def _cuts(self, node: Node) -> str:
         if node.strategy is None or isinstance(node.op, OwnOp):
             return ""
-        entry = self.context.rules.entry(node.op)
+        entry = self.rules.entry(node.op)
         rule = f", of the rule {entry.text}" if entry is not None and "->" in entry.text else ""
         if entry is not None and entry.discovered and (made := entry.make(node)) is not None:
             rule = f", of the rule {rule_text(made)}, which was found by running the op"
@@ -228,7 +224,7 @@ class _Explainer:
     def _wishes(self, node: Node) -> Iterator[str]:
         """Decisions that did not come about: the op gives its result otherwise."""
         for value in node.outs:
-            for made in self.context.decisions.get(value, ()):
+            for made in self.graph.reasons.of(value):
                 kept = value.spec.dims[made.dim].axes if value.spec is not None else ()
                 if not set(made.cut.axes) <= set(kept):
                     wish = f"dim {made.dim} as {made.cut.text(value.shape[made.dim])} (step {made.step})"

@@ -160,15 +160,34 @@ class RankMemory:
         live, inside = self.footprint.live, self.footprint.inside
         return max(range(self._calls), key=lambda i: live[i] + inside[i], default=0)
 
-    def draw(self, path: str | Path, title: str = "") -> Path:
-        """Draw the bytes over the program's course as an SVG: by category, the phases marked, the peak named."""
-        from shardfx.visualize import draw_course
+    def draw(self, path: str | Path, title: str = "", beside: Mapping[str, RankMemory] | None = None) -> Path:
+        """Draw the bytes over the program's course as an SVG: by category, the phases marked, the peak named.
 
-        made = [call.meta.get("shardfx") for call in self.footprint.calls]
-        phases = [node.phase.value if isinstance(node, Node) else "" for node in made]
-        names = [str(held) for held in self.at_peak[:8]]
+        Args:
+            beside: the memory of other plans of the model by their names: then a line for each, over one another.
+
+        Example::
+
+            plain.memory().draw("memory.svg", beside={"recompute": again.memory(), "zero 3": stored.memory()})
+        """
+        from shardfx.visualize import Line, draw_course, draw_courses
+
         shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most"
-        return draw_course(self.course, phases, self._top, self.peak, names, path, shown)
+        if beside:
+            named = {"this plan": self, **beside}
+            lines = {
+                name: Line([sum(at.values()) for at in each.course], each._phases, each.peak)
+                for name, each in named.items()
+            }
+            return draw_courses(lines, path, title or f"Memory of rank {self.rank} by plan")
+        names = [str(held) for held in self.at_peak[:8]]
+        return draw_course(self.course, self._phases, self._top, self.peak, names, path, shown)
+
+    @property
+    def _phases(self) -> list[str]:
+        """The phase of each call, where it is of one."""
+        made = [call.meta.get("shardfx") for call in self.footprint.calls]
+        return [node.phase.value if isinstance(node, Node) else "" for node in made]
 
     @property
     def _calls(self) -> int:

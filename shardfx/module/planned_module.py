@@ -162,7 +162,7 @@ class PlannedModule(Root):
         Raises:
             Error: nothing has this name.
         """
-        return explain(self._compiled, name)
+        return explain(self.after, self._compiled.context.rules, name)
 
     def draw(self, folder: str | Path, every_pass: bool = False) -> list[Path]:
         """Draw the program as ``before.svg`` and ``after.svg``, if wished also after each pass; gives the paths."""

@@ -127,32 +127,40 @@ def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
     os._exit(0)
 
 
-def ends(mode: str) -> list[End]:
-    """How the ranks end, in order; a process that is still there after a while is stopped."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(4)]
-    ranks = [context.Process(target=rank_main, args=(r, port, mode, pipe[1])) for r, pipe in enumerate(pipes)]
-    for each in ranks:
-        each.start()
-    for _, write in pipes:
-        write.close()
-    found: list[End] = []
-    for read, _ in pipes:
-        try:
-            found.append(read.recv() if read.poll(60) else [60.0, "still there"])
-        except EOFError:
-            found.append(None)
-    for each in ranks:
-        each.join(20)
-        each.kill()
-    return found
+class Ranks:
+    """Four ranks that are started, for one mode."""
+
+    def __init__(self, mode: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("fork")
+        pipes = [context.Pipe(duplex=False) for _ in range(4)]
+        self._read = [read for read, _ in pipes]
+        self._ranks = [context.Process(target=rank_main, args=(r, port, mode, pipe[1])) for r, pipe in enumerate(pipes)]
+        for each in self._ranks:
+            each.start()
+        for _, write in pipes:
+            write.close()
+
+    def ends(self) -> list[End]:
+        """How the ranks end, in order; a process that is still there after a while is stopped."""
+        found: list[End] = []
+        for read in self._read:
+            try:
+                found.append(read.recv() if read.poll(60) else [60.0, "still there"])
+            except EOFError:
+                found.append(None)
+        for each in self._ranks:
+            each.join(20)
+            each.kill()
+        return found
 
 
 def main(modes: list[str]) -> int:
+    """All modes at once, for their ranks mostly wait."""
     remember_plans()
     planned("exits")  # which ranks inherit
-    print("ENDS", json.dumps({mode: ends(mode) for mode in modes}))
+    started = {mode: Ranks(mode) for mode in modes}
+    print("ENDS", json.dumps({mode: ranks.ends() for mode, ranks in started.items()}))
     return 0

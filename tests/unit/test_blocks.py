@@ -24,6 +24,7 @@ from shardfx.ir.spec import Spec
 from shardfx.ir.text import parse_graph
 from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import unfold
+from tests.captures import captured_once
 
 DEPTH = 9
 
@@ -204,6 +205,7 @@ def test_why_blocks_were_not_left_out_is_said() -> None:
     assert not found.repeats and "ValueError: no such thing" in found.note
 
 
+@captured_once("test_blocks")
 def planned(specs: dict[str, str], variant: str = "") -> sx.ParallelModule:
     hints = sx.Hints(**given(True), specs=specs)  # type: ignore[arg-type]
     return sx.parallelize(Stack(variant), Mesh(dp=2, tp=2), hints, virtual=True)
@@ -267,6 +269,7 @@ class LookedAt(sx.Pass):
         return False
 
 
+@captured_once("test_blocks")
 def test_somebodys_own_pass_sees_all_blocks() -> None:
     hints = sx.Hints(**given(True), specs=MEGATRON, passes=[LookedAt()])  # type: ignore[arg-type]
     pm = sx.parallelize(Stack(), Mesh(dp=2, tp=2), hints, virtual=True)
@@ -274,6 +277,7 @@ def test_somebodys_own_pass_sees_all_blocks() -> None:
     assert str(pm.after) == str(planned(MEGATRON).after)
 
 
+@captured_once("test_blocks")
 def test_who_looks_at_each_pass_sees_all_blocks() -> None:
     seen: list[bool] = []
     hints = sx.Hints(**given(True), specs=MEGATRON)  # type: ignore[arg-type]

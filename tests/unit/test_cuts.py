@@ -15,6 +15,7 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.graph import OutputKind, Value
 from shardfx.ir.text import parse_graph, print_graph
+from tests.captures import captured_once
 from tests.reference import rel_err
 
 BATCH = 8
@@ -41,6 +42,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BATCH, 3, 8, 8, dtype=torch.float64), torch.randint(0, 12, (BATCH,))
 
 
+@captured_once("convolutions")
 def convolutions(cuts: Any, **hints: Any) -> sx.ParallelModule:
     x, y = batch()
     specs = {"args.0": "x, -, -, -", "targets.0": "x"}
@@ -85,12 +87,13 @@ def test_one_weird_trick() -> None:
     assert pm.verify()
 
 
+def loss(out: torch.Tensor) -> torch.Tensor:
+    return (out * out.cos()).sum()
+
+
+@captured_once("equal")
 def equal(model: nn.Module, mesh: sx.Mesh, cuts: Any, x: torch.Tensor, specs: Any = None) -> sx.ParallelModule:
     """The model in parallel gives the results and gradients of one device."""
-
-    def loss(out: torch.Tensor) -> torch.Tensor:
-        return (out * out.cos()).sum()
-
     alone = copy.deepcopy(model)
     pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=loss, specs=specs or {}, cuts=cuts))
     theirs, ours = loss(alone(x)), pm(x)

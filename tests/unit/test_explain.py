@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import shardfx as sx
-from shardfx.explain.explanation import Entry, Trail
+from shardfx.explain.explanation import Entry, Trail, explain
+from shardfx.ir.text import parse_graph, print_graph
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -93,6 +94,14 @@ def test_communication_explains_itself(pm: sx.ParallelModule) -> None:
     comm = next(n for n in pm.after.nodes if str(n.op) == "comm.reduce_scatter")
     text = str(pm.explain(comm.name))
     assert "reduce_scatter over tp sends 12.3 kB per rank" in text and "is needed as" in text
+
+
+def test_the_reasons_of_a_text_are_those_of_its_graph(pm: sx.ParallelModule) -> None:
+    read = parse_graph(print_graph(pm.after, reasons=True))
+    names = [*(given.name for given in read.inputs), *(f"%{node.name}" for node in read.nodes), "layers.1"]
+    for name in names:
+        assert str(explain(read, pm._compiled.context.rules, name)) == str(pm.explain(name))
+    assert "the hint" not in str(explain(parse_graph(str(pm.after)), pm._compiled.context.rules, names[0]))
 
 
 def test_every_op_ends_at_a_hint(pm: sx.ParallelModule) -> None:

@@ -19,6 +19,7 @@ import shardfx as sx
 from shardfx.ir.graph import Graph
 from shardfx.ir.text.parser import parse_spec
 from shardfx.plan import fingerprint
+from tests.captures import captured_once
 from tests.plans import MESHES, plan
 from tests.zoo import Case, make
 
@@ -36,6 +37,7 @@ class Net(nn.Module):
         return self.fc2(F.relu(self.fc1(x)))
 
 
+@captured_once("test_plan")
 def small(
     specs: object, model: nn.Module | None = None, mesh: sx.Mesh = MESH, x: torch.Tensor = X
 ) -> sx.ParallelModule:
@@ -51,7 +53,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def again(case: Case, given: sx.Plan) -> sx.ParallelModule:
     hints = sx.Hints(args=case.args, kwargs=case.kwargs, loss=case.loss, targets=case.targets, specs=given.specs)
-    return sx.parallelize(case.model, given.mesh, hints)
+    with captured_once(case.name):
+        return sx.parallelize(case.model, given.mesh, hints)
 
 
 class Tied(nn.Module):

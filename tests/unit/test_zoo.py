@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.reference import rel_err, single_device
-from tests.zoo import CASES, IGNORED, labels, make
+from tests.zoo import CASES, IGNORED, WITH_SEQUENCE, labels, make
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -30,6 +30,7 @@ def test_case(name: str) -> None:
         assert {param.ndim for param in found} == {len(spec.split(","))}, pattern
     for pattern in case.sequence_specs or {}:
         assert any(matches(pattern, path) for path in modules), pattern
+    assert (name in WITH_SEQUENCE) == bool(case.sequence_specs and "dropout" not in name)
 
     first, second = single_device(case, steps=2), single_device(make(name), steps=2)
     assert first.losses == second.losses

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.captures import captured_once
 
 MESH = sx.Mesh(dp=2, tp=2)
 SPECS = {"args.0": "dp, -", "targets.0": "dp", "fc1.weight": "tp, -"}
@@ -35,6 +36,7 @@ class Net(nn.Module):
         return self.fc2(h)
 
 
+@captured_once("test_debug_nan")
 def make(kind: str = "", **hints: object) -> tuple[sx.ParallelModule, Tensor, Tensor]:
     torch.manual_seed(0)
     model = Net(kind).double()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plans import MESHES, plan, train_beside
 from tests.reference import rel_err, single_device
-from tests.zoo import CASES, make
+from tests.zoo import CASES, WITH_SEQUENCE, make
 
 EXACT = [name for name in CASES if "dropout" not in name]
 MIXTURES = [name for name in EXACT if name.startswith("moe")]
@@ -32,8 +32,7 @@ def test_training_equals_one_device(mesh: str, name: str) -> None:
     "name",
     [
         pytest.param(n, marks=pytest.mark.slow if n in ("hf_t5", "hf_qwen3", "hf_llama", "hf_bert") else ())
-        for n in EXACT
-        if make(n).sequence_specs
+        for n in WITH_SEQUENCE
     ],
 )
 def test_sequence_parallel_training_equals_one_device(mesh: str, name: str) -> None:

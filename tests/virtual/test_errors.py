@@ -14,6 +14,7 @@ import shardfx as sx
 from shardfx.ir.graph import Graph
 from shardfx.passes import Context
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
+from tests.captures import captured_once
 
 X = torch.randn(8, 6, dtype=torch.float64)
 Y = torch.randint(0, 4, (8,))
@@ -29,6 +30,7 @@ class Net(nn.Module):
         return self.fc2(F.relu(self.fc1(x)))
 
 
+@captured_once("test_errors")
 def make(mesh: sx.Mesh | None = None, model: nn.Module | None = None, **hints: object) -> sx.ParallelModule:
     given = {"args": (X,), "loss": F.cross_entropy, "targets": (Y,), "specs": {"args.0": "dp, -"}} | hints
     return sx.parallelize(model or Net(), mesh or sx.Mesh(dp=2), sx.Hints(**given))  # type: ignore[arg-type]

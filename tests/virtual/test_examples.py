@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.pages import ROOT
+from tests.printed import check_printed, noting_programs
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -32,7 +33,9 @@ def test_the_gpt_trains_as_on_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(ROOT / "examples" / "gpt_megatron.py"), run_name="__main__")
+    with noting_programs() as ran:
+        pm = runpy.run_path(str(ROOT / "examples" / "gpt_megatron.py"), run_name="__main__")["pm"]
+    check_printed(pm, ran)
     printed = capsys.readouterr().out
     losses = [float(number) for number in re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE)]
     assert losses == pytest.approx(one_device(len(losses)), abs=2e-5)

@@ -26,6 +26,7 @@ from shardfx.runtime.verify.proof.interpreter import Rank
 from shardfx.runtime.verify.proof.known import Known, Proof
 from shardfx.runtime.verify.proof.within import Within
 from shardfx.runtime.verify.verdict import Verdict
+from tests.captures import captured_once
 from tests.zoo import make
 
 aten = torch.ops.aten
@@ -40,7 +41,8 @@ def many(rank_passes: tuple[sx.RankPass, ...] = ()) -> sx.ParallelModule:
     specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs, "fc1.bias": "-"}
     x, y = case.args[0].repeat(2, 1), case.targets[0].repeat(2)
     hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs, rank_passes=list(rank_passes))
-    return sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints)
+    with captured_once(case.name):
+        return sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints)
 
 
 def refused(verdict: Verdict, rank: int) -> None:

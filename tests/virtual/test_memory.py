@@ -13,6 +13,7 @@ from torch import nn
 import shardfx as sx
 from shardfx.ir.graph import Phase
 from shardfx.module.programs import TRAIN
+from tests.captures import captured_once
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan
 from tests.reference import rel_err, single_device
@@ -110,7 +111,8 @@ def blocks(mesh: sx.Mesh | None = None, specs: dict[str, str] | None = None, **h
     torch.manual_seed(0)
     x = torch.randn(256, 16)
     given = sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), specs=BATCH if specs is None else specs, **hints)
-    return sx.parallelize(Blocks(), mesh or sx.Mesh(dp=2), given)
+    with captured_once("blocks"):
+        return sx.parallelize(Blocks(), mesh or sx.Mesh(dp=2), given)
 
 
 def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
@@ -130,6 +132,9 @@ def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
     drawn = memory.draw(tmp_path / "memory.svg").read_text()
     assert all(word in drawn for word in ("forward", "backward", "activations", "layers.0.up", "peak"))
     assert pm.memory(rank=1).peak == memory.peak and pm.memory(training=False).peak < memory.peak
+    others = {"recompute": blocks(recompute="layers.*").memory(), "zero 3": blocks(zero=3, zero_min=0).memory()}
+    beside = memory.draw(tmp_path / "plans.svg", beside=others).read_text()
+    assert all(word in beside for word in ("this plan", "recompute", "zero 3", "backward"))
 
 
 def test_recompute_keeps_what_goes_into_a_block() -> None:
@@ -214,7 +219,7 @@ def test_a_budget_that_holds_and_one_that_does_not() -> None:
         ({"recompute": "layer.*"}, "matches none of the modules"),
         ({"recompute": sx.Recompute("layers.*", keep="aten.mn")}, "matches none of the ops"),
         ({"recompute": sx.Recompute("layers.*", slice="sp")}, "unknown mesh axis 'sp'"),
-        ({"recompute": "auto"}, "not available"),
+        ({"recompute": sx.Recompute("layers.*", keep="layers.*.up:aten.mn")}, "did you mean"),
         ({"recompute": 3}, "a pattern of modules"),
     ],
     ids=str,

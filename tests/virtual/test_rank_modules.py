@@ -19,6 +19,7 @@ import shardfx as sx
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.rank_module import Origin
+from tests.captures import captured_once
 from tests.plans import plan
 from tests.printed import check_printed, noting_programs
 from tests.zoo import make
@@ -38,6 +39,7 @@ class MLP(nn.Module):
 X, Y = torch.randn(8, 6), torch.randint(0, 4, (8,))
 
 
+@captured_once("test_rank_modules")
 def planned(mesh: sx.Mesh, **more: Any) -> sx.ParallelModule:
     torch.manual_seed(0)
     specs = {"args.0": "dp, -"} if mesh.size > 1 else {}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.captures import captured_once
 
 State = dict[str, Tensor]
 
@@ -25,6 +26,7 @@ class Net(nn.Module):
         return self.head(self.norm(self.embed(x))) + self.bias
 
 
+@captured_once("test_state_errors")
 def make(device: str = "cpu") -> sx.ParallelModule:
     torch.manual_seed(0)
     with torch.device(device):

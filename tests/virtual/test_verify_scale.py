@@ -14,6 +14,7 @@ from benchmarks.mutants import planned
 from shardfx.ir.ops import pack
 from shardfx.ir.program.lower import Lowering
 from shardfx.runtime.verify.families import many_ranks
+from tests.captures import captured_once
 from tests.mutants import MUTATIONS, Programs
 from tests.plans import MESHES, plan
 from tests.zoo import make
@@ -47,7 +48,8 @@ def test_many_ranks() -> None:
     specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs}
     x, y = case.args[0].repeat(2, 1), case.targets[0].repeat(2)
     hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs)
-    pm = sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints)
+    with captured_once(case.name):
+        pm = sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints)
     verdict = pm.verify()
     assert verdict, verdict.why
     kinds = len(verdict.programs)

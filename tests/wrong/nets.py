@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardfx as sx
+from tests.captures import captured_once
 from tests.zoo import make
 
 X, Y = torch.randn(8, 6), torch.randint(0, 4, (8,))
@@ -33,7 +34,8 @@ def loss(out: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
 def planned(*passes: sx.Pass, mesh: sx.Mesh | None = None) -> sx.ParallelModule:
     torch.manual_seed(0)
     hints = sx.Hints((X,), loss=loss, targets=(Y,), specs={"args.0": "dp, -"}, passes=passes)
-    return sx.parallelize(Net(), mesh or sx.Mesh(dp=2), hints, virtual=True)
+    with captured_once("net"):
+        return sx.parallelize(Net(), mesh or sx.Mesh(dp=2), hints, virtual=True)
 
 
 @cache
@@ -43,4 +45,5 @@ def of_many_ranks() -> sx.ParallelModule:
     specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs, "fc1.bias": "-"}
     x, y = case.args[0].repeat(8, 1), case.targets[0].repeat(8)
     hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs)
-    return sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints, virtual=True)
+    with captured_once(case.name):
+        return sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints, virtual=True)

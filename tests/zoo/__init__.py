@@ -11,7 +11,10 @@ the number of key-value heads is half the number of heads.
 from . import experts, hugging_face, own_models
 from .cases import CASES, IGNORED, Case, labels
 
-__all__ = ["CASES", "IGNORED", "Case", "experts", "hugging_face", "labels", "make", "own_models"]
+__all__ = ["CASES", "IGNORED", "WITH_SEQUENCE", "Case", "experts", "hugging_face", "labels", "make", "own_models"]
+
+WITH_SEQUENCE = ("hf_gpt2", "hf_llama", "hf_qwen3", "hf_bert", "hf_t5", "gpt_fused", "gpt_separate", "llama")
+"""The cases with ``sequence_specs`` and without dropout: here, for to make all models takes seconds."""
 
 
 def make(name: str) -> Case:

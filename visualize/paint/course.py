@@ -70,7 +70,7 @@ def course_svg(
     area = Rect(LEFT, TOP, WIDE, HIGH)
     most = max(peak, 1) * 1.06
     x = [area.x + area.w * (i + 0.5) / max(len(course), 1) for i in range(len(course))]
-    _scale(canvas, area, most)
+    draw_scale(canvas, area, most)
     _phases(canvas, area, phases, x)
     below = [0.0] * len(course)
     for name in shown:
@@ -91,7 +91,7 @@ def course_svg(
     return document(canvas, max(canvas.right, area.right) + MARGIN, canvas.bottom + MARGIN, title, "memory over calls")
 
 
-def _scale(canvas: Canvas, area: Rect, most: float) -> None:
+def draw_scale(canvas: Canvas, area: Rect, most: float) -> None:
     """Lines at round numbers of bytes."""
     unit = 10.0 ** (len(str(int(most))) - 1)
     step = next(unit * part for part in (0.2, 0.5, 1.0, 2.0) if most / (unit * part) <= 6)

@@ -1,0 +1,162 @@
+"""Memory against time: what ``recompute="auto"`` makes of a budget, beside recomputing some of the layers, and beside
+torch's own partitioner (min-cut, with ``activation_memory_budget``). A GPT on one device, in float32.
+
+    python -m benchmarks.recompute_table [--layers 8] [--machine h100-dgx]
+
+All programs are priced alike: their calls are replayed on shapes, which gives the live bytes at the peak (parameters,
+batch and gradients too) and the seconds of a step, here as so much more than the same maker's program takes that keeps
+all (torch's is 0.7 % shorter than ours). In each row the budget is what the other holds at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx, nn
+from torch._functorch import config
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+import shardfx as sx
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.replay import replay
+from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.text.printer import size_text
+
+from .models import GPT, Size, next_token
+
+BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1)
+"""Of torch's partitioner: 1 keeps what its min-cut keeps, 0 recomputes all."""
+MESH = sx.Mesh(dp=1)
+
+
+class Point(NamedTuple):
+    """What a program holds at its peak, in bytes, and the seconds of a step."""
+
+    peak: int
+    seconds: float
+
+
+class Loss(nn.Module):
+    """The model and its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        return (next_token(self.model(x), y),)
+
+
+def ours(size: Size, machine: Machine, **hints: Any) -> Point:
+    """A plan on one device."""
+    x, y = (torch.empty(size.batch, size.length, dtype=torch.long, device="meta") for _ in range(2))
+    with torch.device("meta"):
+        model = GPT(size)
+    given = sx.Hints(args=(x,), loss=next_token, targets=(y,), machine=machine, **hints)
+    memory = sx.parallelize(model, MESH, given).memory()
+    return Point(memory.peak, memory.footprint.cost.seconds(machine, MESH))
+
+
+def of_torch(size: Size, machine: Machine, budget: float) -> Point:
+    """Forward and backward as torch's partitioner makes them, one behind the other."""
+    made: dict[str, fx.GraphModule] = {}
+
+    def keep(name: str) -> Any:
+        def compiler(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            made[name] = module
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    x, y = torch.randint(0, size.vocab, (2, size.batch, size.length))
+    with config.patch(activation_memory_budget=budget, functionalize_rng_ops=False):
+        step = aot_module_simplified(
+            Loss(GPT(size)),
+            (x, y),
+            fw_compiler=keep("forward"),
+            bw_compiler=keep("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        step(x, y)[0].backward()
+    return priced(joined(made["forward"], made["backward"]), machine)
+
+
+def joined(forward: fx.GraphModule, backward: fx.GraphModule) -> RankProgram:
+    """Both as one program: what the forward saves goes into the backward."""
+    graph, env = fx.Graph(), dict[fx.Node, Any]()
+    inputs, outputs = [], []
+
+    def copied(module: fx.GraphModule) -> Sequence[Any]:
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return [env[each] if isinstance(each, fx.Node) else each for each in node.args[0]]
+            if node not in env:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        raise AssertionError("a graph without an output")
+
+    def typed(node: fx.Node) -> Value:
+        value = node.meta["val"]
+        return Value(TensorType(tuple(value.shape), value.dtype), name=node.name, spec=Spec.whole(value.dim()))
+
+    given = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    for node in given:
+        env[node] = graph.placeholder(node.name)
+        inputs.append(Input(InputKind.ARGUMENT, node.name, typed(node)))
+    loss, *saved = copied(forward)
+    one = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
+    places = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    env.update(zip(places, [*saved, one], strict=True))
+    grads = [each for each in copied(backward) if each is not None]
+    outputs = [Output(OutputKind.LOSS, "loss", Value(TensorType((), torch.float32)))]
+    outputs += [
+        Output(OutputKind.GRADIENT, f"grad{i}", Value(TensorType((), torch.float32))) for i in range(len(grads))
+    ]
+    graph.output((loss, *grads))
+    return RankProgram(0, MESH, graph, tuple(inputs), tuple(outputs))
+
+
+def priced(program: RankProgram, machine: Machine) -> Point:
+    """The peak, with what goes in, and the time."""
+    footprint = replay(program)
+    given = sum(each.value.type.nbytes for each in program.inputs)
+    return Point(given + footprint.peak.nbytes, footprint.cost.seconds(machine, MESH))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--machine", default="h100-dgx")
+    asked = parser.parse_args()
+    size, machine = Size(dim=512, layers=asked.layers, length=256, batch=8), Machine.of(asked.machine)
+    plain, whole = ours(size, machine), of_torch(size, machine, 1.0)
+    steps = range(2, size.layers + 1, 2)
+    others = {f"{n} of {size.layers} layers": (ours(size, machine, recompute=some(n)), plain) for n in steps}
+    others |= {f"torch, {budget}": (of_torch(size, machine, budget), whole) for budget in BUDGETS}
+    table = Table("", "peak", "more time", "auto: peak", "more time", box=box.SIMPLE_HEAD)
+    table.add_row("all is kept", size_text(plain.peak), "", "", "")
+    for name, (other, base) in others.items():
+        try:
+            auto = ours(size, machine, recompute="auto", memory=other.peak)
+            told = [size_text(auto.peak), f"{auto.seconds / plain.seconds - 1:.2%}"]
+        except sx.Error as error:
+            told = [f"refused: {error.expected}", ""]
+        table.add_row(name, size_text(other.peak), f"{other.seconds / base.seconds - 1:.2%}", *told)
+    Console(width=100).print(table)
+
+
+def some(count: int) -> sx.Recompute:
+    """Recompute the first layers."""
+    return sx.Recompute("layers.*", count=count)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Why values are cut as they are: each cut that was handed to a value is a decision, which remembers where from.
+
+No pass goes by them: they are for who asks why. A graph carries them, and its text has them on request
+(:mod:`shardfx.ir.text.reason_lines`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from .cut import Cut
+from .node import NOWHERE, Value, Where
+
+
+class Carrier(NamedTuple):
+    """The tensor and the dim of it from which an op handed an axis on."""
+
+    axis: str
+    value: Value
+    dim: int
+
+
+class Refused(NamedTuple):
+    """What did not come about, in words, and perhaps the value of which they speak."""
+
+    text: str
+    value: Value | None = None
+
+
+@dataclass(eq=False)
+class Decision:
+    """Why a dim of a value is cut as it is: from where, and what was turned down.
+
+    ``op`` is the op that carried the cut on (empty: none did), ``where`` its source, ``carriers`` the tensors from
+    which it came, ``causes`` the decisions that gave it to them; a hint has none of these.
+    """
+
+    value: Value
+    dim: int
+    cut: Cut
+    level: str = ""
+    hint: str = ""
+    refused: tuple[Refused, ...] = ()
+    op: str = ""
+    where: Where = NOWHERE
+    carriers: tuple[Carrier, ...] = ()
+    causes: tuple[Decision, ...] = ()
+
+    @property
+    def how(self) -> str:
+        """The hint, or through which kind of op, or by which pass."""
+        return f"the hint {self.hint!r}" if self.hint else self.level
+
+    @cached_property
+    def step(self) -> int:
+        """One for a hint; else one more than the steps of its causes, so that it is behind them."""
+        open_ = [self]
+        while "step" not in vars(self):  # a walk, for a chain of causes goes through all blocks of a model
+            made = open_[-1]
+            missing = [each for each in made.causes if "step" not in vars(each)]
+            open_ += missing
+            if not missing:
+                vars(open_.pop())["step"] = 1 + max((each.step for each in made.causes), default=0)
+        return self.step
+
+    @property
+    def values(self) -> Iterator[Value]:
+        """All values of which it speaks."""
+        yield self.value
+        yield from (each.value for each in self.carriers)
+        yield from (each.value for each in self.refused if each.value is not None)
+
+    def down(self, name: Callable[[Value], str]) -> str:
+        """What was turned down, in words."""
+        return ", ".join(text + (f" of {name(value)}" if value is not None else "") for text, value in self.refused)
+
+    def moved(self, change: Callable[[Value], Value]) -> Decision:
+        """The same of other values; its causes are still the old ones."""
+        return replace(
+            self,
+            value=change(self.value),
+            refused=tuple([Refused(text, value and change(value)) for text, value in self.refused]),
+            carriers=tuple([Carrier(axis, change(value), dim) for axis, value, dim in self.carriers]),
+        )
+
+
+ByValue = dict[Value, list[Decision]]
+
+
+class Reasons:
+    """The decisions of a graph by value, each value's in the order in which they were made.
+
+    What is to be said of many values alike is put off until somebody asks: planning does not.
+    """
+
+    def __init__(self, made: Mapping[Value, Sequence[Decision]] | None = None) -> None:
+        self._made: ByValue = {value: list(each) for value, each in (made or {}).items()}
+        self._later: list[Callable[[ByValue], None]] = []
+
+    def of(self, value: Value) -> Sequence[Decision]:
+        """Why a value is cut as it is."""
+        return self._all().get(value, ())
+
+    def __iter__(self) -> Iterator[Decision]:
+        """All decisions, those of one value together."""
+        return (each for several in self._all().values() for each in several)
+
+    @property
+    def values(self) -> Iterator[Value]:
+        """All values of which they speak."""
+        return (value for each in self for value in each.values)
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def later(self, change: Callable[[ByValue], None]) -> None:
+        """Change the decisions by value, when somebody asks."""
+        if self._made:
+            self._later.append(change)
+
+    def moved(self, change: Callable[[Value], Value]) -> Reasons:
+        """The same of the values of another graph, when somebody asks."""
+        found = Reasons()
+        if self._made:
+            found._made = dict(self._made)
+
+            def take(made: ByValue) -> None:
+                copies = {each: each.moved(change) for each in self}
+                for each in copies.values():
+                    each.causes = tuple([copies.get(cause, cause) for cause in each.causes])
+                made.clear()
+                for each in copies.values():
+                    made.setdefault(each.value, []).append(each)
+
+            found._later.append(take)
+        return found
+
+    def _all(self) -> ByValue:
+        while self._later:
+            self._later.pop(0)(self._made)
+            for made in (each for several in self._made.values() for each in several):
+                vars(made).pop("step", None)  # there are other causes now
+        return self._made

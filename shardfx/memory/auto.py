@@ -1,0 +1,123 @@
+"""``Hints(recompute="auto", memory=...)``: the cheapest values to make again, so that a plan fits.
+
+The plan that keeps all says what is held at each moment (:mod:`.stretches`); what to make again is then chosen
+(:mod:`.cheapest`), and is a few passes ``recompute{...}`` whose text says it. The plan with them is measured as any
+other; where it holds more than was thought, that is taken off the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardfx.compile import default_passes, plan_graph
+from shardfx.compiled import Compiled
+from shardfx.hints import bytes_of
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import OutputKind, Phase
+from shardfx.ir.names import prefixes
+from shardfx.ir.text.printer import size_text
+from shardfx.module.place import Place
+from shardfx.passes import Recompute
+
+from .budget import foreseen
+from .cheapest import Choice, cheapest, least_peak
+from .stretches import Course, Group, Kind, runs
+
+TRIES = 4
+"""So often the budget is corrected by what a plan really holds."""
+
+
+def fitted(compiled: Compiled, place: Place) -> Compiled:
+    """The plan in which so much is made again that it fits; itself, where nothing is asked for, or all fits.
+
+    Raises:
+        Error: there is no budget; or no choice fits.
+    """
+    hints = compiled.hints
+    if hints.recompute != "auto":
+        return compiled
+    if hints.memory is None:
+        raise Error(
+            "Hints(recompute='auto') is asked to make a plan fit, and not into what",
+            where="Hints(recompute='auto')",
+            expected="Hints(memory=...), the bytes that a rank may hold, such as '16GiB'",
+            got="memory=None",
+            remedy="say it; or name modules: Hints(recompute='layers.*')",
+        )
+    budget, memory = bytes_of(hints.memory), foreseen(compiled, place)
+    trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
+    if memory.peak <= budget or not trains:
+        return compiled
+    course = Course(memory, compiled.after, Machine.of(hints.machine))
+    kinds, moments = course.kinds, course.moments()
+    wanted = budget
+    for _ in range(TRIES):
+        choice = cheapest(kinds, moments, wanted)
+        if choice is None:
+            break
+        made = _planned(compiled, tuple(_passes(course, choice)))
+        peak = foreseen(made, place).peak
+        if peak <= budget:
+            step = memory.footprint.cost.seconds(course.machine, compiled.after.mesh)
+            made.after.notes.append(
+                f"made again to fit into {size_text(budget)}: {choice.seconds / step:.1%} more time in a step; "
+                f"the cheapest choice is at most {choice.gap:.1%} cheaper; the rank holds {size_text(peak)}"
+            )
+            return made
+        wanted -= peak - budget
+    raise Error(
+        f"no choice of what is made again fits into Hints(memory={hints.memory!r})",
+        where="Hints(recompute='auto')",
+        expected=f"a budget of at least about {size_text(least_peak(kinds, moments))}",
+        got=f"{size_text(budget)}, where a rank that keeps all holds {size_text(memory.peak)}",
+        remedy="allow more, cut parameters (Hints(zero=3)) or the batch over more ranks",
+    )
+
+
+def _planned(compiled: Compiled, again: tuple[Recompute, ...]) -> Compiled:
+    """The same with some recomputation."""
+    passes = default_passes(replace(compiled.hints, recompute=again))
+    graph, context = plan_graph(compiled.captured, compiled.hints, compiled.context.rules, passes)
+    return Compiled(compiled.hints, compiled.captured, graph, context, passes)
+
+
+def _passes(course: Course, choice: Choice) -> Iterator[Recompute]:
+    """The choice as passes: of each kind one for each run of stretches that keep the same."""
+    for kind in course.kinds:
+        count = len(kind.stretches)
+        kept = [frozenset(g for g in kind.groups if _keeps(g, choice, i, count)) for i in range(count)]
+        needed = {group for group in kind.groups if group.nbytes}
+        for start, length in runs(kept):
+            if not needed <= kept[start]:
+                yield _pass(course, kind, start, length, kept[start])
+
+
+def _keeps(group: Group, choice: Choice, index: int, count: int) -> bool:
+    """Whether a stretch keeps a group."""
+    again = choice.again[group]
+    return again <= index and (group.nbytes > 0 or index < again + choice.kept[group])
+
+
+def _pass(course: Course, kind: Kind, start: int, length: int, kept: frozenset[Group]) -> Recompute:
+    chosen = kind.stretches[start : start + length]
+    outer = chosen[0].path.rpartition(".")[0]
+    pattern = f"{outer}.*" if outer else "*"
+    there = _matched(course, pattern)
+    paths = [each.path for each in chosen]
+    first = there.index(paths[0]) if paths[0] in there else 0
+    if there[first : first + length] == paths and len(there) > 1:
+        keep = tuple(sorted(group.pattern(pattern) for group in kept))
+        return Recompute(pattern, keep, skip=first, count=length)
+    keep = tuple(sorted({group.pattern(each.path) for group in kept for each in chosen}))
+    return Recompute(tuple(paths), keep)
+
+
+def _matched(course: Course, pattern: str) -> list[str]:
+    """The modules that a pattern of a pass stands for, in its order."""
+    depth = pattern.count(".") + 1
+    outer = pattern[:-1]
+    nodes = [node for node in course.graph.nodes if node.phase is Phase.FORWARD]
+    paths = (prefixes(node.where.module)[depth - 1 : depth] for node in nodes)
+    return list(dict.fromkeys(path for each in paths for path in each if path.startswith(outer)))

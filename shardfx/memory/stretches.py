@@ -1,0 +1,210 @@
+"""What may be kept or made again: the stretches of a step's forward, those alike as one, and the values of each.
+
+A stretch is what a module of a list does (``layers.3``), or of a module of the root where there is no list. Of what it
+makes some waits for the backward; what goes on to other stretches stays in any case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
+from shardfx.ir.names import prefixes
+from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.traits import gives_alias
+
+from .rank_memory import RankMemory
+
+NUMBER = re.compile(r"\d+")
+
+
+def stretch_of(module: str) -> str:
+    """The module of a list that a module lies in, or else the module of the root; empty for the root itself."""
+    paths = prefixes(module)
+    return next((path for path in paths if NUMBER.fullmatch(path.rpartition(".")[2])), paths[0] if paths else "")
+
+
+@dataclass
+class Stretch:
+    """The nodes of one stretch, and when a rank calls them: ``ahead`` in the forward, ``back`` in the backward."""
+
+    path: str
+    nodes: list[Node] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    back: list[int] = field(default_factory=list)
+
+    def waits(self, call: int) -> bool:
+        """Whether its forward is done at a call, and its backward has not begun."""
+        return self.ahead[-1] < call < self.back[0]
+
+
+@dataclass(eq=False)
+class Group:
+    """The nodes of one op in one module of a stretch: kept together, or made again together.
+
+    ``seconds`` is what making it again takes. Where it is kept, ``nbytes`` of it wait for the backward, which needs
+    them itself; the ``extra`` bytes are needed by ``users`` that are made again, and wait where there are such.
+    """
+
+    module: str
+    op: str
+    nbytes: int = 0
+    seconds: float = 0.0
+    extra: int = 0
+    users: list[Group] = field(default_factory=list)
+
+    def pattern(self, stretch: str) -> str:
+        """Its name in the option ``keep``, with ``stretch`` for the module of the stretch."""
+        return f"{stretch}{self.module}:{self.op}"
+
+
+@dataclass
+class Kind:
+    """Stretches that are alike, in the order in which they run, and the groups that each of them has."""
+
+    stretches: list[Stretch]
+    groups: list[Group]
+
+
+@dataclass
+class Course:
+    """The memory of a step in which all is kept, and what of it may be made again.
+
+    Args:
+        memory: of a rank, foreseen.
+        graph: the planned graph that its program was lowered from.
+    """
+
+    memory: RankMemory
+    graph: Graph
+    machine: Machine
+
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        """Those that have a forward and a backward, the first first."""
+        found: dict[str, Stretch] = {}
+        for node in self.graph.nodes:
+            path = stretch_of(node.where.module)
+            if path and node.phase is Phase.FORWARD:
+                found.setdefault(path, Stretch(path)).nodes.append(node)
+        for at, call in enumerate(self.memory.footprint.calls):
+            planned = call.meta.get("shardfx")
+            if not isinstance(planned, Node) or planned.phase is Phase.UPDATE:
+                continue
+            stretch = found.get(stretch_of(planned.where.module))
+            if stretch is not None:
+                (stretch.ahead if planned.phase is Phase.FORWARD else stretch.back).append(at)
+        whole = [each for each in found.values() if each.ahead and each.back and each.ahead[-1] < each.back[0]]
+        return sorted(whole, key=lambda each: each.ahead[0])
+
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """The stretches, those alike together."""
+        found: dict[Hashable, list[Stretch]] = {}
+        for each in self.stretches:
+            key = tuple([(node.where.module[len(each.path) :], alike(node, placed=True)) for node in each.nodes])
+            found.setdefault(key, []).append(each)
+        return [Kind(alike, self._groups(alike[len(alike) // 2])) for alike in found.values()]
+
+    def _groups(self, stretch: Stretch) -> list[Group]:
+        """The groups of one stretch that may be made again."""
+        found: dict[tuple[str, str], Group] = {}
+        of: dict[Node, Group] = {}
+        made: dict[Node, list[Value]] = {}
+        leaving = sources(value for value, users in self._users.items() if users - {stretch.path})
+        for node in stretch.nodes:
+            made[node] = [value for value in node.outs if value not in leaving]
+            if made[node] and not gives_alias(node.op):
+                key = node.where.module[len(stretch.path) :], op_name(node.op)
+                of[node] = found.setdefault(key, Group(*key))
+        for node, group in of.items():
+            group.seconds += self._seconds.get(node, 0.0)
+            for value in made[node]:
+                if value in self._needed:
+                    group.nbytes += value.local_bytes(self.graph.mesh)
+                else:
+                    group.extra += value.local_bytes(self.graph.mesh)
+            for value in sources(node.operands):
+                used = of.get(value.node) if value.node is not None else None
+                if used is not None and used is not group and value not in self._needed:
+                    used.users.append(group)
+        return list(found.values())
+
+    @cached_property
+    def _users(self) -> dict[Value, set[str]]:
+        """Of each value the stretches whose forward uses it; or that it leaves the graph."""
+        found: dict[Value, set[str]] = {output.value: {"outputs"} for output in self.graph.outputs}
+        for node in self.graph.nodes:
+            for value in node.operands if node.phase is Phase.FORWARD else ():
+                found.setdefault(value, set()).add(stretch_of(node.where.module))
+        return found
+
+    @cached_property
+    def _needed(self) -> set[Value]:
+        """What the backward uses of the forward, behind views."""
+        later = (value for node in self.graph.nodes if node.phase is not Phase.FORWARD for value in node.operands)
+        return {v for v in sources(later) if v.node is not None and v.node.phase is Phase.FORWARD}
+
+    @cached_property
+    def _seconds(self) -> dict[Node, float]:
+        """What a rank takes for each node."""
+        found: dict[Node, float] = {}
+        for call, cost in zip(self.memory.footprint.calls, self.memory.footprint.costs, strict=True):
+            planned = call.meta.get("shardfx")
+            if isinstance(planned, Node):
+                found[planned] = found.get(planned, 0.0) + cost.seconds(self.machine, self.graph.mesh)
+        return found
+
+    @cached_property
+    def given(self) -> int:
+        """The bytes that are there all the time."""
+        return sum(held.nbytes for held in self.memory.given)
+
+    def moments(self) -> dict[tuple[int, ...], int]:
+        """The most bytes that are held, by how many stretches of each kind wait for their backward then.
+
+        Where a stretch is about to be made again, what its forward holds for a moment is there too.
+        """
+        found: dict[tuple[int, ...], int] = {}
+        footprint = self.memory.footprint
+        held = [self.given + a + b for a, b in zip(footprint.live, footprint.inside, strict=True)]
+        for at, nbytes in enumerate(held):
+            waiting = self._waiting(at)
+            found[waiting] = max(found.get(waiting, 0), nbytes)
+        for each in self.stretches:
+            ahead = held[each.ahead[0] : each.ahead[-1] + 1]
+            waiting = self._waiting(each.back[0])
+            found[waiting] = max(found[waiting], held[each.back[0]] + max(ahead) - ahead[-1])
+        return found
+
+    def _waiting(self, call: int) -> tuple[int, ...]:
+        return tuple(sum(each.waits(call) for each in kind.stretches) for kind in self.kinds)
+
+
+def sources(values: Iterable[Value]) -> set[Value]:
+    """What values are views of; themselves, if they are none."""
+    open_, found = list(values), set[Value]()
+    seen: set[Value] = set()
+    while open_:
+        value = open_.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.node is not None and gives_alias(value.node.op):
+            open_ += value.node.operands
+        else:
+            found.add(value)
+    return found
+
+
+def runs(marks: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    """The starts and lengths of the stretches of equal marks."""
+    start = 0
+    for i in range(1, len(marks) + 1):
+        if i == len(marks) or marks[i] != marks[start]:
+            yield start, i - start
+            start = i

@@ -1,0 +1,88 @@
+"""Captures that tests share: to capture a model takes longer than most of what is tested of its plans.
+
+>>> with captured_once("mlp3"):
+...     pm = sx.parallelize(make("mlp3").model, mesh, hints)     # captured at the first time, on whatever mesh
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardfx as sx
+import shardfx.compile
+from shardfx.ir.capture.model_and_loss import leaf_names
+from shardfx.ir.capture.trace import Captured
+
+KNOWN: dict[Hashable, Captured] = {}
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+@contextmanager
+def captured_once(name: str) -> Iterator[None]:
+    """Within (or in a function that it decorates), a model is captured once in this process for like examples.
+
+    Args:
+        name: of models that are the same when their modules are: in types, modes, plain attributes, and in the types
+            of parameters and buffers. These, the loss and the types of the examples are looked at.
+
+    A captured graph is the same on all meshes; each call gets a copy, with constants of its own. What depends on the
+    numbers of the examples (``Hints(guard=True)``), on objects among them or on hooks is captured at each call.
+    """
+    capture = shardfx.compile.capture_model
+
+    def once(model: nn.Module | torch.export.ExportedProgram, mesh: sx.Mesh, hints: sx.Hints) -> Captured:
+        examples = leaf_names(hints.args, hints.kwargs, hints.targets)
+        alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples)
+        if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
+            return capture(model, mesh, hints)
+        given = tuple((each, _type(leaf)) for each, leaf in examples)
+        key = (name, shardfx.compile.capture, hints.loss, _content(model), given, _surroundings())
+        if key not in KNOWN:
+            KNOWN[key] = capture(model, mesh, hints)
+        graph = shardfx.compile.own_constants(KNOWN[key].graph.copy())
+        graph.mesh = mesh
+        return replace(KNOWN[key], graph=graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shardfx.compile, "capture_model", once)
+        yield
+
+
+def _is_changed(model: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own."""
+    return any(
+        "forward" in vars(module) or any(vars(module)[each] for each in vars(module) if each.endswith("_hooks"))
+        for module in model.modules()
+    )
+
+
+def _surroundings() -> Hashable:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()
+
+
+def _content(model: nn.Module) -> Hashable:
+    """A model without its numbers."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    modules = [
+        (name, type(module), tuple((each, _type(a)) for each, a in vars(module).items() if isinstance(a, PLAIN)))
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    return tuple(modules), tuple((name, _first_name(tensor, tensors), _type(tensor)) for name, tensor in tensors)
+
+
+def _first_name(tensor: torch.Tensor, among: list[tuple[str, torch.Tensor]]) -> str:
+    """The first name of a tensor, which tied ones share."""
+    return next(name for name, each in among if each is tensor)
+
+
+def _type(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), repr(leaf)

@@ -1,0 +1,115 @@
+"""recompute="auto": what a budget has made again, by the cheapest choice; and that nothing else changes by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardfx as sx
+from shardfx.memory.cheapest import Choice, cheapest, least_peak
+from shardfx.memory.stretches import Group, Kind, Stretch
+from tests.plans import MESHES, plan
+from tests.reference import rel_err, single_device
+from tests.zoo import make
+
+QUICK = ("gpt_fused", "dp2tp2")
+SLOW = [("llama", "dp2tp2"), ("gpt_separate", "tp2"), ("unet", "dp2"), ("resnet", "dp2"), ("hf_t5", "dp2")]
+
+
+def seconds(pm: sx.ParallelModule) -> float:
+    """The seconds of a step, which the choice counts."""
+    return pm.memory().footprint.cost.seconds(sx.Machine.of(None), pm.mesh)
+
+
+@pytest.mark.parametrize(("name", "mesh"), [QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+def test_a_smaller_budget_holds_less_and_costs_more(name: str, mesh: str) -> None:
+    reference, case = single_device(make(name), 1), make(name)
+    plain = plan(make(name), MESHES[mesh])
+    peaks, times = [plain.memory().peak], [seconds(plain)]
+    for part in (0.95, 0.9):
+        budget = int(peaks[0] * part)
+        pm = plan(make(name), MESHES[mesh], recompute="auto", memory=budget)
+        assert pm.memory().peak <= budget and "made again to fit" in pm.after.notes[-1]
+        peaks.append(pm.memory().peak)
+        times.append(seconds(pm))
+    assert peaks == sorted(peaks, reverse=True) and times == sorted(times)
+    loss = pm(*case.args, *case.targets, **case.kwargs)
+    loss.backward()
+    alike = plain(*case.args, *case.targets, **case.kwargs)
+    alike.backward()
+    assert torch.equal(loss, alike) and rel_err(loss, reference.losses[0]) < 1e-9
+    theirs = plain.full_grads()
+    assert all(torch.equal(grad, theirs[at]) for at, grad in pm.full_grads().items())
+    assert pm.verify()
+
+
+def test_it_costs_no_more_than_recomputing_each_block() -> None:
+    mesh = MESHES["dp2tp2"]
+    blocks = plan(make("gpt_fused"), mesh, recompute="layers.*")
+    peak = blocks.memory().peak
+    chosen = plan(make("gpt_fused"), mesh, recompute="auto", memory=peak)
+    assert chosen.memory().peak <= peak and seconds(chosen) <= seconds(blocks)
+    assert chosen.plan == chosen.plan and any("recompute{" in text for text in map(str, chosen._compiled.passes))
+
+
+def test_what_fits_is_left_alone() -> None:
+    pm = plan(make("gpt_fused"), MESHES["dp2"], recompute="auto", memory="1GiB")
+    assert str(pm.after) == str(plan(make("gpt_fused"), MESHES["dp2"]).after)
+
+
+@pytest.mark.parametrize(
+    ("hints", "what"),
+    [({}, "Hints(memory=...)"), ({"memory": "300 kB"}, "a budget of at least about")],
+    ids=str,
+)
+def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
+    with pytest.raises(sx.Error) as raised:
+        plan(make("gpt_fused"), MESHES["dp2tp2"], recompute="auto", **hints)
+    assert what in str(raised.value) and raised.value.remedy
+
+
+# ---- the choice
+
+
+def kind(count: int, *groups: Group) -> Kind:
+    """So many stretches that are alike."""
+    return Kind([Stretch(f"layers.{i}") for i in range(count)], list(groups))
+
+
+def chosen(kinds: list[Kind], held: dict[tuple[int, ...], int], budget: int) -> Choice:
+    found = cheapest(kinds, held, budget)
+    assert isinstance(found, Choice)
+    return found
+
+
+def test_the_cheaper_of_two_is_made_again() -> None:
+    dear, cheap = Group("", "aten.mm", 10, 2.0), Group("", "aten.gelu", 10, 1.0)
+    found = chosen([kind(8, dear, cheap)], {(8,): 200}, 120)
+    assert found.again == {dear: 0, cheap: 8} and found.seconds == 8.0
+    found = chosen([kind(8, dear, cheap)], {(8,): 200}, 100)
+    assert found.again == {dear: 2, cheap: 8}
+
+
+def test_what_is_made_of_something_needs_it() -> None:
+    """The gelu is made again from the product, which the backward itself does not need: that is kept, or made again
+    too."""
+    gelu = Group("", "aten.gelu", 10, 1.0)
+    product = Group("", "aten.mm", 0, 50.0, 4, [gelu])
+    found = chosen([kind(4, gelu, product)], {(4,): 100}, 76)
+    assert found.again == {gelu: 4, product: 0} and found.kept[product] == 4
+    found = chosen([kind(4, gelu, product)], {(4,): 100}, 60)
+    assert found.again == {gelu: 4, product: 4} and found.seconds == 204.0
+    statistics = Group("", "aten.native_layer_norm", 1, 50.0, 4, [gelu])  # the backward needs but a part of it
+    found = chosen([kind(4, gelu, statistics)], {(4,): 104}, 80)
+    assert found.again == {gelu: 4, statistics: 0} and found.kept[statistics] == 4
+
+
+def test_the_last_blocks_keep_what_a_later_moment_has_room_for() -> None:
+    """Half way back, when gradients have come, the first half waits alone: that makes again, the last blocks keep."""
+    group = Group("", "aten.mm", 10, 1.0)
+    found = chosen([kind(8, group)], {(8,): 100, (4,): 120}, 90)
+    assert found.again == {group: 3}
+    assert cheapest([kind(8, group)], {(8,): 100, (4,): 120}, 70) is None
+    assert least_peak([kind(8, group)], {(8,): 100, (4,): 120}) == 80
