@@ -33,13 +33,14 @@ def captured_once(name: str) -> Iterator[None]:
             of parameters and buffers. These, the loss and the types of the examples are looked at.
 
     A captured graph is the same on all meshes; each call gets a copy, with constants of its own. What depends on the
-    numbers of the examples (``Hints(guard=True)``), on objects among them or on hooks is captured at each call.
+    numbers of the examples (``Hints(guard=True)``), on objects among them, on hooks or on how the batch is cut
+    (``Hints(batch_stats="local")``) is captured at each call.
     """
     capture = shardfx.compile.capture_model
 
     def once(model: nn.Module | torch.export.ExportedProgram, mesh: sx.Mesh, hints: sx.Hints) -> Captured:
         examples = leaf_names(hints.args, hints.kwargs, hints.targets)
-        alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples)
+        alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples) and hints.batch_stats is None
         if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
             return capture(model, mesh, hints)
         given = tuple((each, _type(leaf)) for each, leaf in examples)
