@@ -50,17 +50,20 @@ class ParallelTrainer(Trainer):
         mesh: as for :func:`shardfx.parallelize`.
         hints: how values are cut, and more; inputs, targets and loss are those of the trainer's batches. Names of the
             inputs are ``kwargs.input_ids`` and the like.
-        data: mesh axes (major first) over which the batch is cut, where ``hints`` do not say otherwise.
+        data: mesh axes (major first, as in ``"dp ep"``) over which the batch is cut, where ``hints`` do not say
+            otherwise; by default ``dp``, if there is such an axis.
         given, options: those of ``Trainer``.
 
     Raises:
-        Error: hints name inputs or a loss; the model cannot be planned.
+        Error: hints name inputs or a loss; the model cannot be planned; an axis that the mesh has not.
     """
 
     model: Any
     optimizer: Any
 
-    def __init__(self, *given: Any, mesh: Mesh, hints: Hints | None = None, data: str = "dp", **options: Any) -> None:
+    def __init__(
+        self, *given: Any, mesh: Mesh, hints: Hints | None = None, data: str | None = None, **options: Any
+    ) -> None:
         self._mesh, self._given = mesh, hints if hints is not None else Hints()
         if self._given.args or self._given.kwargs or self._given.targets or self._given.loss is not None:
             raise Error(
@@ -70,7 +73,8 @@ class ParallelTrainer(Trainer):
                 got=", ".join(n for n in ("args", "kwargs", "targets", "loss") if getattr(self._given, n)),
                 remedy="leave them out; a loss of your own is compute_loss_func",
             )
-        self._data = [axis for axis in data.split() if axis in {each.name for each in mesh.axes}]
+        own = "dp" if any(axis.name == "dp" for axis in mesh.axes) else ""
+        self._data = own if data is None else data
         self._pm: ParallelModule | None = None
         self._made_of: nn.Module | None = None
         self._version = 0
@@ -110,7 +114,7 @@ class ParallelTrainer(Trainer):
         named = {f"kwargs.{name}": each for name, each in kwargs.items()}
         named |= {f"targets.{i}": each for i, each in enumerate(targets)}
         specs = {
-            name: ", ".join([" ".join(self._data)] + ["-"] * (each.dim() - 1))
+            name: ", ".join([self._data] + ["-"] * (each.dim() - 1))
             for name, each in named.items()
             if self._data and isinstance(each, torch.Tensor) and each.dim() and each.shape[0] == rows
         }

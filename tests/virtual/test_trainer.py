@@ -227,6 +227,11 @@ def test_several_gpus_are_one_device_and_compiling_is_refused(tmp_path: Path) ->
         ParallelTrainer(small(), replace(args, torch_compile=True), mesh=sx.Mesh(dp=2), train_dataset=Text(8))
 
 
-def test_hints_that_name_inputs_are_refused(tmp_path: Path) -> None:
+def test_axes_and_hints_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(sx.Error, match="batch"):
+        made(ParallelTrainer, tmp_path, {}, model=small(), mesh=sx.Mesh(dp=2), data="batch").train()
+    trainer = made(ParallelTrainer, tmp_path, {}, model=small(), mesh=sx.Mesh(a=2, b=2), data="a b")
+    trainer.evaluate()
+    assert str(trainer._wrap_model(trainer.model).after.input("kwargs.input_ids").value.spec) == "[.{a,b}, .]"
     with pytest.raises(sx.Error, match="a trainer's batches are the inputs of its model"):
         made(ParallelTrainer, tmp_path, {}, mesh=sx.Mesh(dp=2), hints=sx.Hints(loss=torch.sum))
