@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,6 +22,8 @@ from shardfx.ir.capture.trace import Captured
 
 KNOWN: dict[Hashable, Captured] = {}
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of all modules: parameters, buffers and modules, which are looked at by name, and hooks."""
 
 
 @contextmanager
@@ -29,8 +31,8 @@ def captured_once(name: str) -> Iterator[None]:
     """Within (or in a function that it decorates), a model is captured once in this process for like examples.
 
     Args:
-        name: of models that are the same when their modules are: in types, modes, plain attributes, and in the types
-            of parameters and buffers. These, the loss and the types of the examples are looked at.
+        name: of models that are the same when their modules are: in types, modes, attributes, and in the types of
+            parameters and buffers. These, the loss and the types of the examples are looked at.
 
     A captured graph is the same on all meshes; each call gets a copy, with constants of its own. What depends on the
     numbers of the examples (``Hints(guard=True)``), on objects among them, on hooks or on how the batch is cut
@@ -43,7 +45,7 @@ def captured_once(name: str) -> Iterator[None]:
         alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples) and hints.batch_stats is None
         if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
             return capture(model, mesh, hints)
-        given = tuple((each, _type(leaf)) for each, leaf in examples)
+        given = tuple((each, _key(leaf)) for each, leaf in examples)
         key = (name, shardfx.compile.capture, hints.loss, _content(model), given, _surroundings())
         if key not in KNOWN:
             KNOWN[key] = capture(model, mesh, hints)
@@ -72,10 +74,10 @@ def _content(model: nn.Module) -> Hashable:
     """A model without its numbers."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     modules = [
-        (name, type(module), tuple((each, _type(a)) for each, a in vars(module).items() if isinstance(a, PLAIN)))
+        (name, type(module), tuple((each, _key(a)) for each, a in vars(module).items() if each not in OF_TORCH))
         for name, module in model.named_modules(remove_duplicate=False)
     ]
-    return tuple(modules), tuple((name, _first_name(tensor, tensors), _type(tensor)) for name, tensor in tensors)
+    return tuple(modules), tuple((name, _first_name(tensor, tensors), _key(tensor)) for name, tensor in tensors)
 
 
 def _first_name(tensor: torch.Tensor, among: list[tuple[str, torch.Tensor]]) -> str:
@@ -83,7 +85,24 @@ def _first_name(tensor: torch.Tensor, among: list[tuple[str, torch.Tensor]]) -> 
     return next(name for name, each in among if each is tensor)
 
 
-def _type(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), repr(leaf)
+def _key(given: Any) -> Hashable:
+    """What is equal for equal things; what cannot be compared is equal to itself alone."""
+    if isinstance(given, torch.Tensor):
+        return tuple(given.shape), given.stride(), given.dtype, given.device, given.requires_grad
+    if isinstance(given, (list, tuple)):
+        return type(given), tuple(_key(each) for each in given)
+    if isinstance(given, dict):
+        return type(given), tuple((each, _key(value)) for each, value in given.items())
+    if isinstance(given, set):
+        return type(given), frozenset(given)
+    return type(given), given if isinstance(given, Hashable) else Compared(given)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What can be compared, and has no hash: a configuration."""
+
+    given: object
+
+    def __hash__(self) -> int:
+        return hash(type(self.given))

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
-from tests.captures import captured_once
 
 F64 = torch.float64
 SPECS = {"args.0": "dp, -", "targets.0": "dp"}
@@ -29,7 +28,6 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
 
 
-@captured_once("test_calls")
 def parallel(model: nn.Module, mesh: sx.Mesh | None = None, **hints: Any) -> sx.ParallelModule:
     x, y = batch()
     given = {"args": (x,), "loss": F.cross_entropy, "targets": (y,), "specs": SPECS} | hints
