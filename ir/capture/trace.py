@@ -21,7 +21,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._decomp import get_decompositions
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
@@ -172,6 +171,7 @@ def _trace(
     program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names, batch_parts: int
 ) -> Graph:
     """The graph of a program's forward and backward."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)

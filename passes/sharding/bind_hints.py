@@ -17,9 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardfx.ir.cut import Cut
 from shardfx.ir.errors import Error
@@ -32,6 +30,9 @@ from shardfx.passes.base import HINTED, Context, Pass
 from .bind_cuts import pin_nodes
 from .fused_layout import fused_layout
 from .seeds import BY_PASS, as_used, data_axes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
         spec = Spec.parse(hint, mesh, ndim, where=where)
     elif isinstance(hint, Spec):
         spec = hint
-    elif isinstance(hint, (list, tuple)) and hint and all(isinstance(p, Placement) for p in hint):
+    elif isinstance(hint, (list, tuple)) and hint and all(is_placement(p) for p in hint):
         spec = from_placements(hint, mesh, ndim, where)
     else:
         raise Error(
@@ -159,8 +160,17 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
     return spec
 
 
+def is_placement(given: object) -> bool:
+    """Whether something is a placement of DTensor's."""
+    from torch.distributed.tensor.placement_types import Placement  # all of DTensor, which most hints do not need
+
+    return isinstance(given, Placement)
+
+
 def from_placements(placements: Iterable[Placement], mesh: Mesh, ndim: int, where: str) -> Spec:
     """DTensor placements, one per axis of ranks, as a spec."""
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
     given = tuple(placements)
     if len(given) != len(mesh.space):
         raise Error(
