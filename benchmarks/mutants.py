@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
+import torch
+
 import shardfx as sx
 from shardfx.ir.program.plain import plain
 from shardfx.runtime.verify.plan_proof import first_broken
@@ -43,6 +45,8 @@ PLANS = (
     "resnet@dp2",
     "hf_gpt2@dp2tp2+alone",
 )
+STEPPED = "mlp3@dp2tp2+AdamW"
+"""A whole step: random numbers do not tell a small term of it from none, and the proof does."""
 SPECS = {
     "whole-bias": {"fc1.bias": "-"},
     "both-axes": {"args.0": "dp tp, -", "targets.0": "-", "fc1.weight": "-, -", "fc1.bias": "-", "fc2.weight": "-, -"},
@@ -82,10 +86,13 @@ class Rates:
 
 
 def planned(name: str) -> sx.ParallelModule:
-    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets; others: :data:`SPECS`)."""
+    """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets, ``+AdamW``: whole steps;
+    others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
-    fuse = {"fuse_mb": 0} if "alone" in more else {}
+    fuse: dict[str, object] = {"fuse_mb": 0} if "alone" in more else {}
+    if "AdamW" in more:
+        fuse |= {"optimizer": torch.optim.AdamW, "zero": 1, "zero_min": 64, "clip": 0.1}
     specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}
     return plan(make(case), MESHES[mesh], "sequence" in more, specs=specs, **fuse)
 
@@ -153,7 +160,8 @@ def one(task: tuple[str, int]) -> Rates:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2, help="places per kind of damage and plan")
-    parser.add_argument("--plans", nargs="*", default=(*PLANS, *SECTIONS), metavar="PLAN", help="or kinds of questions")
+    every = (*PLANS, STEPPED, *SECTIONS)
+    parser.add_argument("--plans", nargs="*", default=every, metavar="PLAN", help="or kinds of questions")
     parser.add_argument("--survivors", action="store_true", help="name the damaged programs that were not refused")
     parser.add_argument("--sound", type=int, default=0, metavar="N", help="ask about N sound programs, too")
     parser.add_argument("--processes", type=int, default=os.cpu_count())

@@ -1,7 +1,8 @@
 """Step time (forward, backward, synchronised gradients) beside torch's own wrappers, on 2 gloo ranks of this
-machine.
+machine; with the update of AdamW, too.
 
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp --compile]
+    python -m benchmarks.step_time --only dp-update zero-update
 
 DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do. All variants live in the same two
 processes, one thread each, and take turns, round after round, so that a busy neighbour slows all of them alike. A
@@ -33,14 +34,22 @@ import shardfx as sx
 from .models import GPT, Size, next_token
 
 RANKS = 2
-PAIRS = {"dp": ("ours, dp", "DDP"), "zero": ("ours, zero 3", "FSDP2"), "tp": ("ours, tp", "DTensor TP")}
-AIMS = {"dp": 1.05, "zero": 1.3, "tp": 1.5}
+PAIRS = {
+    "dp": ("ours, dp", "DDP"),
+    "zero": ("ours, zero 3", "FSDP2"),
+    "tp": ("ours, tp", "DTensor TP"),
+    "dp-update": ("ours, dp, step", "DDP, AdamW"),
+    "zero-update": ("ours, zero 3, step", "FSDP2, AdamW"),
+}
+AIMS = {"dp": 1.05, "zero": 1.3, "tp": 1.5, "dp-update": 1.05, "zero-update": 1.3}
 MEGATRON = {
     **dict.fromkeys((f"layers.*.{n}.weight" for n in ("q", "k", "v", "fc1")), "tp, -"),
     **dict.fromkeys((f"layers.*.{n}.bias" for n in ("q", "k", "v", "fc1")), "tp"),
     **dict.fromkeys((f"layers.*.{n}.weight" for n in ("proj", "fc2")), "-, tp"),
 }
+BATCH = {"args.0": "dp, -", "targets.0": "dp, -"}
 Step = Callable[[], Tensor]
+"""Gives the loss; its ``backward()`` is still to come, unless the step is a whole one."""
 
 
 def ours(model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
@@ -48,6 +57,28 @@ def ours(model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tenso
     hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs)
     pm = sx.parallelize(model, sx.Mesh(**{axis: RANKS}), hints)
     return pm, lambda: pm(x, y)
+
+
+def whole(model: nn.Module, x: Tensor, y: Tensor, zero: int) -> tuple[nn.Module, Step]:
+    """Our plan with the optimizer in it."""
+    hints = sx.Hints(
+        args=(x,), loss=next_token, targets=(y,), specs=BATCH, zero=zero, zero_min=0, optimizer=torch.optim.AdamW
+    )
+    pm = sx.parallelize(model, sx.Mesh(dp=RANKS), hints)
+    return pm, lambda: pm.step(x, y)
+
+
+def updated(module: nn.Module, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+    """Their wrapper, and an optimizer of its parameters."""
+    optimizer = torch.optim.AdamW(module.parameters())
+
+    def step() -> Tensor:
+        loss = next_token(module(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return module, step
 
 
 def theirs(module: nn.Module, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
@@ -72,18 +103,24 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tup
     """Module and step by name."""
     half = x.shape[0] // RANKS
     mine = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
-    batch = {"args.0": "dp, -", "targets.0": "dp, -"}
     stored = {n: ", ".join(["dp"] + ["-"] * (p.dim() - 1)) for n, p in model.named_parameters()}
     made: dict[str, tuple[nn.Module, Step]] = {}
     if "dp" in only:
         made["DDP"] = theirs(DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True), x[mine], y[mine])
-        made["ours, dp"] = ours(model, "dp", batch, x, y)
+        made["ours, dp"] = ours(model, "dp", BATCH, x, y)
     if "zero" in only:
         made["FSDP2"] = theirs(sharded(deepcopy(model)), x[mine], y[mine])
-        made["ours, zero 3"] = ours(model, "dp", batch | stored, x, y)
+        made["ours, zero 3"] = ours(model, "dp", BATCH | stored, x, y)
     if "tp" in only:
         made["DTensor TP"] = theirs(tensor_parallel(deepcopy(model)), x, y)
         made["ours, tp"] = ours(model, "tp", MEGATRON, x, y)
+    if "dp-update" in only:
+        module = DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True)
+        made["DDP, AdamW"] = updated(module, x[mine], y[mine])
+        made["ours, dp, step"] = whole(model, x, y, 0)
+    if "zero-update" in only:
+        made["FSDP2, AdamW"] = updated(sharded(deepcopy(model)), x[mine], y[mine])
+        made["ours, zero 3, step"] = whole(model, x, y, 3)
     return made
 
 
@@ -94,7 +131,8 @@ def measure(module: nn.Module, step: Step, steps: int) -> tuple[float, float]:
     for _ in range(steps):
         module.zero_grad(set_to_none=True)
         loss = step()
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
     spent = torch.tensor((time.perf_counter() - started) / steps * 1e3)
     dist.all_reduce(spent, dist.ReduceOp.MAX)
     return spent.item(), loss.item()
@@ -126,7 +164,7 @@ def rank_main(rank: int, port: int, size: Size, rounds: int, steps: int, only: l
 
 def report(times: dict[str, list[float]], only: list[str]) -> None:
     for name, spent in times.items():
-        print(f"{name:14} {statistics.median(spent):7.1f} ms   least {min(spent):7.1f}   most {max(spent):7.1f}")
+        print(f"{name:18} {statistics.median(spent):7.1f} ms   least {min(spent):7.1f}   most {max(spent):7.1f}")
     for key in only:
         mine, other = PAIRS[key]
         ratios = [b / a for a, b in zip(times[mine], times[other], strict=True)]
@@ -139,7 +177,7 @@ def main() -> None:
         parser.add_argument(f"--{field}", type=int, default=value)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of a variant in a round")
-    parser.add_argument("--only", nargs="+", choices=list(PAIRS), default=list(PAIRS))
+    parser.add_argument("--only", nargs="+", choices=list(PAIRS), default=["dp", "zero", "tp"])
     parser.add_argument("--compile", action="store_true", help="through torch.compile")
     given = vars(parser.parse_args())
     rounds, steps, only, through = (given.pop(name) for name in ("rounds", "steps", "only", "compile"))

@@ -58,7 +58,7 @@ __all__ = [
 
 
 class InputKind(StrEnum):
-    """What an input of a graph is to the model."""
+    """What an input of a graph is to the model; a state is one of its optimizer, an option a number that it goes by."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -66,6 +66,13 @@ class InputKind(StrEnum):
     TARGET = "target"
     CONSTANT = "constant"
     SEED = "seed"
+    STATE = "state"
+    OPTION = "option"
+
+    @property
+    def is_of_optimizer(self) -> bool:
+        """Whether it is none of the model's: no hint names it."""
+        return self in (InputKind.STATE, InputKind.OPTION)
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +96,19 @@ class OutputKind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
     BUFFER = "buffer"
+    PARAMETER = "parameter"
+    STATE = "state"
     GUARD = "guard"
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is the new content of an input of its name."""
+        return self in (OutputKind.BUFFER, OutputKind.PARAMETER, OutputKind.STATE)
+
+    @property
+    def is_given_away(self) -> bool:
+        """Whether whoever receives it writes into it, or it into what was given: it is in memory of its own."""
+        return self is OutputKind.GRADIENT or self.is_kept
 
     @property
     def leaves_whole(self) -> bool:
@@ -124,8 +143,8 @@ class Guard:
 
 @dataclass(eq=False, slots=True)
 class Output:
-    """An output of the graph: a result of the model, its loss, a parameter's gradient, a buffer's new content, or a
-    value that a ``guard`` watches.
+    """An output of the graph: a result of the model, its loss, a parameter's gradient, the new content of a buffer, a
+    parameter or a state of its optimizer, or a value that a ``guard`` watches.
 
     ``spec`` is the placement in which it must leave the program; None while that is not known.
     """
@@ -182,13 +201,13 @@ class Graph:
         return {name: given.name for given in self.inputs for name in (given.name, *given.aliases)}
 
     def output_specs(self) -> dict[Output, Spec]:
-        """The placement in which each output must leave: as it says; or else a gradient and a buffer's new content as
+        """The placement in which each output must leave: as it says; or else a gradient and what is new content as
         their input is stored, a loss and a guard whole, a result as it is made, and nothing partial."""
         stored = {given.name: given.value.spec for given in self.inputs}
         found: dict[Output, Spec] = {}
         for output in self.outputs:
             made = output.value.spec
-            spec = stored.get(output.name) if output.kind in (OutputKind.GRADIENT, OutputKind.BUFFER) else None
+            spec = stored.get(output.name) if output.kind.is_given_away else None
             if spec is None:
                 whole = output.kind.leaves_whole or made is None
                 spec = Spec.whole(output.value.type.ndim) if whole or made is None else made.reduced()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +20,9 @@ from .store import Store
 Kinds = frozenset[OutputKind]
 Results = dict[tuple[OutputKind, str], list[torch.Tensor]]
 STORED = (InputKind.PARAMETER, InputKind.BUFFER)
+"""What is the model's own."""
+HELD = (*STORED, InputKind.STATE)
+"""What a store holds."""
 
 
 ELSEWHERE = "these data lead the model elsewhere than the example did"
@@ -70,6 +74,7 @@ class Step:
     _programs: dict[Kinds, dict[int, RankProgram]] = field(default_factory=dict)
     _shards: dict[str, Shards] = field(default_factory=dict)
     _constants: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    _written: WeakKeyDictionary[RankProgram, frozenset[str]] = field(default_factory=WeakKeyDictionary)
 
     @property
     def engine(self) -> Engine:
@@ -121,7 +126,8 @@ class Step:
         watch: Watch | None = None,
         kept: Kept | None = None,
     ) -> Results:
-        """Run the ranks of this process on whole inputs, or on this rank's own part of each; new buffers are stored.
+        """Run the ranks of this process on whole inputs, or on this rank's own part of each; what is new content of
+        what is stored is kept.
 
         Gives the distinct pieces of every output (under ``torchrun`` this rank's own). ``kept`` is what an earlier run
         went out from, where this one is to do the same.
@@ -135,7 +141,7 @@ class Step:
         cut: dict[tuple[str, int], torch.Tensor] = {}
         with torch.no_grad(), torch.autocast(engine.device.type, enabled=False):  # casts are in the programs
             given = {
-                rank: [self._piece(g, rank, inputs, kept, cut) for g in program.inputs]
+                rank: [self._piece(g, rank, inputs, kept, cut, program) for g in program.inputs]
                 for rank, program in programs.items()
             }
             try:
@@ -153,13 +159,17 @@ class Step:
                 for rank, out in sorted(outs.items()):
                     if layout.by_rank[rank] not in pieces:
                         pieces[layout.by_rank[rank]] = out[i]
-                        if output.kind is OutputKind.BUFFER:
+                        if output.kind.is_kept and not self._lies_there(output, rank, out[i]):
                             self.store.commit(output.name, rank, out[i])
                 found = [pieces[index] for index in sorted(pieces)]
                 if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
                     found = [self.store.as_gradient(output.name, piece) for piece in found]
                 results[output.kind, output.name] = found
         return results
+
+    def _lies_there(self, output: Output, rank: int, new: torch.Tensor) -> bool:
+        """Whether new content was written where it is stored."""
+        return len(self.ranks) == 1 and self.store.piece(output.name, rank).data_ptr() == new.data_ptr()
 
     @property
     def _runs_on(self) -> bool:
@@ -205,11 +215,14 @@ class Step:
         inputs: Mapping[str, torch.Tensor],
         kept: Kept,
         cut: dict[tuple[str, int], torch.Tensor],
+        program: RankProgram | None = None,
     ) -> torch.Tensor:
-        """What a rank starts from: ranks that hold the same share one tensor."""
+        """What a rank starts from: ranks that hold the same share one tensor, unless ``program`` writes over it."""
         name = given.name
-        if given.kind in STORED:
-            return kept.buffers[name, rank] if (name, rank) in kept.buffers else self.store.piece(name, rank)
+        if given.kind in HELD:
+            held = kept.buffers[name, rank] if (name, rank) in kept.buffers else self.store.piece(name, rank)
+            shared = program is not None and len(self.ranks) > 1 and name in self._renewed(program)
+            return held.clone() if shared else held
         if given.kind is InputKind.SEED:
             assert kept.seed is not None
             return kept.seed
@@ -225,6 +238,13 @@ class Step:
             known[name, which] = whole if is_local else self.shards(given).cut(whole, which)
         return known[name, which]
 
+    def _renewed(self, program: RankProgram) -> frozenset[str]:
+        """The names of parameters and states that a program may write over."""
+        if program not in self._written:
+            news = (OutputKind.PARAMETER, OutputKind.STATE)
+            self._written[program] = frozenset(o.name for o in program.outputs if o.kind in news)
+        return self._written[program]
+
     def local_shapes(self, given: Input) -> set[tuple[int, ...]]:
         """The shapes that a rank of this process may pass for an input beside the global one."""
         if self._runs_on:
@@ -238,7 +258,8 @@ class Step:
         """What a rank's program starts from, by input name, as far as it is known here."""
         kept, found = Kept(torch.zeros((), dtype=torch.int64), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
-            held = (self.store.parameters, self.store.buffers) if given.kind in STORED else (inputs,)
+            store = self.store
+            held = (store.parameters, store.buffers, store.states) if given.kind in HELD else (inputs,)
             if given.kind in (InputKind.SEED, InputKind.CONSTANT) or any(given.name in each for each in held):
                 found[given.name] = self._piece(given, rank, inputs, kept, {}).cpu().clone()
         return found

@@ -1,4 +1,4 @@
-"""Stores hold the shards of parameters and buffers; train, evaluation and inference programs work on one store."""
+"""Stores hold the shards of parameters, buffers and an optimizer's states; all programs of a plan work on one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Store(Protocol):
 
     parameters: dict[str, list[nn.Parameter]]
     buffers: dict[str, list[Tensor]]
+    states: dict[str, list[Tensor]]
+    """Of an optimizer, once there is one."""
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored pieces; what is stored already is written over."""
@@ -32,13 +34,19 @@ class Store(Protocol):
         """Move what is stored; parameters stay the same objects."""
 
     def piece(self, name: str, rank: int) -> Tensor:
-        """What a rank holds of a parameter or buffer, plain and local."""
+        """What a rank holds of a parameter, buffer or state, plain and local."""
 
     def held(self) -> Mapping[str, tuple[str, int]]:
-        """Of each parameter and buffer how it is placed, and which of its pieces this process has; -1 for all."""
+        """Of all that is stored how it is placed, and which of its pieces this process has; -1 for all."""
+
+    def begin(self, name: str, start: float | str) -> None:
+        """Make a state of an optimizer: one number everywhere, or a copy of the parameter of the name ``start``."""
+
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Cut a whole state into the stored pieces. Rank 0's is cut, and all ranks call it."""
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
-        """Keep a buffer's new content, once for each distinct piece."""
+        """Keep the new content of a buffer, parameter or state, once for each distinct piece."""
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
         """A tensor of a parameter's shape, in pieces as the parameter is. Rank 0's is cut, and all ranks call it."""

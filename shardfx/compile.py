@@ -126,6 +126,8 @@ def capture_model(model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, h
         loss=hints.loss,
         targets=hints.targets,
         guard=hints.guard,
+        optimizer=hints.optimizer if hints.loss is not None else None,
+        clip=hints.clip,
         batch_parts=batch_parts(mesh, hints),
     )
 

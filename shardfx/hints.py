@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.capture.update.made_groups import Parameters
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.rules.book import RuleEntry
@@ -57,12 +58,19 @@ class Hints:
         zero: 1, 2, 3: optimizer states, gradients, parameters too are cut over ``zero_axis`` (a mesh axis, or several,
             major first): each rank stores its piece of every parameter, which is what ``pm.parameters()`` are. They
             are gathered for a step (1, 2), or for each use in forward and backward (3); gradients are reduced and
-            scattered as they come. Parameters of fewer than ``zero_min`` elements stay as they are.
+            scattered as they come. With ``optimizer``, 1 and 2 store parameters whole, once, and gather new ones.
+            Parameters of fewer than ``zero_min`` elements stay as they are.
         memory: what a rank may hold at most in a step, in bytes or as text (``"16GiB"``, ``"80GB"``): a plan that holds
             more is an error that says what would make it fit.
         recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
             :class:`shardfx.Recompute` says what of them stays; or several of either. ``"auto"``: what makes the plan
             fit into ``memory`` at the least cost.
+        optimizer: makes the optimizer of the parameters that it is given, in a list that has them by name too
+            (``params.named``): ``lambda params: torch.optim.AdamW(params, lr=3e-4)``. Its step becomes a part of the
+            program: ``pm.step(x, y)`` runs a whole step, and ``pm.optimizer`` has groups, rates and states. It may
+            give a list of optimizers that share no parameter.
+        clip: the most that the norm of all gradients together may be; they are scaled down where it is more, before
+            the optimizer's step, or (without ``optimizer``) before they are handed out.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
             checksum); otherwise on the first, second, fourth, eighth ... call of each form. ``"broadcast"``: nothing
             is checked, and of the ranks that should pass the same, the first one's inputs are taken.
@@ -98,9 +106,12 @@ class Hints:
     zero_min: int = 2**14
     recompute: str | Recompute | Sequence[str | Recompute] | None = None
     memory: int | str | None = None
+    optimizer: Callable[[Parameters], Any] | None = None
+    clip: float | None = None
     offload: Sequence[str] = field(default=(), metadata=LATER)
-    optimizer: Any = field(default=None, metadata=LATER)
+    compute: Any = field(default=None, metadata=LATER)
     accumulate: int = field(default=1, metadata=LATER)
+    reduce: str = field(default="auto", metadata=LATER)
     pipeline: Any = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
@@ -186,6 +197,11 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         "a pattern of modules, a shardfx.Recompute, a tuple of such, or 'auto'",
     ),
+    "optimizer": (
+        lambda given: given is None or callable(given),
+        "a function that makes it of parameters: lambda params: torch.optim.AdamW(params, lr=3e-4)",
+    ),
+    "clip": (lambda given: given is None or (type(given) in (int, float) and given > 0), "a norm above zero, or None"),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
 }
 """What a field may be, and that in words."""

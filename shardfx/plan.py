@@ -68,7 +68,7 @@ class Plan(PlanFields):
         found = fingerprint(graph)
         if found == self.fingerprint:
             return
-        names = {given.name for given in graph.inputs}
+        names = {given.name for given in graph.inputs if not given.kind.is_of_optimizer}
         missing = [name for name in self.inputs if name not in names]
         fresh = [name for name in names if name not in self.inputs]
         other = "its inputs have the same names"
@@ -106,7 +106,7 @@ class Plan(PlanFields):
 def make_plan(compiled: Compiled) -> Plan:
     """The plan of a compiled model (see ``ParallelModule.plan``)."""
     graph = compiled.after
-    inputs = {g.name: _text(g.value, g.value.spec) for g in graph.inputs}
+    inputs = {g.name: _text(g.value, g.value.spec) for g in graph.inputs if not g.kind.is_of_optimizer}
     return Plan(
         graph.mesh,
         inputs,

@@ -225,16 +225,19 @@ def interchangeable(site: Site) -> list[fx.Node]:
 
 
 def lost_update(site: Site, node: fx.Node) -> None:
-    """The last output is a buffer's new content: return the old one."""
+    """An output is the new content of a buffer or a state: return the old one."""
     results = list(node.args[0])  # type: ignore[arg-type]
-    old = [n for n in site.graph.nodes if n.op == "placeholder" and "running_mean" in n.name]
-    at, name = next((i, name) for i, name in site.buffers if "running_mean" in name)
+    old = [n for n in site.graph.nodes if n.op == "placeholder"]
+    at, name = next((i, name) for i, name in site.buffers if name.endswith(KEPT))
     results[at] = next(n for n in old if n.name == identifier(name))
     node.args = (tuple(results),)
 
 
 def with_buffers(site: Site) -> list[fx.Node]:
-    return [site.end] if any("running_mean" in name for _, name in site.buffers) else []
+    return [site.end] if any(name.endswith(KEPT) for _, name in site.buffers) else []
+
+
+KEPT = ("running_mean", "exp_avg")
 
 
 def cast(site: Site, node: fx.Node) -> None:

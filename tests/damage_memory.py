@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.program.sharing import Sharing
 from tests.damage import WAIT, Site, pieces
 
 
@@ -25,8 +26,10 @@ def memories_with_twin(site: Site) -> list[fx.Node]:
 
 
 def _same_memory(site: Site, node: fx.Node) -> fx.Node | None:
+    """Earlier memory whose content is read later yet."""
+    share = Sharing(site.graph.nodes)
     others = [n for n in site.calls(memory_ops.empty) if n.args == node.args and n is not node]
-    earlier = [n for n in others if n < node]
+    earlier = [n for n in others if n < node and not share.last_use(n, node)]
     return earlier[0] if earlier else None
 
 
@@ -61,3 +64,19 @@ def gathered_over_an_input(site: Site, node: fx.Node) -> None:
 def joined_otherwise(site: Site, node: fx.Node) -> None:
     memory, values, count = node.args
     node.args = (memory, [values[1], values[0], *values[2:]], count)  # type: ignore[index,misc]
+
+
+def stepped(site: Site) -> list[fx.Node]:
+    """Calls that write over a state of which there is another one."""
+    return [n for n in site.graph.nodes if n.op == "call_function" and _another_state(site, n) is not None]
+
+
+def _another_state(site: Site, node: fx.Node) -> fx.Node | None:
+    into = node.kwargs.get("out")
+    if not isinstance(into, fx.Node) or not into.name.endswith("_exp_avg"):
+        return None
+    return next((n for n in site.graph.nodes if n.op == "placeholder" and n.name == f"{into.name}_sq"), None)
+
+
+def over_another_state(site: Site, node: fx.Node) -> None:
+    node.kwargs = {**node.kwargs, "out": _another_state(site, node)}

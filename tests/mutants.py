@@ -67,10 +67,12 @@ from tests.damage_memory import (
     gathered_over_an_input,
     joined_otherwise,
     memories_with_twin,
+    over_another_state,
     read_before_the_wait,
     read_from_slot,
     shared_memory,
     slots_of_gradients,
+    stepped,
     waits_of_all,
 )
 from tests.damage_pieces import (
@@ -157,7 +159,7 @@ MUTATIONS = (
     Mutation("outputs swapped", interchangeable, swap_outputs),
     Mutation("one output for two", interchangeable, one_for_two),
     Mutation("a parameter for its gradient", gradients, parameter_for_its_gradient),
-    Mutation("buffer not updated", with_buffers, lost_update),
+    Mutation("buffer or state not updated", with_buffers, lost_update),
     Mutation("cast down and up", of(aten.mm.default, aten.addmm.default, aten.convolution.default), cast),
     Mutation(
         "another activation", of(aten.relu.default, aten.gelu.default, aten.silu.default), target(aten.abs.default)
@@ -201,6 +203,7 @@ IN_PLACE = (
     Mutation("a gradient read from its slot", slots_of_gradients, read_from_slot),
     Mutation("gathered over an input", of(memory_ops.all_gather_into), gathered_over_an_input),
     Mutation("joined in another order", of(memory_ops.join, when=lambda n: len(n.args[1]) > 1), joined_otherwise),
+    Mutation("stepped over another state", stepped, over_another_state),
     Mutation("not written where it is joined", of(memory_ops.write), becomes(1)),
 )
 """Damage to destinations: what the programs as they run could get wrong."""
@@ -236,7 +239,7 @@ class Programs:
         if not as_they_run:
             programs = {rank: plain(program) for rank, program in programs.items()}
         outputs = list(enumerate(programs[0].outputs))
-        buffers = [(i, o.name) for i, o in outputs if o.kind is OutputKind.BUFFER]
+        buffers = [(i, o.name) for i, o in outputs if o.kind.is_kept]
         gradients = [(i, identifier(o.name)) for i, o in outputs if o.kind is OutputKind.GRADIENT]
         return Programs(programs, shapes, buffers, gradients)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._decomp import get_decompositions
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
@@ -30,6 +29,7 @@ from shardfx.ir.unfolding.unfold import check_regular
 
 from .convert import Names, convert
 from .decisions import with_numbers
+from .decomposed import decompositions
 from .forms.parts_of_batch import normalise_by_parts
 from .intake.given import as_module, on_cpu
 from .intake.hooks import WatchedHooks
@@ -39,41 +39,17 @@ from .intake.synchronised import alone
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
-
-aten = torch.ops.aten
-
-
-DECOMPOSED = (
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.smooth_l1_loss,
-    aten.smooth_l1_loss_backward,
-    aten.huber_loss,
-    aten.huber_loss_backward,
-    aten.binary_cross_entropy,
-    aten.binary_cross_entropy_backward,
-    aten.binary_cross_entropy_with_logits,
-    aten.soft_margin_loss,
-    aten.soft_margin_loss_backward,
-    aten.std,
-    aten.std_mean,
-    aten.var,
-    aten.var_mean,
-    aten.linalg_vector_norm,
-    aten.logsumexp,
-    aten.log_sigmoid_forward,
-    aten.log_sigmoid_backward,
-    aten.nan_to_num,
-)
-"""Ops whose result is a mean over everything, or a statistic of a dim: taken apart at once into sums and pointwise
-ops."""
+from .update.clip import clip_gradients
+from .update.made_groups import Factory
+from .update.written import Update, write_update
 
 
 @dataclass(frozen=True)
 class Captured:
     """A captured model: the graph, and how the leaves of inputs and results are arranged.
 
-    ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters.
+    ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
+    is what the graph has of an optimizer.
     """
 
     graph: Graph
@@ -81,6 +57,7 @@ class Captured:
     result_tree: pytree.TreeSpec
     result_leaves: tuple[Any, ...]
     aliases: Mapping[str, str]
+    update: Update | None = None
 
 
 def capture(
@@ -93,11 +70,15 @@ def capture(
     targets: tuple[Any, ...] = (),
     fold: bool = True,
     guard: bool = False,
+    optimizer: Factory | None = None,
+    clip: float | None = None,
     batch_parts: int = 1,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
     Args:
+        optimizer: makes the optimizer whose step stands behind the backward (see :mod:`.update.written`).
+        clip: what the norm of all gradients may be at the most (see :mod:`.update.clip`).
         fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
         guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
         batch_parts: batch norms normalise so many parts of the batch apart (see :mod:`.forms.parts_of_batch`).
@@ -131,7 +112,7 @@ def capture(
             return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard)
 
         short = Shortened(traced)
-        if fold:
+        if fold and optimizer is None and clip is None:
             short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         wanted = Names(tuple(names), aliases, loss_source(loss))
         trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts)
@@ -144,11 +125,14 @@ def capture(
             note = f"{TRACED_WHOLE} ({error.what})"
     hooks.check()
     _name_ties(graph, aliases)
+    if clip is not None:
+        clip_gradients(graph, clip)
+    update = write_update(graph, optimizer, traced.named_parameters()) if optimizer is not None else None
     guards = sum(output.guard is not None for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     apart = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
     graph.notes = [each for each in (note, said, apart) if each]
-    return Captured(graph, tuple(names), results.tree, results.leaves, aliases)
+    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update)
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -174,7 +158,6 @@ def _trace(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    decompositions: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)
     try:
         with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
@@ -188,7 +171,7 @@ def _trace(
                 normalise_by_parts(exported, batch_parts)
             own.restore(exported)
             joint = aot_export_joint_with_descriptors(
-                stack, exported, tensors, decompositions=decompositions, _record_nn_module_stack=True
+                stack, exported, tensors, decompositions=decompositions(), _record_nn_module_stack=True
             )
             return convert(joint.graph_module, mesh, names)
     except Error:

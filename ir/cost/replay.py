@@ -43,6 +43,8 @@ KEPT = {
     OutputKind.LOSS: "results",
     OutputKind.RESULT: "results",
     OutputKind.BUFFER: "new buffers",
+    OutputKind.PARAMETER: "new parameters",
+    OutputKind.STATE: "new states",
     OutputKind.GUARD: "results",
 }
 

@@ -77,12 +77,57 @@ MEMORY = (
 )
 """Destinations."""
 
+POINTWISE = (
+    aten.abs.default,
+    aten.add.Tensor,
+    aten.addcdiv.default,
+    aten.addcmul.default,
+    aten.div.Tensor,
+    aten.lerp.Scalar,
+    aten.lerp.Tensor,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.mul.Tensor,
+    aten.neg.default,
+    aten.pow.Tensor_Scalar,
+    aten.reciprocal.default,
+    aten.sign.default,
+    aten.sqrt.default,
+    aten.sub.Tensor,
+)
+"""Ops of an optimizer's step whose result may lie where an operand does."""
+
+
+def _over(op: Any) -> LocalOp:
+    """The form of an op that writes into ``out``, which may be an operand."""
+    names = [argument.name for argument in op._schema.arguments]
+    packet = op.overloadpacket
+    forms = [getattr(packet, name) for name in packet.overloads()]
+    types = [str(argument.type) for argument in op._schema.arguments]
+    (form,) = (
+        each
+        for each in forms
+        if [argument.name for argument in each._schema.arguments] == [*names, "out"]
+        and [str(argument.type) for argument in each._schema.arguments][:-1] == types
+    )
+    return LocalOp(
+        f"{form}",
+        form,
+        into="out",
+        plain=lambda args, kwargs: (op, args, {name: arg for name, arg in kwargs.items() if name != "out"}),
+    )
+
+
+OVER = {op: _over(op) for op in POINTWISE}
+OVERWRITING: dict[Any, Any] = {op: row.function for op, row in OVER.items()}
+"""By op the form that writes into ``out``."""
+
 OTHER = (
     LocalOp("c10d.wait_tensor", c10d.wait_tensor.default, shares=True),
     LocalOp("getitem", operator.getitem, shares=True),
 )
 
-LOCAL_OPS: dict[Any, LocalOp] = {row.function: row for row in (*STARTS, *PACKING, *MEMORY, *OTHER)}
+LOCAL_OPS: dict[Any, LocalOp] = {row.function: row for row in (*STARTS, *PACKING, *MEMORY, *OVER.values(), *OTHER)}
 """The rows by their function."""
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}
 

@@ -7,13 +7,16 @@ torch's ops in their schemas.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
 
+from shardfx.ir.graph import InputKind, OutputKind
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.table import LocalOp
+
+from .rank_program import RankProgram
 
 aten = torch.ops.aten
 
@@ -111,6 +114,11 @@ class Sharing:
         at = self._place[call]
         return all(self._place[use] <= at for use in self._uses.get(self._root[value], ()))
 
+    def adjoined(self, value: fx.Node) -> bool:
+        """Whether the memory may become a part of other memory, with what lies beside it."""
+        rows = (self._rows[use] for use in self._uses.get(self._root[value], ()))
+        return any(row is not None and row.adjoins for row in rows)
+
     def sender(self, value: fx.Node, call: fx.Node) -> fx.Node | None:
         """A collective that was started before ``call`` and is not waited for by then, if one sends this memory."""
         at = self._place[call]
@@ -121,16 +129,40 @@ class Sharing:
         return None
 
 
-class GivenAway:
-    """The memory of a program's results so far: each must be its receiver's own."""
+def renewed(program: RankProgram) -> dict[fx.Node, fx.Node]:
+    """The inputs whose new content an optimizer's step gives, each with that result: it may be written over."""
+    places = (node for node in program.graph.nodes if node.op == "placeholder")
+    inputs = {given.name: node for node, given in zip(places, program.inputs, strict=False) if given.kind in WRITTEN}
+    given = program.result().args[0]
+    results = given if isinstance(given, (list, tuple)) else [given]
+    return {
+        inputs[output.name]: result
+        for output, result in zip(program.outputs, results, strict=False)
+        if output.kind in NEW and output.name in inputs and isinstance(result, fx.Node)
+    }
 
-    def __init__(self, share: Sharing) -> None:
+
+WRITTEN = (InputKind.PARAMETER, InputKind.STATE)
+NEW = (OutputKind.PARAMETER, OutputKind.STATE)
+
+
+class GivenAway:
+    """The memory of a program's results so far: each must be its receiver's own.
+
+    What is ``renewed`` may lie where it is to lie.
+    """
+
+    def __init__(self, share: Sharing, renewed: Mapping[fx.Node, fx.Node] | None = None) -> None:
         self._share = share
+        self._renewed = renewed or {}
         self._taken: dict[fx.Node, set[object]] = {}
 
     def take(self, result: fx.Node) -> bool:
         """Whether a result has memory of its own, that no input and no earlier result has; it is taken from now on."""
         root, part = self._share.root(result), _part(result)
+        if self._renewed.get(root) is result and root not in self._taken:
+            self._taken[root] = {root}
+            return True
         taken = self._taken.setdefault(root, set())
         free = self._share.owned(result) and not (root in taken or part in taken or (part is None and taken))
         taken.add(root if part is None else part)

@@ -21,12 +21,13 @@ import torch
 from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Node, OutputKind
+from shardfx.ir.graph import Node
+from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import row_of
 
 from .rank_program import RankProgram
-from .sharing import GivenAway, Sharing
-from .well_formed import malformed
+from .sharing import GivenAway, Sharing, renewed
+from .well_formed import OVER, malformed
 
 PLACES = ("memory.part", "memory.join")
 """What takes memory as memory."""
@@ -70,6 +71,7 @@ class _Walk:
         self.nodes = list(program.graph.nodes)
         self._form()
         self.share = Sharing(self.nodes)
+        self.renewed = renewed(program)
         self.dead: dict[fx.Node, fx.Node] = {}
         """Values whose memory was written over, and by which call."""
         self.live: dict[fx.Node, list[fx.Node]] = {}
@@ -104,7 +106,8 @@ class _Walk:
         target = node.target
         if row is None and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             self._fail(f"{target} changes a tensor in place", node, expected="an op that does not, or a destination")
-        keeps = () if into is None or (row is not None and row.reads_into) else (into,)
+        read = row is not None and (row.reads_into or (isinstance(row.into, str) and into in node.args))
+        keeps = () if into is None or read else (into,)
         for used in node.all_input_nodes:
             if used in keeps:
                 continue
@@ -141,7 +144,7 @@ class _Walk:
     def _write(self, node: fx.Node, into: fx.Node) -> None:
         """What lies in the memory that is written now is gone."""
         root = self.share.root(into)
-        if not self.share.owned(into):
+        if not self.share.owned(into) and not (root in self.renewed and node.target in (*OVER, memory_ops.write)):
             self._fail(
                 f"{into.name} is written over, which is an input's memory",
                 node,
@@ -156,18 +159,23 @@ class _Walk:
                 expected=f"a wait for {started.name}",
             )
         for other in self.live.get(root, ()):
+            if other in node.all_input_nodes and other is not into and not self._apart(other, slot):
+                self._fail(f"{node.name} writes over {other.name}, which it reads", node, expected="other memory")
             if other is into and slot is None:
                 self.dead[other] = node
                 continue
-            row = self.share.row(other)
-            if row is not None and row.memory:
-                continue  # memory as such has no content to lose
-            theirs = self.slots.get(other)
-            if slot is not None and theirs is not None and slot[0] is theirs[0] and not _overlap(slot[1], theirs[1]):
-                continue
-            self.dead.setdefault(other, node)
+            if not self._apart(other, slot):
+                self.dead.setdefault(other, node)
         if slot is not None:
             self.slots[node] = slot
+
+    def _apart(self, other: fx.Node, slot: tuple[fx.Node, Slot] | None) -> bool:
+        """Whether a value loses nothing when its memory is written in this place."""
+        row = self.share.row(other)
+        if row is not None and row.memory:
+            return True  # memory as such has no content to lose
+        theirs = self.slots.get(other)
+        return slot is not None and theirs is not None and slot[0] is theirs[0] and not _overlap(slot[1], theirs[1])
 
     def _join(self, node: fx.Node) -> None:
         """The joined values lie in this memory, one behind the other, and fill it."""
@@ -191,7 +199,7 @@ class _Walk:
     def _output(self, node: fx.Node) -> None:
         given = node.args[0]
         results: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
-        given_away = GivenAway(self.share)
+        given_away = GivenAway(self.share, self.renewed)
         for output, result in zip(self.program.outputs, results, strict=False):
             if not isinstance(result, fx.Node):
                 continue
@@ -202,9 +210,9 @@ class _Walk:
             row = self.share.row(result)
             if row is not None and row.memory:
                 self._fail(f"{result.name} is returned, which is memory without content", node)
-            if self.ends and not given_away.take(result) and output.kind is OutputKind.GRADIENT:
+            if self.ends and not given_away.take(result) and output.kind.is_given_away:
                 self._fail(
-                    f"gradient {output.name} shares the memory of an input or of another result",
+                    f"{output.kind} {output.name} shares the memory of an input or of another result",
                     result,
                     expected="memory of its own: memory.own",
                     got=result.format_node() or result.name,

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import fx
 
-from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.local_ops import OVERWRITING, row_of
 
 OPS = ("placeholder", "get_attr", "call_function", "output")
 TENSOR, TENSORS, OTHER, ANY = "a tensor", "a list of tensors", "no tensor", "anything"
@@ -99,13 +99,18 @@ def _not_taken(node: fx.Node, slot: Slot, arg: Any) -> str:
     return f"{node.name} has {arg!r} for {slot.name!r}, where {slot.kind} is expected"
 
 
+OVER = frozenset(OVERWRITING.values())
+"""Pointwise ops in the form that writes into an operand's memory."""
+
+
 @cache
 def _slots(target: Callable[..., Any]) -> tuple[Slot, ...] | None:
     """The arguments of a torch op, or of one of our functions; None: nothing is known of them."""
     if isinstance(target, torch._ops.OpOverload):
         found = tuple(map(_of_schema, target._schema.arguments))
-        several = sum(slot.kind == TENSOR for slot in found) > 1 and row_of(target) is None
-        return tuple(replace(slot, number=several) for slot in found)
+        tensors = [slot for slot in found if slot.kind == TENSOR and slot.name != "out"]
+        several = len(tensors) > 1 and (row_of(target) is None or target in OVER)
+        return tuple(replace(slot, number=several and slot.name != "out") for slot in found)
     row = row_of(target)
     if row is not None and row.name == "getitem":
         return Slot("a", TENSOR), Slot("b", OTHER)

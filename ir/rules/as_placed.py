@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardfx.ir.cut import Cut, project
-from shardfx.ir.graph import Node, Strategy
+from shardfx.ir.graph import Node, Strategy, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import Spec
 
 from .sharding_rule import ShardingRule
 from .strategy import strategy
@@ -20,8 +23,10 @@ def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[i
     return rule.passes(kind, group) is not None
 
 
-def as_placed(rule: ShardingRule, node: Node, mesh: Mesh) -> Strategy:
-    """The strategy of a node that is cut as its operands are, as far as its rule allows.
+def as_placed(
+    rule: ShardingRule, node: Node, mesh: Mesh, seen: Callable[[Value], Spec | None] = lambda value: value.spec
+) -> Strategy:
+    """The strategy of a node that is cut as its operands are, as far as its rule allows; ``seen`` says how they are.
 
     Where two operands want one axis or factor, it is cut as the first; what is not allowed is needed whole, or reduced.
     """
@@ -29,15 +34,16 @@ def as_placed(rule: ShardingRule, node: Node, mesh: Mesh) -> Strategy:
     taken: set[str] = set()
     asked: dict[tuple[str, str], set[int]] = {}
     for index, (value, dims) in enumerate(zip(node.operands, rule.operands, strict=True)):
-        if value.spec is None:
+        spec = seen(value)
+        if spec is None:
             continue
         for d, dim in enumerate(dims):
-            projected = project(value.spec.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
+            projected = project(spec.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
             for factor, cut in zip(dim, projected or (), strict=False):
                 if cut.axes and factor not in rule.whole and factor not in cuts and not taken & set(cut.axes):
                     cuts[factor] = cut
                     taken.update(cut.axes)
-        for pair in value.spec.partial:
+        for pair in spec.partial:
             asked.setdefault(pair, set()).add(index)
     partial = {
         axis: (kind, frozenset(group))

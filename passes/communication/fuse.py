@@ -4,10 +4,10 @@
     %8 = comm.all_reduce(%7, axes=[dp])       ->    %5, %8 = comm.all_reduce(%3, %7, axes=[dp])
 
 A reduction waits for later ones until something uses it, or the bucket is full (what follows from the batch alone, such
-as how many targets count, does not wait for what takes parameters); a gather of what is there from the start (a stored
-parameter) joins the first of its bucket. Bytes stay the same, calls get fewer. All ranks run one program order, so
-that the order of collectives is the same on all, and since a bucket stands where all its operands are made and none of
-its results is used, it can never make a cycle.
+as how many targets count, does not wait for what takes parameters), and so does a gather of what leaves; a gather of
+what is there from the start (a stored parameter) joins the first of its bucket. Bytes stay the same, calls get fewer.
+All ranks run one program order, so that the order of collectives is the same on all, and since a bucket stands where
+all its operands are made and none of its results is used, it can never make a cycle.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class FuseComm(Pass):
             return False
         named = self._named(graph)
         rewriter = Rewriter(graph)
-        for bucket in self._late(graph, named) + self._early(graph, named):
-            if len(bucket.members) > 1:
-                _fuse(bucket.members, rewriter, early=bucket.members[0].op is comm.all_gather)
+        for buckets, early in ((self._late(graph, named), False), (self._early(graph, named), True)):
+            for bucket in buckets:
+                if len(bucket.members) > 1:
+                    _fuse(bucket.members, rewriter, early)
         changed = rewriter.apply()
         graph.rename()
         return changed
@@ -116,11 +117,11 @@ class FuseComm(Pass):
         return {key: min(self.mb * 1e6, max(nbytes / PARTS, LEAST)) for key, nbytes in total.items()}
 
     def _late(self, graph: Graph, named: dict[Node, str]) -> list[CommGroup]:
-        """Reductions wait for later ones, until one of them is used or the bucket is full."""
+        """Reductions, and gathers of what leaves, wait for later ones until one is used or the bucket is full."""
         open_: dict[Key, CommGroup] = {}
         waiting: dict[Value, Key] = {}
         done: list[CommGroup] = []
-        limit = self._limits(graph, named)
+        limit, users = self._limits(graph, named), graph.users()
 
         def close(key: Key) -> None:
             bucket = open_.pop(key)
@@ -133,7 +134,7 @@ class FuseComm(Pass):
                 if value in waiting:
                     close(waiting[value])
             key = self._key(node, graph, named)
-            if key is None or node.op is comm.all_gather:
+            if key is None or (node.op is comm.all_gather and users[node.outs[0]]):
                 continue
             size = node.op.whole_bytes(node, graph.mesh)
             bucket = open_.get(key)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardfx.ir.graph import Graph, Node, Output, Strategy, Value
+from shardfx.ir.ops import comm
 from shardfx.ir.ops.redistribute import Redistribution, Step
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.spec import Spec
@@ -84,7 +85,8 @@ class Copies:
         """Give every user the copy that it needs; those that keep the partial sum first, then the rest."""
         wanted = sorted(needs, key=lambda spec: self._cost(spec))
         for spec in wanted:
-            copy = self._at.get(spec) or self._make(spec)
+            leaves = all(isinstance(user, Output) for user, _ in needs[spec])
+            copy = self._at.get(spec) or self._make(spec, leaves)
             if copy is self.value:
                 continue
             for user, _ in needs[spec]:
@@ -98,17 +100,20 @@ class Copies:
     def _cost(self, target: Spec) -> float:
         return min(self._planner.seconds(self.value.type, s, target) for s in self._at)
 
-    def _make(self, target: Spec) -> Value:
+    def _make(self, target: Spec, leaves: bool = False) -> Value:
+        """A copy; where it ``leaves`` the program at once, it is gathered at the end."""
         type = self.value.type
         source = min(self._sources(target), key=lambda s: self._planner.seconds(type, s, target))
         copy = self._at[source]
         for step in self._planner.steps(type, source, target):
             known = self._at.get(step.spec)
-            copy = known if known is not None else self._step(copy, step)
-            self._at[step.spec] = copy
+            at_end = leaves and step.op is comm.all_gather
+            copy = known if known is not None else self._step(copy, step, at_end)
+            if not at_end:
+                self._at[step.spec] = copy
         return copy
 
-    def _step(self, copy: Value, step: Step) -> Value:
+    def _step(self, copy: Value, step: Step, at_end: bool) -> Value:
         kwargs = {
             "axes": list(step.axes),
             "dim": step.dim,
@@ -123,7 +128,9 @@ class Copies:
         assert copy.spec is not None
         node.strategy = Strategy((copy.spec,), (step.spec,))
         node.why = f"{copy.spec} is needed as {step.spec}"
-        if self.value.node is None and self._first is not None:
+        if at_end:
+            self._rewriter.at_end(node)
+        elif self.value.node is None and self._first is not None:
             self._rewriter.before(self._first, node)
         else:
             self._rewriter.after(maker, node)

@@ -19,6 +19,7 @@ from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_view
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
+from shardfx.passes.update_placement import place_update
 
 from .made_again import Repeats
 
@@ -51,17 +52,24 @@ class Zero(Pass):
                     remedy="name the axis, or a tuple of axes, over which parameters are to be stored cut",
                 )
         trained = {output.name: output for output in graph.outputs if output.kind is OutputKind.GRADIENT}
-        changed = False
+        stepped = {output.name for output in graph.outputs if output.kind is OutputKind.PARAMETER}
+        changed, cuts = False, dict[str, Spec]()
         for given in graph.of_kind(InputKind.PARAMETER):
             value = given.value
             if value.type.numel < self.least or (self.level < 3 and given.name not in trained):
                 continue
             spec = stored(value, self.axes, graph.mesh)
+            if given.name in stepped:
+                cuts[given.name] = spec
+                if self.level < 3:
+                    continue
             changed |= spec != value.spec
             value.spec = spec
             if given.name in trained:
                 trained[given.name].spec = spec
-        return changed
+        if any(node.phase is Phase.UPDATE for node in graph.nodes):
+            place_update(graph, context.cache, cuts)
+        return changed or bool(cuts)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from .buckets import Buckets
 from .gather_into import GatherInto
 from .in_place import InPlace
+from .overwrite import Overwrite
 from .own_outputs import OwnOutputs
 from .rank_pass import RankContext, RankPass, run_rank_passes
 from .waits import Waits
 
-BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in (Waits, Buckets, GatherInto, InPlace, OwnOutputs)}
+ORDER: tuple[type[RankPass], ...] = (Waits, Buckets, GatherInto, InPlace, Overwrite, OwnOutputs)
+BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
 
 def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
@@ -15,7 +17,7 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     if compiled:
         return (Waits(), OwnOutputs())
     gathers = (GatherInto(),) if device == "cpu" else ()
-    return (Waits(), Buckets(), *gathers, InPlace(), OwnOutputs())
+    return (Waits(), Buckets(), *gathers, InPlace(), Overwrite(), OwnOutputs())
 
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Buckets",
     "GatherInto",
     "InPlace",
+    "Overwrite",
     "OwnOutputs",
     "RankContext",
     "RankPass",

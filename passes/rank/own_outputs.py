@@ -1,4 +1,4 @@
-"""own-outputs: a gradient becomes its receiver's own, so that one which shares memory is copied.
+"""own-outputs: a gradient becomes its receiver's own, so that one which shares memory is copied; new content likewise.
 
     return (t, t)          own = memory.own(t)
                       ->   return (t, own)
@@ -13,17 +13,16 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import GivenAway, Sharing
+from shardfx.ir.program.sharing import GivenAway, Sharing, renewed
 
 from .rank_pass import RankContext, RankPass
 
 
 @dataclass(frozen=True)
 class OwnOutputs(RankPass):
-    """Copy the gradients that share memory with an input, or with another result."""
+    """Copy gradients and new contents that share memory with an input, or with another result."""
 
     name: ClassVar[str] = "own-outputs"
     establishes: ClassVar[frozenset[str]] = frozenset({"OWN_OUTPUTS"})
@@ -31,11 +30,11 @@ class OwnOutputs(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Copy what is shared."""
         output = program.result()
-        given_away = GivenAway(Sharing(program.graph.nodes))
+        given_away = GivenAway(Sharing(program.graph.nodes), renewed(program))
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         changed = False
         for i, (planned, result) in enumerate(zip(program.outputs, results, strict=True)):
-            if not isinstance(result, fx.Node) or given_away.take(result) or planned.kind is not OutputKind.GRADIENT:
+            if not isinstance(result, fx.Node) or given_away.take(result) or not planned.kind.is_given_away:
                 continue
             with program.graph.inserting_before(output):
                 results[i] = program.graph.call_function(memory_ops.own, (result,))

@@ -96,8 +96,8 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
     Raises:
         Error: a pattern matches nothing, two hints disagree, an axis is unknown or used twice, ...
     """
-    inputs = {given.name: given for given in graph.inputs}
-    names = graph.aliases
+    inputs = {given.name: given for given in graph.inputs if not given.kind.is_of_optimizer}
+    names = {name: known for name, known in graph.aliases.items() if known in inputs}
     modules = module_outputs(graph)
     bound: dict[Value, tuple[Spec, str]] = {}
     for text, given in context.specs.items():

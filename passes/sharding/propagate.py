@@ -22,6 +22,7 @@ from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
 from shardfx.passes.lost_work import report_lost_work, share_lost_work
+from shardfx.passes.update_placement import update_apart
 
 from .conflicts import Conflicts
 from .decompose import Expander
@@ -45,6 +46,12 @@ class Propagate(Pass):
     strict: bool = field(default=False, metadata={"help": "an op without a rule is an error"})
 
     def run(self, graph: Graph, context: Context) -> bool:
+        with update_apart(graph, context.cache):
+            self._place(graph, context)
+        self._report_missing(graph, context)
+        return True
+
+    def _place(self, graph: Graph, context: Context) -> None:
         expander = Expander(context.rules)
         held = Held(graph, context.cache)
         state = Propagation(held, Conflicts(held, context.planner))
@@ -56,12 +63,10 @@ class Propagate(Pass):
         for node in graph.nodes:
             if node.pin is not None:
                 check_pin(node, held.rules[node], graph.mesh)
-        self._report_missing(graph, context)
         write(held, sweep(held, state.conflicts))
         report_lost_work(graph, data_axes(graph))
         graph.reasons = state.reasons()
         graph.rename()
-        return True
 
     def _take_apart(self, graph: Graph, expander: Expander, state: Propagation) -> None:
         """Take apart what stands in the way of a cut, and hand on what that lets through, as long as there is any."""

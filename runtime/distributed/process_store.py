@@ -38,14 +38,16 @@ class ProcessStore:
         self.graph, self.device, self.mesh = graph, device, graph.mesh
         self.parameters: dict[str, list[nn.Parameter]] = {}
         self.buffers: dict[str, list[Tensor]] = {}
+        self.states: dict[str, list[Tensor]] = {}
         self.rank = dist.get_rank()
         whole_mesh = device_mesh(self.mesh, device.type)
         with ending_together("comparing the ranks' plans"):
             self._agree()
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self._states = [g for g in graph.inputs if g.kind is InputKind.STATE]
         self._cuts = any(_spec(given).axes for given in self._inputs)
         self._shards: dict[str, DTensorShard] = {}
-        for given in self._inputs:
+        for given in (*self._inputs, *self._states):
             type_ = given.value.type
             self._shards[given.name] = DTensorShard.of(
                 _spec(given), type_.shape, type_.dtype, self.mesh, whole_mesh, self.rank
@@ -100,20 +102,40 @@ class ProcessStore:
 
     def piece(self, name: str, rank: int) -> Tensor:
         """This rank's piece, plain and local."""
-        held = self.parameters.get(name) or self.buffers[name]
-        return self._shards[name].unwrap(held[0].detach())
+        return self._shards[name].unwrap(self._held(name)[0].detach())
+
+    def _held(self, name: str) -> Sequence[Tensor]:
+        return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
+
+    def _given(self, name: str) -> Input:
+        return next(given for given in (*self._inputs, *self._states) if given.name == name)
 
     def held(self) -> Mapping[str, tuple[str, int]]:
         """How each is placed, and which piece this rank has."""
         found = {}
-        for given in self._inputs:
+        for given in (*self._inputs, *self._states):
             shards = Shards.of(_spec(given), given.value.shape, self.mesh)
             found[given.name] = str(given.value.spec), shards.by_rank[self.rank]
         return found
 
+    def begin(self, name: str, start: float | str) -> None:
+        """Make this rank's piece of a state: one number everywhere, or a copy of a parameter."""
+        given = self._given(name)
+        type_, coords = given.value.type, self.mesh.coords(self.rank)
+        if isinstance(start, str):
+            piece = cut_local(self.whole(start).to(type_.dtype), _spec(given), self.mesh, self.rank).clone()
+        else:
+            shape = _spec(given).local_shape(type_.shape, self.mesh, coords)
+            piece = torch.full(shape, start, dtype=type_.dtype, device=self.device)
+        self.states[name] = [self._shards[name].wrap(piece) if _spec(given).axes else piece]
+
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Cut rank 0's whole state into the stored piece."""
+        self.piece(name, self.rank).copy_(self._mine(self._given(name), whole))
+
     def commit(self, name: str, rank: int, new: Tensor) -> None:
-        """Keep a buffer's new content."""
-        self._shards[name].unwrap(self.buffers[name][0]).copy_(new)
+        """Keep the new content of a buffer, parameter or state."""
+        self.piece(name, rank).copy_(new)
 
     def as_gradient(self, name: str, piece: Tensor) -> Tensor:
         """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is cut."""
@@ -131,13 +153,12 @@ class ProcessStore:
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
         """This rank's piece, as its parameter is."""
-        given = next(given for given in self._inputs if given.name == name)
+        given = self._given(name)
         return [self.as_gradient(name, self._mine(given, whole).clone())]
 
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
         """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
-        held = pieces if pieces is not None else self.parameters.get(name) or self.buffers[name]
-        given = next(g for g in self._inputs if g.name == name)
+        held, given = pieces if pieces is not None else self._held(name), self._given(name)
         return self.assemble(_spec(given), given.value.shape, [self._shards[name].unwrap(held[0].detach())])
 
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:

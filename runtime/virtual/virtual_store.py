@@ -22,9 +22,11 @@ class VirtualStore:
         self.mesh, self.device = graph.mesh, device
         self.parameters: dict[str, list[nn.Parameter]] = {}
         self.buffers: dict[str, list[Tensor]] = {}
+        self.states: dict[str, list[Tensor]] = {}
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         self._neighbours = neighbours(graph.nodes, graph.inputs)
-        placed = [(given.name, given.value, given.value.spec) for given in self._inputs]
+        self._states = [given for given in graph.inputs if given.kind is InputKind.STATE]
+        placed = [(given.name, given.value, given.value.spec) for given in (*self._inputs, *self._states)]
         self._shards = {name: Shards.of(spec, value.shape, graph.mesh) for name, value, spec in placed if spec}
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
@@ -71,20 +73,39 @@ class VirtualStore:
         for name, pieces in self.parameters.items():
             for i, piece in enumerate(pieces):
                 piece.data = memory[name][i].copy_(piece.data) if name in memory else piece.data.to(device)
-        self.buffers = {name: [tensor.to(device) for tensor in tensors] for name, tensors in self.buffers.items()}
+        for held in (self.buffers, self.states):
+            held.update({name: [tensor.to(device) for tensor in tensors] for name, tensors in held.items()})
+
+    def _held(self, name: str) -> Sequence[Tensor]:
+        return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
 
     def piece(self, name: str, rank: int) -> Tensor:
         """What a rank holds; ranks that hold the same share one tensor."""
-        held = self.parameters.get(name) or self.buffers[name]
-        return held[self._shards[name].by_rank[rank]].detach()
+        return self._held(name)[self._shards[name].by_rank[rank]].detach()
 
     def held(self) -> Mapping[str, tuple[str, int]]:
         """How each is placed; all pieces are here."""
-        return {given.name: (str(given.value.spec), -1) for given in self._inputs}
+        return {given.name: (str(given.value.spec), -1) for given in (*self._inputs, *self._states)}
+
+    def begin(self, name: str, start: float | str) -> None:
+        """Make a state of an optimizer: one number everywhere, or a copy of a parameter."""
+        layout = self._shards[name]
+        dtype = next(given.value.type.dtype for given in self._states if given.name == name)
+        if isinstance(start, str):
+            whole = self.whole(start).to(dtype)
+            self.states[name] = [layout.cut(whole, i).clone() for i in range(layout.count)]
+        else:
+            shapes = [layout.local_shapes[i] for i in range(layout.count)]
+            self.states[name] = [torch.full(shape, start, dtype=dtype, device=self.device) for shape in shapes]
+
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Cut a whole state into the stored pieces."""
+        for i, piece in enumerate(self.states[name]):
+            piece.copy_(self._shards[name].cut(whole, i))
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
-        """Keep a buffer's new content."""
-        self.buffers[name][self._shards[name].by_rank[rank]].copy_(new)
+        """Keep the new content of a buffer, parameter or state."""
+        self._held(name)[self._shards[name].by_rank[rank]].detach().copy_(new)
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
         """All pieces."""
@@ -93,7 +114,7 @@ class VirtualStore:
 
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
         """The whole tensor from its shards, in memory of its own."""
-        held = pieces if pieces is not None else self.parameters.get(name) or self.buffers[name]
+        held = pieces if pieces is not None else self._held(name)
         joined = self._shards[name].join([piece.detach() for piece in held])
         return joined if len(held) > 1 else joined.clone()
 

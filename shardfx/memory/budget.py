@@ -15,7 +15,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
 from shardfx.ir.text.printer import size_text
 from shardfx.module.place import Place
-from shardfx.module.programs import INFER, TRAIN, program_of
+from shardfx.module.programs import program_of, usual_kinds
 from shardfx.passes.rank import RankContext
 from shardfx.passes.sharding.seeds import data_axes
 
@@ -26,10 +26,9 @@ MOST = 5
 
 def foreseen(compiled: Compiled, place: Place) -> RankMemory:
     """What rank 0, which holds most, holds in a step of a plan."""
-    trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
     with no_collection():
         context, passes = RankContext(compiled.after, place.device.type), place.rank_passes(compiled.hints)
-        made = program_of(context, 0, TRAIN if trains else INFER, compiled.context.rules, passes)
+        made = program_of(context, 0, usual_kinds(compiled), compiled.context.rules, passes)
         return RankMemory(made, replay(made, place.exchanged))
 
 

@@ -28,6 +28,8 @@ from .formula import Sizes, Term, formula, no_formula, spec_of
 CATEGORIES = {
     InputKind.PARAMETER: "parameters",
     InputKind.BUFFER: "buffers",
+    InputKind.STATE: "optimizer states",
+    InputKind.OPTION: "inputs",
     InputKind.CONSTANT: "constants",
     InputKind.ARGUMENT: "inputs",
     InputKind.TARGET: "inputs",

@@ -67,8 +67,8 @@ def hand_out(loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: S
     return HandOut.apply(loss, grads, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def wanting(store: Store, call: Call) -> dict[str, list[torch.Tensor]]:
-    """The parameters, in pieces, and the inputs that want a gradient.
+def wanting(store: Store, call: Call | None = None) -> dict[str, list[torch.Tensor]]:
+    """The parameters, in pieces, and the inputs of a call that want a gradient.
 
     Raises:
         Error: some pieces of a parameter do, and some do not.
@@ -83,7 +83,7 @@ def wanting(store: Store, call: Call) -> dict[str, list[torch.Tensor]]:
                 expected="all of them, or none",
                 got=f"{len(found[name])} of {len(pieces)} with requires_grad",
             )
-    found |= {name: [tensor] for name, tensor in call.tensors.items() if tensor.requires_grad}
+    found |= {name: [tensor] for name, tensor in (call.tensors if call else {}).items() if tensor.requires_grad}
     return {name: tensors for name, tensors in found.items() if tensors}
 
 

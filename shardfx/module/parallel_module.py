@@ -25,14 +25,12 @@ from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree
 from .place import Place
-from .planned_module import PlannedModule
 from .programs import Programs
+from .stepped_module import WITH_RESULTS, SteppedModule
 from .variants import Variants
 
-WITH_RESULTS = "with_results"
 
-
-class ParallelModule(PlannedModule):
+class ParallelModule(SteppedModule):
     """What :func:`shardfx.parallelize` returns. Call it like the model, with the targets behind the arguments::
 
         loss = pm(x, y)
@@ -55,6 +53,7 @@ class ParallelModule(PlannedModule):
         self._compiling = None
         self._variants = variants
         self._hunt: NanHunt | None = None
+        self._optimizer = None
         self._state.load_from(model)
         self._tree = Tree(self, model, variants.skeleton)
         self._tree.register(self._state)
@@ -180,7 +179,11 @@ class ParallelModule(PlannedModule):
         Weights and (real) example inputs lie beside them. Under ``torchrun`` all ranks call it, and each writes its
         own; the weights of other ranks are not known there.
         """
-        return self._programs.save(Path(folder), ranks)
+        options = {}
+        if self._programs.steps:
+            self.optimizer.begin()
+            options = self.optimizer.options()
+        return self._programs.save(Path(folder), ranks, options)
 
     # ---- state ----------------------------------------------------------------------------------------------
 

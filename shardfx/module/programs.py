@@ -33,6 +33,8 @@ from .rules_checked import with_rules
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
+STEP: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER, OutputKind.PARAMETER, OutputKind.STATE})
+"""What a whole step gives, which stores new parameters and states."""
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
 PULL: Kinds = frozenset({OutputKind.GRADIENT})
 """The outputs of the program behind given gradients of results (see :mod:`.pull_back`)."""
@@ -41,14 +43,27 @@ BESIDE: Kinds = frozenset({OutputKind.RESULT})
 NAMES = {
     "loss and gradients": TRAIN,
     "loss": LOSS,
+    "a whole step": STEP,
     "results": INFER,
     "gradients for given ones": PULL,
     "loss, gradients and results": TRAIN | BESIDE,
     "loss and results": LOSS | BESIDE,
+    "a whole step, and results": STEP | BESIDE,
 }
 """The programs that a call may run."""
-USUAL = (TRAIN, LOSS, INFER)
+USUAL = (TRAIN, LOSS, STEP, INFER)
 """Those that any call may run; the others are asked for."""
+
+
+def trained_kinds(compiled: Compiled) -> Kinds:
+    """The outputs of the program of training: a whole step's, where the optimizer is in the plan."""
+    return TRAIN if compiled.captured.update is None else STEP
+
+
+def usual_kinds(compiled: Compiled) -> Kinds:
+    """The outputs of the program that is meant where nobody says which: of training, where there is a loss."""
+    trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
+    return trained_kinds(compiled) if trains else INFER
 
 
 def program_of(
@@ -92,9 +107,14 @@ class Programs:
         """Whether there is a loss."""
         return any(output.kind is OutputKind.LOSS for output in self.compiled.after.outputs)
 
+    @property
+    def steps(self) -> bool:
+        """Whether a whole step can be run: an optimizer's is a part of the plan."""
+        return self.compiled.captured.update is not None
+
     def kinds(self, training: bool | None = None) -> Kinds:
-        """The outputs of the program that is meant: of training, where there is a loss."""
-        return TRAIN if (self.trains if training is None else training) else INFER
+        """The outputs of the program that is meant: of training, where there is a loss, with the optimizer's step."""
+        return usual_kinds(self.compiled) if training is None else trained_kinds(self.compiled) if training else INFER
 
     def program(self, rank: int, kinds: Kinds) -> RankProgram:
         """The plan's own program of a rank."""
@@ -139,11 +159,12 @@ class Programs:
     def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[Asked]:
         """The programs that a call may run; ``modules`` are in the place of some of those that are meant."""
         there = {output.kind for output in self.compiled.before.outputs}
-        meant = TRAIN if OutputKind.LOSS in there else INFER
+        meant = self.kinds()
         found = []
         for name, kinds in NAMES.items():
             usual = kinds in USUAL and not self.pulls
-            if not (usual or self.step.has_run(kinds)) or (OutputKind.LOSS in kinds - there):
+            lacks = {OutputKind.LOSS, OutputKind.PARAMETER} & (kinds - there)
+            if not (usual or self.step.has_run(kinds)) or lacks:
                 continue
             used = {rank: program for (rank, its), program in self.step.changed.items() if its == kinds}
             given = modules if kinds == meant else {}
@@ -175,13 +196,15 @@ class Programs:
         for rank, program in changed.items():
             self.step.put(rank, kinds, program)
 
-    def save(self, folder: Path, ranks: Iterable[int] | None) -> Path:
-        """Write the programs of ``ranks`` (None: those of this process) as files; gives the folder."""
+    def save(self, folder: Path, ranks: Iterable[int] | None, options: Mapping[str, torch.Tensor]) -> Path:
+        """Write the programs of ``ranks`` (None: those of this process) as files; gives the folder. ``options`` are the
+        rates of an optimizer."""
         step, after = self.step, self.compiled.after
         folder.mkdir(parents=True, exist_ok=True)
         hints = self.compiled.hints
         named = leaf_names(hints.args, hints.kwargs, hints.targets)
         examples = {n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and type(t) is torch.Tensor}
+        examples |= options
         for rank in step.engine.ranks if ranks is None else ranks:
             program = self.running(rank, self.kinds())
             write_rank(folder, rank, program, after.mesh, step.rank_inputs(rank, program, examples))

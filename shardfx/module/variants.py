@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,19 +22,20 @@ from shardfx.compiled import Compiled
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Output, OutputKind
+from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.engine import Watch
 from shardfx.runtime.peers import Content, Peers
-from shardfx.runtime.step import STORED, Step
+from shardfx.runtime.step import HELD, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
 from .hand_out import gradients as gradients_of
 from .hand_out import trained, wanting
+from .held.program_optimizer import check_step
 from .product import product
-from .programs import BESIDE, INFER, LOSS, NAMES, PULL, TRAIN, Programs
+from .programs import BESIDE, INFER, LOSS, NAMES, PULL, STEP, TRAIN, Programs
 from .pull_back import AsItWas, attach, draws, pulling, refuse, reject_part, reject_without_loss
 
 Build = Callable[[nn.Module, Hints], Compiled]
@@ -108,9 +109,11 @@ class Variants:
         make: Make,
         watch: Watch | None,
         with_results: bool = False,
+        options: Mapping[str, torch.Tensor] | None = None,
     ) -> Any:
         """Run a call on this process's ranks, with the modules of these paths in training mode; the other ranks make
-        the same call. ``with_results``: the loss, and beside it the model's results.
+        the same call. ``with_results``: the loss, and beside it the model's results. ``options``: a whole step, with
+        these rates of its optimizer.
 
         Raises:
             Error: they do not; there is no loss where one is asked for; the model cannot be planned for such a call; a
@@ -118,13 +121,16 @@ class Variants:
         """
         first = self.known[0][1]
         trains = call.has_targets and first.trains
-        learns = trains and torch.is_grad_enabled()
-        kinds = INFER if not trains else TRAIN if learns else LOSS
+        steps, learns = options is not None, trains and torch.is_grad_enabled()
+        kinds = STEP if steps else INFER if not trains else TRAIN if learns else LOSS
         if with_results:
             reject_without_loss(trains)
             kinds |= BESIDE
-        wanted = wanting(first.step.store, call) if torch.is_grad_enabled() else {}
+        wanted = wanting(first.step.store, call) if torch.is_grad_enabled() and not steps else {}
         gradients = frozenset(wanted) if learns else frozenset[str]()
+        if steps:
+            gradients = frozenset(wanting(first.step.store))
+            check_step(first.compiled, gradients, call.has_targets)
         form = Form(training, inputs_of(call, first.step), gradients, autocast_around())
 
         def words() -> dict[str, str]:
@@ -133,13 +139,15 @@ class Variants:
         key = (kinds, form.key, watch is not None)
         local = peers.agree(key, words, passed(first.step, call))
         programs = self.serving(form, call, peers, make)
-        call = self._alike(programs.step, call, key, peers, local)
+        rates = [Content(name, rate, (), (), -1) for name, rate in (options or {}).items()]
+        call = self._alike(programs.step, call, key, peers, local, rates)
         if kinds is INFER and wanted:
             return self._onwards(programs, call, form, Around(peers, make, watch, local), wanted)
         step = programs.step
-        results = step.run(kinds, call.tensors, watch)
+        results = step.run(kinds, {**call.tensors, **(options or {})}, watch)
         if not trains:
             return model_results(programs.compiled, step, local, results)
+        learns = learns and not steps
         tensors = [tensor for tensors in wanted.values() for tensor in tensors] if learns else []
         loss = trained(step, call, local, wanted, results) if learns else results[OutputKind.LOSS, "loss"][0]
         if not with_results:
@@ -147,15 +155,19 @@ class Variants:
         out = model_results(programs.compiled, step, local, results)
         return loss, attach(out, refuse, tensors) if tensors else out
 
-    def _alike(self, step: Step, call: Call, key: Hashable, peers: Peers, local: bool) -> Call:
-        """The call, whose inputs are the same where they should: compared, or (if the hints say so) made so."""
+    def _alike(
+        self, step: Step, call: Call, key: Hashable, peers: Peers, local: bool, rates: Sequence[Content] = ()
+    ) -> Call:
+        """The call, whose inputs are the same where they should: compared, or (if the hints say so) made so. ``rates``
+        are compared in any case."""
 
         def given() -> list[Content]:
             return contents(step, call, local)
 
         if self.hints.check_inputs == "broadcast":
+            peers.compare(key, lambda: rates)
             return call.holding(peers.firsts(step.graph.mesh, given))
-        peers.compare(key, given, bool(self.hints.check_inputs))
+        peers.compare(key, lambda: [*given(), *rates], bool(self.hints.check_inputs))
         return call
 
     def _onwards(self, programs: Programs, call: Call, form: Form, around: Around, wanted: Wanted) -> Any:
@@ -240,16 +252,22 @@ class Variants:
         """The user's hints, for the inputs of a call."""
         hints = self.hints
         planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
-        specs = {**hints.specs, **ours}
+        states = {each.name for each in self.known[0][1].compiled.after.of_kind(InputKind.STATE)}
+        specs = {**hints.specs, **{name: spec for name, spec in ours.items() if name not in states}}
         args, kwargs, targets = _examples(form, call, hints.guard)
         cuts = {**planned, **hints.cuts}
         if form.pulls:
             specs = {name: spec for name, spec in specs.items() if not name.startswith(TARGETS)}
-            return replace(hints, args=args, kwargs=kwargs, targets=targets, loss=product, specs=specs, cuts=cuts)
+            hints = replace(hints, loss=product, **UNSTEPPED)
+            return replace(hints, args=args, kwargs=kwargs, targets=targets, specs=specs, cuts=cuts)
         if call.has_targets or not hints.targets:
             return replace(hints, args=args, kwargs=kwargs, targets=targets, specs=specs, cuts=cuts)
         specs = {name: spec for name, spec in specs.items() if not name.startswith(TARGETS)}
-        return replace(hints, args=args, kwargs=kwargs, targets=(), loss=None, specs=specs, cuts=cuts)
+        return replace(hints, args=args, kwargs=kwargs, targets=(), loss=None, specs=specs, cuts=cuts, **UNSTEPPED)
+
+
+UNSTEPPED: dict[str, Any] = {"optimizer": None, "clip": None}
+"""The hints of a plan that has no step."""
 
 
 def _pulled(programs: Programs) -> list[Output]:
@@ -285,5 +303,5 @@ def _examples(form: Form, call: Call, real: bool) -> Any:
 
 
 def stored(graph: Graph) -> Mapping[str, Spec]:
-    """The stored placements of parameters and buffers."""
-    return {g.name: g.value.spec for g in graph.inputs if g.kind in STORED and g.value.spec is not None}
+    """The stored placements of parameters, buffers and states."""
+    return {g.name: g.value.spec for g in graph.inputs if g.kind in HELD and g.value.spec is not None}

@@ -25,6 +25,8 @@ class Memory:
     constants: int
     gradients: int
     peak: Peak
+    states: int = 0
+    """Of an optimizer in the program."""
 
     @property
     def activations(self) -> int:
@@ -33,13 +35,13 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """parameters + buffers + inputs + constants + everything that the program holds at the worst moment."""
-        return self.parameters + self.buffers + self.inputs + self.constants + self.peak.nbytes
+        """parameters + buffers + states + inputs + constants + what the program holds at the worst moment."""
+        return self.parameters + self.buffers + self.states + self.inputs + self.constants + self.peak.nbytes
 
     @property
     def end_bytes(self) -> int:
-        """What is held when the step is done: parameters + buffers + gradients."""
-        return self.parameters + self.buffers + self.gradients
+        """What is held when the step is done: parameters + buffers + states + gradients, if these are handed out."""
+        return self.parameters + self.buffers + self.states + self.gradients
 
 
 @dataclass(frozen=True)

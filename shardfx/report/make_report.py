@@ -14,6 +14,7 @@ from shardfx.ir.cost.traffic import comm_name, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 
 from .figures import Cause, CommRow, Communication, Estimate, Memory, Report
@@ -41,7 +42,7 @@ def make_report(
     mesh = device.connect(graph.mesh, instead_of=planned)
     with no_collection():
         footprint = replay(program, exchanged)
-        communication = Communication(tuple(comm_rows(graph, mesh)))
+        communication = Communication(tuple(comm_rows(graph, mesh, {output.kind for output in program.outputs})))
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
@@ -59,23 +60,26 @@ def memory_of(graph: Graph, peak: Peak) -> Memory:
     given: dict[InputKind, int] = {}
     for each in graph.inputs:
         given[each.kind] = given.get(each.kind, 0) + each.value.local_bytes(mesh)
+    stepped = any(output.kind is OutputKind.PARAMETER for output in graph.outputs)
     gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     return Memory(
         given.get(InputKind.PARAMETER, 0),
         given.get(InputKind.BUFFER, 0),
         given.get(InputKind.ARGUMENT, 0) + given.get(InputKind.TARGET, 0) + given.get(InputKind.SEED, 0),
         given.get(InputKind.CONSTANT, 0),
-        sum(value.local_bytes(mesh) for value in gradients),
+        0 if stepped else sum(value.local_bytes(mesh) for value in gradients),
         peak,
+        given.get(InputKind.STATE, 0),
     )
 
 
-def comm_rows(graph: Graph, mesh: Mesh) -> list[CommRow]:
-    """The collectives by axes and kind, in the order of the mesh, what sends most first; times are by its links."""
+def comm_rows(graph: Graph, mesh: Mesh, kinds: Iterable[OutputKind] = tuple(OutputKind)) -> list[CommRow]:
+    """The collectives that outputs of some kinds need by axes and kind, in the order of the mesh, what sends most
+    first; times are by its links."""
     outputs = {output.value: output for output in graph.outputs}
     inputs = {given.value: given.name for given in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
-    for node in graph.nodes:
+    for node in select(graph, kinds)[1]:
         if is_comm(node) and not node.op.stays:
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node)), []).append(node)
     made = []
@@ -113,7 +117,7 @@ def what(operand: Value, result: Value, inputs: Mapping[Value, str], outputs: Ma
     if output is not None and output.kind is OutputKind.GRADIENT:
         return f"gradient of {output.name}"
     if output is not None and output.kind is not OutputKind.RESULT:
-        return f"new content of {output.name}" if output.kind is OutputKind.BUFFER else output.name
+        return f"new content of {output.name}" if output.kind.is_kept else output.name
     maker = op_name(source.node.op) if source.node is not None else "an input"
     partial = operand.spec is not None and bool(operand.spec.partial)
     return f"{'partial sums' if partial else 'result'} of {maker}"

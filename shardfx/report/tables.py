@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 WIDTH = 110
 MOST_CAUSES, MOST_HOLDERS = 4, 6
 FORMULA = (
-    "peak = parameters + buffers + constants + inputs + the largest sum of live storages over the program\n"
-    "Not counted: the states of the optimizer, workspaces inside of ops, fragmentation."
+    "peak = parameters + buffers + states + constants + inputs + the largest sum of live storages over the program\n"
+    "Not counted: the states of an optimizer outside of the program, workspaces inside of ops, fragmentation."
 )
 
 
@@ -84,18 +84,23 @@ def report_tables(report: Report) -> RenderableType:
     return Group(*parts)
 
 
+NEW = ("new buffers", "new parameters", "new states")
+"""What is written into what is stored, once the program is done."""
+
+
 def _memory(report: Report) -> list[RenderableType]:
     memory, peak = report.memory, report.memory.peak
     made = table("Memory of one rank", "", "bytes", "what is counted", right=[1])
     for name, size, note in (
         ("parameters", memory.parameters, "the stored shards"),
         ("buffers", memory.buffers, "the stored shards"),
+        ("states", memory.states, "the stored shards of the optimizer's"),
         ("constants", memory.constants, "tensors that the model made when it was captured"),
         ("inputs", memory.inputs, "this rank's part of the batch"),
         ("gathered", peak.of("gathered"), "at the peak: stored parameters made whole"),
         ("activations", memory.activations, "at the peak: made by the forward pass, kept for the backward"),
         ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),
-        ("results", peak.of("results") + peak.of("new buffers"), "at the peak: loss, results, new contents of buffers"),
+        ("results", peak.of("results") + sum(map(peak.of, NEW)), "at the peak: loss, results, new contents of buffers"),
         ("communication", peak.of("communication"), "at the peak: what is packed, sent and received"),
         ("kept", peak.of("kept"), "at the peak: memory of gathers and gradients that is kept between steps, idle then"),
         ("temporaries", peak.of("temporaries"), "at the peak: everything else"),

@@ -107,7 +107,7 @@ class Case:
     passes: tuple[str, ...]
     strict: bool
     memory: tuple[tuple[str, object], ...] = ()
-    """Hints on what a rank holds: ``zero``, ``recompute``."""
+    """Hints on what a rank holds, and does in a step: ``zero``, ``recompute``, ``optimizer`` by name, ``clip``."""
 
     def script(self) -> str:
         """The case as a program: it prints how its result differs from one device's."""
@@ -144,7 +144,7 @@ def draw(seed: int) -> Case:
 
 
 def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
-    """Hints on what a rank holds, of every third case."""
+    """Hints on what a rank holds, and does in a step, of about half of the cases."""
     rng, found = random.Random(f"memory {seed}"), dict[str, object]()
     if rng.random() < 0.2:
         level, count = rng.choice((1, 2, 3)), rng.choice((1, 1, len(axes)))
@@ -152,6 +152,16 @@ def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
     modules = sorted({name.rpartition(".")[0] for name, ndim, _ in named(net) if name.endswith(".weight") and ndim > 1})
     if rng.random() < 0.2 and modules and net.mode != "inference":
         found["recompute"] = tuple(rng.sample(modules, rng.randint(1, len(modules))))
+    return found | step(seed, net)
+
+
+def step(seed: int, net: Net) -> dict[str, object]:
+    """An optimizer in the program, and clipping, of every fourth case that trains."""
+    rng, found = random.Random(f"step {seed}"), dict[str, object]()
+    if rng.random() < 0.25 and net.mode != "inference":
+        found["optimizer"] = rng.choice(("AdamW", "SGD", "Adafactor"))
+    if rng.random() < 0.1 and net.mode != "inference":
+        found["clip"] = rng.choice((0.01, 100.0))
     return found
 
 

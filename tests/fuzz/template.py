@@ -88,10 +88,23 @@ def apart(ours, theirs):
     return float(error.detach().nan_to_num(nan=float("inf")))
 
 
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, dampening=0.5),
+    "Adafactor": lambda params: torch.optim.Adafactor(params),
+}
+
+
+def clipped(model):
+    if "clip" in OPTIONS:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIONS["clip"])
+
+
 def parallel(model, args, kwargs, targets):
     given = dict(loss=None if MODE == "inference" else loss, targets=() if MODE == "inference" else targets)
     specs = {k: v for k, v in SPECS.items() if MODE != "inference" or not k.startswith("targets")}
-    hints = sx.Hints(args=args, kwargs=kwargs, specs=specs, **given, **OPTIONS)
+    options = {**OPTIONS, "optimizer": OPTIMIZERS.get(OPTIONS.get("optimizer"))}
+    hints = sx.Hints(args=args, kwargs=kwargs, specs=specs, **given, **options)
     return sx.parallelize(model.train(MODE in ("train", "both")), MESH, hints)
 
 
@@ -107,6 +120,7 @@ def differences(model, pm, args, kwargs, targets):
         return found
     ours, theirs = pm(*args, *targets, **kwargs), loss(alone(*args, **kwargs), *targets)
     ours.backward(), theirs.backward()
+    clipped(alone)
     found["loss"] = apart(ours, theirs)
     grads = pm.full_grads()
     for name, parameter in alone.named_parameters():
@@ -115,6 +129,15 @@ def differences(model, pm, args, kwargs, targets):
     state = pm.full_state_dict()
     for name, buffer in alone.named_buffers():
         found[f"buffer {name}"] = apart(state[name], buffer)
+    if "optimizer" in OPTIONS:
+        optimizer = OPTIMIZERS[OPTIONS["optimizer"]](alone.parameters())
+        for i in range(2):
+            optimizer.zero_grad()
+            ours, theirs = pm.step(*args, *targets, **kwargs), loss(alone(*args, **kwargs), *targets)
+            theirs.backward(), clipped(alone), optimizer.step()
+            found[f"loss of step {i}"] = apart(ours, theirs)
+        state = pm.full_state_dict()
+        found |= {f"stepped {name}": apart(state[name], p) for name, p in alone.named_parameters()}
     if MODE == "both":
         pm.eval(), alone.eval()
         with torch.no_grad():

@@ -26,7 +26,7 @@ from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
 from . import call_workers
-from .program_workers import WORKERS
+from .step_workers import WORKERS
 from .workers import PLANS, gated
 
 
@@ -34,6 +34,10 @@ def leaf_shapes(hints: sx.Hints) -> list[object]:
     """The shapes of example inputs."""
     leaves = leaf_names(hints.args, hints.kwargs, hints.targets)
     return [(name, getattr(leaf, "shape", leaf), getattr(leaf, "requires_grad", False)) for name, leaf in leaves]
+
+
+OTHERS = ("rank_passes", "zero", "zero_min", "recompute", "clip", "optimizer", "passes", "cuts", "fuse_mb")
+"""Hints that are equal where their texts are, in one process."""
 
 
 def remember_plans() -> None:
@@ -51,7 +55,7 @@ def remember_plans() -> None:
                 hints.loss is None,
                 leaf_shapes(hints),
                 sorted(hints.specs.items(), key=repr),
-                hints.rank_passes,
+                [getattr(hints, name) for name in OTHERS],
             )
         )
         if key not in known:

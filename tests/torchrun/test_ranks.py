@@ -41,6 +41,21 @@ def test_calling_and_checkpoints(tmp_path: Path) -> None:
     )
 
 
+def test_whole_steps(tmp_path: Path) -> None:
+    on_ranks(
+        2,
+        "steps_like_one_device:dp2,1,AdamW,Lamb",
+        "steps_like_one_device:dp2,3,dampening,two",
+        f"states_are_saved_and_loaded:{tmp_path}",
+        "rates_that_differ_are_an_error",
+    )
+
+
+@pytest.mark.slow
+def test_whole_steps_on_two_axes() -> None:
+    on_ranks(4, *(f"steps_like_one_device:dp2tp2,{zero},AdamW,Adafactor,Lamb,two" for zero in (0, 1, 3)))
+
+
 @pytest.mark.slow
 def test_checkpoints_move_between_all_plans(tmp_path: Path) -> None:
     on_ranks(4, f"checkpoints_move_between_plans:{tmp_path},all")

@@ -26,6 +26,8 @@ COLOURS = {
     "temporaries": AXIS_COLOURS[2],
     "results": AXIS_COLOURS[5],
     "new buffers": AXIS_COLOURS[6],
+    "new parameters": AXIS_COLOURS[6],
+    "new states": AXIS_COLOURS[6],
 }
 """What is there all the time is grey, and lies at the bottom."""
 

@@ -187,6 +187,10 @@ def draw_sample(before: Graph, after: Graph, known: Mapping[str, Tensor], seed: 
     return Sample(_wide(before) if wide else before, _wide(after) if wide else after, inputs, wide)
 
 
+POSITIVE = (InputKind.BUFFER, InputKind.STATE, InputKind.OPTION)
+"""Variances, averages of squares, counts and rates are among them."""
+
+
 def _random(graph: Graph, given: Input, content: Tensor | None, random: torch.Generator) -> Tensor:
     type = given.value.type
     if given.kind is InputKind.SEED:
@@ -201,7 +205,7 @@ def _random(graph: Graph, given: Input, content: Tensor | None, random: torch.Ge
         raise Error("complex inputs are not drawn at random", where=given.name)
     if not type.dtype.is_floating_point:
         return torch.randint(0, _range(graph, given.value), type.shape, generator=random).to(type.dtype)
-    if given.kind is InputKind.BUFFER or (given.kind is InputKind.PARAMETER and type.ndim < 2):
+    if given.kind in POSITIVE or (given.kind is InputKind.PARAMETER and type.ndim < 2):
         return torch.rand(type.shape, dtype=torch.float64, generator=random) + 0.5
     scale = (type.shape[0] / max(type.numel, 1)) ** 0.5 if given.kind is InputKind.PARAMETER else 1.0
     return torch.randn(type.shape, dtype=torch.float64, generator=random) * scale

@@ -19,17 +19,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.errors import Error, ShardfxWarning
 
+from .program_optimizer import reject_stepped
+
 _pieces = WeakIdKeyDictionary()
 STEPS = 3
 
 
-def watch_pieces(parameters: Mapping[str, Iterable[nn.Parameter]]) -> None:
-    """Have the first step of an optimizer of any of these parameters looked at, where they are pieces of one tensor."""
+def watch_pieces(parameters: Mapping[str, Iterable[nn.Parameter]], stepped: bool = False) -> None:
+    """Have the first step of an optimizer of any of these parameters looked at, where they are pieces of one tensor, or
+    ``stepped`` by the program."""
     for name, pieces in parameters.items():
         held = list(pieces)
         if len(held) > 1:
             _pieces.update(dict.fromkeys(held, name))
-    if _pieces and not _hooks:
+    if (_pieces or stepped) and not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
@@ -37,6 +40,7 @@ _hooks: list[Any] = []
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    reject_stepped(optimizer)
     kind = type(optimizer).__name__
     for group in optimizer.param_groups:
         piece = next((p for p in group["params"] if p in _pieces), None)

@@ -220,7 +220,7 @@ class Tree:
     def register(self, state: ModelState) -> None:
         """Make the stored pieces parameters and buffers of the tree, under the model's own names."""
         self.registered = []
-        watch_pieces(state.store.parameters)
+        watch_pieces(state.store.parameters, state.compiled.captured.update is not None)
         for name, pieces in state.store.parameters.items():
             holder, leaf = self._holder(name)
             for place, piece in zip(self._places(name, holder, len(pieces)), pieces, strict=True):

@@ -1,0 +1,1 @@
+"""The step of an optimizer of ``torch.optim``, or one's own, as nodes behind the backward."""

@@ -1,0 +1,131 @@
+"""An optimizer as the user makes it: its groups of parameters by the model's names, and their options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Where
+
+WHERE = "Hints(optimizer=...)"
+
+
+class Parameters(list[nn.Parameter]):
+    """What the user's function is given: the model's parameters, and by name in ``named``::
+
+    def optimizer(params):
+        decay = [p for name, p in params.named.items() if p.ndim > 1]
+        rest = [p for name, p in params.named.items() if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=3e-4)
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(named.values())
+        self.named = dict(named)
+
+
+Factory = Callable[[Parameters], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One group of one optimizer: ``index`` among the optimizer's own, ``number`` among those of all."""
+
+    optimizer: torch.optim.Optimizer
+    index: int
+    number: int
+    names: tuple[str, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The group's options, without its parameters."""
+        given = self.optimizer.param_groups[self.index]
+        return {name: value for name, value in given.items() if name not in ("params", "param_names")}
+
+    @property
+    def kind(self) -> str:
+        """The name of the optimizer's class."""
+        return type(self.optimizer).__name__
+
+    @property
+    def where(self) -> Where:
+        """The line at which the optimizer's step begins."""
+        return step_of(self.optimizer)
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Where:
+    """The file and line of an optimizer's ``step``."""
+    step = inspect.unwrap(type(optimizer).step)
+    code = step.__code__
+    return Where("", code.co_filename, code.co_firstlineno, f"{type(optimizer).__name__}.step")
+
+
+def make_groups_of(factory: Factory, named: Mapping[str, nn.Parameter]) -> list[Group]:
+    """The groups of the optimizers that ``factory`` makes of the parameters.
+
+    Raises:
+        Error: it makes something else, of other parameters, or of one parameter in two optimizers; an optimizer that
+            calls the model again.
+    """
+    made = factory(Parameters(named))
+    optimizers = list(made) if isinstance(made, (list, tuple)) else [made]
+    names = {id(parameter): name for name, parameter in named.items()}
+    groups: list[Group] = []
+    seen: dict[str, str] = {}
+    for optimizer in optimizers:
+        _check(optimizer, made)
+        for index, group in enumerate(optimizer.param_groups):
+            mine = tuple(names.get(id(parameter), "") for parameter in group["params"])
+            _check_names(mine, group["params"], seen, optimizer)
+            seen.update(dict.fromkeys(mine, type(optimizer).__name__))
+            groups.append(Group(optimizer, index, len(groups), mine))
+    return groups
+
+
+def _check(optimizer: object, made: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Error(
+            "this is no optimizer",
+            where=WHERE,
+            expected="a function of the parameters that gives a torch.optim.Optimizer, or a list of some",
+            got=f"{made!r:.100} of type {type(made).__name__}",
+            remedy="Hints(optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4))",
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+        raise Error(
+            f"{type(optimizer).__name__} calls the model again within its step, which is no one program",
+            where=f"{WHERE}  {step_of(optimizer)}",
+            expected="an optimizer whose step() takes the gradients that are there",
+            got="a step that needs a closure",
+            remedy="leave it out of the hints, make it of pm.parameters(), and call optimizer.step(closure)",
+        )
+
+
+def _check_names(
+    names: Sequence[str], given: Sequence[torch.Tensor], seen: Mapping[str, str], optimizer: torch.optim.Optimizer
+) -> None:
+    kind = type(optimizer).__name__
+    for name, parameter in zip(names, given, strict=True):
+        if not name:
+            raise Error(
+                f"{kind} is made of a tensor that it was not given",
+                where=WHERE,
+                expected="an optimizer of the parameters that the function is called with (or of some of them)",
+                got=f"a tensor of shape {tuple(parameter.shape)}, perhaps the model's own parameter",
+                remedy="use what is given: optimizer=lambda params: torch.optim.AdamW(params); params.named has names",
+            )
+        if name in seen:
+            raise Error(
+                f"parameter {name!r} has two optimizers",
+                where=WHERE,
+                expected="each parameter in one of them, or in none",
+                got=f"{seen[name]} and {kind}",
+                remedy="give each its own: [Muon([p for p in params if p.ndim == 2]), AdamW([... the others])]",
+            )

@@ -1,0 +1,179 @@
+"""The step of an optimizer on one parameter, traced: parameter, gradient, learning rate and states in, new ones out.
+
+The optimizer's own code runs, on tensors without content, in the path that it takes under ``torch.compile``: numbers
+that it keeps in tensors stay tensors. A number that it reads out (``.item()``) is traced too, as far as nothing is
+decided by it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+
+from shardfx.ir.capture.decomposed import decompositions
+
+from .made_groups import Group
+
+PLAIN = {"foreach": False, "fused": False, "differentiable": False}
+"""Options that say how a step is computed, and not what."""
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+RATE = "lr"
+"""The option that a schedule changes: an input of the program."""
+States = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced step. The module takes parameter, gradient, rate and the states of ``names``, and gives the new
+    parameter and states. ``numbers`` are those states that the optimizer keeps as Python numbers."""
+
+    module: torch.fx.GraphModule
+    names: tuple[str, ...]
+    numbers: Mapping[str, type]
+    dtypes: Mapping[str, torch.dtype]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """Optimizers keep their numbers in tensors where ``torch.compile`` is at work. A number that is read out of a
+    tensor is a tensor still, of Python's precision, and so is the least or largest of two."""
+    flag, low, high, item = torch.compiler._is_compiling_flag, builtins.min, builtins.max, torch.Tensor.item
+    torch.compiler._is_compiling_flag = True
+    builtins.min, builtins.max = _either(low, torch.minimum), _either(high, torch.maximum)
+    torch.Tensor.item = _number  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = flag
+        builtins.min, builtins.max = low, high
+        torch.Tensor.item = item  # type: ignore[method-assign]
+
+
+def _number(tensor: torch.Tensor) -> torch.Tensor:
+    """What ``item()`` gives: the number, which nobody knows yet."""
+    return tensor.reshape(()).to(torch.float64 if tensor.is_floating_point() else tensor.dtype)
+
+
+def _either(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
+    """``min`` or ``max``: of two of which one is a tensor without content, as an op."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and not kwargs and any(isinstance(a, torch.Tensor) and a.dim() == 0 for a in args):
+            return traced(*(a if isinstance(a, torch.Tensor) else torch.full((), a, dtype=torch.float64) for a in args))
+        return plain(*args, **kwargs)
+
+    return chosen
+
+
+class Watched(TorchFunctionMode):
+    """Says of each call at which line of ``file`` it stands; methods in place that torch puts together of others
+    (``square_``), which it cannot make functional, are a copy."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fx_traceback.has_preserved_node_meta():
+            frame = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename != self.file and frame.f_back is not None:
+                frame = frame.f_back
+            fx_traceback.set_stack_trace([str(frame.f_lineno)])
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name[:-1]):
+            op = getattr(getattr(torch.ops.aten, name, None), "default", None)
+            if op is not None and op.has_kernel_for_dispatch_key(COMPOSITE):
+                return args[0].copy_(getattr(args[0], name[:-1])(*args[1:], **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def lone_step(
+    group: Group, p: torch.Tensor, grad: torch.Tensor, rate: Any, states: States, options: Mapping[str, Any]
+) -> States:
+    """Step one parameter as if it were the only one of the group, in place; gives its states."""
+    kind = type(group.optimizer)
+    lone = object.__new__(kind)
+    lone.__dict__.update(group.optimizer.__dict__)
+    mine: dict[str, Any] = {**group.options, "params": [p]}
+    mine.update({name: value for name, value in {**PLAIN, **options}.items() if name in mine})
+    if RATE in mine:
+        mine[RATE] = rate
+    lone.param_groups, lone.state = [mine], defaultdict(dict)
+    if states:
+        lone.state[p] = dict(states)
+    p.grad = grad
+    with Watched(group.where.file):
+        lone.step()
+    return dict(lone.state[p])
+
+
+def first_states(group: Group, shape: Sequence[int], dtype: torch.dtype, given: States, **options: Any) -> States:
+    """The states that a first step leaves of a parameter of this shape; tensors have no content."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode, as_compiled():
+        p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
+        faked = {name: _fake(mode, value) for name, value in given.items()}
+        return lone_step(group, p, grad, torch.empty((), dtype=torch.float64), faked, options)
+
+
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def trace_step(
+    group: Group, shape: Sequence[int], dtype: torch.dtype, states: States, first: bool = False, **options: Any
+) -> Traced:
+    """Trace a step on a parameter that has ``states`` (tensors without content, or numbers); ``first``: on one that has
+    none yet, which gives them."""
+    fixed = {name: value for name, value in states.items() if _is_fixed(value)}
+    open_ = {name: value for name, value in states.items() if name not in fixed}
+    names = tuple(open_)
+    numbers = {name: type(value) for name, value in open_.items() if not isinstance(value, torch.Tensor)}
+    shapes = {name: tuple(v.shape) if isinstance(v, torch.Tensor) else () for name, v in open_.items()}
+    dtypes = {name: held_as(value) for name, value in open_.items()}
+
+    def step(p: torch.Tensor, grad: torch.Tensor, rate: torch.Tensor, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        start = {} if first else {**fixed, **dict(zip(names, given, strict=True))}
+        left = lone_step(group, p, grad, rate, start, options)
+        return [p, *(_tensor(left[name], dtypes[name]) for name in names)]
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode, as_compiled(), fx_traceback.preserve_node_meta():
+        p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
+        rate = torch.empty((), dtype=torch.float64)
+        given = [torch.empty(shapes[name], dtype=dtypes[name]) for name in names]
+        made = make_fx(torch.func.functionalize(step), decompositions(), tracing_mode="fake")
+        module = made(p, grad, rate, given)
+    return Traced(module, names, numbers, dtypes, shapes)
+
+
+def held_as(value: Any) -> torch.dtype:
+    """The dtype in which a program holds a state: numbers as exactly as Python does."""
+    if isinstance(value, torch.Tensor):
+        number = value.dim() == 0 and value.dtype.is_floating_point
+        return torch.float64 if number else value.dtype
+    return torch.float64
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a state is no number and no tensor: it has to stay as it is."""
+    return not isinstance(value, (torch.Tensor, int, float)) or isinstance(value, bool)
+
+
+def _tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value if value.dtype == dtype else value.to(dtype)
+    return torch.full((), value, dtype=dtype)

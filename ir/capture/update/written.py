@@ -1,0 +1,319 @@
+"""The update of all parameters, written behind the backward: nodes, states that go in, and what goes out.
+
+    state %w.exp_avg : f32[8, 4]
+    option %optimizer.0.lr : f64[]
+    update:
+      %30 = aten.lerp.Scalar(%w.exp_avg, %29, 0.1) : f32[8, 4]
+      ...
+    outputs:
+      parameter w = %40 : [8, 4]
+      state w.exp_avg = %30 : [8, 4]
+
+Each distinct step (group, shape, dtype) is traced once. What depends on no parameter (a count of steps, a bias
+correction) is computed once for the whole group, of one state that all its parameters name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.capture.forms.canonical import convert_call
+from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where
+from shardfx.ir.rewriter import dead_code
+from shardfx.ir.spec import TensorType
+
+from .made_groups import Factory, Group, make_groups_of
+from .numbers import call_with_numbers, unknown_numbers
+from .started import Recipe, Small, Start, recipe, refusal
+from .step_trace import RATE, Traced, first_states, trace_step
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """A state of a parameter: as the optimizer names it, as the graph does, and what it begins with.
+
+    ``kept`` is what the optimizer itself keeps there: a dtype, or the type of a Python number.
+    """
+
+    key: str
+    name: str
+    start: Start
+    kept: torch.dtype | type
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """A group of parameters that are stepped alike: the optimizer's name, its options, and the parameters' names."""
+
+    kind: str
+    options: Mapping[str, Any]
+    names: tuple[str, ...]
+    rate: str
+    """The input of the graph that is the learning rate; "" where the optimizer has none."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the program steps: groups as they were made, and the states of each parameter."""
+
+    groups: tuple[UpdateGroup, ...]
+    states: Mapping[str, tuple[HeldState, ...]]
+    counts: Mapping[str, float]
+    """States of no parameter: how often a group was stepped."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A distinct step: traced for later ones, and for the first if that is another."""
+
+    recipe: Recipe
+    later: Traced
+    first: Traced | None
+    kept: Mapping[str, Any]
+    shared: Mapping[str, str]
+    """States that depend on no parameter, and how they change."""
+
+
+def write_update(graph: Graph, factory: Factory, model: Iterable[tuple[str, nn.Parameter]]) -> Update:
+    """Write the step of the optimizers that ``factory`` makes into a captured graph that has gradients.
+
+    Args:
+        graph: captured, with all its blocks.
+        model: the model's parameters with their names.
+
+    Raises:
+        Error: the optimizer cannot be traced, or does something else than its trace.
+    """
+    with FakeTensorMode():
+        parameters = {
+            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad) for name, p in model
+        }
+    groups = make_groups_of(factory, parameters)
+    trained = {output.name: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
+    small = Small(factory, parameters, groups, trained)
+    writer = _Writer(graph, trained, small)
+    made = tuple(writer.group(group, parameters) for group in groups)
+    dead_code(graph)
+    graph.rename()
+    return Update(made, writer.states, writer.counts)
+
+
+class _Once(GraphBuilder):
+    """Appends to a graph; what is ``shared`` is written once."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.mesh)
+        self.graph, self.phase = graph, Phase.UPDATE
+        self.shared = False
+        self._known: dict[Any, Any] = {}
+
+    def _append(self, op: Any, args: tuple[Any, ...], types: Any, kwargs: dict[str, Any]) -> Any:
+        if not self.shared:
+            return super()._append(op, args, types, kwargs)
+        key = (op, *(id(a) if isinstance(a, Value) else repr(a) for a in args), repr(kwargs))
+        if key not in self._known:
+            self._known[key] = super()._append(op, args, types, kwargs)
+        return self._known[key]
+
+
+@dataclass
+class _Writer:
+    graph: Graph
+    trained: Mapping[str, Value]
+    small: Small
+    states: dict[str, tuple[HeldState, ...]] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.builder = _Once(self.graph)
+        self.inputs = {given.name: given for given in self.graph.inputs}
+
+    def group(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> UpdateGroup:
+        """Write the step of one group."""
+        names = [name for name in group.names if name in self.trained]
+        rate = None
+        if RATE in group.options and names:
+            type = TensorType((), torch.float64)
+            rate = self.builder.input(InputKind.OPTION, f"optimizer.{group.number}.{RATE}", type)
+        alike: dict[Any, list[str]] = {}
+        for name in names:
+            alike.setdefault((tuple(parameters[name].shape), parameters[name].dtype), []).append(name)
+        steps: dict[str, Step] = {}
+        for each in alike.values():
+            steps.update(dict.fromkeys(each, self._step(group, each, parameters)))
+        agreed = _agreed(steps)
+        held: dict[str, Value] = {}
+        for name in names:
+            self._write(name, group, steps[name], rate, agreed, held)
+        return UpdateGroup(group.kind, group.options, tuple(names), rate.name if rate is not None else "")
+
+    def _step(self, group: Group, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Step:
+        like = parameters[names[0]]
+        found = recipe(self.small, group.number, names)
+        given = dict(group.optimizer.state.get(like, {}))
+        try:
+            kept = first_states(group, like.shape, like.dtype, given, **found.options)
+            later = trace_step(group, like.shape, like.dtype, kept, **found.options)
+            first = trace_step(group, like.shape, like.dtype, kept, True, **found.options) if found.once else None
+        except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, KeyError) as error:
+            raise refusal(group, error) from error
+        return Step(found, later, first, kept, _shared(later) if first is None else {})
+
+    def _write(
+        self,
+        name: str,
+        group: Group,
+        step: Step,
+        rate: Value | None,
+        agreed: Mapping[str, Start],
+        held: dict[str, Value],
+    ) -> None:
+        """Write the step of one parameter."""
+        given, later = self.inputs[name].value, step.later
+        states, ins = [], []
+        for key in later.names:
+            first = held.get(key) if key in agreed else None
+            type = TensorType(later.shapes[key], later.dtypes[key])
+            label = f"{name}.{key}"
+            if first is not None:
+                shared = self.graph.input(first.name)
+                shared.aliases = (*shared.aliases, label)
+                value = first
+            else:
+                value = self.builder.input(InputKind.STATE, label, type)
+                if key in agreed:
+                    held[key] = value
+            ins.append(value)
+            states.append(HeldState(key, value.name, step.recipe.starts[key], _kept(step.kept[key])))
+        self.states[name] = tuple(states)
+        before = [given, self.trained[name], rate, *ins]
+        new = self._apply(name, group, later, before, {*agreed})
+        if step.first is not None:
+            began = self._apply(name, group, step.first, before, set())
+            count = self._count(group)
+            pairs = zip(began, new, strict=True)
+            new = [self.builder.add(aten.where.self, (count, one, other)) for one, other in pairs]
+        self.graph.outputs.append(Output(OutputKind.PARAMETER, name, new[0]))
+        for state, value, was in zip(states, new[1:], ins, strict=True):
+            if state.name == f"{name}.{state.key}" and value is not was:
+                self.graph.outputs.append(Output(OutputKind.STATE, state.name, value))
+
+    def _count(self, group: Group) -> Value:
+        """Whether the group was never stepped."""
+        name = f"optimizer.{group.number}.steps"
+        self.builder.shared = True
+        self.builder.where = Where("optimizer", group.where.file, group.where.line)
+        if name not in self.counts:
+            self.counts[name] = 0.0
+            count = self.builder.input(InputKind.STATE, name, TensorType((), torch.float64))
+            more = self.builder.add(aten.add.Tensor, (count, 1))
+            self.graph.outputs.append(Output(OutputKind.STATE, name, more))
+        is_first: Value = self.builder.add(aten.eq.Scalar, (self.graph.input(name).value, 0))
+        self.builder.shared = False
+        return is_first
+
+    def _apply(
+        self, name: str, group: Group, traced: Traced, given: Sequence[Value | None], agreed: set[str]
+    ) -> list[Value]:
+        """The nodes of a traced step on these values; gives the new ones."""
+        builder = self.builder
+        open_ = _depending(traced, agreed)
+        places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
+        builder.env = dict(zip(places, given, strict=True))
+        output: Any = None
+        for node in traced.module.graph.nodes:
+            if node.op == "output":
+                output = node.args[0]
+            elif node.op == "get_attr":
+                builder.env[node] = _constant(builder, getattr(traced.module, node.target))
+            elif node.op == "call_function" and not _says_nothing(node):
+                builder.shared = node not in open_
+                builder.where = _source(node, name.rpartition(".")[0] if node in open_ else "optimizer", group)
+                builder.env[node] = _converted(builder, node)
+        builder.shared = False
+        return [builder.env[node] for node in output]
+
+
+def _converted(builder: GraphBuilder, node: fx.Node) -> Any:
+    if node.target is aten._local_scalar_dense.default:
+        return builder.env[node.args[0]]  # type: ignore[index]
+    if node.target is aten.copy_.default:  # what functionalisation leaves of a change of an input
+        return builder.env[node.args[1]]  # type: ignore[index]
+    if isinstance(node.target, torch._ops.OpOverload):
+        args = fx.map_arg(node.args, builder.env.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, builder.env.__getitem__)
+        if unknown_numbers(node.target, args, kwargs):
+            return call_with_numbers(builder, node.target, args, kwargs)
+    return convert_call(builder, node)
+
+
+def _says_nothing(node: fx.Node) -> bool:
+    return "profiler" in str(node.target)
+
+
+def _constant(builder: GraphBuilder, constant: torch.Tensor) -> Value:
+    name = f"constant.{len(builder.graph.of_kind(InputKind.CONSTANT))}"
+    return builder.input(InputKind.CONSTANT, name, TensorType(tuple(constant.shape), constant.dtype), constant)
+
+
+def _depending(traced: Traced, agreed: set[str]) -> set[fx.Node]:
+    """The nodes that depend on a parameter, its gradient, or a state of its own."""
+    places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
+    own = [place for place, key in zip(places[3:], traced.names, strict=True) if key not in agreed]
+    found = {*places[:2], *own}
+    for node in traced.module.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _shared(traced: Traced) -> dict[str, str]:
+    """The states that depend on no parameter, and how each changes, as a text that is the same where that is."""
+    (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
+    new = dict(zip(traced.names, output.args[0][1:], strict=True))
+    shared = {key for key in traced.names if traced.shapes[key] == ()}
+    while True:
+        depending = _depending(traced, shared)
+        fewer = {key for key in shared if new[key] not in depending}
+        if fewer == shared:
+            places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
+            names = dict(zip(places, ("p", "grad", "rate", *traced.names), strict=True))
+            return {key: _said(new[key], names) for key in shared}
+        shared = fewer
+
+
+def _said(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    if node in names:
+        return names[node]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _said(each, names))
+    return f"{node.target}{args}{kwargs}"
+
+
+def _agreed(steps: Mapping[str, Step]) -> dict[str, Start]:
+    """The states that all parameters of a group have alike, whatever they are."""
+    every = list(steps.values())
+    found = {}
+    for key in every[0].shared if every else ():
+        alike = {(each.shared.get(key), each.recipe.starts.get(key)) for each in every}
+        if len(alike) == 1:
+            found[key] = every[0].recipe.starts[key]
+    return found
+
+
+def _kept(value: Any) -> torch.dtype | type:
+    return value.dtype if isinstance(value, torch.Tensor) else type(value)
+
+
+def _source(node: fx.Node, module: str, group: Group) -> Where:
+    """The line of the optimizer's own file that made a node."""
+    line = str(node.meta.get("stack_trace") or "").strip()
+    return Where(module, group.where.file, int(line) if line.isdigit() else group.where.line)

@@ -1,0 +1,114 @@
+"""overwrite: an optimizer's step is computed where what it makes anew lies, or in memory that nothing else needs.
+
+    mul = aten.mul(w, scale)                      mul = aten.mul.out(w, scale, out=w)
+    lerp = aten.lerp(m, grad, 0.1)                lerp = aten.lerp.Scalar_out(m, grad, 0.1, out=m)
+    sqrt = aten.sqrt(v)                           sqrt = aten.sqrt(v)
+    add = aten.add(sqrt, 1e-08)            ->     add = aten.add.out(sqrt, 1e-08, out=sqrt)
+    new = aten.add(mul, step)                     new = aten.add.out(mul, step, out=mul)
+    gathered = getitem(spread, 0)                 gathered = getitem(spread, 0)
+    return (new, lerp, gathered)                  kept = memory.write(v, gathered)
+                                                  return (new, lerp, kept)
+
+So a step makes no second copy of parameters and states, and writes none. Where a condition is watched (a guard), what
+is stored may not change before it was looked at, and all stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from shardfx.ir.graph import Input, Node, Phase, Value
+from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.local_ops import OVERWRITING
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import NEW, Sharing, renewed
+
+from .rank_pass import RankContext, RankPass
+
+
+@dataclass(frozen=True)
+class Overwrite(RankPass):
+    """Compute pointwise ops of the step over an operand that is used there last."""
+
+    name: ClassVar[str] = "overwrite"
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Give results the memory of operands."""
+        if any(output.guard is not None for output in program.outputs):
+            return False
+        return _Overwriting(program).run()
+
+
+class _Overwriting:
+    def __init__(self, program: RankProgram) -> None:
+        self.program, self.coords = program, program.mesh.coords(program.rank)
+        self.share = Sharing(program.graph.nodes)
+        self.renewed = renewed(program)
+        """Inputs whose new content the program gives, and which result that is."""
+        self.values: dict[fx.Node, Value] = {}
+        """What may be written over, as it was planned."""
+
+    def run(self) -> bool:
+        places = (node for node in self.program.graph.nodes if node.op == "placeholder")
+        inputs = dict(zip(places, self.program.inputs, strict=True))
+        self.values = {node: given.value for node, given in inputs.items() if node in self.renewed}
+        changed = False
+        for node in self.program.graph.nodes:
+            planned = node.meta.get("shardfx")
+            if not isinstance(planned, Node) or planned.phase is not Phase.UPDATE or node.target is not planned.op:
+                continue
+            form = OVERWRITING.get(node.target)
+            if form is None or len(planned.outs) != 1:
+                continue
+            into = self._into(node, planned.outs[0]) if not self.share.adjoined(node) else None
+            self.values[node] = planned.outs[0]
+            if into is not None:
+                node.target, node.kwargs = form, {**node.kwargs, "out": into}
+                changed = True
+        return self._write(inputs) or changed
+
+    def _write(self, inputs: Mapping[fx.Node, Input]) -> bool:
+        """What lies elsewhere (it was gathered) is written where it belongs at once, so that its memory is let go."""
+        graph, end, share = self.program.graph, self.program.result(), self.share
+        written: dict[str, fx.Node] = {}
+        for place, result in self.renewed.items():
+            free = share.last_use(place, result) and not share.adjoined(place) and share.sender(place, result) is None
+            apart = result.op == "call_function" and share.root(result) is not share.root(place)
+            if not free or not apart or self._home(result) is place:
+                continue
+            with graph.inserting_after(result):
+                made = graph.call_function(memory_ops.write, (place, result))
+            made.meta = {key: value for key, value in result.meta.items() if key == "shardfx"}
+            written[inputs[place].name] = made
+        given: Any = end.args[0]
+        named = zip(given, self.program.outputs, strict=True)
+        end.args = (tuple(written.get(o.name, r) if o.kind in NEW else r for r, o in named),)
+        return bool(written)
+
+    def _into(self, node: fx.Node, value: Value) -> fx.Node | None:
+        """The operand whose memory the result takes; that of what it is the new content of, where there is one."""
+        found = [used for used in node.all_input_nodes if used in self.values and self._may(node, value, used)]
+        home = [used for used in found if self.renewed.get(self._home(used)) is node]
+        return next(iter((*home, *found)), None)
+
+    def _home(self, node: fx.Node) -> fx.Node:
+        """The value at the begin of a chain of calls, each over the one before."""
+        while isinstance(into := node.kwargs.get("out"), fx.Node):
+            node = into
+        return node
+
+    def _may(self, node: fx.Node, value: Value, used: fx.Node) -> bool:
+        theirs, share = self.values[used], self.share
+        if any(other is not used and share.root(other) is share.root(used) for other in node.all_input_nodes):
+            return False
+        same = self._shape(value) == self._shape(theirs) and value.type.dtype == theirs.type.dtype
+        return same and not share.adjoined(used) and share.last_use(used, node) and share.sender(used, node) is None
+
+    def _shape(self, value: Value) -> tuple[int, ...]:
+        assert value.spec is not None
+        return torch.Size(value.spec.local_shape(value.shape, self.program.mesh, self.coords))

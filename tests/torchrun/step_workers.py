@@ -1,0 +1,57 @@
+"""Whole steps on real ranks, with the optimizer in the program (see :mod:`.workers`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import shardfx as sx
+from tests.plans import MESHES
+from tests.stepped import KINDS, alone, apart, batches, small_plan
+
+from .program_workers import WORKERS
+from .workers import worker
+
+__all__ = ["WORKERS"]
+
+
+@worker
+def steps_like_one_device(mesh: str, zero: str, *kinds: str) -> None:
+    """Losses, and the parameters behind five steps, with clipped gradients."""
+    for kind in kinds:
+        losses, params, _ = alone(KINDS[kind], 5, 0.1)
+        pm = small_plan(KINDS[kind], MESHES[mesh], zero=int(zero), clip=0.1)
+        assert apart(pm, losses, params) < 1e-9, kind
+        assert pm.verify(), (kind, pm.verify().why)
+
+
+@worker
+def states_are_saved_and_loaded(folder: str) -> None:
+    """By torch.distributed.checkpoint in pieces; whole, onto another plan; and training goes on as if nothing was."""
+    losses, params, _ = alone(KINDS["AdamW"], 4)
+    first, same, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero) for zero in (3, 3, 1))
+    for x, y in batches(2):
+        first.step(x, y)
+    dcp.save({"optimizer": first.optimizer.state_dict()["state"]}, checkpoint_id=folder)
+    same.step(*batches(1)[0])
+    held = same.optimizer.state_dict()
+    dcp.load({"optimizer": held["state"]}, checkpoint_id=folder)
+    other.optimizer.load_full_state_dict(first.optimizer.full_state_dict())
+    for pm in (same, other):
+        pm.load_full_state_dict(first.full_state_dict())
+        for (x, y), loss in list(zip(batches(4), losses, strict=True))[2:]:
+            assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
+        assert all(torch.allclose(pm.full_state_dict()[name], value, atol=1e-12) for name, value in params.items())
+
+
+@worker
+def rates_that_differ_are_an_error() -> None:
+    """Ranks whose schedules went apart would train apart."""
+    pm = small_plan(KINDS["AdamW"], MESHES["dp2"])
+    x, y = batches(1)[0]
+    pm.step(x, y)
+    pm.optimizer.param_groups[0]["lr"] = 1e-2 if dist.get_rank() else 2e-2
+    with pytest.raises(sx.Error, match=r"optimizer\.0\.lr"):
+        pm.step(x, y)

@@ -1,0 +1,215 @@
+"""``pm.optimizer``: groups and schedules, states that are saved and loaded; and what is refused."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardfx as sx
+from tests.plans import MESHES
+from tests.stepped import KINDS, alone, apart, batches, small_model, small_plan
+
+DP2 = MESHES["dp2"]
+
+
+def grouped(params: Any) -> torch.optim.Optimizer:
+    """Matrices decay, the rest does not; by name on a parallel module, by position elsewhere."""
+    decay = [p for p in params if p.ndim > 1]
+    named = getattr(params, "named", None)
+    rest = [p for name, p in named.items() if name.endswith("bias")] if named else [p for p in params if p.ndim == 1]
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 2e-2}], lr=1e-2
+    )
+
+
+def test_groups_and_a_schedule() -> None:
+    def rate(step: int) -> float:
+        return 1e-2 * 0.5**step
+
+    losses, params, _ = alone(KINDS["AdamW"], 4, rate=rate)
+    pm = small_plan(KINDS["AdamW"], DP2, zero=1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(pm.optimizer, 0.5)
+    for (x, y), loss in zip(batches(4), losses, strict=True):
+        assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
+        schedule.step()
+    assert schedule.get_last_lr() == [rate(4)]
+    assert all(torch.allclose(pm.full_state_dict()[name], value, atol=1e-12) for name, value in params.items())
+    losses, params, _ = alone(grouped, 3)
+    pm = small_plan(grouped, DP2, zero=3)
+    assert apart(pm, losses, params) < 1e-12
+    assert [group["lr"] for group in pm.optimizer.param_groups] == [1e-2, 2e-2]
+    assert [len(group["params"]) for group in pm.optimizer.param_groups] == [4, 4]  # two pieces of each
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file)
+    return loaded
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "dampening", "Adafactor", "Lamb", "two"])
+def test_training_goes_on_from_states_that_were_saved(kind: str) -> None:
+    """On the same plan by pieces; on another one by whole states."""
+    losses, params, _ = alone(KINDS[kind], 4)
+    first = small_plan(KINDS[kind], DP2, zero=3)
+    for x, y in batches(2):
+        first.step(x, y)
+    same, other = small_plan(KINDS[kind], DP2, zero=3), small_plan(KINDS[kind], MESHES["dp2tp2"], zero=1)
+    for pm in (same, other):
+        pm.load_full_state_dict(first.full_state_dict())
+    same.optimizer.load_state_dict(through_a_file(first.optimizer.state_dict()))
+    other.optimizer.load_full_state_dict(through_a_file(first.optimizer.full_state_dict()))
+    for pm in (first, same, other):
+        for (x, y), loss in list(zip(batches(4), losses, strict=True))[2:]:
+            assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-10)
+        assert all(torch.allclose(pm.full_state_dict()[name], value, atol=1e-10) for name, value in params.items())
+
+
+def test_whole_states_are_those_of_torch() -> None:
+    """By name, shape and dtype: torch's own optimizer goes on with them."""
+    pm = small_plan(KINDS["AdamW"], DP2, zero=1)
+    (optimizer,) = alone(KINDS["AdamW"], 2)[2]
+    for x, y in batches(2):
+        pm.step(x, y)
+    full = pm.optimizer.full_state_dict()
+    names = [name for name, _ in small_model().named_parameters()]
+    for name, theirs in zip(names, optimizer.state_dict()["state"].values(), strict=True):
+        mine = full["state"][name]
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert mine[key].dtype == value.dtype and torch.allclose(mine[key], value, atol=1e-12)
+    assert full["param_groups"][0]["params"] == names
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def refused(what: str, call: Callable[[], object]) -> sx.Error:
+    with pytest.raises(sx.Error, match=what) as caught:
+        call()
+    assert caught.value.remedy or caught.value.expected
+    return caught.value
+
+
+class Decides(torch.optim.SGD):
+    """Looks into a tensor, and goes on accordingly."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad.norm() > 1:
+                p.sub_(p.grad)
+
+
+class Calls(torch.optim.SGD):
+    """Calls the model again."""
+
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        return closure()
+
+
+class Counts(torch.optim.SGD):
+    """Keeps what changes from step to step outside of its states."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / self.steps)
+
+
+class Together(torch.optim.SGD):
+    """Steps each parameter by what all of them have."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        total = sum(p.grad.sum() for p in params)
+        for p in params:
+            p.sub_(0.1 * total * p.grad)
+
+
+class Draws(torch.optim.SGD):
+    """Adds noise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(0.1 * p.grad + 0.01 * torch.randn_like(p))
+
+
+@pytest.mark.parametrize(
+    ("what", "factory"),
+    [
+        ("is no optimizer", lambda ps: ps),
+        ("calls the model again", lambda ps: torch.optim.LBFGS(ps)),
+        ("calls the model again", lambda ps: Calls(ps)),
+        ("cannot be traced", lambda ps: torch.optim.SparseAdam(ps)),
+        ("cannot be traced", lambda ps: Decides(ps, lr=0.1)),
+        ("of one parameter alone", lambda ps: Counts(ps, lr=0.1)),
+        ("of one parameter alone", lambda ps: Together(ps, lr=0.1)),
+        ("of one parameter alone", lambda ps: Draws(ps, lr=0.1)),
+        ("has two optimizers", lambda ps: [torch.optim.SGD(ps), torch.optim.AdamW(ps)]),
+        ("was not given", lambda ps: torch.optim.SGD(small_model().parameters())),
+        ("made otherwise of small parameters", lambda ps: torch.optim.SGD([p for p in ps if p.numel() > 40])),
+    ],
+)
+def test_what_cannot_be_a_part_of_the_program(what: str, factory: Callable[[Iterable[Any]], Any]) -> None:
+    error = refused(what, lambda: small_plan(factory, DP2))
+    assert error.remedy is not None and "optimizer=" in str(error)
+
+
+def test_the_line_of_the_optimizer_is_named() -> None:
+    error = refused("cannot be traced", lambda: small_plan(lambda ps: Decides(ps, lr=0.1), DP2))
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "p.grad.norm() > 1" in text)
+    assert f"test_program_optimizer.py:{line}" in str(error.where)
+
+
+def test_another_step_beside_the_program_is_refused() -> None:
+    pm = small_plan(KINDS["AdamW"], DP2)
+    x, y = batches(1)[0]
+    pm(x, y).backward()
+    refused("is a part of the program", lambda: pm.optimizer.step())
+    refused("have an optimizer in the program", torch.optim.SGD(pm.parameters(), lr=0.1).step)
+    refused("a step needs a loss", lambda: pm.step(x))
+    plain = small_plan(None, DP2)
+    refused("no optimizer in this plan", lambda: plain.step(x, y))
+    refused("no optimizer in this plan", lambda: plain.optimizer)
+
+
+def test_states_of_another_plan_or_optimizer_are_refused() -> None:
+    pm, other, plan = (small_plan(KINDS[k], DP2, zero=z) for k, z in (("AdamW", 1), ("SGD", 1), ("AdamW", 0)))
+    for theirs in (other, plan):
+        refused("of another plan or optimizer", lambda t=theirs: pm.optimizer.load_state_dict(t.optimizer.state_dict()))
+    refused("of another optimizer", lambda: pm.optimizer.load_full_state_dict(other.optimizer.full_state_dict()))
+    full = plan.optimizer.full_state_dict()
+    full["state"]["0.bias"]["step"] = torch.tensor(7.0)
+    refused("differs from that of other parameters", lambda: pm.optimizer.load_full_state_dict(full))
+    full = plan.optimizer.full_state_dict()
+    full["state"]["0.bias"]["exp_avg"] = torch.zeros(4)
+    refused("wrong shape", lambda: pm.optimizer.load_full_state_dict(full))
+
+
+def test_options_that_the_program_has_stay() -> None:
+    pm = small_plan(KINDS["AdamW"], DP2)
+    x, y = batches(1)[0]
+    pm.optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+    assert "cycle_momentum" in str(refused("'betas' of a group was changed", lambda: pm.step(x, y)).remedy)
+    pm = small_plan(KINDS["AdamW"], DP2)
+    pm.get_parameter("0.weight").requires_grad_(False)
+    refused("was frozen since", lambda: pm.step(x, y))
+
+
+def test_hints_are_checked() -> None:
+    for wrong in ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, {"clip": 0}, {"clip": True}):
+        refused("is of another kind", lambda given=wrong: sx.Hints(args=(), loss=F.mse_loss, **given))

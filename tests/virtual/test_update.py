@@ -1,0 +1,143 @@
+"""The optimizer's step in the program: equal to one device's, on whatever mesh, and proven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardfx as sx
+from shardfx.ir.text import parse_graph, print_graph
+from shardfx.module.programs import STEP, TRAIN
+from tests.plans import MESHES, plan
+from tests.reference import rel_err
+from tests.stepped import KINDS, alone, apart, batches, small_plan
+from tests.zoo import make
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
+    "zero 3": {"zero": 3},
+    "clip": {"clip": 0.1},
+    "recompute": {"recompute": "1"},
+    "zero 1, clip": {"zero": 1, "clip": 0.1},
+    "zero 3, clip": {"zero": 3, "clip": 0.1},
+    "zero 1, recompute": {"zero": 1, "recompute": "1"},
+    "zero 3, recompute": {"zero": 3, "recompute": "1"},
+    "clip, recompute": {"clip": 0.1, "recompute": "1"},
+}
+QUICK = [*((kind, "zero 1", "dp2tp2") for kind in KINDS), *(("AdamW", feature, "dp2") for feature in FEATURES)]
+EVERY = [(kind, feature, mesh) for kind in KINDS for feature in FEATURES for mesh in ("dp2", "dp2tp2")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature", "mesh"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY if each not in QUICK)],
+)
+def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
+    losses, params, _ = alone(KINDS[kind], 5, FEATURES[feature].get("clip"))
+    pm = small_plan(KINDS[kind], MESHES[mesh], **FEATURES[feature])
+    assert apart(pm, losses, params) < 1e-9
+    verdict = pm.verify()
+    assert verdict and "a whole step" in str(verdict), verdict.why
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "feature"),
+    [
+        ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min": 0, "recompute": "layers.*", "clip": 0.1}),
+        ("resnet", "dp2", {"zero": 1, "zero_min": 0}),
+        pytest.param("llama", "dp2tp2", {"zero": 1, "clip": 0.5}, marks=pytest.mark.slow),
+        pytest.param("hf_t5", "dp2", {"zero": 1, "zero_min": 64}, marks=pytest.mark.slow),
+        pytest.param("moe_slots", "ep2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_models_equal_one_device(name: str, mesh: str, feature: dict[str, Any]) -> None:
+    """With buffers, tied and frozen weights, and whatever else they have."""
+    alone_, case = make(name), make(name)
+    optimizer = torch.optim.AdamW(alone_.model.parameters(), lr=1e-3)
+    pm = plan(case, MESHES[mesh], optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), **feature)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = alone_.loss(alone_.model(*alone_.args, **alone_.kwargs), *alone_.targets)
+        loss.backward()
+        if "clip" in feature:
+            torch.nn.utils.clip_grad_norm_(alone_.model.parameters(), feature["clip"])
+        optimizer.step()
+        assert rel_err(pm.step(*case.args, *case.targets, **case.kwargs), loss) < 1e-9
+    full = pm.full_state_dict()
+    worst = {key: rel_err(full[key], value) for key, value in alone_.model.state_dict().items()}
+    assert max(worst.values()) < 1e-9, worst
+    assert pm.verify(), pm.verify().why
+
+
+def test_a_plan_may_be_called_as_before() -> None:
+    """Loss, gradients and results are those without an optimizer; gradients are clipped where that is hinted."""
+    (x, y), *_ = batches(1)
+    plain, pm = (small_plan(each, MESHES["dp2"], zero=1) for each in (None, KINDS["AdamW"]))
+    clipped = small_plan(None, MESHES["dp2"], zero=1, clip=0.01)
+    for each in (plain, pm, clipped):
+        each(x, y).backward()
+    whole = plain.full_grads()
+    assert all(torch.equal(grad, whole[name]) for name, grad in pm.full_grads().items())
+    norm = torch.nn.utils.get_total_norm(whole.values())
+    for name, grad in clipped.full_grads().items():
+        assert torch.allclose(grad, whole[name] * 0.01 / (norm + 1e-6), rtol=1e-12, atol=0)
+    assert clipped.verify()
+    assert torch.equal(pm(x), plain(x))
+
+
+def test_other_batch_sizes_step_the_same_states() -> None:
+    losses, params, _ = alone(KINDS["AdamW"], 4)
+    pm = small_plan(KINDS["AdamW"], MESHES["dp2"])
+    x, y = batches(1)[0]
+    other = small_plan(KINDS["AdamW"], MESHES["dp2"])
+    wanted_loss = F.mse_loss(pm(x[:4]), y[:4])
+    assert float(other.step(x[:4], y[:4])) == pytest.approx(float(wanted_loss.detach()))
+    loss, out = pm.step(*batches(1)[0], with_results=True)
+    assert float(loss) == pytest.approx(losses[0], abs=1e-12) and out.shape == (8, 4)
+    for (a, b), wanted in list(zip(batches(4), losses, strict=True))[1:]:
+        assert float(pm.step(a, b)) == pytest.approx(wanted, abs=1e-12)
+    assert all(torch.allclose(pm.full_state_dict()[name], value, atol=1e-12) for name, value in params.items())
+    assert pm.verify() and other.verify()
+
+
+def test_parameters_stay_the_same_tensors() -> None:
+    pm = small_plan(KINDS["AdamW"], MESHES["dp2"])
+    before = {id(p): p._version for p in pm.parameters()}
+    pm.step(*batches(1)[0])
+    assert {id(p) for p in pm.parameters()} == set(before)
+    assert all(p._version > before[id(p)] and p.grad is None for p in pm.parameters())
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_states_are_cut_and_parameters_are_there_once(level: int) -> None:
+    """On level 1 parameters are whole, and nothing else is: states, the gradients of a step and what is computed."""
+    plain, cut = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero) for zero in (0, level))
+    (all_, held) = ({name: sum(p.numel() for p in s) for name, s in pm.store.states.items()} for pm in (plain, cut))
+    assert held == all_  # the pieces together are the whole
+    assert all(len(s) == 2 for name, s in cut.store.states.items() if not name.endswith(".step"))
+    for pm in (plain, cut):
+        pm.step(*batches(1)[0])
+    sizes = [pm.memory().by_category["optimizer states"] for pm in (plain, cut)]
+    assert sizes[1] - 8 == (sizes[0] - 8) // 2
+    assert all(len(pieces) == (1 if level == 1 else 2) for pieces in cut.store.parameters.values())
+
+
+def test_the_text_of_a_step_is_read_back() -> None:
+    for zero in (0, 1):
+        pm = small_plan(KINDS["dampening"], MESHES["dp2tp2"], zero=zero, clip=1.0)
+        for graph in (pm.before, pm.after):
+            assert print_graph(parse_graph(print_graph(graph))) == print_graph(graph)
+
+
+def test_a_rank_module_holds_the_whole_step() -> None:
+    """Its placeholders are named by parameter and state."""
+    pm = small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1)
+    names = {node.name for node in pm.rank_module(1).graph.nodes if node.op == "placeholder"}
+    assert {"_0_weight", "_0_weight_exp_avg", "_2_bias_exp_avg_sq", "optimizer_0_lr", "args_0"} <= names
+    assert pm._programs.kinds() == STEP
+    assert sx.Hints().optimizer is None and small_plan(None, MESHES["dp2"])._programs.kinds() == TRAIN
