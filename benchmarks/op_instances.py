@@ -17,8 +17,8 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from shardfx.ir.capture.decomposed import DECOMPOSED
 from shardfx.ir.capture.forms.canonical import draws_nothing
-from shardfx.ir.capture.trace import DECOMPOSED
 from shardfx.ir.oracle.instance import Instance, instance
 
 MOST_ELEMENTS = 3000

@@ -46,7 +46,8 @@ def captured_once(name: str) -> Iterator[None]:
         if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
             return capture(model, mesh, hints)
         given = tuple((each, _key(leaf)) for each, leaf in examples)
-        key = (name, shardfx.compile.capture, hints.loss, _content(model), given, _surroundings())
+        asked = (hints.loss, hints.optimizer, hints.clip)
+        key = (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())
         if key not in KNOWN:
             KNOWN[key] = capture(model, mesh, hints)
         graph = shardfx.compile.own_constants(KNOWN[key].graph.copy())

@@ -47,7 +47,8 @@ class Captures:
         self._known: dict[tuple[Any, ...], Captured] = {}
 
     def __call__(self, model: torch.nn.Module, mesh: Mesh, **given: Any) -> Captured:
-        key = (self.net, model.training, given["loss"] is None)
+        of_step = (given["clip"], given["optimizer"], given["batch_parts"])
+        key = (self.net, model.training, given["loss"] is None, *of_step)
         if key not in self._known:
             if len(self._known) > 8:
                 self._known.clear()
