@@ -3,7 +3,8 @@
     python -m benchmarks.model_survey [--mesh dp=2] [--guard] [--seconds 240] [names ...]
 
 One line each: equal (and how much of the arithmetic is not shared), refused (with the message), WRONG (by how much),
-CRASHED (neither), or not run (one device does not run it either). Each in a process of its own, with a limit of time.
+CRASHED (neither), not run (one device does not run it either), or not compared (one device gives something else each
+time). Each in a process of its own, with a limit of time.
 The hints: the batch over ``dp``; over ``tp`` the weight of every Linear, by the larger of its sides; over ``ep`` the
 experts' weights.
 """
@@ -74,6 +75,10 @@ def verdict(name: str, mesh: sx.Mesh, guard: bool) -> str:
         if hasattr(alone, "set_experts_implementation"):
             alone.set_experts_implementation("eager")
         out = alone(**made.kwargs)
+        torch.manual_seed(1)
+        again = first_result(copy.deepcopy(alone)(**made.kwargs))
+        if not torch.equal(first_result(out), again):
+            return "not compared: it draws random numbers, in training, that no configuration turns off"
         wanted = torch.randn_like(first_result(out))
         whole = loss(out, wanted)
         whole.backward()
