@@ -131,13 +131,19 @@ def differences(model, pm, args, kwargs, targets):
         found[f"buffer {name}"] = apart(state[name], buffer)
     if "optimizer" in OPTIONS:
         optimizer = OPTIMIZERS[OPTIONS["optimizer"]](alone.parameters())
+        sure = {name: torch.ones(p.shape, dtype=torch.bool) for name, p in alone.named_parameters()}
         for i in range(2):
             optimizer.zero_grad()
             ours, theirs = pm.step(*args, *targets, **kwargs), loss(alone(*args, **kwargs), *targets)
-            theirs.backward(), clipped(alone), optimizer.step()
+            theirs.backward(), clipped(alone)
+            grads = {name: p.grad.abs() for name, p in alone.named_parameters() if p.grad is not None}
+            most = max([0.0, *(grad.max().item() for grad in grads.values() if grad.numel())])
+            for name, grad in grads.items():
+                sure[name] &= grad > 1e-8 * most  # a gradient that is rounding is divided by rounding
+            optimizer.step()
             found[f"loss of step {i}"] = apart(ours, theirs)
         state = pm.full_state_dict()
-        found |= {f"stepped {name}": apart(state[name], p) for name, p in alone.named_parameters()}
+        found |= {f"stepped {n}": apart(state[n][sure[n]], p[sure[n]]) for n, p in alone.named_parameters()}
     if MODE == "both":
         pm.eval(), alone.eval()
         with torch.no_grad():
