@@ -101,13 +101,13 @@ class Copies:
         return min(self._planner.seconds(self.value.type, s, target) for s in self._at)
 
     def _make(self, target: Spec, leaves: bool = False) -> Value:
-        """A copy; where it ``leaves`` the program at once, it is gathered at the end."""
-        type = self.value.type
+        """A copy; where it ``leaves`` the program at once, it is gathered at the end, and what follows stands there."""
+        type, at_end = self.value.type, False
         source = min(self._sources(target), key=lambda s: self._planner.seconds(type, s, target))
         copy = self._at[source]
         for step in self._planner.steps(type, source, target):
             known = self._at.get(step.spec)
-            at_end = leaves and step.op is comm.all_gather
+            at_end |= leaves and step.op is comm.all_gather
             copy = known if known is not None else self._step(copy, step, at_end)
             if not at_end:
                 self._at[step.spec] = copy
