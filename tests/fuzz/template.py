@@ -144,6 +144,7 @@ def differences(model, pm, args, kwargs, targets):
             found[f"loss of step {i}"] = apart(ours, theirs)
         state = pm.full_state_dict()
         found |= {f"stepped {n}": apart(state[n][sure[n]], p[sure[n]]) for n, p in alone.named_parameters()}
+        alone.load_state_dict(state)
     if MODE == "both":
         pm.eval(), alone.eval()
         with torch.no_grad():
