@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from .graph import Graph, Input, InputKind, Node, Phase, Value, Where, substitute
 from .mesh import Mesh
@@ -102,3 +104,10 @@ def makes_of_nothing(op: Any) -> bool:
         return False
     schema = op._schema.arguments
     return any(each.name == "device" for each in schema) and not any("Tensor" in str(each.type) for each in schema)
+
+
+def trace_on_meta(function: Callable[..., Any], types: Iterable[TensorType]) -> torch.fx.GraphModule:
+    """The ops of ``function`` on tensors of these types on ``meta``."""
+    fake = [torch.empty(type.shape, dtype=type.dtype, device="meta") for type in types]
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # or torch makes one for each value
+        return make_fx(function, tracing_mode="real")(*fake)

@@ -103,7 +103,12 @@ class OutputKind(StrEnum):
     @property
     def is_kept(self) -> bool:
         """Whether it is the new content of an input of its name."""
-        return self in (OutputKind.BUFFER, OutputKind.PARAMETER, OutputKind.STATE)
+        return self is OutputKind.BUFFER or self.is_stepped
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether an optimizer's step makes it: it may be written where the input of its name lies."""
+        return self in (OutputKind.PARAMETER, OutputKind.STATE)
 
     @property
     def is_given_away(self) -> bool:

@@ -15,15 +15,13 @@ from shardfx.ir.spec import Spec
 
 from .rule_cache import RuleCache
 
-NEW = (OutputKind.PARAMETER, OutputKind.STATE)
-
 
 @contextmanager
 def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
     """Within, the graph is without the optimizer's step; behind, that is there again, placed as parameters are."""
     nodes = [node for node in graph.nodes if node.phase is Phase.UPDATE]
     inputs = [given for given in graph.inputs if given.kind.is_of_optimizer]
-    outputs = [output for output in graph.outputs if output.kind in NEW]
+    outputs = [output for output in graph.outputs if output.kind.is_stepped]
     clipped = {output: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     gradients = {output: as_made(value) for output, value in clipped.items()}
     if not nodes and not outputs:
@@ -34,7 +32,7 @@ def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
     apart = set(nodes)
     graph.nodes = [node for node in graph.nodes if node not in apart]
     graph.inputs = [given for given in graph.inputs if not given.kind.is_of_optimizer]
-    graph.outputs = [output for output in graph.outputs if output.kind not in NEW]
+    graph.outputs = [output for output in graph.outputs if not output.kind.is_stepped]
     yield
     moved = {was: output.value for output, was in gradients.items()}
 
@@ -79,7 +77,7 @@ def place_update(graph: Graph, cache: RuleCache, cuts: Mapping[str, Spec]) -> No
             given.value.spec = seen[given.value] = spec.reduced()
     _place(graph, cache, seen)
     for output in graph.outputs:
-        if output.kind in NEW:
+        if output.kind.is_stepped:
             output.spec = graph.input(output.name).value.spec
 
 

@@ -241,8 +241,7 @@ class Step:
     def _renewed(self, program: RankProgram) -> frozenset[str]:
         """The names of parameters and states that a program may write over."""
         if program not in self._written:
-            news = (OutputKind.PARAMETER, OutputKind.STATE)
-            self._written[program] = frozenset(o.name for o in program.outputs if o.kind in news)
+            self._written[program] = frozenset(o.name for o in program.outputs if o.kind.is_stepped)
         return self._written[program]
 
     def local_shapes(self, given: Input) -> set[tuple[int, ...]]:

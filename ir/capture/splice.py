@@ -10,11 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.builder import GraphBuilder, trace_on_meta
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
@@ -25,9 +22,7 @@ from .forms.canonical import convert_call
 
 def trace_function(function: Callable[..., Any], types: Sequence[TensorType]) -> torch.fx.GraphModule:
     """The aten ops of ``function`` on tensors of these types, traced on ``meta``."""
-    fake = [torch.empty(type.shape, dtype=type.dtype, device="meta") for type in types]
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # or torch makes one for each value
-        traced = make_fx(function, tracing_mode="real")(*fake)
+    traced = trace_on_meta(function, types)
     for made in traced.graph.nodes:
         if made.kwargs.get("device") == torch.device("meta"):  # where it was traced, not where it will run
             made.kwargs = {**made.kwargs, "device": torch.device("cpu")}

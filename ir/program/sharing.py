@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from shardfx.ir.graph import InputKind, OutputKind
+from shardfx.ir.graph import InputKind
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.table import LocalOp
 
@@ -138,12 +138,12 @@ def renewed(program: RankProgram) -> dict[fx.Node, fx.Node]:
     return {
         inputs[output.name]: result
         for output, result in zip(program.outputs, results, strict=False)
-        if output.kind in NEW and output.name in inputs and isinstance(result, fx.Node)
+        if output.kind.is_stepped and output.name in inputs and isinstance(result, fx.Node)
     }
 
 
 WRITTEN = (InputKind.PARAMETER, InputKind.STATE)
-NEW = (OutputKind.PARAMETER, OutputKind.STATE)
+"""The inputs that a step gives anew."""
 
 
 class GivenAway:

@@ -17,6 +17,7 @@ from torch import fx
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import Sharing
 
 from .rank_pass import RankContext, RankPass
 
@@ -32,6 +33,7 @@ class GatherInto(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Give gathers destinations."""
         changed = False
+        share = Sharing(program.graph.nodes)
         for node in list(program.graph.nodes):
             made = node.meta.get("shardfx")
             if not isinstance(made, Node) or not made.operands:
@@ -45,12 +47,17 @@ class GatherInto(RankPass):
                 sizes = [torch.Size(shape).numel() for shape in shapes]
                 memory = _before(node, memory_ops.empty, [sum(sizes)], dtype, context.device)
                 _swap(node, memory_ops.spread, (memory, *node.args), {})
-            elif node.target is pack.flatten and node.args[1] == 1:
+            elif node.target is pack.flatten and node.args[1] == 1 and _may_lie_side_by_side(node.args[0], share):
                 _swap(node, memory_ops.adjoin, node.args[:1], {})
             else:
                 continue
             changed = True
         return changed
+
+
+def _may_lie_side_by_side(tensors: Any, share: Sharing) -> bool:
+    """Stored inputs may, and parts of one memory. What was made apart does not, nor is it to be taken for one."""
+    return all(each.op == "placeholder" for each in tensors) or len({share.root(each) for each in tensors}) == 1
 
 
 def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:

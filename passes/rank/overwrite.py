@@ -26,7 +26,7 @@ from shardfx.ir.graph import Input, Node, Phase, Value
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import NEW, Sharing, renewed
+from shardfx.ir.program.sharing import Sharing, renewed
 
 from .rank_pass import RankContext, RankPass
 
@@ -87,7 +87,7 @@ class _Overwriting:
             written[inputs[place].name] = made
         given: Any = end.args[0]
         named = zip(given, self.program.outputs, strict=True)
-        end.args = (tuple(written.get(o.name, r) if o.kind in NEW else r for r, o in named),)
+        end.args = (tuple(written.get(o.name, r) if o.kind.is_stepped else r for r, o in named),)
         return bool(written)
 
     def _into(self, node: fx.Node, value: Value) -> fx.Node | None:

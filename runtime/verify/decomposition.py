@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardfx.ir.builder import trace_on_meta
 from shardfx.ir.graph import Node, op_name
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import draw_slot
@@ -52,9 +50,7 @@ def _traced(node: Node, decomposition: Callable[..., Any]) -> torch.fx.GraphModu
         args, kwargs = bind(node, tensors)
         return _as_tuple(decomposition(*args, **kwargs))
 
-    fake = [torch.empty(v.shape, dtype=v.type.dtype, device="meta") for v in node.operands]
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):  # or torch makes one for each value
-        return make_fx(function, tracing_mode="real")(*fake)
+    return trace_on_meta(function, [value.type for value in node.operands])
 
 
 def _compare(node: Node, decomposition: Callable[..., Any]) -> None:

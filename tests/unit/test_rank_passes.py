@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 import shardfx as sx
-from shardfx.ir.graph import Graph, Output, OutputKind, Value
+from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.program.plain import plain
@@ -19,7 +19,7 @@ from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import validate_program
 from shardfx.ir.spec import TensorType
-from shardfx.passes.rank import InPlace, OwnOutputs, RankContext, RankPass, run_rank_passes
+from shardfx.passes.rank import GatherInto, InPlace, OwnOutputs, RankContext, RankPass, run_rank_passes
 from shardfx.runtime.memory_pool import MemoryPool
 from tests.plans import plan
 from tests.rank_golden import CASES, FOLDER, made
@@ -88,6 +88,21 @@ def test_fresh_memory_is_reduced_where_it_lies() -> None:
         return (reduced(graph, graph.call_function(aten.t.default, (product,))),)
 
     assert "memory_ops.all_reduce_" in after(InPlace(), write)
+
+
+def test_what_was_made_apart_is_not_taken_for_one_memory() -> None:
+    """A first result, joined with a later one, would else be read after "its" memory was written over."""
+
+    def joining(made: bool) -> str:
+        def write(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+            pair = [graph.call_function(aten.mm.default, (x, b)) for x in (a, b)] if made else [a, b]
+            flat = graph.call_function(pack.flatten, (pair, 1))
+            flat.meta["shardfx"] = Node("comm.all_gather", [Value(TensorType((2, 2), torch.float32))], {}, [])
+            return (flat,)
+
+        return after(GatherInto(), write)
+
+    assert "adjoin" in joining(made=False) and "adjoin" not in joining(made=True)
 
 
 def test_an_input_is_not_reduced_where_it_lies() -> None:
