@@ -31,6 +31,7 @@ from .convert import Names, convert
 from .decisions import with_numbers
 from .decomposed import decompositions
 from .forms.parts_of_batch import normalise_by_parts
+from .intake.as_eager import check_as_eager
 from .intake.given import as_module, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
@@ -131,7 +132,7 @@ def capture(
     guards = sum(output.guard is not None for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     apart = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
-    graph.notes = [each for each in (note, said, apart) if each]
+    graph.notes = [each for each in (*graph.notes, note, said, apart) if each]
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update)
 
 
@@ -165,6 +166,7 @@ def _trace(
             with with_numbers() if program.guard else nullcontext(), own.noting():
                 exported = torch.export.export(program, tensors, strict=False).module()
             reject_unknown_shapes(exported, program.guard)
+            unlike = check_as_eager(program, exported, tensors, program.guard)
             names = replace(names, guards=program.results.guards)
             keep_whole(exported)
             if batch_parts > 1:
@@ -173,7 +175,9 @@ def _trace(
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions(), _record_nn_module_stack=True
             )
-            return convert(joint.graph_module, mesh, names)
+            graph = convert(joint.graph_module, mesh, names)
+            graph.notes = [unlike] if unlike else []
+            return graph
     except Error:
         raise
     except Exception as error:

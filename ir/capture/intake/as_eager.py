@@ -1,0 +1,95 @@
+"""Is what was traced what the model computes? Code may do something else while it is traced.
+
+    if torch.compiler.is_compiling(): ...          torch.jit.is_tracing()          isinstance(x, FakeTensor)
+
+So a model with content is run on its example as it is, beside what was traced, and their results are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfx.ir.errors import Error
+
+from .given import copied
+
+MOST = 2**24
+"""Elements stored and given: of a larger model a run costs more than its capture, and its user is spared it, unless
+it is traced with numbers, which is a run already."""
+
+
+def check_as_eager(program: nn.Module, exported: nn.Module, given: tuple[Tensor, ...], guarded: bool) -> str:
+    """Compare the results of ``program`` (loss first, where there is one) with those of what was traced of it.
+
+    Nothing is compared where weights or examples have no content, and where the model is random and differs: by the
+    same seed both draw the same numbers where they draw them by the same calls. Where the model does not run on its
+    example (token ids that were never set, say), the result says so; else it is empty.
+
+    Raises:
+        Error: they differ: naming the result and the two numbers.
+    """
+    everything = [*program.parameters(), *program.buffers(), *given]
+    if any(isinstance(each, FakeTensor) or each.device.type != "cpu" for each in everything):
+        return ""
+    if not guarded and sum(each.numel() for each in everything) > MOST:
+        return ""
+    try:
+        eager, random = _run(copied(program, {}), given, ())
+    except Exception as error:
+        kind = type(error).__name__
+        return f"the model does not run on its example, so what was traced was not compared with it ({kind}: {error})"
+    traced, _ = _run(exported, given, exported.buffers())
+    for place, (ours, theirs) in enumerate(zip(traced, eager, strict=False)):
+        if not _close(ours, theirs):
+            if random:
+                break
+            raise _other(place, ours, theirs)
+    return ""
+
+
+def _other(place: int, ours: Tensor, theirs: Tensor) -> Error:
+    got, expected = (f"shape {tuple(each.shape)}" for each in (ours, theirs))
+    if ours.shape == theirs.shape:
+        at = (ours.double() - theirs.double()).abs().nan_to_num(nan=torch.inf).argmax()
+        got, expected = (f"{each.flatten()[at].item():.6g}" for each in (ours, theirs))
+    return Error(
+        "the model computes something else when it is traced",
+        where=f"result {place} of the model and its loss, on the example inputs",
+        expected=f"{expected}, as the model gives",
+        got=f"{got}, as it was traced",
+        remedy="look for code that asks whether it is traced or compiled (torch.compiler.is_compiling(), "
+        "torch.jit.is_tracing()), and let it do the same in both; in transformers, masks are made in two ways: "
+        "pass the one that is meant as attention_mask",
+    )
+
+
+def _run(
+    call: Callable[..., Iterable[Tensor]], given: tuple[Tensor, ...], kept: Iterable[Tensor]
+) -> tuple[list[Tensor], bool]:
+    """The results of a call, and whether it drew random numbers; ``kept`` tensors are afterwards as they were."""
+    before = [(each, each.detach().clone()) for each in kept]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        state = torch.get_rng_state()
+        own = [each.detach().clone().requires_grad_(each.requires_grad) for each in given]  # which may be written into
+        results = [each.detach() for each in call(*own)]
+        drawn = not torch.equal(state, torch.get_rng_state())
+    with torch.no_grad():
+        for each, was in before:
+            each.copy_(was)
+    return results, drawn
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether the difference is one of rounding, of what is largest."""
+    if ours.shape != theirs.shape:
+        return False
+    if not ours.is_floating_point() and not ours.is_complex():
+        return torch.equal(ours, theirs)
+    bound = torch.finfo(ours.dtype).eps ** 0.5
+    scale = theirs.abs().nan_to_num(0, 0, 0).max().item() if theirs.numel() else 0.0
+    return torch.allclose(ours, theirs, rtol=bound, atol=bound * scale, equal_nan=True)
