@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,13 @@ TIERS = ("unit", "virtual", "torchrun")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="torch.cuda is not available")
+    seen: Counter[str] = Counter()
     for item in items:
+        if (one_in := item.get_closest_marker("one_in")) and not item.get_closest_marker("slow"):
+            function = item.nodeid.partition("[")[0]
+            if seen[function] % one_in.args[0]:
+                item.add_marker("slow")
+            seen[function] += 1
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         if TESTS in item.path.parents and (tier := item.path.relative_to(TESTS).parts[0]) in TIERS:

@@ -12,6 +12,7 @@ from tests.torchrun.launch import ROOT, example
 from tests.virtual.test_examples import one_device
 
 
+@pytest.mark.slow
 def test_the_gpt_trains_as_on_one_device(tmp_path: Path) -> None:
     printed = example(4, [str(ROOT / "examples" / "gpt_torchrun.py"), str(tmp_path / "saved")])
     losses = [float(number) for number in re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE)]

@@ -93,6 +93,7 @@ LEFT_OUT = [Repeat("blocks", 2, DEPTH - 4)]
 """The last block is not like the one before it where all use a value with a gradient: it begins the sum."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("variant", "training"),
     [
@@ -167,6 +168,7 @@ class Various(nn.Module):
         return x + a * b.topk(1, -1).values
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("reshapes", [False, True])
 def test_calls_of_every_kind_are_taped(reshapes: bool) -> None:
     model = nn.Sequential()

@@ -72,6 +72,7 @@ def planned(case: str) -> sx.ParallelModule:
     return plan(given, MESHES[mesh], **hints | specs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_every_call_holds_what_a_run_holds(case: str) -> None:
     given, pm = make({**CASES, **SLOW}[case][0]), planned(case)

@@ -78,6 +78,7 @@ def measured_peak(program: RankProgram) -> int:
     return live.peak
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

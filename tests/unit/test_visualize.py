@@ -169,6 +169,7 @@ def test_there_are_never_more_boxes_than_asked_for(limit: int, equal: bool, nest
     assert 0 < show(decoder(40, norm=4, heads=4, equal=equal, nested=nested), limit).size <= limit
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("equal", "nested"), [(True, True), (False, True), (True, False)])
 def test_a_large_graph_is_drawn_in_seconds(tmp_path: Path, equal: bool, nested: bool) -> None:
     graph = decoder(80, norm=40, heads=40, equal=equal, nested=nested)

@@ -63,6 +63,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("kind", "mesh", "specs"), CASES)
 def test_gradients_are_those_of_one_device(kind: str, mesh: sx.Mesh, specs: dict[str, str], dtype: torch.dtype) -> None:
@@ -81,6 +82,7 @@ def test_gradients_are_those_of_one_device(kind: str, mesh: sx.Mesh, specs: dict
     assert pm.verify(), pm.verify().why
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_on_every_mesh() -> None:
     """What is dropped is a function of the place in the whole: ranks may cut it in any way, the backward in another."""
     found = []

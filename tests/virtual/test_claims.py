@@ -35,6 +35,7 @@ def test_the_programs_of_other_calls_are_proven() -> None:
     assert "in evaluation mode: loss" in str(pm.verify())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SOUND)
 def test_what_changes_nothing_is_proven(name: str) -> None:
     verdict = planned(ChangesFirst(SOUND[name])).verify(every_pass=True)
@@ -103,6 +104,7 @@ def test_a_lost_output_of_each_kind_is_named() -> None:
 # ---- programs that are not well formed ---------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_malformed_program_is_refused(name: str, plan_of_two: sx.ParallelModule) -> None:
     """By a verdict, or an error that says what is wrong with it; on all ranks, or on one."""

@@ -24,6 +24,7 @@ def large_collectives(pm: sx.ParallelModule) -> Counter[tuple[str, str]]:
     return counts
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -42,6 +43,7 @@ def test_a_megatron_block_has_two_all_reduces_forward_and_two_backward(name: str
     assert set(counts) == {("comm.all_reduce", "forward"), ("comm.all_reduce", "backward")}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["gpt_fused", "gpt_separate", "llama", "hf_bert"])
 def test_with_the_sequence_hint_they_become_pairs_of_the_same_bytes(name: str) -> None:
     case = make(name)
@@ -99,6 +101,7 @@ def test_fusing_keeps_the_bytes_and_makes_fewer_calls() -> None:
     assert fewer < calls / 3
 
 
+@pytest.mark.slow
 def test_specs_of_the_cases_all_match() -> None:
     for name in ("unet", "resnet", "hf_bert"):
         case = make(name)

@@ -63,6 +63,7 @@ def lowered_wrongly(target: Any, change: Callable[[tuple[Any, ...]], tuple[Any, 
     return other
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     ("target", "change"),

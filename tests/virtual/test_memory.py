@@ -25,7 +25,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "**"},
     "zero 3, recompute": {"zero": 3, "zero_min": 64, "recompute": "**"},
 }
-QUICK = [("gpt_fused", "dp2tp2", "zero 3, recompute"), ("resnet", "dp2", "recompute"), ("llama", "dp2", "zero 1")]
+QUICK = [("gpt_fused", "dp2tp2", "zero 3, recompute")]
 NAMES = ("gpt_separate", "llama", "hf_t5", "resnet", "dropout_mlp")
 SLOW = [(name, mesh, feature) for name in NAMES for mesh in ("dp2", "dp2tp2") for feature in FEATURES]
 

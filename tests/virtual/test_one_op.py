@@ -76,6 +76,7 @@ def beside_one_device(model: nn.Module, args: tuple[Tensor, ...], mesh: sx.Mesh,
     return [op_name(node.op) for node in pm.after.nodes]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resized_picture_is_one_op_each_way(kind: str) -> None:
     how = {"mode": kind, **KINDS[kind]}
@@ -85,6 +86,7 @@ def test_a_resized_picture_is_one_op_each_way(kind: str) -> None:
     assert len(ops) == 2 and "backward" in ops[1] and "backward" not in ops[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("many", [False, True], ids=["one", "several"])
 def test_a_lookup_within_rows_sends_nothing(many: bool) -> None:
     ids = torch.randint(0, 12, (8, 7))
@@ -103,6 +105,7 @@ def test_an_index_out_of_a_row_is_an_error() -> None:
         pm(ids, torch.full((8,), -8))
 
 
+@pytest.mark.slow
 def test_a_batch_norm_over_a_cut_batch_calls_kernels() -> None:
     x, mesh = torch.randn(6, 8, 5, 5, dtype=torch.float64), sx.Mesh(dp=2, tp=2)
     specs = {"args.0": "dp, -, -, -", "*.conv.weight": "tp, -, -, -"}

@@ -40,6 +40,7 @@ def before(model: nn.Module, head: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x + 0.1 * grad.sign()), Y)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("make", [mlp, normed])
 @pytest.mark.parametrize("loss", [behind, two_terms, before])
 def test_gradients_go_through(loss: Callable[..., torch.Tensor], make: Callable[[], nn.Module]) -> None:

@@ -90,22 +90,26 @@ def check(op: Op, specs: dict[str, str]) -> None:
     assert pm.verify().status != "refuted"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", SPECIAL.values(), ids=SPECIAL)
 def test_no_partial_sum_is_multiplied_by_what_may_be_infinite(op: Op) -> None:
     check(op, CUT_SUM)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", [*CASTS.values(), *ROUNDED.values()], ids=[*CASTS, *ROUNDED])
 def test_a_sum_is_cast_and_not_its_terms(op: Op) -> None:
     check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), CUT_SUM)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("specs", [CUT_ROWS, CUT_COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("op", CASTS.values(), ids=CASTS)
 def test_casts_of_cut_values(op: Op, specs: dict[str, str]) -> None:
     check(lambda y: op(y.detach() * 3).double().sum() + y.sum(), specs)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("specs", [CUT_SUM, CUT_ROWS, CUT_COLUMNS], ids=["sum", "rows", "columns"])
 @pytest.mark.parametrize("op", MEMORY.values(), ids=MEMORY)
 def test_ops_that_see_how_a_tensor_lies_in_memory(op: Op, specs: dict[str, str]) -> None:

@@ -55,6 +55,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["AdamW", "dampening", "Adafactor", "Lamb", "two"])
 def test_training_goes_on_from_states_that_were_saved(kind: str) -> None:
     """On the same plan by pieces; on another one by whole states."""
@@ -148,6 +149,7 @@ class Draws(torch.optim.SGD):
             p.sub_(0.1 * p.grad + 0.01 * torch.randn_like(p))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("what", "factory"),
     [

@@ -59,6 +59,7 @@ def drawn(pm: sx.ParallelModule, seed: int) -> torch.Tensor:
     return out
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_drawn(name: str) -> None:
     """Mean and variance, within five standard errors of 2048 numbers."""
@@ -71,6 +72,7 @@ def test_what_is_drawn(name: str) -> None:
     assert torch.equal(out, drawn(planned(draw, "one"), 0)), "another cut draws the same"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cut", SPECS)
 def test_drop_path_trains_as_it_was_drawn(cut: str) -> None:
     pm = planned(dropped, cut)

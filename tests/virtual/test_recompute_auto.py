@@ -45,6 +45,7 @@ def test_a_smaller_budget_holds_less_and_costs_more(name: str, mesh: str) -> Non
     assert pm.verify()
 
 
+@pytest.mark.slow
 def test_it_costs_no_more_than_recomputing_each_block() -> None:
     mesh = MESHES["dp2tp2"]
     blocks = plan(make("gpt_fused"), mesh, recompute="layers.*")

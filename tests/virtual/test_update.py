@@ -29,7 +29,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "zero 3, recompute": {"zero": 3, "recompute": "1"},
     "clip, recompute": {"clip": 0.1, "recompute": "1"},
 }
-OFTEN = ("AdamW", "SGD", "dampening", "Adafactor", "Lamb", "two", "reads out")
+OFTEN = ("Adafactor", "two")
 PAIRS = ("plain", "zero 3, recompute", "zero 1, clip")
 QUICK = [*((kind, "zero 1", "dp2tp2") for kind in OFTEN), *(("AdamW", feature, "dp2") for feature in PAIRS)]
 EVERY = [(kind, feature, mesh) for kind in KINDS for feature in FEATURES for mesh in ("dp2", "dp2tp2")]
@@ -51,7 +51,7 @@ def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
     ("name", "mesh", "feature"),
     [
         ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min": 0, "recompute": "layers.*", "clip": 0.1}),
-        ("resnet", "dp2", {"zero": 1, "zero_min": 0}),
+        pytest.param("resnet", "dp2", {"zero": 1, "zero_min": 0}, marks=pytest.mark.slow),
         pytest.param("llama", "dp2tp2", {"zero": 1, "clip": 0.5}, marks=pytest.mark.slow),
         pytest.param("hf_t5", "dp2", {"zero": 1, "zero_min": 64}, marks=pytest.mark.slow),
         pytest.param("moe_slots", "ep2", {}, marks=pytest.mark.slow),
@@ -92,6 +92,7 @@ def test_a_plan_may_be_called_as_before() -> None:
     assert torch.equal(pm(x), plain(x))
 
 
+@pytest.mark.slow
 def test_other_batch_sizes_step_the_same_states() -> None:
     losses, params, _ = alone(KINDS["AdamW"], 4)
     pm = small_plan(KINDS["AdamW"], MESHES["dp2"])
@@ -115,7 +116,7 @@ def test_parameters_stay_the_same_tensors() -> None:
     assert all(p._version > before[id(p)] and p.grad is None for p in pm.parameters())
 
 
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_states_are_cut_and_parameters_are_there_once(level: int) -> None:
     """On level 1 parameters are whole, and nothing else is: states, the gradients of a step and what is computed."""
     plain, cut = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=zero) for zero in (0, level))

@@ -9,8 +9,8 @@ import shardfx as sx
 from tests.plans import MESHES, plan
 from tests.zoo import CASES, make
 
-QUICK = {("dp2tp2", name) for name in ("mlp3", "dropout_mlp", "hf_vit")}
-QUICK |= {("tp2", "dropout_mlp")}
+QUICK = {("dp2tp2", name) for name in ("mlp3", "dropout_mlp")}
+QUICK |= {("tp2", "moe_loop")}
 ALL = [
     pytest.param(mesh, name, marks=() if (mesh, name) in QUICK else pytest.mark.slow)
     for mesh in MESHES

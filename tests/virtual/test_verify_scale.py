@@ -81,6 +81,7 @@ def test_a_plan_that_is_not_even_is_interpreted_on_every_rank(monkeypatch: pytes
     assert "whole programs" not in verdict.checked
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
 @pytest.mark.parametrize("function", [pack.take, pack.unpack_gathered])
