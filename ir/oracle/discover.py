@@ -102,7 +102,7 @@ class Discovery:
     def _discover(self, node: Node) -> Findings:
         with ExitStack() as stack:
             stack.enter_context(_disable_current_modes())
-            stack.enter_context(torch.device("cpu"))
+            stack.enter_context(torch._C.DisableTorchFunction())  # the user's default device among others
             stack.enter_context(torch.random.fork_rng(devices=[]))
             of = shrunk(node)
             if of is None or not _steady(of):

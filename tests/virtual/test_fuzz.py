@@ -15,7 +15,7 @@ from tests.fuzz.check import Outcome, check, sharing
 from tests.fuzz.shrink import shrink
 from tests.fuzz.template import PLUGINS
 
-QUICK, ALL, CHUNK = 20, 2000, 20
+QUICK, ALL, CHUNK = 0, 2000, 20
 VERIFIED = 8
 """Of so many cases one is verified, too."""
 

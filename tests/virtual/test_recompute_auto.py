@@ -28,7 +28,7 @@ def test_a_smaller_budget_holds_less_and_costs_more(name: str, mesh: str) -> Non
     reference, case = single_device(make(name), 1), make(name)
     plain = plan(make(name), MESHES[mesh])
     peaks, times = [plain.memory().peak], [seconds(plain)]
-    for part in (0.95, 0.9):
+    for part in (0.9,) if name == QUICK[0] else (0.95, 0.9):
         budget = int(peaks[0] * part)
         pm = plan(make(name), MESHES[mesh], recompute="auto", memory=budget)
         assert pm.memory().peak <= budget and "made again to fit" in pm.after.notes[-1]

@@ -47,14 +47,15 @@ def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
     assert verdict and "a whole step" in str(verdict), verdict.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "feature"),
     [
         ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min": 0, "recompute": "layers.*", "clip": 0.1}),
-        pytest.param("resnet", "dp2", {"zero": 1, "zero_min": 0}, marks=pytest.mark.slow),
-        pytest.param("llama", "dp2tp2", {"zero": 1, "clip": 0.5}, marks=pytest.mark.slow),
-        pytest.param("hf_t5", "dp2", {"zero": 1, "zero_min": 64}, marks=pytest.mark.slow),
-        pytest.param("moe_slots", "ep2", {}, marks=pytest.mark.slow),
+        ("resnet", "dp2", {"zero": 1, "zero_min": 0}),
+        ("llama", "dp2tp2", {"zero": 1, "clip": 0.5}),
+        ("hf_t5", "dp2", {"zero": 1, "zero_min": 64}),
+        ("moe_slots", "ep2", {}),
     ],
 )
 def test_models_equal_one_device(name: str, mesh: str, feature: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def undisturbed() -> Iterator[None]:
     """Ops run on the CPU, by torch alone, and the user's random numbers stay as they are."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch._C.DisableTorchFunction())  # the user's default device among others
         stack.enter_context(torch.random.fork_rng(devices=[]))
         yield
 
