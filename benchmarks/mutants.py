@@ -32,6 +32,7 @@ from tests.mutants import IN_PLACE, MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
 from tests.wrong.questions import SECTIONS, Question, refused
 from tests.zoo import make
+from tests.zoo.cases import Case, double
 
 PLANS = (
     "mlp3@dp2tp2",
@@ -45,12 +46,15 @@ PLANS = (
     "resnet@dp2",
     "hf_gpt2@dp2tp2+alone",
 )
-STEPPED = "mlp3@dp2tp2+AdamW"
-"""A whole step: random numbers do not tell a small term of it from none, and the proof does."""
+STEPPED = ("mlp3@dp2tp2+AdamW", "few_rows@dp3tp2+Adafactor", "few_rows@2x2x2+clip+across")
+"""Whole steps, and norms of few rows on many ranks: random numbers do not tell a small term of these from none, and the
+proof does."""
+UNEVEN = {"dp3tp2": sx.Mesh(dp=3, tp=2)}
 SPECS = {
     "whole-bias": {"fc1.bias": "-"},
     "both-axes": {"args.0": "dp tp, -", "targets.0": "-", "fc1.weight": "-, -", "fc1.bias": "-", "fc2.weight": "-, -"},
     "whole-qkv": {"layers.*.qkv.bias": "-"},
+    "across": {"weight": "dp, tp", "bias": "dp cp tp"},
 }
 """Hints by the word behind a plan's name: of what is whole each rank takes a slice."""
 
@@ -90,11 +94,22 @@ def planned(name: str) -> sx.ParallelModule:
     others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
+    made = few_rows() if case == "few_rows" else make(case)
     fuse: dict[str, object] = {"fuse_mb": 0} if "alone" in more else {}
     if "AdamW" in more:
         fuse |= {"optimizer": torch.optim.AdamW, "zero": 1, "zero_min": 64, "clip": 0.1}
+    fuse |= {"optimizer": torch.optim.Adafactor} if "Adafactor" in more else {}
+    fuse |= {"clip": 0.1} if "clip" in more else {}
     specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}
-    return plan(make(case), MESHES[mesh], "sequence" in more, specs=specs, **fuse)
+    return plan(made, UNEVEN.get(mesh) or MESHES[mesh], "sequence" in more, specs=specs, **fuse)
+
+
+def few_rows() -> Case:
+    """A Linear of fewer rows than there are ranks: some have none, and of others' the cut cannot be told from them."""
+    with double():
+        x, y = torch.randn(6, 6), torch.randint(4, (6,))
+        model = torch.nn.Linear(6, 4)
+    return Case("few_rows", model, (x,), {}, torch.nn.functional.cross_entropy, (y,), {"weight": "dp tp, -"})
 
 
 def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*MUTATIONS, *IN_PLACE)) -> Rates:
@@ -160,7 +175,7 @@ def one(task: tuple[str, int]) -> Rates:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2, help="places per kind of damage and plan")
-    every = (*PLANS, STEPPED, *SECTIONS)
+    every = (*PLANS, *STEPPED, *SECTIONS)
     parser.add_argument("--plans", nargs="*", default=every, metavar="PLAN", help="or kinds of questions")
     parser.add_argument("--survivors", action="store_true", help="name the damaged programs that were not refused")
     parser.add_argument("--sound", type=int, default=0, metavar="N", help="ask about N sound programs, too")

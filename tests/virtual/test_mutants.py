@@ -20,17 +20,17 @@ def test_every_damaged_program_is_refused(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_damaged_step_is_refused_by_the_proof() -> None:
-    rates = measure([STEPPED], count=2)
-    assert rates.total >= 40 and rates.static == rates.made
-    assert rates.made["stepped over another state"] and rates.made["another parameter read"]
+@pytest.mark.parametrize("name", STEPPED)
+def test_every_damaged_step_is_refused_by_the_proof(name: str) -> None:
+    rates = measure([name], count=2)
+    assert rates.total >= 20 and rates.static == rates.made
 
 
 @pytest.mark.slow
 def test_every_kind_of_damage_is_done() -> None:
     """The plans have, between them, a place for each."""
     assert len(MUTATIONS) >= 25
-    assert {mutation.name for mutation in (*MUTATIONS, *IN_PLACE)} == set(measure((*PLANS, STEPPED), count=1).made)
+    assert {mutation.name for mutation in (*MUTATIONS, *IN_PLACE)} == set(measure((*PLANS, *STEPPED), count=1).made)
 
 
 @pytest.mark.parametrize("name", ["mlp3@dp2tp2", pytest.param("gpt_fused@dp2tp2+sequence", marks=pytest.mark.slow)])

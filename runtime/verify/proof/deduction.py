@@ -33,11 +33,12 @@ from shardfx.ir.spec import Spec
 
 from .terms import Universe
 
-Origins = tuple[tuple[str, frozenset[tuple[int, str, Cut]]], ...]
-"""For each axis over which a fact is partial: the (term, factor) sums of which this is one rank's share, and by the cut
-of the factor which piece of what is summed it is.
+Origins = tuple[tuple[str, int], ...]
+"""For each axis over which a fact is partial: of which sum this is one rank's share, and how it was made of shares
+(a number of :meth:`Deduction.origin`).
 
-Shares add up to the whole only if they are shares of one sum, and pieces of one cut.
+Shares add up to the whole only if they are shares of one sum, pieces of one cut, and came the same way: of a product
+``s @ s`` one rank's ``share @ s`` and another's ``s @ share`` are shares of two sums.
 """
 
 
@@ -63,6 +64,7 @@ class Deduction:
     _known: dict[tuple[int, tuple[Spec, ...]], list[Strategy]] = field(default_factory=dict)
     _cut: dict[tuple[int, int], Mapping[str, tuple[str, Cut]]] = field(default_factory=dict)
     _forms: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+    _origins: dict[Hashable, int] = field(default_factory=dict)
 
     def _kind(self, node: Node) -> int:
         """The same number for nodes that are alike, and of whose result the plan claims the same."""
@@ -171,16 +173,20 @@ class Deduction:
                 found.append(None)
                 continue
             spec, term = next(specs), self.universe.of[value]
-            origins = []
-            for axis, _ in spec.partial:
-                if axis in pieces:
-                    origins.append((axis, frozenset({(term, *pieces[axis])})))
-                else:
-                    shares = [o for f in facts for a, o in f.origins if a == axis]
-                    origins.append((axis, frozenset().union(*shares)))
+            origins = [(axis, self.origin(axis, term, pieces.get(axis), facts)) for axis, _ in spec.partial]
             found.append(Fact(term, spec, tuple(origins)))
         assert len(rule.results) >= 1
         return found
+
+    def origin(self, axis: str, term: int, piece: tuple[str, Cut] | None, facts: Sequence[Fact]) -> int:
+        """Equal for shares over an axis that are made alike: of a sum that begins here, by the cut of what is summed
+        (``piece``), or of the operands' shares."""
+        if piece is not None:
+            return self._origins.setdefault((term, *piece), len(self._origins))
+        shares = [(place, made) for place, fact in enumerate(facts) for a, made in fact.origins if a == axis]
+        if len(facts) == len(shares) == 1:
+            return shares[0][1]
+        return self._origins.setdefault(tuple(shares), len(self._origins))
 
 
 def _partial(rule: ShardingRule, specs: Sequence[Spec]) -> dict[str, tuple[str, frozenset[int]]] | None:

@@ -51,22 +51,30 @@ class Elements:
 
     def equals(self, other: Elements) -> bool:
         """Whether both hold the same numbers in the same shape."""
-        if self is other:
-            return True
+        return self.met(other, lambda a, b: a if a == b else None) is not None
+
+    def met(self, other: Elements, meet: Callable[[int, int], int | None]) -> Elements | None:
+        """What both hold: equal places in one shape, of the source that ``meet`` makes of the two sources.
+
+        None where places differ, or where ``meet`` gives no source.
+        """
+        if self is other or (self.shape == other.shape and self.runs == other.runs):
+            return self
         if self.shape != other.shape:
-            return False
-        if self.runs == other.runs:
-            return True
-        mine, theirs = list(reversed(self.runs)), list(reversed(other.runs))
+            return None
+        mine, theirs, found = list(reversed(self.runs)), list(reversed(other.runs)), list[StridedRun]()
         while mine and theirs:
             a, b = mine.pop(), theirs.pop()
-            size = min(a.numel, b.numel)
-            heads = [cut_run(a, 0, size), cut_run(b, 0, size)]
+            source, size = meet(a.source, b.source), min(a.numel, b.numel)
+            if source is None:
+                return None
+            heads = [[head.of(source) for head in cut_run(run, 0, size)] for run in (a, b)]
             if joined(heads[0]) != joined(heads[1]) and not _written_equal(*heads):
-                return False
+                return None
+            found += heads[0]
             mine += reversed(cut_run(a, size, a.numel))
             theirs += reversed(cut_run(b, size, b.numel))
-        return not mine and not theirs
+        return None if mine or theirs else Elements(self.shape, joined(found))
 
     # ---- what a tensor can do ---------------------------------------------------------------------------------
 

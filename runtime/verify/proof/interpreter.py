@@ -104,7 +104,7 @@ class Rank:
         """
         facts = self.facts(node)
         if facts:
-            return self.proof.numbering.codes(facts[0], rank)
+            return self.proof.numbering.codes(facts[:1], rank)
         if node.op != "call_function" or node.target is c10d.wait_tensor.default or node.target in COLLECTIVES:
             return None
         given = {n: self.as_at(n, rank, moved) for n in node.all_input_nodes}
@@ -184,9 +184,8 @@ class Rank:
 
     def _codes(self, item: Known) -> Elements | None:
         if item.codes is None and item.facts and not item.waits:
-            item.codes = self.proof.numbering.codes(item.facts[0], self.rank)
-            fact = item.facts[0]
-            item.hints = [self.proof.numbering.number(Source(fact.term, fact.spec.partial, fact.origins))]
+            item.codes = self.proof.numbering.codes(item.facts, self.rank)
+            item.hints = [self.proof.numbering.number(Source(f.term, f.spec.partial, f.origins) for f in item.facts)]
         return item.codes
 
     def _move(self, node: fx.Node, function: Any) -> Known:

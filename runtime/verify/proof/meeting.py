@@ -23,7 +23,7 @@ from shardfx.runtime.verify.fault import Failed
 from .elements import Elements
 from .interpreter import Asked, Rank
 from .known import Known, Proof
-from .numbering import Impossible, Source, Wrong
+from .numbering import Impossible, Wrong
 
 c10d = torch.ops._c10d_functional
 
@@ -111,7 +111,7 @@ class LockStep:
         except (Wrong, RuntimeError) as error:
             return {m: Known(why=str(error)) for m in here}
         reduced = first.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
-        after = self._reduced(hints, axes) if reduced else hints
+        after = [self.proof.numbering.without(hint, axes) for hint in hints] if reduced else hints
         after = list(dict.fromkeys([*self.proof.numbering.inside(list(dict.fromkeys(got))), *after]))
         return {m: Known(codes=t, hints=after) for m, t in zip(members, got, strict=True) if m in self.ranks}
 
@@ -127,16 +127,6 @@ class LockStep:
             raise Failed(rank.fault(what, node))
         sent = pattern.as_at(twin.args[0], member, moved)  # type: ignore[arg-type]
         return twin, sent, pattern.items[twin.args[0]].hints  # type: ignore[index]
-
-    def _reduced(self, hints: Sequence[int], axes: Sequence[str]) -> list[int]:
-        """The sources of empty tensors behind a reduction."""
-        found = []
-        for hint in hints:
-            source = self.proof.numbering.sources[hint - 1]
-            partial = tuple(p for p in source.partial if p[0] not in axes)
-            origins = tuple(o for o in source.origins if o[0] not in axes)
-            found.append(self.proof.numbering.number(Source(source.term, partial, origins)))
-        return found
 
 
 def _members(groups: Groups, rank: Rank, node: fx.Node) -> Sequence[int]:

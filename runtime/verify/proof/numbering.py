@@ -4,11 +4,15 @@ Packing, joining, cutting and exchanging only move elements, so they can be run 
 *which* element of which term it is. What such a tensor then is, is read off it: nothing about offsets, orders or
 paddings is assumed. A reduction is right where every member of its group holds a share of the same element, of the
 same sum, and the group is one of all ranks among which that sum is shared.
+
+A rank alone does not always know which sum: its rows may be those of two cuts (rank 0 has row 0 of ``5{a,b}`` and of
+``5{b,a}``, and one without rows has none of either), and what it adds up is then its share by each. All that is true of
+a tensor is kept, as the *sources* of its elements, and the ranks that meet agree on what is true of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +24,6 @@ from shardfx.ir.spec import Spec
 
 from .deduction import Fact, Origins
 from .elements import Elements, cat
-from .strided_runs import BITS, StridedRun
 from .terms import Universe
 
 aten = torch.ops.aten
@@ -77,7 +80,7 @@ class Impossible(Wrong):
 
 @dataclass(frozen=True)
 class Source:
-    """What numbered elements are elements of: a term, and the sums of which they are shares."""
+    """What numbered elements may be elements of: a term, and the sums of which they are shares."""
 
     term: int
     partial: tuple[tuple[str, str], ...]
@@ -86,22 +89,37 @@ class Source:
 
 @dataclass
 class Numbering:
-    """Numbers for the elements of terms: the source's number above, the element's place in the whole below."""
+    """Numbers for the elements of terms: the number of their sources above, the place in the whole below."""
 
     universe: Universe
     mesh: Mesh
-    sources: list[Source] = field(default_factory=list)
-    _known: dict[Source, int] = field(default_factory=dict)
+    sources: list[tuple[Source, ...]] = field(default_factory=list)
+    """By number, from 1 (0 is padding): what the elements are elements of, in every way that is known to be true."""
+    _order: dict[Source, int] = field(default_factory=dict)
+    _known: dict[tuple[Source, ...], int] = field(default_factory=dict)
     _coords: dict[int, dict[str, int]] = field(default_factory=dict)
     _boxes: dict[tuple[tuple[int, ...], Spec], dict[tuple[int, ...], Elements]] = field(default_factory=dict)
     _codes: dict[tuple[int, Elements], Elements] = field(default_factory=dict)
 
-    def number(self, source: Source) -> int:
-        """From 1: 0 is padding."""
-        if source not in self._known:
-            self.sources.append(source)
-            self._known[source] = len(self.sources)
-        return self._known[source]
+    def number(self, sources: Iterable[Source]) -> int:
+        """The number of elements that are elements of each of these."""
+        order = {self._order.setdefault(source, len(self._order)): source for source in sources}
+        found = tuple([order[place] for place in sorted(order)])
+        if found not in self._known:
+            self.sources.append(found)
+            self._known[found] = len(self.sources)
+        return self._known[found]
+
+    def without(self, number: int, axes: Sequence[str]) -> int:
+        """The number of elements after the shares over some axes were added."""
+        return self.number(
+            Source(
+                source.term,
+                tuple(p for p in source.partial if p[0] not in axes),
+                tuple(o for o in source.origins if o[0] not in axes),
+            )
+            for source in self.sources[number - 1]
+        )
 
     def box(self, shape: tuple[int, ...], spec: Spec, rank: int) -> Elements:
         """The places, in a whole of this shape, of what a rank holds: one object for ranks that hold the same."""
@@ -121,27 +139,33 @@ class Numbering:
             boxes[key] = Elements.of(spec.local_shape(shape, self.mesh, coords), base, reversed(loops))
         return boxes[key]
 
-    def codes(self, fact: Fact, rank: int) -> Elements:
-        """The numbers of what a rank holds."""
-        shape = self.universe.terms.types[fact.term].shape
-        number = self.number(Source(fact.term, fact.spec.partial, fact.origins))
-        key = number, self.box(shape, fact.spec.reduced(), rank)
-        if key not in self._codes:
-            self._codes[key] = _moved(key[1], {ZERO: number})
-        return self._codes[key]
+    def codes(self, facts: Sequence[Fact], rank: int) -> Elements:
+        """The numbers of what a rank holds, by the first fact and all that say the same places."""
+        places = self._places(facts[0], rank)
+        number = self.number(
+            Source(fact.term, fact.spec.partial, fact.origins)
+            for fact in facts
+            if fact is facts[0] or self._places(fact, rank).equals(places)
+        )
+        if (number, places) not in self._codes:
+            self._codes[number, places] = _moved(places, {ZERO: number})
+        return self._codes[number, places]
+
+    def _places(self, fact: Fact, rank: int) -> Elements:
+        return self.box(self.universe.terms.types[fact.term].shape, fact.spec.reduced(), rank)
 
     def read(self, codes: Elements, hints: Sequence[int], rank: int) -> list[Fact]:
         """The facts about a tensor of numbered elements; ``hints`` are the sources of an empty one."""
         found: list[Fact] = []
-        if codes.numel():
-            numbers = {run.source for run in codes.runs}
-            if len(numbers) > 1 or ZERO in numbers:
-                return found
-            hints = list(numbers)
-        for number in hints:
-            source = self.sources[number - 1]
+        numbers = dict.fromkeys(run.source for run in codes.runs)
+        if ZERO in numbers:
+            return found
+        places = _moved(codes, dict.fromkeys(numbers, ZERO))
+        sources = dict.fromkeys(source for number in numbers or hints for source in self.sources[number - 1])
+        for source in sources:
+            if not all(source in self.sources[number - 1] for number in numbers):
+                continue
             shape = self.universe.terms.types[source.term].shape
-            places = _moved(codes, {number: ZERO})
             for spec in self.universe.specs.get(source.term, ()):
                 if spec.local_shape(shape, self.mesh, self.mesh.coords(rank)) != codes.shape:
                     continue
@@ -164,35 +188,54 @@ class Numbering:
                 raise Impossible(f"a reduce-scatter of shape {list(tensors[0].shape)} over {n} ranks")
             total = self._reduced(args[0][0], tensors, axes)
             return [total] * n if op is c10d.all_reduce.default else total.chunk(n)
-        for number in self.inside(tensors):
-            over = {axis for axis, _ in self.sources[number - 1].partial} & set(axes)
-            if over:
-                raise Wrong(f"shares of a sum over {', '.join(sorted(over))} are exchanged without being added")
+        tensors = self._no_shares(tensors, axes)
         if op is c10d.all_gather_into_tensor.default:
             return [cat([t if t.dim() else t.reshape(1) for t in tensors])] * n
         sent = [t.split(list(a[1])) for t, a in zip(tensors, args, strict=True)]
         return [cat([s[k] for s in sent]) for k in range(n)]
 
     def _reduced(self, kind: str, tensors: Sequence[Elements], axes: Sequence[str]) -> Elements:
-        first = tensors[0]
-        if not all(t.equals(first) for t in tensors[1:]):
-            raise Wrong("the ranks of a reduction do not hold shares of the same elements of the same sum")
+        held = tensors[0]
+        for tensor in tensors[1:]:
+            both = held.met(tensor, self._common)
+            if both is None:
+                raise Wrong("the ranks of a reduction do not hold shares of the same elements of the same sum")
+            held = both
         left: dict[int, int] = {}
-        for number in self.inside([first]):
-            source = self.sources[number - 1]
-            missing = [axis for axis in axes if (axis, kind) not in source.partial and self.mesh[axis].size > 1]
-            if missing:
+        wanted = {(axis, kind) for axis in axes if self.mesh[axis].size > 1}
+        for number in self.inside([held]):
+            shares = [source for source in self.sources[number - 1] if wanted <= set(source.partial)]
+            if not shares:
+                source = self.sources[number - 1][0]
+                missing = [axis for axis in axes if (axis, kind) in wanted - set(source.partial)]
                 name = self.universe.terms.names[source.term]
                 raise Wrong(f"{kind} over {', '.join(missing)} of a {name} that is no {kind} over it")
-            partial = tuple(p for p in source.partial if p[0] not in axes)
-            origins = tuple(o for o in source.origins if o[0] not in axes)
-            left[number] = self.number(Source(source.term, partial, origins))
-        return _moved(first, left)
+            left[number] = self.without(self.number(shares), axes)
+        return _moved(held, left)
+
+    def _common(self, a: int, b: int) -> int | None:
+        """The number of what elements of both numbers are; None: nothing is true of both."""
+        if a == b or ZERO in (a, b):
+            return a if a == b else None
+        of_both = [source for source in self.sources[a - 1] if source in self.sources[b - 1]]
+        return self.number(of_both) if of_both else None
+
+    def _no_shares(self, tensors: Sequence[Elements], axes: Sequence[str]) -> Sequence[Elements]:
+        """The same elements, taken to be what is no share of a sum over some axes.
+
+        Raises:
+            Wrong: they can only be shares.
+        """
+        to = {}
+        for number in self.inside(tensors):
+            whole = [s for s in self.sources[number - 1] if not {axis for axis, _ in s.partial} & set(axes)]
+            if not whole:
+                over = {axis for axis, _ in self.sources[number - 1][0].partial} & set(axes)
+                raise Wrong(f"shares of a sum over {', '.join(sorted(over))} are exchanged without being added")
+            to[number] = self.number(whole)
+        return tensors if all(a == b for a, b in to.items()) else [_moved(t, to) for t in tensors]
 
 
 def _moved(tensor: Elements, to: Mapping[int, int]) -> Elements:
     """The same places in other sources."""
-    runs = (
-        StridedRun(run.base + ((to.get(run.source, run.source) - run.source) << BITS), run.loops) for run in tensor.runs
-    )
-    return Elements(tensor.shape, tuple(runs))
+    return Elements(tensor.shape, tuple([run.of(to.get(run.source, run.source)) for run in tensor.runs]))

@@ -32,6 +32,10 @@ class StridedRun:
         """The number of the value whose elements these are; the low bits say which element."""
         return self.base >> BITS
 
+    def of(self, source: int) -> StridedRun:
+        """The same elements of another value."""
+        return StridedRun(self.base + ((source - self.source) << BITS), self.loops)
+
 
 def make_run(base: int, loops: Iterable[tuple[int, int]]) -> StridedRun:
     """In normal form: no loop of one, and no two loops that are one."""
