@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.capture.forms.compute import Compute
 from shardfx.ir.capture.update.made_groups import Parameters
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
@@ -108,8 +109,8 @@ class Hints:
     memory: int | str | None = None
     optimizer: Callable[[Parameters], Any] | None = None
     clip: float | None = None
+    compute: Compute | torch.dtype | None = None
     offload: Sequence[str] = field(default=(), metadata=LATER)
-    compute: Any = field(default=None, metadata=LATER)
     accumulate: int = field(default=1, metadata=LATER)
     reduce: str = field(default="auto", metadata=LATER)
     pipeline: Any = field(default=None, metadata=LATER)
@@ -123,7 +124,7 @@ class Hints:
                     expected=expected,
                     got=f"{getattr(self, name)!r:.100} of type {type(getattr(self, name)).__name__}",
                 )
-        Machine.of(self.machine)  # which says so if there is none of that name
+        Compute.of(self.compute), Machine.of(self.machine)  # which says so if there is none of that name
         for each in fields(self):
             given = getattr(self, each.name)
             if each.metadata == LATER and given != each.default and given != []:
@@ -200,6 +201,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (
         lambda given: given is None or callable(given),
         "a function that makes it of parameters: lambda params: torch.optim.AdamW(params, lr=3e-4)",
+    ),
+    "compute": (
+        lambda given: given is None or isinstance(given, (Compute, torch.dtype)),
+        "a dtype such as torch.bfloat16, a shardfx.Compute, or None",
     ),
     "clip": (lambda given: given is None or (type(given) in (int, float) and given > 0), "a norm above zero, or None"),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),

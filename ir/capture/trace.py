@@ -30,7 +30,9 @@ from shardfx.ir.unfolding.unfold import check_regular
 from .convert import Names, convert
 from .decisions import with_numbers
 from .decomposed import decompositions
+from .forms.compute import Compute
 from .forms.parts_of_batch import normalise_by_parts
+from .forms.wide_sums import sum_gradients_in
 from .intake.given import as_module, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
@@ -73,6 +75,7 @@ def capture(
     optimizer: Factory | None = None,
     clip: float | None = None,
     batch_parts: int = 1,
+    compute: Compute | None = None,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
@@ -82,6 +85,7 @@ def capture(
         fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
         guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
         batch_parts: batch norms normalise so many parts of the batch apart (see :mod:`.forms.parts_of_batch`).
+        compute: in which dtype the model computes, and its gradients are summed (see :mod:`.forms.compute`).
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
@@ -106,16 +110,18 @@ def capture(
         params = dict(traced.named_parameters(remove_duplicate=False))
         buffers = dict(traced.named_buffers(remove_duplicate=False))
         aliases = _aliases({**params, **buffers})
+        if compute is not None:
+            compute.check(params.items())
         results = Results()
 
         def program(model: nn.Module) -> ModelAndLoss:
-            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard)
+            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute)
 
         short = Shortened(traced)
         if fold and optimizer is None and clip is None:
             short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         wanted = Names(tuple(names), aliases, loss_source(loss))
-        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts)
+        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
         graph, note = trace(program(short.model), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
@@ -152,7 +158,12 @@ def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 
 def _trace(
-    program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names, batch_parts: int
+    program: ModelAndLoss,
+    tensors: tuple[torch.Tensor, ...],
+    mesh: Mesh,
+    names: Names,
+    batch_parts: int,
+    compute: Compute | None,
 ) -> Graph:
     """The graph of a program's forward and backward."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
@@ -173,7 +184,10 @@ def _trace(
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions(), _record_nn_module_stack=True
             )
-            return convert(joint.graph_module, mesh, names)
+            graph = convert(joint.graph_module, mesh, names)
+        if compute is not None:
+            sum_gradients_in(graph, compute.sums)
+        return graph
     except Error:
         raise
     except Exception as error:

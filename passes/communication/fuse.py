@@ -5,7 +5,7 @@
 
 A reduction waits for later ones until something uses it, or the bucket is full (what follows from the batch alone, such
 as how many targets count, does not wait for what takes parameters), and so does a gather of what leaves; a gather of
-what is there from the start (a stored parameter) joins the first of its bucket. Bytes stay the same, calls get fewer.
+what is there from the start (a stored parameter, or a cast of it) joins the first of its bucket. Bytes stay the same, calls get fewer.
 All ranks run one program order, so that the order of collectives is the same on all, and since a bucket stands where
 all its operands are made and none of its results is used, it can never make a cycle.
 """
@@ -23,6 +23,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, Strategy, Value
 from shardfx.ir.names import pattern
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.traits import uncast
 from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -88,10 +89,10 @@ class FuseComm(Pass):
 
         names = {given.value: given.name for given in graph.inputs}
         for node in graph.nodes:
-            if isinstance(node.op, OwnOp) and node.operands[0] in names:
-                result[node] = group_of(names[node.operands[0]])
+            if isinstance(node.op, OwnOp) and uncast(node.operands[0]) in names:
+                result[node] = group_of(names[uncast(node.operands[0])])
         for output in graph.outputs:
-            maker = output.value.node
+            maker = uncast(output.value).node
             if output.kind.value == "gradient" and maker is not None and isinstance(maker.op, OwnOp):
                 result[maker] = group_of(output.name)
         return {node: name for node, name in result.items() if name}
@@ -156,7 +157,7 @@ class FuseComm(Pass):
         limit = self._limits(graph, named)
         for node in graph.nodes:
             key = self._key(node, graph, named)
-            if key is None or node.op is not comm.all_gather or node.operands[0] not in inputs:
+            if key is None or node.op is not comm.all_gather or uncast(node.operands[0]) not in inputs:
                 continue
             size = node.op.whole_bytes(node, graph.mesh)
             bucket = open_.get(key)
@@ -194,8 +195,23 @@ def _simple(node: Node, graph: Graph) -> bool:
     return size % graph.mesh.extent(cut.dims[0].axes) == 0 and math.prod(node.outs[0].shape) > 0
 
 
+def _cast_before(first: Node, members: list[Node], rewriter: Rewriter) -> None:
+    """Casts of what is there from the start are made before the first gather."""
+    for member in members[1:]:
+        casts, value = list[Node](), member.operands[0]
+        while value.node is not None:
+            casts.append(value.node)
+            value = value.node.operands[0]
+        for cast in reversed(casts):
+            moved = rewriter.before(first, cast.copied(lambda value: value))
+            rewriter.replace(cast.outs[0], moved.outs[0])
+            rewriter.erase(cast)
+
+
 def _fuse(members: list[Node], rewriter: Rewriter, early: bool) -> None:
     first = members[0]
+    if early:
+        _cast_before(first, members, rewriter)
     values = tuple(member.operands[0] for member in members)
     kwargs = {k: v for k, v in first.kwargs.items() if k in ("axes", "dim", "reduce")}
     node = Rewriter.make(first.op, values, [v.type for v in values], like=first, kwargs=kwargs)

@@ -8,10 +8,14 @@ cheapest choice is a minimum cut between "stays partial" and "is reduced", solve
     %3 = mm(%1, %2) : [64, 512] +{tp}     %3 = mm(%1, %2) : [64, 512] +{tp}
     %4 = mm(%5, %6) : [64, 512] +{tp}     %4 = mm(%5, %6) : [64, 512] +{tp}
     %7 = add(AR(%3), AR(%4))         ->   %7 = add(%3, %4) : [64, 512] +{tp},  AR(%7) for what follows
+
+A node that says ``sums_behind`` is passed by what goes nowhere else, whatever that sends: a gradient that is computed
+in bf16 is reduced behind its cast to f32 (see :mod:`shardfx.ir.capture.forms.wide_sums`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
@@ -19,7 +23,8 @@ from typing import ClassVar
 import networkx as nx
 
 from shardfx.ir.cut import without
-from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.graph import Graph, Node, Value, op_name
+from shardfx.ir.rules.as_placed import SUMS_BEHIND
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands
 from shardfx.ir.spec import Spec
@@ -28,6 +33,9 @@ from shardfx.passes.finite import keeps_terms_finite, sure_facts
 from shardfx.passes.finite_results import Sure
 
 from .propagate import scattered
+
+NEVER = 1e6
+"""Seconds that no reduction takes: what costs so much is reduced elsewhere, if it can be."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class _Sums:
         self.ends = {output.value for output in self.graph.outputs}
         self.ends |= {value for value in self.graph.values() if value.hint is not None}
         changed = [self._axis(axis.name) for axis in self.graph.mesh.space if axis.size > 1]
+        self._report_early()
         return any(changed)
 
     def _needed(self, value: Value) -> Spec:
@@ -134,10 +143,10 @@ class _Sums:
         self, axis: str, reach: dict[Value, str], passing: dict[Node, frozenset[int]]
     ) -> list[tuple[Node, frozenset[int]]]:
         """The nodes that compute on partial sums, by a minimum cut of each connected part."""
-        flow = nx.DiGraph()
+        flow, later = nx.DiGraph(), self._leads_behind(list(reach), passing)
         for value in reach:
             maker = value.node
-            cost = self._seconds(value, axis, reach[value])
+            cost = NEVER if value in later else self._seconds(value, axis, reach[value])
             if maker in passing:
                 source = maker.operands[min(passing[maker])]
                 add_capacity(flow, source, value, cost)
@@ -168,11 +177,40 @@ class _Sums:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         return sorted(chosen, key=lambda pair: order[pair[0]])
 
+    def _leads_behind(self, values: Sequence[Value], through: Container[Node]) -> set[Value]:
+        """Those of some values, in the order of the graph, that go ``through`` nodes to such that say ``sums_behind``,
+        and nowhere else."""
+        found: set[Value] = set()
+        for value in reversed(values):
+            users = self.users[value] if value not in self.ends else []
+            if users and all(
+                node in through and (node.attrs.get(SUMS_BEHIND) or found.issuperset(node.outs)) for node in users
+            ):
+                found.add(value)
+        return found
+
+    def _report_early(self) -> None:
+        """Say of what is reduced before a node that is to be passed."""
+        if not any(node.attrs.get(SUMS_BEHIND) for node in self.graph.nodes):
+            return
+        for value in self._leads_behind(list(self.graph.values()), set(self.graph.nodes)):
+            partial = value.spec is not None and value.spec.partial_axes
+            if partial and value.node is not None and any(_reduces(node, value) for node in self.users[value]):
+                name, dtype = op_name(value.node.op), str(value.type.dtype).removeprefix("torch.")
+                self.graph.notes.append(f"a gradient is summed in {dtype}, as {name} makes it ({value.where})")
+
     def _seconds(self, value: Value, axis: str, kind: str) -> float:
         """The time to reduce a value over ``axis`` to what it is needed as."""
         held = self.reduced[value]
         dims = tuple(without(cut, axis, self.graph.mesh) for cut in held.dims)
         return self.context.planner.seconds(value.type, Spec(dims, ((axis, kind),)), held)
+
+
+def _reduces(node: Node, value: Value) -> bool:
+    """Whether a node needs less of a partial sum open than its value is made with."""
+    assert node.strategy is not None and value.spec is not None
+    needs = [need for operand, need in zip(node.operands, node.strategy.operands, strict=True) if operand is value]
+    return any(set(need.partial) != set(value.spec.partial) for need in needs)
 
 
 def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None:
