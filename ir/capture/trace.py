@@ -111,7 +111,7 @@ def capture(
         buffers = dict(traced.named_buffers(remove_duplicate=False))
         aliases = _aliases({**params, **buffers})
         if compute is not None:
-            compute.check(params.items())
+            compute.check(traced)
         results = Results()
 
         def program(model: nn.Module) -> ModelAndLoss:

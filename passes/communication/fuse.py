@@ -5,9 +5,9 @@
 
 A reduction waits for later ones until something uses it, or the bucket is full (what follows from the batch alone, such
 as how many targets count, does not wait for what takes parameters), and so does a gather of what leaves; a gather of
-what is there from the start (a stored parameter, or a cast of it) joins the first of its bucket. Bytes stay the same, calls get fewer.
-All ranks run one program order, so that the order of collectives is the same on all, and since a bucket stands where
-all its operands are made and none of its results is used, it can never make a cycle.
+what is there from the start (a stored parameter, or a cast of it) joins the first of its bucket. Bytes stay the same,
+calls get fewer. All ranks run one program order, so that the order of collectives is the same on all, and since a
+bucket stands where all its operands are made and none of its results is used, it can never make a cycle.
 """
 
 from __future__ import annotations

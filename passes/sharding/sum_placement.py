@@ -10,12 +10,14 @@ cheapest choice is a minimum cut between "stays partial" and "is reduced", solve
     %7 = add(AR(%3), AR(%4))         ->   %7 = add(%3, %4) : [64, 512] +{tp},  AR(%7) for what follows
 
 A node that says ``sums_behind`` is passed by what goes nowhere else, whatever that sends: a gradient that is computed
-in bf16 is reduced behind its cast to f32 (see :mod:`shardfx.ir.capture.forms.wide_sums`).
+in bf16 is reduced behind its cast to f32 (see :mod:`shardfx.ir.capture.forms.wide_sums`). On the way it is added,
+moved, and multiplied by what no input of the model goes into: what is multiplied by the batch is no gradient of a
+parameter yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
@@ -23,7 +25,7 @@ from typing import ClassVar
 import networkx as nx
 
 from shardfx.ir.cut import without
-from shardfx.ir.graph import Graph, Node, Value, op_name
+from shardfx.ir.graph import Graph, InputKind, Node, Value, op_name
 from shardfx.ir.rules.as_placed import SUMS_BEHIND
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands
@@ -62,6 +64,10 @@ class _Sums:
     facts: dict[Value, Sure] = field(default_factory=dict)
     ends: set[Value] = field(default_factory=set)
     """Values that are reduced in any case: outputs, and those with a hint."""
+    late: set[Node] = field(default_factory=set)
+    """Nodes that say ``sums_behind``."""
+    of_batch: set[Value] = field(default_factory=set)
+    """Values that an input of the model goes into."""
 
     def run(self) -> bool:
         self.users = self.graph.users()
@@ -70,6 +76,8 @@ class _Sums:
         self.reduced = {value: self._needed(value) for value in self.graph.values()}
         self.ends = {output.value for output in self.graph.outputs}
         self.ends |= {value for value in self.graph.values() if value.hint is not None}
+        self.late = {node for node in self.graph.nodes if node.attrs.get(SUMS_BEHIND)}
+        self.of_batch = _of_batch(self.graph) if self.late else set()
         changed = [self._axis(axis.name) for axis in self.graph.mesh.space if axis.size > 1]
         self._report_early()
         return any(changed)
@@ -143,7 +151,7 @@ class _Sums:
         self, axis: str, reach: dict[Value, str], passing: dict[Node, frozenset[int]]
     ) -> list[tuple[Node, frozenset[int]]]:
         """The nodes that compute on partial sums, by a minimum cut of each connected part."""
-        flow, later = nx.DiGraph(), self._leads_behind(list(reach), passing)
+        flow, later = nx.DiGraph(), self._leads_behind(list(reach), passing.get)
         for value in reach:
             maker = value.node
             cost = NEVER if value in later else self._seconds(value, axis, reach[value])
@@ -177,23 +185,33 @@ class _Sums:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         return sorted(chosen, key=lambda pair: order[pair[0]])
 
-    def _leads_behind(self, values: Sequence[Value], through: Container[Node]) -> set[Value]:
-        """Those of some values, in the order of the graph, that go ``through`` nodes to such that say ``sums_behind``,
-        and nowhere else."""
+    def _leads_behind(self, values: Sequence[Value], passing: Callable[[Node], frozenset[int] | None]) -> set[Value]:
+        """Those of some values, in the order of the graph, that go to nodes that say ``sums_behind``, and nowhere else.
+
+        Args:
+            passing: the operands with which partial sums pass a node; None, where they do not.
+        """
         found: set[Value] = set()
-        for value in reversed(values):
+        for value in reversed(values) if self.late else ():
             users = self.users[value] if value not in self.ends else []
-            if users and all(
-                node in through and (node.attrs.get(SUMS_BEHIND) or found.issuperset(node.outs)) for node in users
-            ):
+            if users and all(self._leads_on(node, passing(node), found) for node in users):
                 found.add(value)
         return found
 
+    def _leads_on(self, node: Node, group: frozenset[int] | None, found: set[Value]) -> bool:
+        """Whether a node adds, moves or scales its operands of these numbers, on the way to one to be passed."""
+        if group is None or any(v in self.of_batch for i, v in enumerate(node.operands) if i not in group):
+            return False
+        return node in self.late or found.issuperset(node.outs)
+
+    def _sums(self, node: Node) -> frozenset[int] | None:
+        """The operands that hang on the batch, if partial sums may pass with them, however they are placed."""
+        group = frozenset(i for i, value in enumerate(node.operands) if value in self.of_batch)
+        return None if self.rules[node].passes("sum", group) is None else group
+
     def _report_early(self) -> None:
         """Say of what is reduced before a node that is to be passed."""
-        if not any(node.attrs.get(SUMS_BEHIND) for node in self.graph.nodes):
-            return
-        for value in self._leads_behind(list(self.graph.values()), set(self.graph.nodes)):
+        for value in self._leads_behind(list(self.graph.values()), self._sums):
             partial = value.spec is not None and value.spec.partial_axes
             if partial and value.node is not None and any(_reduces(node, value) for node in self.users[value]):
                 name, dtype = op_name(value.node.op), str(value.type.dtype).removeprefix("torch.")
@@ -204,6 +222,15 @@ class _Sums:
         held = self.reduced[value]
         dims = tuple(without(cut, axis, self.graph.mesh) for cut in held.dims)
         return self.context.planner.seconds(value.type, Spec(dims, ((axis, kind),)), held)
+
+
+def _of_batch(graph: Graph) -> set[Value]:
+    """The model's inputs, and what is made of them."""
+    found = {given.value for kind in (InputKind.ARGUMENT, InputKind.TARGET) for given in graph.of_kind(kind)}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.operands):
+            found.update(node.outs)
+    return found
 
 
 def _reduces(node: Node, value: Value) -> bool:

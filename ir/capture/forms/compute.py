@@ -11,17 +11,21 @@ That is what one device computes: FSDP2's ``MixedPrecisionPolicy`` on a single r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import difflib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.nn.modules.batchnorm import _NormBase
 
 from shardfx.ir.errors import Error
+from shardfx.ir.names import pattern
 from shardfx.ir.rules.template import keeps_precision
+
+from .casts import as_it_is, cast, cast_when_read
 
 WHERE = "Hints(compute=...)"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -33,9 +37,11 @@ class Compute:
 
     Cast to ``dtype`` are: every floating parameter, once in a step, where the model or its loss first uses it; and the
     floating inputs of the model (``args`` and ``kwargs``). As they are stay: buffers, targets, what is no real floating
-    number, and what the model's own code makes or casts. Gradients arrive in the parameters' own dtype, which is that
-    of the optimizer's states: parameters are the masters. ``pm.verify()`` proves that function, the one that
-    one device computes under FSDP2's ``MixedPrecisionPolicy(param_dtype=dtype)``.
+    number, and what the model's own code makes or casts. Norms with running statistics, which are buffers, compute as
+    they are, and so do the modules of ``keep``: they get their inputs in their own parameters' dtype, and what they
+    give is cast to ``dtype``. Gradients arrive in the parameters' own dtype, which is that of the optimizer's states:
+    parameters are the masters. That function is what ``pm.verify()`` proves; one device computes it under FSDP2's
+    ``MixedPrecisionPolicy(param_dtype=dtype)``.
 
     Args:
         dtype: ``torch.bfloat16``, ``float16``, ``float32``, ``float64``; None: as the parameters are. Each floating
@@ -43,6 +49,7 @@ class Compute:
         reduce: gradients of parameters are summed over ranks in this dtype at least: they are cast to it before, not
             behind. None: float32, or what they are in, where that is wider.
         output: floating results of the model are cast to it, before the loss; None: they stay.
+        keep: modules (patterns: ``*`` is one part of a path, ``**`` any number) that compute as they are.
 
     Raises:
         Error: a dtype in which nothing is computed here; ``reduce`` cannot hold the numbers of ``dtype``.
@@ -51,12 +58,14 @@ class Compute:
 
         Hints(compute=torch.bfloat16)                                            # summed in float32
         Hints(compute=sx.Compute(torch.bfloat16, reduce=torch.bfloat16))         # half as much is sent
+        Hints(compute=sx.Compute(torch.bfloat16, keep="layers.*.router"))        # routers compute in float32
         Hints(compute=sx.Compute(reduce=torch.float32))                          # a model in bfloat16, as it is
     """
 
     dtype: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
+    keep: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("dtype", "reduce", "output"):
@@ -69,6 +78,15 @@ class Compute:
                     got=f"{given!r}",
                     remedy="compute=torch.bfloat16 casts parameters and inputs, and keeps masters as they are",
                 )
+        if not isinstance(self.keep, str) and not (
+            isinstance(self.keep, tuple) and all(type(k) is str for k in self.keep)
+        ):
+            raise Error(
+                "this is no pattern of modules",
+                where=f"{WHERE}: keep",
+                expected="a module's path, with * and **, or a tuple of such",
+                got=repr(self.keep),
+            )
         if self.dtype is not None and self.reduce is not None and not keeps_precision(self.dtype, self.reduce):
             raise Error(
                 f"gradients in {self.dtype} cannot be summed in {self.reduce}",
@@ -88,15 +106,16 @@ class Compute:
         """The dtype in which gradients are summed at least."""
         return self.reduce or torch.float32
 
-    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def check(self, model: nn.Module) -> None:
         """Look whether a model's parameters can be masters.
 
         Raises:
             Error: one has fewer bits than what is computed with it, or more than its gradient is to be summed in.
         """
-        for name, parameter in parameters:
+        kept = {id(parameter) for module in self._kept(model) for parameter in module.parameters()}
+        for name, parameter in model.named_parameters():
             dtype = parameter.dtype
-            if not dtype.is_floating_point:
+            if id(parameter) in kept or not dtype.is_floating_point:
                 continue
             if self.dtype is not None and not keeps_precision(self.dtype, dtype):
                 raise Error(
@@ -117,67 +136,47 @@ class Compute:
 
     def inputs(self, tree: Any) -> Any:
         """Inputs of the model, as it computes with them."""
-        return _cast(tree, self.dtype)
+        return cast(tree, self.dtype)
 
     def results(self, tree: Any) -> Any:
         """Results of the model, as its loss sees them."""
-        return _cast(tree, self.output)
+        return cast(tree, self.output)
 
     @contextmanager
     def parameters_of(self, model: nn.Module) -> Iterator[None]:
-        """Within, the parameters of a model are cast where they are read, each once."""
+        """Within, the parameters of a model are cast where they are read, each once; but for the modules that are kept.
+
+        Raises:
+            Error: a pattern of modules that are kept matches none.
+        """
         if self.dtype is None:
             yield
             return
+        kept = self._kept(model)
+        inside = {part for module in kept for part in module.modules()}
         made: dict[tuple[int, bool], torch.Tensor] = {}
-        held = [(module, module.__dict__["_parameters"]) for module in model.modules()]
-        flat = [(m, m._flat_weights) for m in model.modules() if isinstance(m, nn.RNNBase)]
-        for module, parameters in held:
-            module.__dict__["_parameters"] = CastWhenRead(parameters, self.dtype, made)
-        for recurrent, _ in flat:  # which keeps a list of its parameters
-            recurrent.__dict__["_flat_weights"] = [getattr(recurrent, name) for name in recurrent._flat_weights_names]
-        try:
+        with ExitStack() as stack:
+            for module in kept:
+                stack.enter_context(as_it_is(module, self.dtype))
+            for module in model.modules():
+                if module not in inside:
+                    stack.enter_context(cast_when_read(module, self.dtype, made))
             yield
-        finally:
-            for module, parameters in held:
-                module.__dict__["_parameters"] = parameters
-            for recurrent, weights in flat:
-                recurrent.__dict__["_flat_weights"] = weights
 
-
-class CastWhenRead(dict[str, Any]):
-    """A module's parameters, each cast when it is first read; ``made`` has what was cast, tied ones once."""
-
-    def __init__(self, given: Any, dtype: torch.dtype, made: dict[tuple[int, bool], torch.Tensor]) -> None:
-        super().__init__(given)
-        self._dtype, self._made = dtype, made
-
-    def _read(self, given: Any) -> Any:
-        if given is None or not given.dtype.is_floating_point or given.dtype is self._dtype:
-            return given
-        key = id(given), torch.is_grad_enabled()  # what was cast without a gradient has none
-        if key not in self._made:
-            self._made[key] = given.to(self._dtype)
-        return self._made[key]
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(super().__getitem__(name))
-
-    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
-        """The parameter of this name."""
-        return self[name] if name in self else default
-
-    def items(self) -> Any:
-        """Names and parameters."""
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        """The parameters."""
-        return [self[name] for name in self]
-
-
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The floating tensors of a nest in another dtype."""
-    if dtype is None:
-        return tree
-    return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.dtype.is_floating_point else each, tree)
+    def _kept(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that compute as they are: those of ``keep``, and norms whose buffers are statistics."""
+        named = dict(model.named_modules())
+        found = [module for module in named.values() if isinstance(module, _NormBase) and module.track_running_stats]
+        for text in (self.keep,) if isinstance(self.keep, str) else self.keep:
+            hits = [module for path, module in named.items() if pattern(text).fullmatch(path)]
+            if not hits:
+                near = difflib.get_close_matches(text, named, 3, 0.5)
+                raise Error(
+                    f"no module is called {text!r}",
+                    where=f"{WHERE}: keep",
+                    expected="a module's path, with * and **",
+                    got=text,
+                    remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_modules()",
+                )
+            found += hits
+        return list(dict.fromkeys(found))

@@ -1,8 +1,8 @@
 """In which dtype the gradients of parameters are summed over ranks: which casts partial sums pass.
 
-    %8 = aten.mm(%7, %x) : bf16[8, 6]                         %8 = aten.mm(%7, %x) : bf16[8, 6]
-    %9 = aten._to_copy(%8, dtype=f32) : f32[8, 6]       ->    %9 = aten._to_copy(%8, dtype=f32) : f32[8, 6]  {sums_behind=True}
-    gradient w = %9                                           gradient w = %9
+    %8 = aten.mm(%7, %x) : bf16[8, 6]                 %8 = aten.mm(%7, %x) : bf16[8, 6]
+    %9 = aten._to_copy(%8, f32) : f32[8, 6]     ->    %9 = aten._to_copy(%8, f32) : f32[8, 6]  {sums_behind=True}
+    gradient w = %9                                   gradient w = %9
 
 A model in bf16 has no such cast: then there are two, to the wide dtype and back, and a sum stands between.
 """
