@@ -50,6 +50,10 @@ class Compute:
             behind. None: float32, or what they are in, where that is wider.
         output: floating results of the model are cast to it, before the loss; None: they stay.
         keep: modules (patterns: ``*`` is one part of a path, ``**`` any number) that compute as they are.
+        scale: the backward is of so many times the loss, and gradients are divided by it when they have their own
+            dtype: so what is small does not vanish in float16 (loss scaling; Micikevicius et al., Mixed Precision
+            Training, 2018). A step of ``Hints(optimizer=...)`` of which some gradient is not finite leaves parameters
+            and states as they are, on all ranks alike; ``pm(x, y).backward()`` hands it out, as a GradScaler expects.
 
     Raises:
         Error: a dtype in which nothing is computed here; ``reduce`` cannot hold the numbers of ``dtype``.
@@ -59,6 +63,7 @@ class Compute:
         Hints(compute=torch.bfloat16)                                            # summed in float32
         Hints(compute=sx.Compute(torch.bfloat16, reduce=torch.bfloat16))         # half as much is sent
         Hints(compute=sx.Compute(torch.bfloat16, keep="layers.*.router"))        # routers compute in float32
+        Hints(compute=sx.Compute(torch.float16, output=torch.float32, scale=2.0**14))
         Hints(compute=sx.Compute(reduce=torch.float32))                          # a model in bfloat16, as it is
     """
 
@@ -66,6 +71,7 @@ class Compute:
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     keep: str | tuple[str, ...] = ()
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("dtype", "reduce", "output"):
@@ -86,6 +92,13 @@ class Compute:
                 where=f"{WHERE}: keep",
                 expected="a module's path, with * and **, or a tuple of such",
                 got=repr(self.keep),
+            )
+        if self.scale is not None and not (type(self.scale) in (int, float) and 0 < self.scale < float("inf")):
+            raise Error(
+                "this is nothing to scale a loss by",
+                where=f"{WHERE}: scale",
+                expected="a number above zero, such as 2.0**14",
+                got=repr(self.scale),
             )
         if self.dtype is not None and self.reduce is not None and not keeps_precision(self.dtype, self.reduce):
             raise Error(
