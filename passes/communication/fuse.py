@@ -19,11 +19,11 @@ from typing import ClassVar
 
 import torch
 
-from shardfx.ir.graph import Graph, InputKind, Node, Strategy, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Strategy, Value
 from shardfx.ir.names import pattern
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.ops.traits import uncast
+from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -63,6 +63,7 @@ class FuseComm(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         if self.mb <= 0 and not self.groups:
             return False
+        _cast_last(graph)
         named = self._named(graph)
         rewriter = Rewriter(graph)
         for buckets, early in ((self._late(graph, named), False), (self._early(graph, named), True)):
@@ -167,6 +168,26 @@ class FuseComm(Pass):
             bucket.members.append(node)
             bucket.nbytes += size
         return done + list(open_.values())
+
+
+def _cast_last(graph: Graph) -> None:
+    """Casts of what was reduced stand behind the backward where nothing of that needs them, so that reductions may wait
+    for one another."""
+    users = graph.users()
+    casts = {
+        node
+        for node in graph.nodes
+        if is_cast(node) and node.phase is Phase.BACKWARD and _is_reduction(node.operands[0].node)
+        if all(user.phase is Phase.UPDATE for user in users[node.outs[0]])
+    }
+    steps = [node for node in graph.nodes if node.phase is Phase.UPDATE]
+    if casts:
+        before = [node for node in graph.nodes if node not in casts and node.phase is not Phase.UPDATE]
+        graph.nodes = [*before, *(node for node in graph.nodes if node in casts), *steps]
+
+
+def _is_reduction(node: Node | None) -> bool:
+    return node is not None and node.op in (comm.all_reduce, comm.reduce_scatter)
 
 
 def _of_batch(graph: Graph) -> list[Node]:

@@ -84,7 +84,7 @@ class _Sums:
 
     def _needed(self, value: Value) -> Spec:
         """How a value is held when it is reduced: as its hint says; as it is made, but cut as the first user that
-        wants its partial sum scattered."""
+        wants its partial sum scattered; or, where it is whole, as all its users want it."""
         made = value.spec
         assert made is not None
         if value.hint is not None:
@@ -95,7 +95,9 @@ class _Sums:
                 for operand, need in zip(user.operands, user.strategy.operands, strict=True):
                     if operand is value and scattered(made, need.dims) != made.dims:
                         return Spec(scattered(made, need.dims))
-        return made.reduced()
+            return made.reduced()
+        wanted = {spec for user in self.users[value] for spec in _needs(user, value)}
+        return wanted.pop() if len(wanted) == 1 and not made.axes else made
 
     def _axis(self, axis: str) -> bool:
         """Find the values that may be partial over ``axis``, and cut the graph that they form."""
@@ -235,9 +237,14 @@ def _of_batch(graph: Graph) -> set[Value]:
 
 def _reduces(node: Node, value: Value) -> bool:
     """Whether a node needs less of a partial sum open than its value is made with."""
-    assert node.strategy is not None and value.spec is not None
-    needs = [need for operand, need in zip(node.operands, node.strategy.operands, strict=True) if operand is value]
-    return any(set(need.partial) != set(value.spec.partial) for need in needs)
+    assert value.spec is not None
+    return any(set(need.partial) != set(value.spec.partial) for need in _needs(node, value))
+
+
+def _needs(node: Node, value: Value) -> list[Spec]:
+    """How a node needs one of its operands."""
+    assert node.strategy is not None
+    return [need for operand, need in zip(node.operands, node.strategy.operands, strict=True) if operand is value]
 
 
 def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None:

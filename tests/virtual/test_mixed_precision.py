@@ -97,22 +97,88 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("name", ["mlp3", "gpt_fused", "llama", "resnet"])
-@pytest.mark.parametrize("mesh", ["dp2", "tp2", "dp2tp2"])
+MODELS = ("mlp3", "gpt_fused", "llama", "resnet")
+PIECES: dict[str, dict[str, Any]] = {
+    "zero1": {"zero": 1},
+    "zero3": {"zero": 3},
+    "zero2-step-clip": {"zero": 2, "optimizer": sgd, "clip": 0.5},
+    "zero3-step": {"zero": 3, "optimizer": sgd},
+}
+QUICK = {("resnet", "dp2tp2"), ("mlp3", "tp2"), ("llama", "zero3"), ("mlp3", "zero2-step-clip"), ("mlp3", "zero1")}
+
+
+def quick_first(others: Any) -> list[Any]:
+    """All models with each of them, of which few are quick."""
+    pairs = [(name, other) for name in MODELS for other in others]
+    return [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "mesh"), quick_first(("dp2", "tp2", "dp2tp2")))
 def test_equals_one_device(name: str, mesh: str) -> None:
     beside(name, MESHES[mesh])
 
 
-@pytest.mark.parametrize("name", ["mlp3", "gpt_fused", "llama", "resnet"])
-@pytest.mark.parametrize(
-    "hints",
-    [{"zero": 1}, {"zero": 3}, {"zero": 2, "optimizer": sgd, "clip": 0.5}, {"zero": 3, "optimizer": sgd}],
-    ids=["zero1", "zero3", "zero2-step-clip", "zero3-step"],
-)
-def test_stored_in_pieces(name: str, hints: dict[str, Any]) -> None:
-    beside(name, MESHES["dp2"], zero_min=0, **hints)
+@pytest.mark.parametrize(("name", "pieces"), quick_first(PIECES))
+def test_stored_in_pieces(name: str, pieces: str) -> None:
+    beside(name, MESHES["dp2"], zero_min=0, **PIECES[pieces])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_fused", "llama"])
 def test_recomputed(name: str) -> None:
     beside(name, MESHES["dp2tp2"], recompute="layers.*", zero=3, zero_min=0)
+
+
+# ---- what is exact -----------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, and a scale that the loss's gradient comes to in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.tok.weight
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.tok(tokens) * self.scale)
+        return out
+
+
+def whole_numbers(model: nn.Module) -> nn.Module:
+    """Small whole numbers for weights: what is computed with them is exact, in bfloat16 too."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-1, 2, parameter.shape))
+    return model
+
+
+def exact_plan(mesh: sx.Mesh, **hints: Any) -> tuple[nn.Module, sx.ParallelModule, Tensor, Tensor]:
+    model = whole_numbers(Tied())
+    x, y = torch.randint(0, 12, (8,)), torch.randint(-1, 2, (8, 12)).float()
+    specs = {"args.0": "dp"} | ({"tok.weight": "tp, -"} if "tp" in mesh.names else {})
+    given: Any = {"args": (x,), "targets": (y,), "loss": inner, "specs": specs, "zero_min": 0}
+    return model, sx.parallelize(model, mesh, sx.Hints(**given, **hints), virtual=True), x, y
+
+
+def inner(out: Tensor, y: Tensor) -> Tensor:
+    return (out.float() * y).sum()
+
+
+@pytest.mark.parametrize("compute", [BF16, sx.Compute(BF16, reduce=BF16), sx.Compute(torch.float16, scale=64.0)])
+@pytest.mark.parametrize("mesh", ["dp2", "dp2tp2"])
+def test_whole_numbers_are_exact(compute: Any, mesh: str) -> None:
+    model, pm, x, y = exact_plan(MESHES[mesh], compute=compute, zero=3)
+    dtype = sx.Compute.of(compute).dtype  # type: ignore[union-attr]
+    weights = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+    expected = inner(torch.func.functional_call(model, weights, (x,), tie_weights=True), y)
+    expected.backward()
+    loss = pm(x, y)
+    loss.backward()
+    assert torch.equal(loss, expected)
+    grads = pm.full_grads()
+    assert all(torch.equal(grads[name], p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    assert {p.dtype for p in pm.parameters()} == {g.dtype for g in grads.values()} == {F32}
+    assert pm.verify()
