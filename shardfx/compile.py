@@ -78,7 +78,6 @@ OPTIONS = {
     "strict": "propagate{strict=True}",
     "fuse_mb": "fuse-comm{mb=25.0}",
     "zero": "zero{level=3} behind propagate, and gather-again behind partition",
-    "compute": "cast-again behind partition",
     "recompute": "recompute{modules='layers.*'} behind partition",
 }
 """The hints that are options of passes."""

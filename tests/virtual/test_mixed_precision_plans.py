@@ -69,6 +69,7 @@ def test_gradients_are_reduced_as_hinted(compute: Any, reduce: Any, dtype: torch
     assert {str(node.op) for node, *_ in reductions} == {"comm.reduce_scatter" if zero else "comm.all_reduce"}
     assert {each for _, each, _ in reductions} == {dtype}
     assert sum(nbytes for *_, nbytes in reductions) == NUMBERS * dtype.itemsize
+    assert len({node for node, *_ in reductions}) == 1  # in one bucket
     if compute is None:
         gradients = {output.value.type.dtype for output in pm.after.outputs if output.kind.value == "gradient"}
         assert gradients == {BF16} and pm.verify()
