@@ -72,9 +72,9 @@ class Hints:
             give a list of optimizers that share no parameter.
         clip: the most that the norm of all gradients together may be; they are scaled down where it is more, before
             the optimizer's step, or (without ``optimizer``) before they are handed out.
-        compute: the dtype in which the model computes, beside that of its parameters, which stay the masters of optimizer
-            and checkpoints: parameters and floating inputs are cast, gathers of ``zero`` are in it, and gradients are
-            summed in float32. :class:`shardfx.Compute` says exactly what is cast, and has further options.
+        compute: the dtype in which the model computes, beside that of its parameters, which are the masters of
+            optimizer and checkpoints: parameters and floating inputs are cast, gathers of ``zero`` are in it, and
+            gradients are summed in float32. :class:`shardfx.Compute` says what is cast, and has further options.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
             checksum); otherwise on the first, second, fourth, eighth ... call of each form. ``"broadcast"``: nothing
             is checked, and of the ranks that should pass the same, the first one's inputs are taken.
