@@ -206,14 +206,13 @@ class _Sums:
             return False
         return node in self.late or found.issuperset(node.outs)
 
-    def _sums(self, node: Node) -> frozenset[int] | None:
-        """The operands that hang on the batch, if partial sums may pass with them, however they are placed."""
-        group = frozenset(i for i, value in enumerate(node.operands) if value in self.of_batch)
-        return None if self.rules[node].passes("sum", group) is None else group
+    def _hanging(self, node: Node) -> frozenset[int]:
+        """The operands that hang on the batch, whether or not they may be partial sums."""
+        return frozenset(i for i, value in enumerate(node.operands) if value in self.of_batch)
 
     def _report_early(self) -> None:
         """Say of what is reduced before a node that is to be passed."""
-        for value in self._leads_behind(list(self.graph.values()), self._sums):
+        for value in self._leads_behind(list(self.graph.values()), self._hanging):
             partial = value.spec is not None and value.spec.partial_axes
             if partial and value.node is not None and any(_reduces(node, value) for node in self.users[value]):
                 name, dtype = op_name(value.node.op), str(value.type.dtype).removeprefix("torch.")

@@ -75,6 +75,16 @@ def test_gradients_are_reduced_as_hinted(compute: Any, reduce: Any, dtype: torch
         assert gradients == {BF16} and pm.verify()
 
 
+def test_what_is_summed_earlier_is_said() -> None:
+    """The gradient of a weight that is normalised is no sum of terms behind its norm."""
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
+    x = torch.zeros(4, 8)
+    given: Any = {"args": (x,), "targets": (x,), "loss": F.mse_loss, "specs": {"args.0": "dp, -"}, "compute": BF16}
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(**given), virtual=True)
+    assert any("a gradient is summed in bfloat16, as aten.mm makes it" in note for note in pm.after.notes)
+    assert not any("summed" in note for note in big().after.notes)
+
+
 def test_casts_do_not_wait_beside_their_masters() -> None:
     pm = big()
     casts = [node for node in pm.after.nodes if is_cast(node) and node.outs[0].shape == (64, 64)]
@@ -171,6 +181,7 @@ def test_a_step_that_overflows_is_none() -> None:
         ("'router.weight' is in torch.float32, and is no master", lambda: {"compute": F64}),
         ("'router.weight' is in torch.bfloat16, and is no master", lambda: {"compute": F32, "dtype": BF16}),
         ("no module is called 'routr'(.|\n)*'router'", lambda: {"compute": sx.Compute(BF16, keep="routr")}),
+        ("keep says nothing(.|\n)*Compute.torch.bfloat16", lambda: {"compute": sx.Compute(keep="router")}),
         ("no pattern of modules", lambda: {"compute": sx.Compute(BF16, keep=3)}),  # type: ignore[arg-type]
         ("float16 would vanish(.|\n)*scale=", lambda: {"compute": torch.float16}),
         ("nothing to scale a loss by", lambda: {"compute": sx.Compute(torch.float16, scale=0.0)}),

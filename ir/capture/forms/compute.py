@@ -84,14 +84,21 @@ class Compute:
                     got=f"{given!r}",
                     remedy="compute=torch.bfloat16 casts parameters and inputs, and keeps masters as they are",
                 )
-        if not isinstance(self.keep, str) and not (
-            isinstance(self.keep, tuple) and all(type(k) is str for k in self.keep)
-        ):
+        patterns = (self.keep,) if isinstance(self.keep, str) else self.keep
+        if not (isinstance(patterns, tuple) and all(type(each) is str for each in patterns)):
             raise Error(
                 "this is no pattern of modules",
                 where=f"{WHERE}: keep",
                 expected="a module's path, with * and **, or a tuple of such",
                 got=repr(self.keep),
+            )
+        if patterns not in ((), ("",)) and self.dtype is None:
+            raise Error(
+                "keep says nothing where all modules compute as they are",
+                where=f"{WHERE}: keep",
+                expected="a dtype in which the other modules compute",
+                got=f"Compute(keep={self.keep!r})",
+                remedy=f"Compute(torch.bfloat16, keep={self.keep!r})",
             )
         if self.scale is not None and not (type(self.scale) in (int, float) and 0 < self.scale < float("inf")):
             raise Error(
