@@ -41,7 +41,7 @@ class Compute:
     they are, and so do the modules of ``keep``: they get their inputs in their own parameters' dtype, and what they
     give is cast to ``dtype``. Gradients arrive in the parameters' own dtype, which is that of the optimizer's states:
     parameters are the masters. That function is what ``pm.verify()`` proves; one device computes it under FSDP2's
-    ``MixedPrecisionPolicy(param_dtype=dtype)``.
+    ``MixedPrecisionPolicy(param_dtype=dtype)``, where what computes as it is has a policy of its own.
 
     Args:
         dtype: ``torch.bfloat16``, ``float16``, ``float32``, ``float64``; None: as the parameters are. Each floating
