@@ -1,8 +1,8 @@
 """What may be done to a graph: one file a pass, and the pipeline that runs them."""
 
 from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Pass, PassError
-from .communication import DuplicateViews, FuseComm, Order, Partition
-from .memory import GatherAgain, Recompute, Zero
+from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
+from .memory import CastAgain, GatherAgain, Recompute, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
@@ -17,6 +17,8 @@ __all__ = [
     "ORDER",
     "SHARDED",
     "BindHints",
+    "CastAgain",
+    "CastPlacement",
     "Context",
     "DuplicateViews",
     "FuseComm",

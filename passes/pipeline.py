@@ -17,8 +17,8 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError, check_requires
-from .communication import DuplicateViews, FuseComm, Order, Partition
-from .memory import GatherAgain, Recompute, Zero
+from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
+from .memory import CastAgain, GatherAgain, Recompute, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .unfold_repeats import UnfoldRepeats
 
@@ -26,6 +26,7 @@ ORDER: tuple[type[Pass], ...] = (
     BindHints,
     Propagate,
     Zero,
+    CastPlacement,
     Reassociate,
     SumPlacement,
     DuplicateViews,
@@ -33,11 +34,12 @@ ORDER: tuple[type[Pass], ...] = (
     UnfoldRepeats,
     Recompute,
     GatherAgain,
+    CastAgain,
     FuseComm,
     Order,
 )
 """The built-in passes, in the order in which they run."""
-ON_REQUEST: frozenset[str] = frozenset({Zero.name, Recompute.name, GatherAgain.name})
+ON_REQUEST: frozenset[str] = frozenset({Zero.name, Recompute.name, GatherAgain.name, CastAgain.name})
 """Those of them that are left out where nobody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"

@@ -10,6 +10,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "ir").is_dir() and str(_roo
 del _root
 
 # ---- public names -----------------------------------------------------------------------------------------
+from shardfx.ir.capture.forms.compute import Compute
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Link, Mesh, Time
@@ -30,6 +31,7 @@ from .plan import Plan
 from .proving import prove
 
 __all__ = [
+    "Compute",
     "Error",
     "Hints",
     "Link",

@@ -10,6 +10,7 @@ from dataclasses import fields
 import torch
 from torch import nn
 
+from shardfx.ir.capture.forms.compute import Compute
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.cost.machine import Machine
@@ -23,6 +24,7 @@ from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import (
     BUILT_IN,
     COMM_EXPLICIT,
+    CastAgain,
     Context,
     FuseComm,
     GatherAgain,
@@ -91,6 +93,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "fuse-comm": (FuseComm(mb=hints.fuse_mb),),
         "zero": (Zero(hints.zero, axes, hints.zero_min),) if hints.zero else (),
         "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
+        "cast-again": (CastAgain(),) if hints.compute is not None and hints.zero < 3 else (),
         "recompute": tuple(Recompute(each) if isinstance(each, str) else each for each in given),
     }
 
@@ -129,6 +132,7 @@ def capture_model(model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, h
         optimizer=hints.optimizer if hints.loss is not None else None,
         clip=hints.clip,
         batch_parts=batch_parts(mesh, hints),
+        compute=Compute.of(hints.compute),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from shardfx.ir.capture.forms.compute import Compute
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, OutputKind
 
@@ -63,12 +64,16 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
     """
     gradients = [output for output in compiled.after.outputs if output.kind is OutputKind.GRADIENT]
     cast = [f"torch.autocast({device!r}, torch.float16)" for device, dtype in autocast if dtype is torch.float16]
+    asked = Compute.of(compiled.hints.compute)
+    if asked is not None and asked.dtype is torch.float16 and asked.scale is None:
+        cast.append("compute=torch.float16")
     half = [f"the gradient of {o.name!r}" for o in gradients if o.value.type.dtype is torch.float16]
     if gradients and (cast or half):
         raise Error(
             "gradients in float16 would vanish: a GradScaler scales the loss after they were computed",
             where="pm(...).backward()",
-            expected="training in bfloat16, float32 or float64",
+            expected="training in bfloat16, float32 or float64; or a scale that the program knows",
             got=(cast + half)[0],
-            remedy="torch.autocast(..., dtype=torch.bfloat16), without a scaler",
+            remedy="Hints(compute=torch.bfloat16), without a scaler; or "
+            "Hints(compute=shardfx.Compute(torch.float16, output=torch.float32, scale=2.0**14))",
         )

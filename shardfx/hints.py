@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.capture.forms.compute import Compute
 from shardfx.ir.capture.update.made_groups import Parameters
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
@@ -71,6 +72,9 @@ class Hints:
             give a list of optimizers that share no parameter.
         clip: the most that the norm of all gradients together may be; they are scaled down where it is more, before
             the optimizer's step, or (without ``optimizer``) before they are handed out.
+        compute: the dtype in which the model computes, beside that of its parameters, which are the masters of
+            optimizer and checkpoints: parameters and floating inputs are cast, gathers of ``zero`` are in it, and
+            gradients are summed in float32. :class:`shardfx.Compute` says what is cast, and has further options.
         check_inputs: under ``torchrun``, at every call it is checked that ranks pass the same where they should (by a
             checksum); otherwise on the first, second, fourth, eighth ... call of each form. ``"broadcast"``: nothing
             is checked, and of the ranks that should pass the same, the first one's inputs are taken.
@@ -108,8 +112,8 @@ class Hints:
     memory: int | str | None = None
     optimizer: Callable[[Parameters], Any] | None = None
     clip: float | None = None
+    compute: Compute | torch.dtype | None = None
     offload: Sequence[str] = field(default=(), metadata=LATER)
-    compute: Any = field(default=None, metadata=LATER)
     accumulate: int = field(default=1, metadata=LATER)
     reduce: str = field(default="auto", metadata=LATER)
     pipeline: Any = field(default=None, metadata=LATER)
@@ -123,7 +127,7 @@ class Hints:
                     expected=expected,
                     got=f"{getattr(self, name)!r:.100} of type {type(getattr(self, name)).__name__}",
                 )
-        Machine.of(self.machine)  # which says so if there is none of that name
+        Compute.of(self.compute), Machine.of(self.machine)  # which says so if there is none of that name
         for each in fields(self):
             given = getattr(self, each.name)
             if each.metadata == LATER and given != each.default and given != []:
@@ -200,6 +204,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer": (
         lambda given: given is None or callable(given),
         "a function that makes it of parameters: lambda params: torch.optim.AdamW(params, lr=3e-4)",
+    ),
+    "compute": (
+        lambda given: given is None or isinstance(given, (Compute, torch.dtype)),
+        "a dtype such as torch.bfloat16, a shardfx.Compute, or None",
     ),
     "clip": (lambda given: given is None or (type(given) in (int, float) and given > 0), "a norm above zero, or None"),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),

@@ -46,7 +46,7 @@ def captured_once(name: str) -> Iterator[None]:
         if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
             return capture(model, mesh, hints)
         given = tuple((each, _key(leaf)) for each, leaf in examples)
-        asked = (hints.loss, hints.optimizer, hints.clip)
+        asked = (hints.loss, hints.optimizer, hints.clip, hints.compute)
         key = (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())
         if key not in KNOWN:
             KNOWN[key] = capture(model, mesh, hints)

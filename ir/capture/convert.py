@@ -32,13 +32,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Names:
-    """What goes in and out of the traced program: leaf names, tied names, the loss if there is one, and the guards of
-    its last outputs."""
+    """What goes in and out of the traced program: leaf names, tied names, the loss if there is one, the guards of its
+    last outputs, and what the gradient of the loss is where the backward begins."""
 
     leaves: tuple[str, ...]
     aliases: Mapping[str, str]
     loss: Where | None = None
     guards: tuple[Guard, ...] = ()
+    seed: float = 1.0
 
 
 def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
@@ -95,9 +96,21 @@ def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> Va
         return builder.input(kind, name, type)
     if isinstance(desc, TangentAOTInput):
         builder.phase = Phase.BACKWARD
-        one: Value = builder.add(aten.full.default, ([], 1.0), TensorType((), type.dtype), dtype=type.dtype)
-        return one
+        _check_holds(names.seed, type.dtype)
+        seed: Value = builder.add(aten.full.default, ([], names.seed), TensorType((), type.dtype), dtype=type.dtype)
+        return seed
     raise Error("an input of unknown kind in the captured graph", got=str(desc))
+
+
+def _check_holds(scale: float, dtype: torch.dtype) -> None:
+    if scale > torch.finfo(dtype).max:
+        raise Error(
+            f"a loss in {dtype} cannot be scaled by {scale:g}",
+            where="Hints(compute=...): scale",
+            expected=f"at most {torch.finfo(dtype).max:g}",
+            got=f"{scale:g}",
+            remedy="compute the loss in float32: Compute(..., output=torch.float32)",
+        )
 
 
 def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:

@@ -16,6 +16,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Guard, Where
 
 from .decisions import Decisions, stored
+from .forms.compute import Compute
 from .intake.own_loss import OwnLoss
 from .intake.refusals import explain_decision
 
@@ -77,6 +78,7 @@ class ModelAndLoss(nn.Module):
         targets: int,
         results: Results,
         guard: bool = False,
+        compute: Compute | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -84,6 +86,7 @@ class ModelAndLoss(nn.Module):
         self.loss = loss
         self.results = results
         self.guard = guard
+        self._compute = compute or Compute()
         self._stored = stored(model) if guard else {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -95,7 +98,7 @@ class ModelAndLoss(nn.Module):
         """
         decisions = Decisions(self.model, self._stored)
         try:
-            with decisions if self.guard else nullcontext():
+            with decisions if self.guard else nullcontext(), self._compute.parameters_of(self.model):
                 outs = self._run(tensors, decisions)
         except Exception as error:
             found = explain_decision(error, self.model, self.guard)
@@ -109,7 +112,8 @@ class ModelAndLoss(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
-        out = self.model(*args, **kwargs)
+        args, kwargs = self._compute.inputs((args, kwargs))
+        out = self._compute.results(self.model(*args, **kwargs))
         flat, tree = pytree.tree_flatten(out)
         self.results.tree = tree
         self.results.leaves = tuple(map(_result, flat))

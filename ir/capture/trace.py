@@ -30,7 +30,9 @@ from shardfx.ir.unfolding.unfold import check_regular
 from .convert import Names, convert
 from .decisions import with_numbers
 from .decomposed import decompositions
+from .forms.compute import Compute
 from .forms.parts_of_batch import normalise_by_parts
+from .forms.wide_sums import sum_gradients_in
 from .intake.as_eager import check_as_eager
 from .intake.given import as_module, on_cpu
 from .intake.hooks import WatchedHooks
@@ -41,6 +43,7 @@ from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 from .update.clip import clip_gradients
+from .update.loss_scale import skip_overflow, unscale_gradients
 from .update.made_groups import Factory
 from .update.written import Update, write_update
 
@@ -74,6 +77,7 @@ def capture(
     optimizer: Factory | None = None,
     clip: float | None = None,
     batch_parts: int = 1,
+    compute: Compute | None = None,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
@@ -83,6 +87,7 @@ def capture(
         fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
         guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
         batch_parts: batch norms normalise so many parts of the batch apart (see :mod:`.forms.parts_of_batch`).
+        compute: in which dtype the model computes, and its gradients are summed (see :mod:`.forms.compute`).
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
@@ -107,16 +112,19 @@ def capture(
         params = dict(traced.named_parameters(remove_duplicate=False))
         buffers = dict(traced.named_buffers(remove_duplicate=False))
         aliases = _aliases({**params, **buffers})
+        if compute is not None:
+            compute.check(traced)
         results = Results()
 
         def program(model: nn.Module) -> ModelAndLoss:
-            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard)
+            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute)
 
         short = Shortened(traced)
-        if fold and optimizer is None and clip is None:
+        scale = compute.scale if compute is not None else None
+        if fold and optimizer is None and clip is None and scale is None:
             short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
-        wanted = Names(tuple(names), aliases, loss_source(loss))
-        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts)
+        wanted = Names(tuple(names), aliases, loss_source(loss), seed=scale or 1.0)
+        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
         graph, note = trace(program(short.model), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
@@ -126,9 +134,13 @@ def capture(
             note = f"{TRACED_WHOLE} ({error.what})"
     hooks.check()
     _name_ties(graph, aliases)
+    if scale is not None:
+        unscale_gradients(graph, scale)
     if clip is not None:
         clip_gradients(graph, clip)
     update = write_update(graph, optimizer, traced.named_parameters()) if optimizer is not None else None
+    if update is not None and scale is not None:
+        skip_overflow(graph)
     guards = sum(output.guard is not None for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     apart = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
@@ -153,7 +165,12 @@ def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 
 def _trace(
-    program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], mesh: Mesh, names: Names, batch_parts: int
+    program: ModelAndLoss,
+    tensors: tuple[torch.Tensor, ...],
+    mesh: Mesh,
+    names: Names,
+    batch_parts: int,
+    compute: Compute | None,
 ) -> Graph:
     """The graph of a program's forward and backward."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
@@ -176,8 +193,10 @@ def _trace(
                 stack, exported, tensors, decompositions=decompositions(), _record_nn_module_stack=True
             )
             graph = convert(joint.graph_module, mesh, names)
-            graph.notes = [unlike] if unlike else []
-            return graph
+        graph.notes = [unlike] if unlike else []
+        if compute is not None:
+            sum_gradients_in(graph, compute.sums)
+        return graph
     except Error:
         raise
     except Exception as error:

@@ -31,6 +31,7 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.comm import row_of_collective
 from shardfx.ir.ops.local_ops import row_of, sent_by
 from shardfx.ir.ops.sends import Sent, is_comm
+from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
 
@@ -259,13 +260,13 @@ class _Walk:
         return Footprint(tuple(self.calls), storages, tuple(self.costs), tuple(self.inside))
 
     def _category(self, block: _Block) -> str:
-        if block.category:
-            return block.category
         node = block.node
-        if node is None:
-            return "temporaries"
-        if node.op is comm.all_gather and all(value in self.parameters for value in node.operands):
+        if block.category or node is None:
+            return block.category or "temporaries"
+        if node.op is comm.all_gather and all(uncast(value) in self.parameters for value in node.operands):
             return "gathered"
+        if is_cast(node) and uncast(node.outs[0]) in self.parameters:
+            return "cast"
         if node.phase is Phase.FORWARD and block.used_in is Phase.BACKWARD:
             return "activations"
         return "communication" if is_comm(node) else "temporaries"

@@ -24,8 +24,8 @@ class Storage:
     """A block of memory: its bytes, the calls in which it is made and used last, what it is for, who made it.
 
     ``category`` is "gradients", "results", "new buffers", "new parameters", "new states" (they stay to the end),
-    "gathered" (stored parameters made whole), "activations" (made by the forward pass, used last by the backward),
-    "communication" or "temporaries".
+    "gathered" (stored parameters made whole), "cast" (parameters in another dtype), "activations" (made by the forward
+    pass, used last by the backward), "communication" or "temporaries".
     ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
     keep and lend again when nobody holds it, in this step or the next (:mod:`shardfx.ir.program.lending`).
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from shardfx.ir.graph import Node, op_name
+from shardfx.ir.graph import Node, Value, op_name
 
 KINDS = ("attention", "shardfx.grouped_")
 """What is in the names of ops whose arithmetic torch has no formula for."""
@@ -80,6 +80,23 @@ def is_view(node: Node) -> bool:
     if not gives_alias(node.op) or len(operands) != 1 or len(results) != 1:
         return False
     return results[0].type.numel >= operands[0].type.numel
+
+
+def is_cast(node: Node) -> bool:
+    """Whether the node gives its one tensor in another dtype."""
+    return node.op is torch.ops.aten._to_copy.default and node.operands[0].type.dtype is not node.outs[0].type.dtype
+
+
+def narrows(node: Node) -> bool:
+    """Whether the node gives its one tensor in a dtype of fewer bytes."""
+    return is_cast(node) and node.outs[0].type.nbytes < node.operands[0].type.nbytes
+
+
+def uncast(value: Value) -> Value:
+    """What a value is a cast of; itself, if it is none."""
+    while value.node is not None and is_cast(value.node):
+        value = value.node.operands[0]
+    return value
 
 
 @cache

@@ -1,8 +1,9 @@
 """What differs becomes communication, and travels together."""
 
+from .cast_placement import CastPlacement
 from .duplicate_views import DuplicateViews
 from .fuse import FuseComm
 from .order import Order
 from .partition import Partition
 
-__all__ = ["DuplicateViews", "FuseComm", "Order", "Partition"]
+__all__ = ["CastPlacement", "DuplicateViews", "FuseComm", "Order", "Partition"]

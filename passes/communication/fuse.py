@@ -5,9 +5,9 @@
 
 A reduction waits for later ones until something uses it, or the bucket is full (what follows from the batch alone, such
 as how many targets count, does not wait for what takes parameters), and so does a gather of what leaves; a gather of
-what is there from the start (a stored parameter) joins the first of its bucket. Bytes stay the same, calls get fewer.
-All ranks run one program order, so that the order of collectives is the same on all, and since a bucket stands where
-all its operands are made and none of its results is used, it can never make a cycle.
+what is there from the start (a stored parameter, or a cast of it) joins the first of its bucket. Bytes stay the same,
+calls get fewer. All ranks run one program order, so that the order of collectives is the same on all, and since a
+bucket stands where all its operands are made and none of its results is used, it can never make a cycle.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import ClassVar
 
 import torch
 
-from shardfx.ir.graph import Graph, InputKind, Node, Strategy, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Strategy, Value
 from shardfx.ir.names import pattern
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -62,6 +63,7 @@ class FuseComm(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         if self.mb <= 0 and not self.groups:
             return False
+        _cast_last(graph)
         named = self._named(graph)
         rewriter = Rewriter(graph)
         for buckets, early in ((self._late(graph, named), False), (self._early(graph, named), True)):
@@ -88,10 +90,10 @@ class FuseComm(Pass):
 
         names = {given.value: given.name for given in graph.inputs}
         for node in graph.nodes:
-            if isinstance(node.op, OwnOp) and node.operands[0] in names:
-                result[node] = group_of(names[node.operands[0]])
+            if isinstance(node.op, OwnOp) and uncast(node.operands[0]) in names:
+                result[node] = group_of(names[uncast(node.operands[0])])
         for output in graph.outputs:
-            maker = output.value.node
+            maker = uncast(output.value).node
             if output.kind.value == "gradient" and maker is not None and isinstance(maker.op, OwnOp):
                 result[maker] = group_of(output.name)
         return {node: name for node, name in result.items() if name}
@@ -156,7 +158,7 @@ class FuseComm(Pass):
         limit = self._limits(graph, named)
         for node in graph.nodes:
             key = self._key(node, graph, named)
-            if key is None or node.op is not comm.all_gather or node.operands[0] not in inputs:
+            if key is None or node.op is not comm.all_gather or uncast(node.operands[0]) not in inputs:
                 continue
             size = node.op.whole_bytes(node, graph.mesh)
             bucket = open_.get(key)
@@ -166,6 +168,26 @@ class FuseComm(Pass):
             bucket.members.append(node)
             bucket.nbytes += size
         return done + list(open_.values())
+
+
+def _cast_last(graph: Graph) -> None:
+    """Casts of what was reduced stand behind the backward where nothing of that needs them, so that reductions may wait
+    for one another."""
+    users = graph.users()
+    casts = {
+        node
+        for node in graph.nodes
+        if is_cast(node) and node.phase is Phase.BACKWARD and _is_reduction(node.operands[0].node)
+        if all(user.phase is Phase.UPDATE for user in users[node.outs[0]])
+    }
+    steps = [node for node in graph.nodes if node.phase is Phase.UPDATE]
+    if casts:
+        before = [node for node in graph.nodes if node not in casts and node.phase is not Phase.UPDATE]
+        graph.nodes = [*before, *(node for node in graph.nodes if node in casts), *steps]
+
+
+def _is_reduction(node: Node | None) -> bool:
+    return node is not None and node.op in (comm.all_reduce, comm.reduce_scatter)
 
 
 def _of_batch(graph: Graph) -> list[Node]:
@@ -194,8 +216,23 @@ def _simple(node: Node, graph: Graph) -> bool:
     return size % graph.mesh.extent(cut.dims[0].axes) == 0 and math.prod(node.outs[0].shape) > 0
 
 
+def _cast_before(first: Node, members: list[Node], rewriter: Rewriter) -> None:
+    """Casts of what is there from the start are made before the first gather."""
+    for member in members[1:]:
+        casts, value = list[Node](), member.operands[0]
+        while value.node is not None:
+            casts.append(value.node)
+            value = value.node.operands[0]
+        for cast in reversed(casts):
+            moved = rewriter.before(first, cast.copied(lambda value: value))
+            rewriter.replace(cast.outs[0], moved.outs[0])
+            rewriter.erase(cast)
+
+
 def _fuse(members: list[Node], rewriter: Rewriter, early: bool) -> None:
     first = members[0]
+    if early:
+        _cast_before(first, members, rewriter)
     values = tuple(member.operands[0] for member in members)
     kwargs = {k: v for k, v in first.kwargs.items() if k in ("axes", "dim", "reduce")}
     node = Rewriter.make(first.op, values, [v.type for v in values], like=first, kwargs=kwargs)

@@ -20,7 +20,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.table import OwnOp
-from shardfx.ir.ops.traits import is_view
+from shardfx.ir.ops.traits import is_view, narrows
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 
@@ -85,10 +85,10 @@ class _Places:
 
     def _fetches(self) -> set[Node]:
         """The transfers of what is there from the start (stored parameters and other inputs; for the backward also what
-        the forward made), and the views before and behind them."""
+        the forward made), and the views and casts to fewer bits before and behind them."""
         found: set[Node] = set()
         for node in self.graph.nodes:
-            moves = isinstance(node.op, OwnOp) or is_view(node)
+            moves = isinstance(node.op, OwnOp) or is_view(node) or narrows(node)
             if moves and all(self._there(value, node.phase, found) for value in node.operands):
                 found.add(node)
         return found

@@ -3,7 +3,9 @@
     parameter %w : f32[512{tp}, 256]      ->      parameter %w : f32[512{tp,dp}, 256]
 
 It changes where parameters are stored, and nothing else: that they are gathered before they are used, and that their
-gradients are reduced and scattered, follows from placements that differ (``partition``).
+gradients are reduced and scattered, follows from placements that differ (``partition``). Where the optimizer's step is
+in the graph, parameters stay whole on levels 1 and 2; but masters that are computed with in fewer bits are stored cut,
+for their casts are gathered in fewer bytes than new masters would be.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import ClassVar
 
 from shardfx.ir.cut import Cut, Part, compound
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
-from shardfx.ir.ops.traits import is_view
+from shardfx.ir.ops.traits import is_view, narrows
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
 from shardfx.passes.update_placement import place_update
@@ -53,7 +55,7 @@ class Zero(Pass):
                 )
         trained = {output.name: output for output in graph.outputs if output.kind is OutputKind.GRADIENT}
         stepped = {output.name for output in graph.outputs if output.kind is OutputKind.PARAMETER}
-        changed, cuts = False, dict[str, Spec]()
+        changed, cuts, users = False, dict[str, Spec](), graph.users()
         for given in graph.of_kind(InputKind.PARAMETER):
             value = given.value
             if value.type.numel < self.least or (self.level < 3 and given.name not in trained):
@@ -61,7 +63,7 @@ class Zero(Pass):
             spec = stored(value, self.axes, graph.mesh)
             if given.name in stepped:
                 cuts[given.name] = spec
-                if self.level < 3:
+                if self.level < 3 and not all(map(_casts, users[value])):
                     continue
             changed |= spec != value.spec
             value.spec = spec
@@ -76,7 +78,7 @@ class Zero(Pass):
 class GatherAgain(Pass):
     """Gather stored parameters once more for the backward, so that they need not be whole between.
 
-    ``Hints(zero=3)`` says so: a parameter's all-gather is a value that is made again.
+    ``Hints(zero=3)`` says so: a parameter's all-gather is a value that is made again, and so is its cast.
     """
 
     name: ClassVar[str] = "gather-again"
@@ -85,10 +87,15 @@ class GatherAgain(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         fetched = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
         for node in graph.nodes:
-            moves = is_comm(node) or is_view(node)
+            moves = is_comm(node) or is_view(node) or narrows(node)
             if node.phase is Phase.FORWARD and moves and all(value in fetched for value in node.operands):
                 fetched.update(node.outs)
         return Repeats(graph, fetched.__contains__).run()
+
+
+def _casts(user: Node) -> bool:
+    """Whether a node of a parameter gives it in fewer bits, or steps it."""
+    return narrows(user) or user.phase is Phase.UPDATE
 
 
 def stored(value: Value, axes: tuple[str, ...], mesh: Mesh) -> Spec:

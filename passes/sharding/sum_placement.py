@@ -8,10 +8,16 @@ cheapest choice is a minimum cut between "stays partial" and "is reduced", solve
     %3 = mm(%1, %2) : [64, 512] +{tp}     %3 = mm(%1, %2) : [64, 512] +{tp}
     %4 = mm(%5, %6) : [64, 512] +{tp}     %4 = mm(%5, %6) : [64, 512] +{tp}
     %7 = add(AR(%3), AR(%4))         ->   %7 = add(%3, %4) : [64, 512] +{tp},  AR(%7) for what follows
+
+A node that says ``sums_behind`` is passed by what goes nowhere else, whatever that sends: a gradient that is computed
+in bf16 is reduced behind its cast to f32 (see :mod:`shardfx.ir.capture.forms.wide_sums`). On the way it is added,
+moved, and multiplied by what no input of the model goes into: what is multiplied by the batch is no gradient of a
+parameter yet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
@@ -19,7 +25,8 @@ from typing import ClassVar
 import networkx as nx
 
 from shardfx.ir.cut import without
-from shardfx.ir.graph import Graph, Node, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Value, op_name
+from shardfx.ir.rules.as_placed import SUMS_BEHIND
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands
 from shardfx.ir.spec import Spec
@@ -28,6 +35,9 @@ from shardfx.passes.finite import keeps_terms_finite, sure_facts
 from shardfx.passes.finite_results import Sure
 
 from .propagate import scattered
+
+NEVER = 1e6
+"""Seconds that no reduction takes: what costs so much is reduced elsewhere, if it can be."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,10 @@ class _Sums:
     facts: dict[Value, Sure] = field(default_factory=dict)
     ends: set[Value] = field(default_factory=set)
     """Values that are reduced in any case: outputs, and those with a hint."""
+    late: set[Node] = field(default_factory=set)
+    """Nodes that say ``sums_behind``."""
+    of_batch: set[Value] = field(default_factory=set)
+    """Values that an input of the model goes into."""
 
     def run(self) -> bool:
         self.users = self.graph.users()
@@ -62,12 +76,15 @@ class _Sums:
         self.reduced = {value: self._needed(value) for value in self.graph.values()}
         self.ends = {output.value for output in self.graph.outputs}
         self.ends |= {value for value in self.graph.values() if value.hint is not None}
+        self.late = {node for node in self.graph.nodes if node.attrs.get(SUMS_BEHIND)}
+        self.of_batch = _of_batch(self.graph) if self.late else set()
         changed = [self._axis(axis.name) for axis in self.graph.mesh.space if axis.size > 1]
+        self._report_early()
         return any(changed)
 
     def _needed(self, value: Value) -> Spec:
         """How a value is held when it is reduced: as its hint says; as it is made, but cut as the first user that
-        wants its partial sum scattered."""
+        wants its partial sum scattered; or, where it is whole, as all its users want it."""
         made = value.spec
         assert made is not None
         if value.hint is not None:
@@ -78,7 +95,9 @@ class _Sums:
                 for operand, need in zip(user.operands, user.strategy.operands, strict=True):
                     if operand is value and scattered(made, need.dims) != made.dims:
                         return Spec(scattered(made, need.dims))
-        return made.reduced()
+            return made.reduced()
+        wanted = {spec for user in self.users[value] for spec in _needs(user, value)}
+        return wanted.pop() if len(wanted) == 1 and not made.axes else made
 
     def _axis(self, axis: str) -> bool:
         """Find the values that may be partial over ``axis``, and cut the graph that they form."""
@@ -134,10 +153,10 @@ class _Sums:
         self, axis: str, reach: dict[Value, str], passing: dict[Node, frozenset[int]]
     ) -> list[tuple[Node, frozenset[int]]]:
         """The nodes that compute on partial sums, by a minimum cut of each connected part."""
-        flow = nx.DiGraph()
+        flow, later = nx.DiGraph(), self._leads_behind(list(reach), passing.get)
         for value in reach:
             maker = value.node
-            cost = self._seconds(value, axis, reach[value])
+            cost = NEVER if value in later else self._seconds(value, axis, reach[value])
             if maker in passing:
                 source = maker.operands[min(passing[maker])]
                 add_capacity(flow, source, value, cost)
@@ -168,11 +187,63 @@ class _Sums:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         return sorted(chosen, key=lambda pair: order[pair[0]])
 
+    def _leads_behind(self, values: Sequence[Value], passing: Callable[[Node], frozenset[int] | None]) -> set[Value]:
+        """Those of some values, in the order of the graph, that go to nodes that say ``sums_behind``, and nowhere else.
+
+        Args:
+            passing: the operands with which partial sums pass a node; None, where they do not.
+        """
+        found: set[Value] = set()
+        for value in reversed(values) if self.late else ():
+            users = self.users[value] if value not in self.ends else []
+            if users and all(self._leads_on(node, passing(node), found) for node in users):
+                found.add(value)
+        return found
+
+    def _leads_on(self, node: Node, group: frozenset[int] | None, found: set[Value]) -> bool:
+        """Whether a node adds, moves or scales its operands of these numbers, on the way to one to be passed."""
+        if group is None or any(v in self.of_batch for i, v in enumerate(node.operands) if i not in group):
+            return False
+        return node in self.late or found.issuperset(node.outs)
+
+    def _hanging(self, node: Node) -> frozenset[int]:
+        """The operands that hang on the batch, whether or not they may be partial sums."""
+        return frozenset(i for i, value in enumerate(node.operands) if value in self.of_batch)
+
+    def _report_early(self) -> None:
+        """Say of what is reduced before a node that is to be passed."""
+        for value in self._leads_behind(list(self.graph.values()), self._hanging):
+            partial = value.spec is not None and value.spec.partial_axes
+            if partial and value.node is not None and any(_reduces(node, value) for node in self.users[value]):
+                name, dtype = op_name(value.node.op), str(value.type.dtype).removeprefix("torch.")
+                self.graph.notes.append(f"a gradient is summed in {dtype}, as {name} makes it ({value.where})")
+
     def _seconds(self, value: Value, axis: str, kind: str) -> float:
         """The time to reduce a value over ``axis`` to what it is needed as."""
         held = self.reduced[value]
         dims = tuple(without(cut, axis, self.graph.mesh) for cut in held.dims)
         return self.context.planner.seconds(value.type, Spec(dims, ((axis, kind),)), held)
+
+
+def _of_batch(graph: Graph) -> set[Value]:
+    """The model's inputs, and what is made of them."""
+    found = {given.value for kind in (InputKind.ARGUMENT, InputKind.TARGET) for given in graph.of_kind(kind)}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.operands):
+            found.update(node.outs)
+    return found
+
+
+def _reduces(node: Node, value: Value) -> bool:
+    """Whether a node needs less of a partial sum open than its value is made with."""
+    assert value.spec is not None
+    return any(set(need.partial) != set(value.spec.partial) for need in _needs(node, value))
+
+
+def _needs(node: Node, value: Value) -> list[Spec]:
+    """How a node needs one of its operands."""
+    assert node.strategy is not None
+    return [need for operand, need in zip(node.operands, node.strategy.operands, strict=True) if operand is value]
 
 
 def add_capacity(flow: nx.DiGraph, a: object, b: object, seconds: float) -> None:

@@ -38,7 +38,7 @@ CATEGORIES = {
 """Of what a program is given, which is there all the time."""
 NO_SIZES = Sizes()
 BUFFERS = "communication buffers"
-MADE = {"communication": BUFFERS, "kept": BUFFERS, "gathered": "gathered parameters"}
+MADE = {"communication": BUFFERS, "kept": BUFFERS, "gathered": "gathered parameters", "cast": "cast parameters"}
 """Of what it makes, where a storage's category is called otherwise here."""
 
 

@@ -21,6 +21,7 @@ COLOURS = {
     "gradients": AXIS_COLOURS[1],
     "optimizer states": AXIS_COLOURS[3],
     "gathered parameters": "#60a5fa",
+    "cast parameters": "#93c5fd",
     "activations": AXIS_COLOURS[0],
     "communication buffers": AXIS_COLOURS[4],
     "temporaries": AXIS_COLOURS[2],

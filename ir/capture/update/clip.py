@@ -10,10 +10,12 @@ On ranks that hold pieces the sums are partial, and one small all-reduce makes t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardfx.ir.builder import GraphBuilder
-from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value, Where
+from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where
 
 aten = torch.ops.aten
 MODULE = "clip"
@@ -29,12 +31,7 @@ def clip_gradients(graph: Graph, most: float) -> None:
         return
     builder = GraphBuilder(graph.mesh)
     builder.graph, builder.phase = graph, Phase.UPDATE
-    total: Value | None = None
-    for output in outputs:
-        builder.where = Where(output.name.rpartition(".")[0])
-        square = _square(builder, output.value)
-        builder.where = Where(MODULE)
-        total = square if total is None else builder.add(aten.add.Tensor, (total, square))
+    total = sum_of_squares(builder, outputs)
     norm = builder.add(aten.add.Tensor, (builder.add(aten.sqrt.default, (total,)), SMALL))
     ratio = builder.add(aten.mul.Tensor, (builder.add(aten.reciprocal.default, (norm,)), float(most)))
     scale = builder.add(aten.clamp.default, (ratio, None, 1.0))
@@ -42,6 +39,18 @@ def clip_gradients(graph: Graph, most: float) -> None:
         builder.where = Where(output.name.rpartition(".")[0])
         output.value = builder.add(aten.mul.Tensor, (output.value, scale), output.value.type)
     graph.rename()
+
+
+def sum_of_squares(builder: GraphBuilder, outputs: Sequence[Output]) -> Value:
+    """The sum of the squares of all that leaves."""
+    total: Value | None = None
+    for output in outputs:
+        builder.where = Where(output.name.rpartition(".")[0])
+        square = _square(builder, output.value)
+        builder.where = Where(MODULE)
+        total = square if total is None else builder.add(aten.add.Tensor, (total, square))
+    assert total is not None
+    return total
 
 
 def _square(builder: GraphBuilder, gradient: Value) -> Value:

@@ -248,18 +248,22 @@ class _Reader:
     inside: set[int] = field(default_factory=set)
     """The terms of what ops were taken apart into."""
 
-    def results(self, node: Node, of: Mapping[Value, int]) -> tuple[int | None, ...]:
-        """The terms of a node's results."""
+    def results(
+        self, node: Node, of: Mapping[Value, int], apart: frozenset[Any] = frozenset()
+    ) -> tuple[int | None, ...]:
+        """The terms of a node's results; within what ops were taken ``apart`` into, these are not once more."""
         made = self.universe.terms.apply(node, of.__getitem__)
         entry = self.book.entry(node.op)
-        if entry is None or not entry.expand or made in self.planned or any(t in self.known for t in made):
+        if entry is None or not entry.expand or node.op in apart:
+            return made
+        if made in self.planned or any(t in self.known for t in made):
             return made
         key = (node.op, frozen(substitute(node.args, lambda v: v.type)), frozen(dict(node.kwargs)))
         if key not in self.checked:
             self.checked[key] = self._justified(node, entry.expand)
             self.universe.trusted += not small(node)
         traced = self.checked[key]
-        return made if traced is None else self._taken_apart(traced, node, of)
+        return made if traced is None else self._taken_apart(traced, node, of, apart | {node.op})
 
     def _justified(self, node: Node, expand: Any) -> torch.fx.GraphModule | None:
         try:
@@ -269,7 +273,9 @@ class _Reader:
                 raise
             return None
 
-    def _taken_apart(self, traced: torch.fx.GraphModule, node: Node, of: Mapping[Value, int]) -> tuple[int | None, ...]:
+    def _taken_apart(
+        self, traced: torch.fx.GraphModule, node: Node, of: Mapping[Value, int], apart: frozenset[Any]
+    ) -> tuple[int | None, ...]:
         builder = GraphBuilder(self.graph.mesh)
         builder.where, builder.phase = node.where, node.phase
         operands = iter(node.operands)
@@ -285,7 +291,7 @@ class _Reader:
             else:
                 raise Unjustified(f"the decomposition of {op_name(node.op)} holds a constant")
         for made in builder.graph.nodes:
-            found = self.results(made, inner)
+            found = self.results(made, inner, apart)
             inner.update((v, t) for v, t in zip(made.results, found, strict=False) if v is not None and t is not None)
             self.inside.update(t for t in found if t is not None)
         given = results if isinstance(results, (list, tuple)) else [results]

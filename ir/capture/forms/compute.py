@@ -1,0 +1,202 @@
+"""The dtype in which a model computes, beside that of its parameters: each is cast where it is used.
+
+    %w : f32[8, 6]                       the parameter, a master
+    %1 = aten._to_copy(%w, bf16)         cast once, at its first use
+    %2 = aten.mm(%0, %1) : bf16          the model computes so
+    ...
+    %8 = aten._to_copy(%7, f32)          its gradient, whole sums of which are taken as Compute.reduce says
+
+That is what one device computes: FSDP2's ``MixedPrecisionPolicy`` on a single rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from shardfx.ir.errors import Error
+from shardfx.ir.names import pattern
+from shardfx.ir.rules.template import keeps_precision
+
+from .casts import as_it_is, cast, cast_when_read
+
+WHERE = "Hints(compute=...)"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """In which dtype the model computes, and in which one gradients are summed over ranks (``Hints(compute=...)``).
+
+    Cast to ``dtype`` are: every floating parameter, once in a step, where the model or its loss first uses it; and the
+    floating inputs of the model (``args`` and ``kwargs``). As they are stay: buffers, targets, what is no real floating
+    number, and what the model's own code makes or casts. Norms with running statistics, which are buffers, compute as
+    they are, and so do the modules of ``keep``: they get their inputs in their own parameters' dtype, and what they
+    give is cast to ``dtype``. Gradients arrive in the parameters' own dtype, which is that of the optimizer's states:
+    parameters are the masters. That function is what ``pm.verify()`` proves; one device computes it under FSDP2's
+    ``MixedPrecisionPolicy(param_dtype=dtype)``, where what computes as it is has a policy of its own.
+
+    Args:
+        dtype: ``torch.bfloat16``, ``float16``, ``float32``, ``float64``; None: as the parameters are. Each floating
+            parameter holds all numbers of it: none has fewer bits.
+        reduce: gradients of parameters are summed over ranks in this dtype at least: they are cast to it before, not
+            behind. None: float32, or what they are in, where that is wider.
+        output: floating results of the model are cast to it, before the loss; None: they stay.
+        keep: modules (patterns: ``*`` is one part of a path, ``**`` any number) that compute as they are.
+        scale: the backward is of so many times the loss, and gradients are divided by it when they have their own
+            dtype: so what is small does not vanish in float16 (loss scaling; Micikevicius et al., Mixed Precision
+            Training, 2018). A step of ``Hints(optimizer=...)`` of which some gradient is not finite leaves parameters
+            and states as they are, on all ranks alike; ``pm(x, y).backward()`` hands it out, as a GradScaler expects.
+
+    Raises:
+        Error: a dtype in which nothing is computed here; ``reduce`` cannot hold the numbers of ``dtype``.
+
+    Example::
+
+        Hints(compute=torch.bfloat16)                                            # summed in float32
+        Hints(compute=sx.Compute(torch.bfloat16, reduce=torch.bfloat16))         # half as much is sent
+        Hints(compute=sx.Compute(torch.bfloat16, keep="layers.*.router"))        # routers compute in float32
+        Hints(compute=sx.Compute(torch.float16, output=torch.float32, scale=2.0**14))
+        Hints(compute=sx.Compute(reduce=torch.float32))                          # a model in bfloat16, as it is
+    """
+
+    dtype: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    keep: str | tuple[str, ...] = ()
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "reduce", "output"):
+            given = getattr(self, name)
+            if given is not None and given not in DTYPES:
+                raise Error(
+                    f"{given} is nothing to compute in" if isinstance(given, torch.dtype) else "this is no dtype",
+                    where=f"{WHERE}: {name}",
+                    expected=f"one of {', '.join(map(str, DTYPES))}",
+                    got=f"{given!r}",
+                    remedy="compute=torch.bfloat16 casts parameters and inputs, and keeps masters as they are",
+                )
+        patterns = (self.keep,) if isinstance(self.keep, str) else self.keep
+        if not (isinstance(patterns, tuple) and all(type(each) is str for each in patterns)):
+            raise Error(
+                "this is no pattern of modules",
+                where=f"{WHERE}: keep",
+                expected="a module's path, with * and **, or a tuple of such",
+                got=repr(self.keep),
+            )
+        if patterns not in ((), ("",)) and self.dtype is None:
+            raise Error(
+                "keep says nothing where all modules compute as they are",
+                where=f"{WHERE}: keep",
+                expected="a dtype in which the other modules compute",
+                got=f"Compute(keep={self.keep!r})",
+                remedy=f"Compute(torch.bfloat16, keep={self.keep!r})",
+            )
+        if self.scale is not None and not (type(self.scale) in (int, float) and 0 < self.scale < float("inf")):
+            raise Error(
+                "this is nothing to scale a loss by",
+                where=f"{WHERE}: scale",
+                expected="a number above zero, such as 2.0**14",
+                got=repr(self.scale),
+            )
+        if self.dtype is not None and self.reduce is not None and not keeps_precision(self.dtype, self.reduce):
+            raise Error(
+                f"gradients in {self.dtype} cannot be summed in {self.reduce}",
+                where=f"{WHERE}: reduce",
+                expected=f"a dtype that holds all numbers of {self.dtype}",
+                got=str(self.reduce),
+                remedy="leave reduce= out: gradients are summed in float32, or in what they are in where that is wider",
+            )
+
+    @staticmethod
+    def of(given: Compute | torch.dtype | None) -> Compute | None:
+        """What a hint says."""
+        return Compute(given) if isinstance(given, torch.dtype) else given
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The dtype in which gradients are summed at least."""
+        return self.reduce or torch.float32
+
+    def check(self, model: nn.Module) -> None:
+        """Look whether a model's parameters can be masters.
+
+        Raises:
+            Error: one has fewer bits than what is computed with it, or more than its gradient is to be summed in.
+        """
+        kept = {id(parameter) for module in self._kept(model) for parameter in module.parameters()}
+        for name, parameter in model.named_parameters():
+            dtype = parameter.dtype
+            if id(parameter) in kept or not dtype.is_floating_point:
+                continue
+            if self.dtype is not None and not keeps_precision(self.dtype, dtype):
+                raise Error(
+                    f"parameter {name!r} is in {dtype}, and is no master of one in {self.dtype}",
+                    where=f"{WHERE}: dtype",
+                    expected=f"parameters that hold all numbers of {self.dtype}",
+                    got=str(dtype),
+                    remedy=f"model.float(), or compute={dtype}",
+                )
+            if self.dtype is None and self.reduce is not None and not keeps_precision(dtype, self.reduce):
+                raise Error(
+                    f"the gradient of {name!r} in {dtype} cannot be summed in {self.reduce}",
+                    where=f"{WHERE}: reduce",
+                    expected=f"a dtype that holds all numbers of {dtype}",
+                    got=str(self.reduce),
+                    remedy="leave reduce= out; or say in which dtype the model computes: Compute(torch.bfloat16, ...)",
+                )
+
+    def inputs(self, tree: Any) -> Any:
+        """Inputs of the model, as it computes with them."""
+        return cast(tree, self.dtype)
+
+    def results(self, tree: Any) -> Any:
+        """Results of the model, as its loss sees them."""
+        return cast(tree, self.output)
+
+    @contextmanager
+    def parameters_of(self, model: nn.Module) -> Iterator[None]:
+        """Within, the parameters of a model are cast where they are read, each once; but for the modules that are kept.
+
+        Raises:
+            Error: a pattern of modules that are kept matches none.
+        """
+        if self.dtype is None:
+            yield
+            return
+        kept = self._kept(model)
+        inside = {part for module in kept for part in module.modules()}
+        made: dict[tuple[int, bool], torch.Tensor] = {}
+        with ExitStack() as stack:
+            for module in kept:
+                stack.enter_context(as_it_is(module, self.dtype))
+            for module in model.modules():
+                if module not in inside:
+                    stack.enter_context(cast_when_read(module, self.dtype, made))
+            yield
+
+    def _kept(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that compute as they are: those of ``keep``, and norms whose buffers are statistics."""
+        named = dict(model.named_modules())
+        found = [module for module in named.values() if isinstance(module, _NormBase) and module.track_running_stats]
+        for text in (self.keep,) if isinstance(self.keep, str) else self.keep:
+            hits = [module for path, module in named.items() if pattern(text).fullmatch(path)]
+            if not hits:
+                near = difflib.get_close_matches(text, named, 3, 0.5)
+                raise Error(
+                    f"no module is called {text!r}",
+                    where=f"{WHERE}: keep",
+                    expected="a module's path, with * and **",
+                    got=text,
+                    remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_modules()",
+                )
+            found += hits
+        return list(dict.fromkeys(found))
