@@ -61,6 +61,11 @@ def gathered_over_an_input(site: Site, node: fx.Node) -> None:
     node.kwargs = {**node.kwargs, "out": given}
 
 
+def joined(node: fx.Node) -> bool:
+    """Whether what is written is read as a part of what it is written into."""
+    return any(user.target is memory_ops.join for user in node.users)
+
+
 def joined_otherwise(site: Site, node: fx.Node) -> None:
     memory, values, count = node.args
     node.args = (memory, [values[1], values[0], *values[2:]], count)  # type: ignore[index,misc]

@@ -65,6 +65,7 @@ from tests.damage import (
 )
 from tests.damage_memory import (
     gathered_over_an_input,
+    joined,
     joined_otherwise,
     memories_with_twin,
     over_another_state,
@@ -217,7 +218,7 @@ IN_PLACE = (
     Mutation("gathered over an input", of(memory_ops.all_gather_into), gathered_over_an_input),
     Mutation("joined in another order", of(memory_ops.join, when=lambda n: len(n.args[1]) > 1), joined_otherwise),
     Mutation("stepped over another state", stepped, over_another_state),
-    Mutation("not written where it is joined", of(memory_ops.write), becomes(1)),
+    Mutation("not written where it is joined", of(memory_ops.write, when=joined), becomes(1)),
 )
 """Damage to destinations: what the programs as they run could get wrong."""
 
