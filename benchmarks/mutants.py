@@ -28,7 +28,7 @@ from shardfx.runtime.verify.proof.terms import build
 from shardfx.runtime.verify.sample import compare
 from tests.fuzz.case import SHARE, draw
 from tests.fuzz.check import check, sharing
-from tests.mutants import IN_PLACE, MUTATIONS, Mutation, Programs
+from tests.mutants import AS_THEY_RUN, MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
 from tests.wrong.questions import SECTIONS, Question, refused
 from tests.zoo import make
@@ -47,6 +47,8 @@ PLANS = (
 )
 STEPPED = "mlp3@dp2tp2+AdamW"
 """A whole step: random numbers do not tell a small term of it from none, and the proof does."""
+AWAY = "mlp3@dp2tp2+AdamW+away"
+"""The same with parameters, states and activations put away."""
 SPECS = {
     "whole-bias": {"fc1.bias": "-"},
     "both-axes": {"args.0": "dp tp, -", "targets.0": "-", "fc1.weight": "-, -", "fc1.bias": "-", "fc2.weight": "-, -"},
@@ -87,17 +89,19 @@ class Rates:
 
 def planned(name: str) -> sx.ParallelModule:
     """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets, ``+AdamW``: whole steps;
-    others: :data:`SPECS`)."""
+    ``+away``: all put away; others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     fuse: dict[str, object] = {"fuse_mb": 0} if "alone" in more else {}
     if "AdamW" in more:
         fuse |= {"optimizer": torch.optim.AdamW, "zero": 1, "zero_min": 64, "clip": 0.1}
+    if "away" in more:
+        fuse |= {"offload": (sx.Offload(ahead=2, least=0),)}
     specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}
     return plan(make(case), MESHES[mesh], "sequence" in more, specs=specs, **fuse)
 
 
-def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*MUTATIONS, *IN_PLACE)) -> Rates:
+def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*MUTATIONS, *AS_THEY_RUN)) -> Rates:
     """Damage the programs of some plans and verify them."""
     rates = Rates()
     for name in plans:
@@ -106,7 +110,7 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
         universe, known = build(pm.before, pm.after, rules), pm.known_inputs()
         forms = {form: Programs.of(pm, as_they_run=form) for form in (False, True)}
         for mutation in mutations:
-            undamaged = forms[mutation in IN_PLACE]
+            undamaged = forms[mutation in AS_THEY_RUN]
             own, inputs, outputs = undamaged.programs, undamaged.programs[0].inputs, undamaged.programs[0].outputs
             for place, damaged in undamaged.damaged(mutation, count):
                 modules = {**own, **damaged}
@@ -160,7 +164,7 @@ def one(task: tuple[str, int]) -> Rates:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2, help="places per kind of damage and plan")
-    every = (*PLANS, STEPPED, *SECTIONS)
+    every = (*PLANS, STEPPED, AWAY, *SECTIONS)
     parser.add_argument("--plans", nargs="*", default=every, metavar="PLAN", help="or kinds of questions")
     parser.add_argument("--survivors", action="store_true", help="name the damaged programs that were not refused")
     parser.add_argument("--sound", type=int, default=0, metavar="N", help="ask about N sound programs, too")

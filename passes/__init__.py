@@ -2,7 +2,7 @@
 
 from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Pass, PassError
 from .communication import DuplicateViews, FuseComm, Order, Partition
-from .memory import GatherAgain, Recompute, Zero
+from .memory import GatherAgain, Offload, Recompute, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
@@ -21,6 +21,7 @@ __all__ = [
     "DuplicateViews",
     "FuseComm",
     "GatherAgain",
+    "Offload",
     "Order",
     "Partition",
     "Pass",

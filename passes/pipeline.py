@@ -18,7 +18,7 @@ from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError, check_requires
 from .communication import DuplicateViews, FuseComm, Order, Partition
-from .memory import GatherAgain, Recompute, Zero
+from .memory import GatherAgain, Offload, Recompute, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .unfold_repeats import UnfoldRepeats
 
@@ -35,9 +35,10 @@ ORDER: tuple[type[Pass], ...] = (
     GatherAgain,
     FuseComm,
     Order,
+    Offload,
 )
 """The built-in passes, in the order in which they run."""
-ON_REQUEST: frozenset[str] = frozenset({Zero.name, Recompute.name, GatherAgain.name})
+ON_REQUEST: frozenset[str] = frozenset({Zero.name, Recompute.name, GatherAgain.name, Offload.name})
 """Those of them that are left out where nobody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"

@@ -26,6 +26,7 @@ from shardfx.passes import (
     Context,
     FuseComm,
     GatherAgain,
+    Offload,
     Pass,
     Propagate,
     Recompute,
@@ -77,6 +78,7 @@ OPTIONS = {
     "fuse_mb": "fuse-comm{mb=25.0}",
     "zero": "zero{level=3} behind propagate, and gather-again behind partition",
     "recompute": "recompute{modules='layers.*'} behind partition",
+    "offload": "offload{what=('activations',)} behind order",
 }
 """The hints that are options of passes."""
 
@@ -86,12 +88,15 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
     asked = None if hints.recompute == "auto" else hints.recompute  # which a plan without it decides
     given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
+    words = tuple(each for each in hints.offload if isinstance(each, str))
+    away = (Offload(words),) if words else ()
     return {
         "propagate": (Propagate(strict=hints.strict),),
         "fuse-comm": (FuseComm(mb=hints.fuse_mb),),
         "zero": (Zero(hints.zero, axes, hints.zero_min),) if hints.zero else (),
         "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
         "recompute": tuple(Recompute(each) if isinstance(each, str) else each for each in given),
+        "offload": (*away, *(each for each in hints.offload if isinstance(each, Offload))),
     }
 
 

@@ -1,6 +1,7 @@
-"""What a rank holds, and when: parameters stored in pieces, values that are made again."""
+"""What a rank holds, and when: parameters stored in pieces, values that are made again, or put away."""
 
+from .offload import Offload
 from .recompute import Recompute
 from .zero import GatherAgain, Zero
 
-__all__ = ["GatherAgain", "Recompute", "Zero"]
+__all__ = ["GatherAgain", "Offload", "Recompute", "Zero"]

@@ -111,9 +111,14 @@ class Estimate:
         return self.cost.sending(self.machine, self.mesh)
 
     @property
+    def carrying(self) -> float:
+        """Seconds of what is put away and fetched, by the machine's link to its other memory."""
+        return self.cost.carrying(self.machine)
+
+    @property
     def total(self) -> float:
         """Their sum."""
-        return self.compute + self.communication
+        return self.compute + self.communication + self.carrying
 
 
 @dataclass(frozen=True)

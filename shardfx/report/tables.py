@@ -191,6 +191,8 @@ def _time(report: Report) -> list[RenderableType]:
         "compute", seconds_text(time.compute), Text(f"{count_text(time.cost.flops, 'FLOP')}, at {rates}", "dim")
     )
     made.add_row("communication", seconds_text(time.communication), Text("by the links of the mesh", "dim"))
+    if time.cost.carried:
+        made.add_row("put away and fetched", seconds_text(time.carrying), Text("by the link to other memory", "dim"))
     made.add_section()
     made.add_row(
         Text("step", "bold"), Text(seconds_text(time.total), "bold"), Text("their sum: nothing overlaps", "dim")
