@@ -176,7 +176,8 @@ class RankMemory:
         """
         from shardfx.visualize import Line, draw_course, draw_courses
 
-        shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most"
+        beside_it = f", {size_text(self.host)} put away" if self.host else ""
+        shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most{beside_it}"
         if beside:
             named = {"this plan": self, **beside}
             lines = {

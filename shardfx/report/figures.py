@@ -27,6 +27,8 @@ class Memory:
     peak: Peak
     states: int = 0
     """Of an optimizer in the program."""
+    beside: int = 0
+    """At most in other memory than the device's: what is put away."""
 
     @property
     def activations(self) -> int:

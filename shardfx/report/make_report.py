@@ -47,7 +47,7 @@ def make_report(
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
-        memory_of(graph, footprint.peak),
+        memory_of(graph, footprint.peak, max(footprint.beside, default=0)),
         communication,
         Estimate(footprint.cost, device, mesh),
         (*compiled.after.notes, *notes),
@@ -55,8 +55,8 @@ def make_report(
     )
 
 
-def memory_of(graph: Graph, peak: Peak) -> Memory:
-    """The bytes of what a rank is given, of its gradients, and of the peak of its program."""
+def memory_of(graph: Graph, peak: Peak, beside: int = 0) -> Memory:
+    """The bytes of what a rank is given, of its gradients, of the peak of its program, and of what this puts away."""
     mesh = graph.mesh
     given: dict[InputKind, int] = {}
     for each in (stored for stored in graph.inputs if not stored.pool):
@@ -74,6 +74,7 @@ def memory_of(graph: Graph, peak: Peak) -> Memory:
         0 if stepped else sum(value.local_bytes(mesh) for value in gradients),
         peak,
         given.get(InputKind.STATE, 0),
+        beside + sum(each.value.local_bytes(mesh) for each in graph.inputs if each.pool),
     )
 
 

@@ -121,6 +121,16 @@ def test_what_is_put_away_is_not_on_the_device() -> None:
     assert again.host < 0.2 * plain.by_category["activations"]  # what goes into the blocks alone
 
 
+def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
+    pm = blocks(optimizer=adamw, offload=away())
+    assert "put away" in pm.memory().draw(tmp_path / "memory.svg").read_text()
+    pm.draw(tmp_path)
+    assert "put away, or fetched" in (tmp_path / "after.svg").read_text()
+    report = pm.report()
+    assert report.memory.beside == pm.memory().host and "put away and fetched" in str(report)
+    assert "memory.to_device moves 4.1 kB per rank" in str(pm.explain("layers.0.up.weight"))
+
+
 def test_states_are_there_during_their_update_alone() -> None:
     pm = blocks(optimizer=adamw, offload=away("optimizer"))
     footprint = pm.memory().footprint
