@@ -238,8 +238,8 @@ class _Walk:
             row = self.share.row(result)
             if row is not None and row.memory:
                 self._fail(f"{result.name} is returned, which is memory without content", node)
-            belongs = stored.get(output.name, "") if output.kind.is_given_away else ""
-            if self.away.get(result, "") != belongs:
+            belongs = stored.get(output.name) if output.kind.is_given_away else ""
+            if belongs is not None and self.away.get(result, "") != belongs:  # else the program does not take it
                 self._fail(
                     f"{output.kind} {output.name} leaves in another pool of memory than it belongs to",
                     result,

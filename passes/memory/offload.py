@@ -17,15 +17,15 @@ ZeRO-Infinity, 2021.) Of what is made again in the backward nothing waits: what 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase
-from shardfx.ir.names import pattern, prefixes
+from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 from .put_away import Pool, put_away_waiting, store_beside
+from .regions import of_ops, regions
 
 ACTIVATIONS, OPTIMIZER, PARAMETERS = WHAT = ("activations", "optimizer", "parameters")
 POOLS = ("host", "disk")
@@ -45,14 +45,17 @@ class Offload(Pass):
             ``folder``, or of the system's for temporary files. They have no names, and go with the plan.
         ahead: so many nodes before its first use something is fetched.
         least: what has fewer elements stays where it is.
-        modules: of which modules activations are put away (patterns of paths, as in ``Hints(recompute=...)``).
+        modules: of which modules activations are put away (patterns of paths, as in ``Hints(recompute=...)``); and
+            ``only``, of which ops: ``"aten.mm"``, or ``"layers.*.mlp:aten.mm"``.
+        count: only so many of the modules that match, the first ones; 0 for all.
+        skip: and none of so many before these.
 
     Raises:
-        Error: a word is none of these; there is nothing of it.
+        Error: a word is none of these; a pattern matches nothing.
 
     Example::
 
-        Hints(offload=sx.Offload(("activations", "optimizer"), ahead=16))
+        Hints(offload=[sx.Offload(("activations", "optimizer"), ahead=16)])
         Hints(offload=["activations", sx.Offload("optimizer", to="disk", folder="/scratch")], optimizer=...)
     """
 
@@ -65,6 +68,9 @@ class Offload(Pass):
     ahead: int = 8
     least: int = 2**14
     modules: str | tuple[str, ...] = "**"
+    only: str | tuple[str, ...] = ()
+    count: int = 0
+    skip: int = 0
     folder: str = ""
 
     def __post_init__(self) -> None:
@@ -77,7 +83,8 @@ class Offload(Pass):
             raise _unknown("where it is put", POOLS, self.to)
         if self.folder and self.to != "disk":
             raise Error("only files lie in a folder", where=WHERE, expected="to='disk'", got=f"folder={self.folder!r}")
-        for name, number in (("ahead", self.ahead), ("least", self.least)):
+        for name in ("ahead", "least", "count", "skip"):
+            number = getattr(self, name)
             if type(number) is not int or number < 0:
                 raise Error(f"offload{{{name}=...}} is no number", where=WHERE, expected="0 or more", got=number)
 
@@ -86,32 +93,26 @@ class Offload(Pass):
         """What is put away, in words."""
         return (self.what,) if isinstance(self.what, str) else tuple(self.what)
 
+    def without(self, what: str) -> tuple[Offload, ...]:
+        """The same without one of the words; none, where it is the only one."""
+        left = tuple(each for each in self.whats if each != what)
+        return (replace(self, what=left),) if left else ()
+
     def run(self, graph: Graph, context: Context) -> bool:
-        changed = False
+        changed, trains = False, any(output.kind is OutputKind.GRADIENT for output in graph.outputs)
         for what in self.whats:
-            if not any(output.kind is OutputKind.GRADIENT for output in graph.outputs):
-                raise _nothing(what, "a plan for training: Hints(loss=...)", "one for inference")
             count = self._activations(graph) if what == ACTIVATIONS else self._stored(graph, what)
-            if not count:
+            if not count and trains:
                 graph.notes.append(f"nothing of {what} is put away: of {self.least} elements and more none waits")
             changed |= bool(count)
         return changed
 
     def _activations(self, graph: Graph) -> int:
-        forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
-        named: set[Node] = set()
-        for text in (self.modules,) if isinstance(self.modules, str) else self.modules:
-            matches = pattern(text).fullmatch
-            found = {n for n in forward if any(matches(path) for path in ("", *prefixes(n.where.module)))}
-            if not found:
-                known = sorted({path for node in forward for path in prefixes(node.where.module)})
-                raise _unknown("a module", known[:4], text)
-            named |= found
+        of = regions(graph, self.modules, self.skip, self.count, where=WHERE, root=True)
+        named = set(of_ops(of, self.only, where=WHERE) if self.only else of)
         return put_away_waiting(graph, self._pool, lambda v: v.node in named and v.type.numel >= self.least)
 
     def _stored(self, graph: Graph, what: str) -> int:
-        if what == OPTIMIZER and not any(given.kind.is_of_optimizer for given in graph.inputs):
-            raise _nothing(what, "an optimizer in the program: Hints(optimizer=...)", "none")
         found = [given for given in graph.of_kind(STORED[what]) if given.value.type.ndim and not given.pool]
         large = [given for given in found if given.value.type.numel >= self.least]
         if large:
@@ -125,13 +126,3 @@ class Offload(Pass):
 
 def _unknown(what: str, known: Iterable[str], got: object) -> Error:
     return Error(f"Hints(offload=...) does not know {what}", where=WHERE, expected=f"of {', '.join(known)}", got=got)
-
-
-def _nothing(what: str, expected: str, got: str) -> Error:
-    return Error(
-        f"there is nothing to put away: {what}",
-        where=WHERE,
-        expected=expected,
-        got=got,
-        remedy=f"leave {what!r} out",
-    )

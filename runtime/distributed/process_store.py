@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind
-from shardfx.ir.ops.pools.transfer import settled
+from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
@@ -71,6 +71,7 @@ class ProcessStore:
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut rank 0's whole parameters and buffers into the stored pieces; what is stored already is written over."""
+        finish(self.device)
         memory = {} if self.parameters else self._side_by_side()
         for given in self._inputs:
             name = given.name
@@ -133,6 +134,7 @@ class ProcessStore:
 
     def fill(self, name: str, whole: Tensor) -> None:
         """Cut rank 0's whole state into the stored piece."""
+        finish(self.device)
         self.piece(name, self.rank).copy_(self._mine(self._given(name), whole))
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:

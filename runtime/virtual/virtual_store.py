@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardfx.ir.graph import Graph, InputKind
-from shardfx.ir.ops.pools.transfer import settled
+from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
@@ -33,6 +33,7 @@ class VirtualStore:
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored shards; what is stored already is written over."""
+        finish(self.device)
         memory = {} if self.parameters else self._side_by_side()
         for given in self._inputs:
             if given.name not in whole:
@@ -81,8 +82,9 @@ class VirtualStore:
                 there = memory[name][i].copy_(piece.data) if name in memory else piece.data.to(device)
                 piece.data = self._settled(name, piece.data) if self._pools[name] else there
         for held in (self.buffers, self.states):
-            for name in [name for name in held if not self._pools[name]]:
-                held[name] = [tensor.to(device) for tensor in held[name]]
+            for name, tensors in held.items():
+                beside = bool(self._pools[name])
+                held[name] = [self._settled(name, each) if beside else each.to(device) for each in tensors]
 
     def _held(self, name: str) -> Sequence[Tensor]:
         return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
@@ -109,6 +111,7 @@ class VirtualStore:
 
     def fill(self, name: str, whole: Tensor) -> None:
         """Cut a whole state into the stored pieces."""
+        finish(self.device)
         for i, piece in enumerate(self.states[name]):
             piece.copy_(self._shards[name].cut(whole, i))
 

@@ -22,8 +22,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from shardfx.ir.errors import Error
-
 Tensor = torch.Tensor
 HOST, DISK = "host", "disk"
 THERE = "_shardfx_there"
@@ -63,6 +61,7 @@ def to_device(away: Tensor, device: str = "cpu") -> Tensor:
     at = torch.device(device)
     if isinstance(away, FakeTensor) or at.type != "cuda":
         return away.clone()
+    at = torch.device("cuda", torch.cuda.current_device() if at.index is None else at.index)
     return _started(torch.empty_like(away, device=at), away, at)
 
 
@@ -86,28 +85,24 @@ def settled(tensor: Tensor, pool: str, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=device.type == "cuda").copy_(tensor)
 
 
+def finish(device: torch.device) -> None:
+    """Wait until what was fetched from other memory is there: then that may be written over."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def mapped(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, folder: str = "") -> Tensor:
     """Memory that is a file.
 
     Raises:
-        Error: there is no such folder, or no room in it.
+        OSError: there is no such folder, or no room in it.
     """
     numel = torch.Size(shape).numel()
     if not numel:
         return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
-    nbytes = numel * dtype.itemsize
-    try:
-        with tempfile.NamedTemporaryFile(prefix="shardfx-", dir=folder or None) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # else a full disk is noticed when memory is written
-            flat = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
-    except OSError as error:
-        raise Error(
-            "a tensor cannot be put into a file",
-            where=folder or tempfile.gettempdir(),
-            expected=f"a folder with room for {nbytes} bytes more",
-            got=str(error),
-            remedy="name another one: shardfx.Offload(..., to='disk', folder=...)",
-        ) from None
+    with tempfile.NamedTemporaryFile(prefix="shardfx-", dir=folder or None) as file:
+        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)  # else a full disk ends the process, later
+        flat = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
     return flat.as_strided(tuple(shape), tuple(strides))
 
 
