@@ -78,6 +78,8 @@ class Machine:
                 raise Error(
                     f"machine {self.name!r}: unknown dtype", expected="a dtype of torch, as bfloat16", got=dtype
                 )
+        for name in self.pools.keys() - POOLS.keys():
+            raise Error(f"machine {self.name!r}: no other memory is called so", expected=" or ".join(POOLS), got=name)
         if not self.flops or not self.overhead >= 0:
             raise Error(
                 f"machine {self.name!r} needs a rate and an overhead that is not negative",
@@ -162,7 +164,8 @@ class Machine:
 
         Where a process group of several ranks is there, all of them call this together, and what connects them is
         measured as well: as one link between any two, whichever machine they are on. Else the links are not measured,
-        but those of the nearest known machine; ``source`` says which it was. Virtual ranks send nothing.
+        but those of the nearest known machine; ``source`` says which it was. The drive is not
+        measured. Virtual ranks send nothing.
 
         Args:
             device: what computes; by default CUDA where there is one, else the CPU.
@@ -172,15 +175,18 @@ class Machine:
         like = cls.load("cpu-laptop" if at.type == "cpu" else "h100-dgx")
         measured = calibrate.link(at)
         links = like.links if measured is None else (Level("measured", measured),)
+        bandwidth, overhead = calibrate.memory_bandwidth(at), calibrate.call_overhead(at)
+        pools = {**POOLS, "host": calibrate.host_link(at, bandwidth, overhead)}
         of_links = f"links as of {like.name}" if measured is None else f"one link, among {dist.get_world_size()} ranks"
         return cls(
             name or f"measured {at.type}",
             {str(dtype).removeprefix("torch."): rate for dtype, rate in calibrate.flops_by_dtype(at).items()},
-            calibrate.memory_bandwidth(at),
+            bandwidth,
             calibrate.memory_bytes(at),
             links,
-            calibrate.call_overhead(at),
+            overhead,
             f"measured with torch {torch.__version__} on {calibrate.device_name(at)}; {of_links}",
+            pools,
         )
 
     def json(self) -> str:
