@@ -17,6 +17,7 @@ import shardfx as sx
 from shardfx.ir.graph import InputKind, Phase
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.text import parse_graph, print_graph
+from shardfx.ir.validate import validate_graph
 from shardfx.module.programs import STEP, TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan
@@ -276,6 +277,28 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
 def test_options_that_are_none(options: dict[str, Any]) -> None:
     with pytest.raises(sx.Error, match="offload"):
         sx.Offload(**options)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gives", "what"),
+    [
+        (
+            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.relu(%0) : f32[8]  cuts -",
+            "result results.0 = %1",
+            "takes %0",
+        ),
+        ("%0 = memory.to_device(%x) : f32[8]", "result results.0 = %0", "takes %x"),
+        ("%0 = aten.relu(%w) : f32[8]  cuts -", "result results.0 = %0", "takes %w"),
+        ("%0 = memory.to_host(%x) : f32[8]", "result results.0 = %0", "leaves in another pool"),
+        ("%0 = aten.relu(%x) : f32[8]  cuts -", "gradient w = %0 : [8]", "leaves in another pool"),
+        ("%0 = memory.to_host(%x, axes=[dp]) : f32[8]", "gradient w = %0 : [8]", "does not take the keyword axes"),
+    ],
+)
+def test_a_graph_in_which_pools_are_mixed_up_is_none(nodes: str, gives: str, what: str) -> None:
+    head = "mesh dp=2\nestablished COMM_EXPLICIT, SHARDED\nargument %x : f32[8]\nparameter %w : f32[8] in host\n"
+    graph = parse_graph(f"{head}forward:\n  {nodes}\noutputs:\n  {gives}\n")
+    with pytest.raises(sx.Error, match=what):
+        validate_graph(graph)
 
 
 @pytest.mark.parametrize("what", EVERY)
