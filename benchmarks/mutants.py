@@ -28,7 +28,7 @@ from shardfx.runtime.verify.proof.terms import build
 from shardfx.runtime.verify.sample import compare
 from tests.fuzz.case import SHARE, draw
 from tests.fuzz.check import check, sharing
-from tests.mutants import IN_PLACE, MUTATIONS, Mutation, Programs
+from tests.mutants import AS_THEY_RUN, MUTATIONS, Mutation, Programs
 from tests.plans import MESHES, plan
 from tests.wrong.questions import SECTIONS, Question, refused
 from tests.zoo import make
@@ -46,9 +46,9 @@ PLANS = (
     "resnet@dp2",
     "hf_gpt2@dp2tp2+alone",
 )
-STEPPED = ("mlp3@dp2tp2+AdamW", "few_rows@dp3tp2+Adafactor", "few_rows@2x2x2+clip+across")
-"""Whole steps, and norms of few rows on many ranks: random numbers do not tell a small term of these from none, and the
-proof does."""
+STEPPED = ("mlp3@dp2tp2+AdamW", "few_rows@dp3tp2+Adafactor", "few_rows@2x2x2+clip+across", "mlp3@dp2tp2+AdamW+away")
+"""Whole steps (one with parameters, states and activations put away), and norms of few rows on many ranks: random
+numbers do not tell a small term of these from none, and the proof does."""
 UNEVEN = {"dp3tp2": sx.Mesh(dp=3, tp=2)}
 SPECS = {
     "whole-bias": {"fc1.bias": "-"},
@@ -91,7 +91,7 @@ class Rates:
 
 def planned(name: str) -> sx.ParallelModule:
     """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets, ``+AdamW``: whole steps;
-    others: :data:`SPECS`)."""
+    ``+away``: all put away; others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     made = few_rows() if case == "few_rows" else make(case)
@@ -100,6 +100,8 @@ def planned(name: str) -> sx.ParallelModule:
         fuse |= {"optimizer": torch.optim.AdamW, "zero": 1, "zero_min": 64, "clip": 0.1}
     fuse |= {"optimizer": torch.optim.Adafactor} if "Adafactor" in more else {}
     fuse |= {"clip": 0.1} if "clip" in more else {}
+    if "away" in more:
+        fuse |= {"offload": (sx.Offload(ahead=2, least=0),)}
     specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}
     return plan(made, UNEVEN.get(mesh) or MESHES[mesh], "sequence" in more, specs=specs, **fuse)
 
@@ -112,7 +114,7 @@ def few_rows() -> Case:
     return Case("few_rows", model, (x,), {}, torch.nn.functional.cross_entropy, (y,), {"weight": "dp tp, -"})
 
 
-def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*MUTATIONS, *IN_PLACE)) -> Rates:
+def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*MUTATIONS, *AS_THEY_RUN)) -> Rates:
     """Damage the programs of some plans and verify them."""
     rates = Rates()
     for name in plans:
@@ -121,7 +123,7 @@ def measure(plans: Iterable[str], count: int, mutations: Iterable[Mutation] = (*
         universe, known = build(pm.before, pm.after, rules), pm.known_inputs()
         forms = {form: Programs.of(pm, as_they_run=form) for form in (False, True)}
         for mutation in mutations:
-            undamaged = forms[mutation in IN_PLACE]
+            undamaged = forms[mutation in AS_THEY_RUN]
             own, inputs, outputs = undamaged.programs, undamaged.programs[0].inputs, undamaged.programs[0].outputs
             for place, damaged in undamaged.damaged(mutation, count):
                 modules = {**own, **damaged}

@@ -79,7 +79,8 @@ class InputKind(StrEnum):
 class Input:
     """An input of the graph. ``name`` is the model's own (``layers.0.w1.weight``, ``args.0``, ``targets.0``).
 
-    ``aliases`` are the model's other names of the same tensor (a tied weight).
+    ``aliases`` are the model's other names of the same tensor (a tied weight). ``pool`` is what it lies in where it is
+    not the device's memory: ``"host"``, ``"disk"``, or ``"disk:FOLDER"``.
     """
 
     kind: InputKind
@@ -87,6 +88,7 @@ class Input:
     value: Value
     constant: torch.Tensor | None = None
     aliases: tuple[str, ...] = ()
+    pool: str = ""
 
 
 class OutputKind(StrEnum):
@@ -237,7 +239,7 @@ class Graph:
         inputs = []
         for given in self.inputs:
             value = values[given.value] = given.value.copied(None)
-            inputs.append(Input(given.kind, given.name, value, given.constant, given.aliases))
+            inputs.append(Input(given.kind, given.name, value, given.constant, given.aliases, given.pool))
         nodes = []
         for old in self.nodes:
             new = old.copied(values.__getitem__)

@@ -18,7 +18,7 @@ from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError, check_requires
 from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
-from .memory import CastAgain, GatherAgain, Recompute, Zero
+from .memory import CastAgain, GatherAgain, Offload, Recompute, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .unfold_repeats import UnfoldRepeats
 
@@ -37,9 +37,10 @@ ORDER: tuple[type[Pass], ...] = (
     CastAgain,
     FuseComm,
     Order,
+    Offload,
 )
 """The built-in passes, in the order in which they run."""
-ON_REQUEST: frozenset[str] = frozenset({Zero.name, Recompute.name, GatherAgain.name, CastAgain.name})
+ON_REQUEST: frozenset[str] = frozenset({each.name for each in (Zero, Recompute, GatherAgain, CastAgain, Offload)})
 """Those of them that are left out where nobody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"

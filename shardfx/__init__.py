@@ -20,7 +20,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rules_shown import check_rule
-from shardfx.passes import Pass, Recompute
+from shardfx.passes import Offload, Pass, Recompute
 from shardfx.passes.rank import RankPass
 from shardfx.runtime.verify.verdict import Verdict
 
@@ -37,6 +37,7 @@ __all__ = [
     "Link",
     "Machine",
     "Mesh",
+    "Offload",
     "ParallelModule",
     "Pass",
     "Plan",

@@ -26,7 +26,7 @@ from shardfx.module.variants import Variants, without_weights
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
 
-from .compile import capture_model, compile_model, no_collection
+from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
 from .gradients import check_gradients, reject_half
 from .hints import Hints
@@ -78,6 +78,7 @@ def parallelize(
     given = as_module(model)
     module, loss = with_own_loss(given, hints.loss)
     hints = replace(hints, loss=loss)
+    check_offload(hints)
     with (
         no_collection(),
         unwatched(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -28,6 +29,7 @@ from shardfx.passes import (
     Context,
     FuseComm,
     GatherAgain,
+    Offload,
     Pass,
     Propagate,
     Recompute,
@@ -79,6 +81,7 @@ OPTIONS = {
     "fuse_mb": "fuse-comm{mb=25.0}",
     "zero": "zero{level=3} behind propagate, and gather-again behind partition",
     "recompute": "recompute{modules='layers.*'} behind partition",
+    "offload": "offload{what=('activations',)} behind order",
 }
 """The hints that are options of passes."""
 
@@ -86,7 +89,9 @@ OPTIONS = {
 def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     """The built-in passes that hints have something to say of; none, where they are not asked for."""
     axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
-    asked = None if hints.recompute == "auto" else hints.recompute  # which a plan without it decides
+    away = offloads(hints)
+    auto = hints.recompute == "auto"  # which a plan without it decides, and what activations are put away
+    asked = None if auto else hints.recompute
     given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
     return {
         "propagate": (Propagate(strict=hints.strict),),
@@ -95,7 +100,39 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
         "cast-again": (CastAgain(),) if hints.compute is not None and hints.zero < 3 else (),
         "recompute": tuple(Recompute(each) if isinstance(each, str) else each for each in given),
+        "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }
+
+
+def offloads(hints: Hints) -> tuple[Offload, ...]:
+    """What hints put away, as passes: words together, with the options that are usual."""
+    words = tuple(each for each in hints.offload if isinstance(each, str))
+    usual = (Offload(words),) if words else ()
+    return (*usual, *(each for each in hints.offload if isinstance(each, Offload)))
+
+
+def check_offload(hints: Hints) -> None:
+    """What hints put away is there.
+
+    Raises:
+        Error: the plan is for inference, has no optimizer in it, or a folder is none.
+    """
+    whats = {what for each in offloads(hints) for what in each.whats}
+    folder = next((each.folder for each in offloads(hints) if each.folder and not os.path.isdir(each.folder)), None)
+    wrong = (
+        (bool(whats) and hints.loss is None, "a plan for training: Hints(loss=...)", "one for inference"),
+        ("optimizer" in whats and hints.optimizer is None, "an optimizer in the program: Hints(optimizer=...)", "none"),
+        (folder is not None, "a folder that is there", folder),
+    )
+    for found, expected, got in wrong:
+        if found:
+            raise Error(
+                "this cannot be put away",
+                where=f"Hints(offload={tuple(hints.offload)})",
+                expected=expected,
+                got=got,
+                remedy="say what it needs, or leave it out",
+            )
 
 
 def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ...]:

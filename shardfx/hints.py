@@ -14,7 +14,7 @@ from shardfx.ir.capture.update.made_groups import Parameters
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.rules.book import RuleEntry
-from shardfx.passes import Pass, Recompute
+from shardfx.passes import Offload, Pass, Recompute
 from shardfx.passes.rank import RankPass
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?B?")
@@ -66,6 +66,11 @@ class Hints:
         recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
             :class:`shardfx.Recompute` says what of them stays; or several of either. ``"auto"``: what makes the plan
             fit into ``memory`` at the least cost.
+        offload: what is put away into the host's memory while it waits, and fetched shortly before it is needed:
+            ``"activations"`` (what the forward made for the backward, of which ``recompute`` leaves where it starts),
+            ``"optimizer"`` (states, which are on the device during their update alone), ``"parameters"`` (fetched for
+            each of forward, backward and update); a :class:`shardfx.Offload` says how, and to where (``to="disk"``:
+            files). What ``memory`` allows is the device's; ``pm.memory().host`` is what lies beside it at most.
         optimizer: makes the optimizer of the parameters that it is given, in a list that has them by name too
             (``params.named``): ``lambda params: torch.optim.AdamW(params, lr=3e-4)``. Its step becomes a part of the
             program: ``pm.step(x, y)`` runs a whole step, and ``pm.optimizer`` has groups, rates and states. It may
@@ -113,7 +118,7 @@ class Hints:
     optimizer: Callable[[Parameters], Any] | None = None
     clip: float | None = None
     compute: Compute | torch.dtype | None = None
-    offload: Sequence[str] = field(default=(), metadata=LATER)
+    offload: Sequence[str | Offload] = ()
     accumulate: int = field(default=1, metadata=LATER)
     reduce: str = field(default="auto", metadata=LATER)
     pipeline: Any = field(default=None, metadata=LATER)
@@ -210,6 +215,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a dtype such as torch.bfloat16, a shardfx.Compute, or None",
     ),
     "clip": (lambda given: given is None or (type(given) in (int, float) and given > 0), "a norm above zero, or None"),
+    "offload": (
+        lambda given: isinstance(given, (tuple, list)) and _are((str, Offload), given),
+        "a tuple of 'activations', 'optimizer', 'parameters', or of shardfx.Offload",
+    ),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
 }
 """What a field may be, and that in words."""

@@ -7,7 +7,7 @@ memory between steps, so that the second step is looked at.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from shardfx.ir.cost.replay import group_of, replay
+from shardfx.ir.cost.call_facts import group_of
+from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.storages import Footprint
 from shardfx.ir.graph import Input
+from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.engine import Engine
 from tests.zoo import Case
@@ -29,10 +31,12 @@ from tests.zoo import Case
 
 @dataclass
 class Held:
-    """What a rank holds behind each call and during it, by the call's name; its inputs are not counted."""
+    """What a rank holds behind each call and during it, by the call's name, and ``beside`` the device then; its inputs
+    are not counted."""
 
     behind: dict[str, int] = field(default_factory=dict)
     during: dict[str, int] = field(default_factory=dict)
+    beside: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -46,6 +50,7 @@ class Held:
         return Held(
             {name: min(step.behind[name] for step in steps) for name in names},
             {name: min(step.during[name] for step in steps) for name in names},
+            {name: min(step.beside[name] for step in steps) for name in names},
         )
 
 
@@ -66,6 +71,7 @@ class LiveMemory(TorchDispatchMode):
         self.alone = alone
         self.steps: dict[int, list[Held]] = {}
         self._owned: dict[int, Storages] = {}
+        self._beside: dict[int, Storages] = {}
         self._given: Storages = {}
         self._fresh: Storages = {}
         self._inside = 0
@@ -80,6 +86,7 @@ class LiveMemory(TorchDispatchMode):
         """One for each rank and step."""
         self.steps.setdefault(rank, []).append(Held())
         self._owned.setdefault(rank, {})
+        self._beside.setdefault(rank, {})
         return RankLiveMemory(self, rank)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
@@ -91,20 +98,26 @@ class LiveMemory(TorchDispatchMode):
 
     def see(self, rank: int, node: fx.Node, result: Any) -> None:
         """A call is done."""
-        held, owned = self.steps[rank][-1], self._owned[rank]
+        held, owned, beside = self.steps[rank][-1], self._owned[rank], self._beside[rank]
+        row = row_of(node.target)
         if self.alone and node.target is torch.ops._c10d_functional.wait_tensor.default:
             time.sleep(0.001)  # the thread that did it holds it a moment longer
         before = alive(owned)
         shown = self._fresh if self.alone else dict(storages(result))
-        made = {key: each for key, each in shown.items() if key not in self._given and key not in owned}
+        if row is not None and row.pool:
+            beside.update(shown)
+            shown, self._inside = {}, 0
+        made = {key: each for key, each in shown.items() if not (key in self._given or key in owned or key in beside)}
         owned.update(made)
         held.behind[node.name] = before + alive(made)
+        held.beside[node.name] = alive(beside)
         inside = self._inside if self.alone or group_of(node) is None else 0
         held.during[node.name] = max(held.behind[node.name], before + inside)
         self._fresh, self._inside = {}, 0
 
     def _known(self, key: int) -> bool:
-        return key in self._given or any(key in owned for owned in self._owned.values())
+        every = (*self._owned.values(), *self._beside.values())
+        return key in self._given or any(key in owned for owned in every)
 
 
 @dataclass(frozen=True)
@@ -154,14 +167,14 @@ class Measured:
             return self.engine.run(programs, inputs, self.memory)
 
 
-def held_in_a_step(pm: sx.ParallelModule, case: Case) -> dict[int, Held]:
+def held_in_a_step(pm: sx.ParallelModule, case: Case, run: Callable[..., object] | None = None) -> dict[int, Held]:
     """What the ranks of this process hold in a step, when memory that is kept is there."""
     step, make = pm._programs.step, pm._programs.step.make_engine
     step.renew(lambda: Measured(make()))
     engine = step.engine
     assert isinstance(engine, Measured)
     for _ in range(4 if engine.memory.alone else 2):
-        pm(*case.args, *case.targets, **case.kwargs)
+        (run or pm)(*case.args, *case.targets, **case.kwargs)
     step.renew(make)
     return {rank: Held.least(steps[1:]) for rank, steps in engine.memory.steps.items()}
 
@@ -172,8 +185,9 @@ def check_footprint(program: RankProgram, held: Held, *, exact: bool = True, exc
     Not ``exact``: a call may hold more for a moment, as threads do.
     """
     found = replay(program, exchanged)
-    for call, predicted in zip(found.calls, found.live, strict=True):
+    for call, predicted, beside in zip(found.calls, found.live, found.beside, strict=True):
         real = held.behind[call.name]
+        assert held.beside[call.name] == beside, (call.name, beside, held.beside[call.name])
         assert real == predicted or (real > predicted and not exact), (call.name, predicted, real)
     assert abs(found.peak.nbytes / held.peak - 1) < 0.01, (found.peak.nbytes, held.peak)
     return found

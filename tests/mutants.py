@@ -16,6 +16,7 @@ import torch
 import shardfx as sx
 from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.lower import identifier
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
@@ -87,6 +88,17 @@ from tests.damage_pieces import (
     slices,
     slices_of_compounds,
     slices_of_slices,
+)
+from tests.damage_pools import (
+    another_fetched,
+    fetched_with_twin,
+    not_fetched,
+    not_waited_for,
+    puts_with_twin,
+    read_behind_its_new_content,
+    read_where_it_lies,
+    swapped_places,
+    used_arrivals,
 )
 from tests.damage_sums import (
     norm_of_the_whole,
@@ -220,7 +232,21 @@ IN_PLACE = (
     Mutation("stepped over another state", stepped, over_another_state),
     Mutation("not written where it is joined", of(memory_ops.write, when=joined), becomes(1)),
 )
-"""Damage to destinations: what the programs as they run could get wrong."""
+"""Damage to destinations."""
+
+POOLS = (
+    Mutation("read where it was put away", used_arrivals, read_where_it_lies),
+    Mutation("read before its copy is there", used_arrivals, not_waited_for),
+    Mutation("another value fetched", fetched_with_twin, another_fetched),
+    Mutation("another value fetched on one rank", fetched_with_twin, another_fetched, True),
+    Mutation("a state put where another one lies", puts_with_twin, swapped_places),
+    Mutation("a state fetched behind its new content", of(transfer.put), read_behind_its_new_content),
+    Mutation("a state put back as it was", of(transfer.put), not_fetched),
+    Mutation("returned beside where it belongs", of(transfer.put), becomes(1)),
+)
+"""Damage to what is put away and fetched."""
+AS_THEY_RUN = (*IN_PLACE, *POOLS)
+"""What the programs as they run could get wrong."""
 
 HARMLESS = (
     Mutation("a copy", single, followed(aten.clone.default)),

@@ -36,7 +36,8 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """How often each piece of work is done, and what is sent over which axes: of a call, a node, a block, a program.
+    """How often each piece of work is done, what is sent over which axes, and what is carried between the device
+    and which other pool of memory: of a call, a node, a block, a program.
 
     The pieces of work stay apart, because some wait for arithmetic and others for memory: the time of a sum is the sum
     of the times.
@@ -44,6 +45,7 @@ class Cost:
 
     work: Mapping[Work, float] = field(default_factory=dict)
     sent: Mapping[Axes, Sent] = field(default_factory=dict)
+    carried: Mapping[str, Sent] = field(default_factory=dict)
 
     @property
     def flops(self) -> float:
@@ -69,6 +71,7 @@ class Cost:
         return Cost(
             {work: times * count for work, times in self.work.items()},
             {axes: sent.times(count) for axes, sent in self.sent.items()},
+            {pool: sent.times(count) for pool, sent in self.carried.items()},
         )
 
     __rmul__ = __mul__
@@ -82,18 +85,25 @@ class Cost:
         linked = machine.connect(mesh)
         return sum(linked.link(axes).seconds(*sent) for axes, sent in self.sent.items())
 
+    def carrying(self, machine: Machine) -> float:
+        """Seconds of copies between the device's memory and the pools beside it."""
+        return sum(machine.pool(pool).seconds(*sent) for pool, sent in self.carried.items())
+
     def seconds(self, machine: Machine, mesh: Mesh) -> float:
         """Their sum: nothing overlaps."""
-        return self.computing(machine) + self.sending(machine, mesh)
+        return self.computing(machine) + self.sending(machine, mesh) + self.carrying(machine)
 
 
 def total(costs: Iterable[Cost]) -> Cost:
     """The sum of many costs."""
     work: dict[Work, float] = {}
     sent: dict[Axes, Sent] = {}
+    carried: dict[str, Sent] = {}
     for cost in costs:
         for piece, count in cost.work.items():
             work[piece] = work.get(piece, 0) + count
         for axes, more in cost.sent.items():
             sent[axes] = sent.get(axes, Sent()) + more
-    return Cost(work, sent)
+        for pool, more in cost.carried.items():
+            carried[pool] = carried.get(pool, Sent()) + more
+    return Cost(work, sent, carried)

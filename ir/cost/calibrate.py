@@ -50,6 +50,16 @@ def memory_bandwidth(device: torch.device) -> float:
     return 2.0 * nbytes / _fastest(lambda: target.copy_(source), device)
 
 
+def host_link(device: torch.device, bandwidth: float, overhead: float) -> Link:
+    """What connects the device with the host's memory, one way: a copy of pinned memory. On a CPU that is a copy within
+    memory, which reads and writes at ``bandwidth``."""
+    if device.type == "cpu":
+        return Link(bandwidth / 2, overhead)
+    pinned = torch.zeros(GATHERED, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(pinned, device=device)
+    return Link(GATHERED / _fastest(lambda: target.copy_(pinned, non_blocking=True), device), overhead)
+
+
 def call_overhead(device: torch.device) -> float:
     """Seconds that an op on next to nothing takes, in a row of them."""
     x, many = torch.zeros(8, device=device), 2000

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,6 +25,9 @@ from . import calibrate
 FOLDER = Path(__file__).parent / "machines"
 DEFAULT = "accelerator"
 """Round figures of no device in particular: what counts where nobody names one."""
+
+POOLS = {"host": Link(25e9, 1e-5), "disk": Link(2e9, 1e-4)}
+"""Of machines that do not say: round figures, for PCIe 4.0 x16 (31.5 GB/s by its specification) and a drive of NVMe."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Machine:
         links: what connects ranks, the nearest first; the last one connects all.
         overhead: seconds that a call takes whatever it does.
         source: where the figures come from.
+        pools: what connects the device with other memory, one way: that of its ``host``, and its ``disk``.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Machine:
     links: tuple[Level, ...]
     overhead: float = 0.0
     source: str = ""
+    pools: Mapping[str, Link] = field(default_factory=lambda: dict(POOLS))
 
     def __post_init__(self) -> None:
         rates = {**{f"flops {dtype}": rate for dtype, rate in self.flops.items()}, "bandwidth": self.bandwidth}
@@ -73,6 +78,8 @@ class Machine:
                 raise Error(
                     f"machine {self.name!r}: unknown dtype", expected="a dtype of torch, as bfloat16", got=dtype
                 )
+        for name in self.pools.keys() - POOLS.keys():
+            raise Error(f"machine {self.name!r}: no other memory is called so", expected=" or ".join(POOLS), got=name)
         if not self.flops or not self.overhead >= 0:
             raise Error(
                 f"machine {self.name!r} needs a rate and an overhead that is not negative",
@@ -89,6 +96,10 @@ class Machine:
     def rate(self, dtype: torch.dtype) -> float:
         """Operations a second in a dtype; of one that is not listed, as in the slowest."""
         return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
+
+    def pool(self, name: str) -> Link:
+        """What connects the device with another pool of memory."""
+        return self.pools.get(name) or POOLS[name]
 
     def connect(self, mesh: Mesh, instead_of: Machine | None = None) -> Mesh:
         """The mesh with this machine's links on the axes that state none (or that have those of another machine).
@@ -136,8 +147,9 @@ class Machine:
         try:
             fields = json.loads(text)
             links = [dict(level) for level in fields.pop("links")]
+            pools = {name: Link(**x) for name, x in fields.pop("pools", {}).items()}
             levels = tuple(Level(x.pop("name"), ranks=x.pop("ranks", None), link=Link(**x)) for x in links)
-            return cls(**fields, links=levels)
+            return cls(**fields, links=levels, pools={**POOLS, **pools})
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise Error(
                 "this is no description of a machine",
@@ -152,7 +164,8 @@ class Machine:
 
         Where a process group of several ranks is there, all of them call this together, and what connects them is
         measured as well: as one link between any two, whichever machine they are on. Else the links are not measured,
-        but those of the nearest known machine; ``source`` says which it was. Virtual ranks send nothing.
+        but those of the nearest known machine; ``source`` says which it was. The drive is not
+        measured. Virtual ranks send nothing.
 
         Args:
             device: what computes; by default CUDA where there is one, else the CPU.
@@ -162,15 +175,18 @@ class Machine:
         like = cls.load("cpu-laptop" if at.type == "cpu" else "h100-dgx")
         measured = calibrate.link(at)
         links = like.links if measured is None else (Level("measured", measured),)
+        bandwidth, overhead = calibrate.memory_bandwidth(at), calibrate.call_overhead(at)
+        pools = {**POOLS, "host": calibrate.host_link(at, bandwidth, overhead)}
         of_links = f"links as of {like.name}" if measured is None else f"one link, among {dist.get_world_size()} ranks"
         return cls(
             name or f"measured {at.type}",
             {str(dtype).removeprefix("torch."): rate for dtype, rate in calibrate.flops_by_dtype(at).items()},
-            calibrate.memory_bandwidth(at),
+            bandwidth,
             calibrate.memory_bytes(at),
             links,
-            calibrate.call_overhead(at),
+            overhead,
             f"measured with torch {torch.__version__} on {calibrate.device_name(at)}; {of_links}",
+            pools,
         )
 
     def json(self) -> str:

@@ -30,12 +30,15 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.comm import row_of_collective
 from shardfx.ir.ops.local_ops import row_of, sent_by
+from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.sends import Sent, is_comm
+from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
 
 from .amounts import Cost, Work
+from .call_facts import before_communication, called, group_of, is_memory
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .storages import Footprint, Storage
 
@@ -87,7 +90,7 @@ def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | Non
     for node, given in places.items():
         assert given.value.spec is not None
         shape = given.value.spec.local_shape(given.value.shape, mesh, coords)
-        walk.give(node, shape, given.value.type.dtype)
+        walk.give(node, shape, given.value.type.dtype, given.pool.partition(":")[0])
     nodes = {given.value: node for node, given in places.items()}
     for together in neighbours(program.planned().values(), program.inputs):
         walk.lie_together(nodes[given.value] for given in together)
@@ -126,6 +129,7 @@ class _Block:
     category: str = ""
     used_in: Phase | None = None
     kept: bool = False
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +159,9 @@ class _Walk:
         self._received: dict[_Block, _Block] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
-    def give(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def give(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype, pool: str = "") -> None:
         """An input: memory of the caller's."""
-        self.held[node] = _Tensor(Layout.dense(shape, dtype), _Block(0, 0, 0, None))
+        self.held[node] = _Tensor(Layout.dense(shape, dtype), _Block(0, 0, 0, None, pool=pool))
 
     def lie_together(self, nodes: Iterable[fx.Node]) -> None:
         """Inputs that the caller keeps one behind the other."""
@@ -186,7 +190,9 @@ class _Walk:
             return
         given = change(args, _layout, _Tensor), change(kwargs, _layout, _Tensor)
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
-        fresh = [_Block(nbytes, at, at, planned, kept=is_memory(node)) for nbytes in made.fresh]
+        row = row_of(node.target)
+        pool = row.pool if row is not None else ""
+        fresh = [_Block(nbytes, at, at, planned, kept=is_memory(node), pool=pool) for nbytes in made.fresh]
         self.blocks += fresh
         self._exchange(node, at, operands, fresh)
 
@@ -198,6 +204,9 @@ class _Walk:
 
         self.held[node] = change(made.results, bind, Result)
         self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
+        if row is not None and row.copies:
+            self.costs.append(self._carried(row, operands, pool))
+            return
         group = group_of(node)
         self.costs.append(self._work(node, made, operands) if group is None else self._sent(node, group, args[0]))
 
@@ -234,6 +243,11 @@ class _Walk:
         work = Work(made.flops, touched, (real or [layouts[0].dtype])[0])
         return self._costs.setdefault(work, Cost({work: 1}))
 
+    def _carried(self, row: LocalOp, operands: list[_Tensor], pool: str) -> Cost:
+        """What a copy between pools moves."""
+        beside = pool or operands[0].block.pool or transfer.HOST
+        return Cost(carried={beside: Sent(1.0, operands[-1].layout.nbytes)})
+
     def _sent(self, node: fx.Node, group: str, put_in: Any) -> Cost:
         """What a collective sends."""
         axes, row = self.mesh.group_axes(group), row_of_collective(called(node))
@@ -256,7 +270,9 @@ class _Walk:
 
     def footprint(self) -> Footprint:
         """What was found."""
-        storages = tuple(Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept) for b in self.blocks)
+        storages = tuple(
+            Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept, b.pool) for b in self.blocks
+        )
         return Footprint(tuple(self.calls), storages, tuple(self.costs), tuple(self.inside))
 
     def _category(self, block: _Block) -> str:
@@ -267,53 +283,14 @@ class _Walk:
             return "gathered"
         if is_cast(node) and uncast(node.outs[0]) in self.parameters:
             return "cast"
+        if isinstance(node.op, OwnOp) and node.op.fetches:
+            return "fetched"
         if node.phase is Phase.FORWARD and block.used_in is Phase.BACKWARD:
             return "activations"
         return "communication" if is_comm(node) else "temporaries"
 
 
 NOTHING = Cost()
-
-
-def group_of(node: fx.Node) -> str | None:
-    """The group that a call starts a collective in; None for any other call."""
-    row = row_of(node.target)
-    return str(node.args[row.group]) if row is not None and row.group is not None else None
-
-
-def is_memory(node: fx.Node) -> bool:
-    """Whether a call gives memory, and no value: nothing is read or written."""
-    row = row_of(node.target)
-    return row is not None and row.memory
-
-
-def called(node: fx.Node) -> str:
-    """What programs call a collective."""
-    row = row_of(node.target)
-    return row.name if row is not None else str(node.target)
-
-
-def before_communication(node: fx.Node) -> list[fx.Node]:
-    """The values that communication made this one of: itself, if it is no result of communication."""
-    found: dict[fx.Node, None] = {}
-    todo = [node]
-    while todo:
-        each = todo.pop()
-        maker = each.args[0] if each.target is operator.getitem else each
-        planned = maker.meta.get("shardfx") if isinstance(maker, fx.Node) else None
-        if planned is not None and is_comm(planned):
-            todo += [used for used in each.all_input_nodes if used.op != "placeholder"]
-        else:
-            found[each] = None
-    return list(found)
-
-
-def source_of(value: Value) -> Value:
-    """The value of the graph before any communication."""
-    while value.node is not None and is_comm(value.node):
-        operands = value.node.operands
-        value = operands[value.index if len(operands) > 1 else 0]
-    return value
 
 
 def _layout(tensor: _Tensor) -> Layout:

@@ -24,10 +24,11 @@ class Storage:
     """A block of memory: its bytes, the calls in which it is made and used last, what it is for, who made it.
 
     ``category`` is "gradients", "results", "new buffers", "new parameters", "new states" (they stay to the end),
-    "gathered" (stored parameters made whole), "cast" (parameters in another dtype), "activations" (made by the forward
-    pass, used last by the backward), "communication" or "temporaries".
+    "gathered" (stored parameters made whole), "cast" (parameters in another dtype), "fetched" (from another pool),
+    "activations" (made by the forward pass, used last by the backward), "communication" or "temporaries".
     ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
-    keep and lend again when nobody holds it, in this step or the next (:mod:`shardfx.ir.program.lending`).
+    keep and lend again when nobody holds it, in this step or the next (:mod:`shardfx.ir.program.lending`). ``pool`` is
+    what it lies in, where that is not the device's memory.
     """
 
     nbytes: int
@@ -36,6 +37,7 @@ class Storage:
     category: str
     node: Node | None
     kept: bool = False
+    pool: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,12 @@ class Footprint:
     @cached_property
     def live(self) -> tuple[int, ...]:
         """The bytes that are there when each call is done, and nothing that it used last has gone yet."""
-        return tuple(map(operator.add, self._in_use(self.storages), self.idle))
+        return tuple(map(operator.add, self._in_use(s for s in self.storages if not s.pool), self.idle))
+
+    @cached_property
+    def beside(self) -> tuple[int, ...]:
+        """The bytes in other pools of memory when each call is done."""
+        return tuple(self._in_use(s for s in self.storages if s.pool))
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
@@ -141,7 +148,11 @@ class Footprint:
             return Peak()
         top = max(range(len(self.calls)), key=lambda i: self.live[i] + self.inside[i])
         made_by = self.calls[top].meta.get("shardfx")
-        there = [Held(s.category, s.nbytes, s.node) for s in self.storages if s.born <= top <= s.last and s.nbytes]
+        there = [
+            Held(s.category, s.nbytes, s.node)
+            for s in self.storages
+            if s.born <= top <= s.last and s.nbytes and not s.pool
+        ]
         if self.idle[top]:
             there.append(Held("kept", self.idle[top], None))
         if self.inside[top]:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from . import memory_ops, pack
+from .pools import transfer
 from .table import LocalOp, Written
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -77,6 +78,17 @@ MEMORY = (
 )
 """Destinations."""
 
+POOLS = (
+    LocalOp("memory.to_host", transfer.to_host, pool=transfer.HOST, copies=True, plain=lambda args, kwargs: args[0]),
+    LocalOp("memory.to_disk", transfer.to_disk, pool=transfer.DISK, copies=True, plain=lambda args, kwargs: args[0]),
+    LocalOp("memory.put", transfer.put, into=0, fetches=True, copies=True, plain=lambda args, kwargs: args[1]),
+    LocalOp("memory.to_device", transfer.to_device, fetches=True, copies=True, plain=lambda args, kwargs: args[0]),
+    LocalOp(
+        "memory.arrived", transfer.arrived, shares=True, fetches=True, waits=True, plain=lambda args, kwargs: args[0]
+    ),
+)
+"""Between the device's memory and the pools beside it."""
+
 POINTWISE = (
     aten.abs.default,
     aten.add.Tensor,
@@ -123,11 +135,13 @@ OVERWRITING: dict[Any, Any] = {op: row.function for op, row in OVER.items()}
 """By op the form that writes into ``out``."""
 
 OTHER = (
-    LocalOp("c10d.wait_tensor", c10d.wait_tensor.default, shares=True),
+    LocalOp("c10d.wait_tensor", c10d.wait_tensor.default, shares=True, waits=True),
     LocalOp("getitem", operator.getitem, shares=True),
 )
 
-LOCAL_OPS: dict[Any, LocalOp] = {row.function: row for row in (*STARTS, *PACKING, *MEMORY, *OVER.values(), *OTHER)}
+LOCAL_OPS: dict[Any, LocalOp] = {
+    row.function: row for row in (*STARTS, *PACKING, *MEMORY, *POOLS, *OVER.values(), *OTHER)
+}
 """The rows by their function."""
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}
 

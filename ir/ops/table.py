@@ -31,6 +31,10 @@ class RankEmit(Protocol):
     coords: Coords
     args: tuple[Any, ...]
 
+    @property
+    def device(self) -> str:
+        """What the program is for."""
+
     def call(self, op: Any, *args: Any, gives: Sequence[int] | None = None) -> Any:
         """Write a call; ``gives`` is the shape of its result, where a later pass wants to know it."""
 
@@ -40,7 +44,8 @@ class RankEmit(Protocol):
 
 @dataclass(frozen=True)
 class Keyword:
-    """A keyword of an own op: ``kind`` is ``axes`` (mesh axes), ``dim``, ``word`` (a reduction) or ``sizes``."""
+    """A keyword of an own op: ``kind`` is ``axes`` (of the mesh), ``dim``, ``word`` (a reduction), ``sizes`` or
+    ``text``."""
 
     kind: str
     needed: bool = True
@@ -61,7 +66,9 @@ class OwnOp:
         factor, whole: a rank sends ``factor * (n - 1) / n`` of the local bytes of its ``operands`` or ``results``.
         adjoint: the row that goes back (a law test runs both).
         local: one rank's version; gives what stands for each result.
-        glyph: its shape in pictures: ``join``, ``split``, ``sum`` or ``turn``.
+        glyph: its shape in pictures: ``join``, ``split``, ``sum`` or ``turn``; empty where it is a box like others.
+        pool: what its results lie in, where that is not the device's memory.
+        fetches: it takes what lies in such a pool.
     """
 
     name: str
@@ -72,6 +79,8 @@ class OwnOp:
     adjoint: str
     local: Callable[[RankEmit], Sequence[Any]]
     glyph: str
+    pool: str = ""
+    fetches: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -97,7 +106,7 @@ class OwnOp:
 
     def sends(self, node: Node, mesh: Mesh) -> Sent:
         """What a rank sends each time that a node of this op is done."""
-        return self.sent(self.whole_bytes(node, mesh), mesh.extent(node.kwargs["axes"]))
+        return self.sent(self.whole_bytes(node, mesh), mesh.extent(node.kwargs.get("axes", ())))
 
     def sent(self, nbytes: float, ranks: int) -> Sent:
         """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged."""
@@ -126,6 +135,10 @@ class LocalOp:
         memory: the result is memory, and no value.
         holds: what it sends stays in memory until it was waited for.
         adjoins: the result is the operands themselves where they lie one behind the other, and a copy elsewhere.
+        pool: what the result lies in, where that is not the device's memory.
+        fetches: it takes operands that lie in such a pool; of others they are not to be read.
+        copies: it starts a copy between pools, which is done once it was waited for.
+        waits: its result is its operand, which was only started.
     """
 
     name: str
@@ -139,6 +152,15 @@ class LocalOp:
     memory: bool = False
     holds: bool = False
     adjoins: bool = False
+    pool: str = ""
+    fetches: bool = False
+    copies: bool = False
+    waits: bool = False
+
+    @property
+    def starts(self) -> bool:
+        """Whether its result is there only once it was waited for."""
+        return self.group is not None or self.copies
 
     def destination(self, node: fx.Node) -> fx.Node | None:
         """The operand whose memory is written."""

@@ -25,6 +25,8 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.ops import pack
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import Contiguous, RuleBook, perform
 from shardfx.ir.rules.local import Share, gives_list
@@ -86,7 +88,7 @@ def lower(
         lowering.placeholder(given)
     for node in nodes:
         lowering.node(node)
-    lowering.fx.output(tuple(lowering.env[output.value] for output in outputs))
+    lowering.fx.output(tuple(lowering.result(output) for output in outputs))
     return RankProgram(rank, graph.mesh, lowering.fx, tuple(inputs), tuple(outputs))
 
 
@@ -167,6 +169,15 @@ class Lowering:
             if value is not None:
                 self.env[value] = self.call(operator.getitem, result, i)
 
+    def result(self, output: Output) -> Any:
+        """What stands for an output: a copy into another pool was waited for."""
+        made = self.env[output.value]
+        row = row_of(made.target)
+        if row is None or not row.copies:
+            return made
+        self.current = output.value.node
+        return self.call(transfer.arrived, made, gives=made.meta.get("shape"))
+
 
 @dataclass
 class LocalEmit(Share):
@@ -175,6 +186,11 @@ class LocalEmit(Share):
     lowering: Lowering
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @property
+    def device(self) -> str:
+        """What the program is for."""
+        return str(self.lowering.device)
 
     def call(self, op: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
         """Append a call to the rank's program; ``gives`` is the local shape of its result, where that is known."""

@@ -73,7 +73,7 @@ class Sharing:
             self._place[node] = place
             row = self._rows[node] = row_of(node.target) if node.op == "call_function" else None
             inputs = node.all_input_nodes
-            if row is not None and row.name == "c10d.wait_tensor":
+            if row is not None and row.waits:
                 self._waited |= dict.fromkeys(inputs, place)
             shared = shared_inputs(node, row)
             if node.target is operator.getitem and not shared:  # the same result of a call, taken twice
@@ -120,11 +120,11 @@ class Sharing:
         return any(row is not None and row.adjoins for row in rows)
 
     def sender(self, value: fx.Node, call: fx.Node) -> fx.Node | None:
-        """A collective that was started before ``call`` and is not waited for by then, if one sends this memory."""
+        """A collective or copy of this memory that was started before ``call`` and is not waited for by then."""
         at = self._place[call]
         for use in self._uses.get(self._root[value], ()):
             row = self._rows[use] if self._place[use] < at else None
-            if row is not None and row.group is not None and self._waited.get(use, at) >= at:
+            if row is not None and row.starts and self._waited.get(use, at) >= at:
                 return use
         return None
 

@@ -9,7 +9,8 @@ its plain form (:mod:`.plain`):
 - nothing is written into the memory of an input;
 - parts of one memory that live together do not overlap, and ``memory.join`` joins just the parts that were written;
 - no two results, and no result and input, share memory, where the result becomes its receiver's own;
-- a collective's result is not touched before it was waited for.
+- what was only started, a collective or a copy between pools of memory, is not touched before it was waited for;
+- what lies beside the device is fetched, and nothing else is done with it; and it leaves where it belongs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.pools import transfer
+from shardfx.ir.ops.table import LocalOp
 
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
@@ -35,6 +38,8 @@ Slot = tuple[int, int, int]
 """Of flat memory: pieces, first element of each, elements in each."""
 
 
+RENEWING = (memory_ops.write, transfer.put)
+"""What may write a result where it is stored."""
 KINDS = {"c10d.all_reduce_": "c10d.all_reduce", "c10d.all_gather_into": "c10d.all_gather_into_tensor"}
 """What is the same collective, seen from the other ranks."""
 
@@ -70,6 +75,8 @@ class _Walk:
         self.program, self.after, self.ends = program, after, ends
         self.nodes = list(program.graph.nodes)
         self._form()
+        self.away: dict[fx.Node, str] = {}
+        """In which pool values lie that are not in the device's memory."""
         self.share = Sharing(self.nodes)
         self.renewed = renewed(program)
         self.dead: dict[fx.Node, fx.Node] = {}
@@ -92,8 +99,12 @@ class _Walk:
             there.add(node)
 
     def run(self) -> None:
+        inputs = iter(self.program.inputs)
         for node in self.nodes:
             if node.op == "placeholder":
+                given = next(inputs, None)
+                if given is not None and given.pool:
+                    self.away[node] = given.pool.partition(":")[0]
                 self._define(node)
             elif node.op == "output":
                 self._output(node)
@@ -118,8 +129,15 @@ class _Walk:
                     expected=f"{used.name} read before {self.dead[used].name}",
                     got=f"{self.dead[used].format_node()}",
                 )
-            if used in self.pending and not (row is not None and row.name == "c10d.wait_tensor"):
+            takes = row is not None and (row.waits or (row.fetches and used in self.away))
+            if used in self.pending and not takes:
                 self._fail(f"{used.name} is used before it is waited for", node, expected=f"a wait for {used.name}")
+            if used in self.away and not (row is not None and row.fetches):
+                self._fail(
+                    f"{used.name} is read, which lies in the memory of the {self.away[used]}",
+                    node,
+                    expected="memory.to_device of it, and memory.arrived",
+                )
             source = self.share.row(used)
             if source is not None and source.memory and not (row is not None and row.name in PLACES):
                 self._fail(f"{used.name} is read, which is memory without content", node)
@@ -129,9 +147,18 @@ class _Walk:
             self._write(node, into)
         if row is not None and row.name == "memory.join":
             self._join(node)
-        if row is not None and row.group is not None:
+        if row is not None and row.starts:
             self.pending.add(node)
+        if row is not None:
+            self._pool(node, row)
         self._define(node)
+
+    def _pool(self, node: fx.Node, row: LocalOp) -> None:
+        """Which pool the result of a call lies in: that of its row, or of the operand that it is or is written into."""
+        source = row.destination(node) or (node.all_input_nodes[0] if row.waits else None)
+        pool = row.pool or (self.away.get(source, "") if source is not None else "")
+        if pool:
+            self.away[node] = pool
 
     def _define(self, node: fx.Node) -> None:
         self.live.setdefault(self.share.root(node), []).append(node)
@@ -144,7 +171,7 @@ class _Walk:
     def _write(self, node: fx.Node, into: fx.Node) -> None:
         """What lies in the memory that is written now is gone."""
         root = self.share.root(into)
-        if not self.share.owned(into) and not (root in self.renewed and node.target in (*OVER, memory_ops.write)):
+        if not self.share.owned(into) and not (root in self.renewed and node.target in (*OVER, *RENEWING)):
             self._fail(
                 f"{into.name} is written over, which is an input's memory",
                 node,
@@ -200,6 +227,7 @@ class _Walk:
         given = node.args[0]
         results: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
         given_away = GivenAway(self.share, self.renewed)
+        stored = {given.name: given.pool.partition(":")[0] for given in self.program.inputs}
         for output, result in zip(self.program.outputs, results, strict=False):
             if not isinstance(result, fx.Node):
                 continue
@@ -210,6 +238,14 @@ class _Walk:
             row = self.share.row(result)
             if row is not None and row.memory:
                 self._fail(f"{result.name} is returned, which is memory without content", node)
+            belongs = stored.get(output.name) if output.kind.is_given_away else ""
+            if belongs is not None and self.away.get(result, "") != belongs:  # else the program does not take it
+                self._fail(
+                    f"{output.kind} {output.name} leaves in another pool of memory than it belongs to",
+                    result,
+                    expected=belongs or "the device's memory",
+                    got=self.away.get(result) or "the device's memory",
+                )
             if self.ends and not given_away.take(result) and output.kind.is_given_away:
                 self._fail(
                     f"{output.kind} {output.name} shares the memory of an input or of another result",

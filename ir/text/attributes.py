@@ -168,10 +168,6 @@ def _read_attrs(node: Node, line: Line, scope: ReadScope) -> None:
     node.attrs = dict(line.many(entry, "}"))
 
 
-def _write_stage(node: Node, scope: PrintScope) -> str | None:
-    return None if node.stage is None else f"={node.stage}"
-
-
 def _read_stage(node: Node, line: Line, scope: ReadScope) -> None:
     line.expect("=")
     node.stage = line.number_of(int, "a stage's number")
@@ -224,7 +220,7 @@ NODE: tuple[Attribute[Node], ...] = (
     Attribute("cuts", _write_cuts, _read_cuts),
     Attribute("pinned", _write_pin, _read_pin),
     Attribute("{", _write_attrs, _read_attrs),
-    Attribute("stage", _write_stage, _read_stage),
+    Attribute("stage", lambda node, _: None if node.stage is None else f"={node.stage}", _read_stage),
     Attribute("by", _write_made_by, _read_made_by, asked=True),
     Attribute("why", _write_why, _read_why, asked=True),
     Attribute("@", lambda node, scope: write_where(node.where, scope), _read_source, column=WIDTH),
@@ -258,6 +254,10 @@ def _read_aliases(given: Input, line: Line, scope: ReadScope) -> None:
     given.aliases = tuple(line.many(lambda: line.name("another name of the input"), ""))
 
 
+def _read_pool(given: Input, line: Line, scope: ReadScope) -> None:
+    given.pool = line.name("what the input lies in, such as host")
+
+
 def _write_constant(given: Input, scope: PrintScope) -> str | None:
     constant = given.constant
     if constant is None or constant.numel() > INLINE or constant.is_meta or isinstance(constant, FakeTensor):
@@ -276,6 +276,7 @@ def _read_constant(given: Input, line: Line, scope: ReadScope) -> None:
 
 INPUT: tuple[Attribute[Input], ...] = (
     Attribute("also", _write_aliases, _read_aliases, gap=" "),
+    Attribute("in", lambda given, _: f" {quoted(given.pool, BARE_NAME)}" if given.pool else None, _read_pool, gap=" "),
     Attribute("=", _write_constant, _read_constant, gap=" "),
 )
 

@@ -30,6 +30,7 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.dropout import draw, dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.pools.pool_ops import POOL_OPS
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import Spec
@@ -41,7 +42,7 @@ from .reason_lines import ReasonReader
 from .scope import ReadScope, checked, unquoted
 
 COMPUTING = (dropout, draw, attention, attention_backward, grouped_mm, grouped_outer)
-OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **{op_name(op): op for op in COMPUTING}}
+OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **POOL_OPS, **{op_name(op): op for op in COMPUTING}}
 SECTIONS = (*(phase.value for phase in Phase), "outputs", "reasons")
 RANGE = re.compile(r"\s*(\d+)\.\.(\d+)")
 LABEL = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"#:]+')
@@ -221,7 +222,7 @@ class _Reader:
         line.expect("(")
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        line.many(lambda: self._place_argument(line, word.startswith("comm."), args, kwargs), ")")
+        line.many(lambda: self._place_argument(line, isinstance(op, OwnOp), args, kwargs), ")")
         node = Node(op, tuple(args), kwargs, phase=Phase(self.section))
         if targets:
             self._results(line, node, targets)

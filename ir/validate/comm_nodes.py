@@ -35,7 +35,8 @@ def check_comm(node: Node, op: OwnOp, operands: list[Value], mesh: Mesh, wrong: 
 
 def _keywords(node: Node, op: OwnOp, mesh: Mesh, wrong: Complaint) -> None:
     axes = tuple(node.kwargs.get("axes", ()))
-    if not axes or len(set(axes)) != len(axes) or any(axis not in mesh.names for axis in axes):
+    speaks = "axes" in op.keywords
+    if speaks and (not axes or len(set(axes)) != len(axes) or any(axis not in mesh.names for axis in axes)):
         known = ", ".join(mesh.names)
         got = ", ".join(map(str, axes)) or "none"
         wrong.fail(f"the axes of {op} are not this mesh's", node, expected=f"axes=[...] of {known}", got=got)

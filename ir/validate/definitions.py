@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from shardfx.ir.graph import Graph, Input, Node, Output, Value, op_name
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.printer import Printer
 
@@ -26,6 +27,10 @@ class Definitions:
     defined: set[Value] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     fitting: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+    away: dict[Value, str] = field(default_factory=dict)
+    """In which pool values lie that are not in the device's memory."""
+    stored: dict[str, str] = field(default_factory=dict)
+    """The pool of each input."""
 
     def input(self, given: Input) -> None:
         """An input defines its value, under a name of its own."""
@@ -37,6 +42,9 @@ class Definitions:
             maker = Printer(self.graph).node(given.value.node)
             self.wrong.fail("an input is the result of a node", given, expected="an input without a node", got=maker)
         self.names.add(given.name)
+        self.stored[given.name] = pool = given.pool.partition(":")[0]
+        if pool:
+            self.away[given.value] = pool
         self._define(given.value, given)
 
     def node(self, node: Node, operands: list[Value]) -> None:
@@ -44,6 +52,7 @@ class Definitions:
         for value in operands:
             if value not in self.defined:
                 self._undefined(value, node)
+        self._pools(node, operands)
         for index, result in enumerate(node.results):
             if result is not None:
                 self._result(node, index, result)
@@ -52,6 +61,28 @@ class Definitions:
         """An output is a value that is defined."""
         if output.value not in self.defined:
             self._undefined(output.value, output)
+        lies, belongs = self.away.get(output.value, ""), self.stored.get(output.name, "")
+        if lies != (belongs if output.kind.is_given_away else ""):
+            self.wrong.fail(
+                f"{self.wrong.name(output.value)} leaves in another pool of memory than it belongs to",
+                output,
+                expected=belongs or "the device's memory",
+                got=lies or "the device's memory",
+            )
+
+    def _pools(self, node: Node, operands: list[Value]) -> None:
+        """What lies beside the device is fetched, and nothing else is done with it."""
+        own = node.op if isinstance(node.op, OwnOp) else None
+        for value in operands:
+            if (value in self.away) != (own is not None and own.fetches):
+                self.wrong.fail(
+                    f"{op_name(node.op)} takes {self.wrong.name(value)}, which lies in another pool of memory",
+                    node,
+                    expected="memory.to_device(...) of it" if value in self.away else "what was put away",
+                    got=self.away.get(value, "the device's memory"),
+                )
+        if own is not None and own.pool:
+            self.away.update(dict.fromkeys(node.outs, own.pool))
 
     def _result(self, node: Node, index: int, result: Value) -> None:
         if result.node is not node or result.index != index:

@@ -19,7 +19,7 @@ from typing import ClassVar
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops import comm
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_view, narrows
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -88,7 +88,7 @@ class _Places:
         the forward made), and the views and casts to fewer bits before and behind them."""
         found: set[Node] = set()
         for node in self.graph.nodes:
-            moves = isinstance(node.op, OwnOp) or is_view(node) or narrows(node)
+            moves = is_comm(node) or is_view(node) or narrows(node)
             if moves and all(self._there(value, node.phase, found) for value in node.operands):
                 found.add(node)
         return found
@@ -134,4 +134,4 @@ def makers(node: Node) -> list[Node]:
 
 def travels(node: Node) -> bool:
     """Whether something is sent."""
-    return isinstance(node.op, OwnOp) and node.op is not comm.shard
+    return is_comm(node) and node.op is not comm.shard

@@ -1,7 +1,8 @@
-"""What a rank holds, and when: parameters stored in pieces, values that are made again."""
+"""What a rank holds, and when: parameters stored in pieces, values that are made again, or put away."""
 
 from .cast_again import CastAgain
+from .offload import Offload
 from .recompute import Recompute
 from .zero import GatherAgain, Zero
 
-__all__ = ["CastAgain", "GatherAgain", "Recompute", "Zero"]
+__all__ = ["CastAgain", "GatherAgain", "Offload", "Recompute", "Zero"]

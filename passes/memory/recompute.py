@@ -15,19 +15,17 @@ what the backward needs is repeated, each op once and as late as it may, and dro
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
-from shardfx.ir.names import pattern, prefixes
+from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops.sends import is_comm
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 from .boundaries import Slices
 from .made_again import Repeats
+from .regions import of_ops, regions
 
 WHERE = "Hints(recompute=...)"
 
@@ -62,8 +60,8 @@ class Recompute(Pass):
     skip: int = 0
 
     def run(self, graph: Graph, context: Context) -> bool:
-        regions = self._regions(graph)
-        if not regions:
+        of = regions(graph, self.modules, self.skip, self.count, where=WHERE)
+        if not of:
             return False
         if self.slice and self.slice not in graph.mesh.names:
             raise Error(
@@ -72,66 +70,20 @@ class Recompute(Pass):
                 expected=f"one of {', '.join(graph.mesh.names)}",
                 got=self.slice,
             )
-        stays = self._staying(graph, regions)
-        again = {v for node in regions for v in node.outs if v not in stays}
+        stays = self._staying(graph, of)
+        again = {v for node in of for v in node.outs if v not in stays}
         if not self.slice:
             return Repeats(graph, again.__contains__).run()
-        of_regions = {value for node in regions for value in (*node.outs, *node.operands)}
+        of_regions = {value for node in of for value in (*node.outs, *node.operands)}
         return Repeats(graph, again.__contains__, Slices(graph, self.slice, of_regions).of).run()
 
-    def _regions(self, graph: Graph) -> dict[Node, str]:
-        """The forward nodes that are recomputed, each with the module that it is recomputed with.
-
-        Raises:
-            Error: a pattern matches nothing.
-        """
-        forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
-        found: dict[Node, str] = {}
-        for text in as_tuple(self.modules):
-            matches = pattern(text).fullmatch
-            of_text: dict[str, list[Node]] = {}
-            for node in forward:
-                path = next((path for path in prefixes(node.where.module) if matches(path)), None)
-                if path is not None:
-                    of_text.setdefault(path, []).append(node)
-            if not of_text:
-                raise _no_match(text, "modules", {p for node in forward for p in prefixes(node.where.module)})
-            for path in list(of_text)[self.skip :][: self.count or None]:
-                for node in of_text[path]:
-                    found.setdefault(node, path)
-        return found
-
-    def _staying(self, graph: Graph, regions: dict[Node, str]) -> set[Value]:
+    def _staying(self, graph: Graph, of: dict[Node, str]) -> set[Value]:
         """What is not made again: what leaves a module, or the graph, and what the options say."""
         stays = {output.value for output in graph.outputs}
         for node in graph.nodes:
             if node.phase is Phase.FORWARD:
-                stays |= {v for v in node.operands if v.node in regions and regions[v.node] != regions.get(node)}
-        for text in as_tuple(self.keep):
-            module, _, op = text.rpartition(":")
-            matches, lies = pattern(op).fullmatch, pattern(module or "**").fullmatch
-            named = [node for node in regions if matches(op_name(node.op)) and lies(node.where.module)]
-            if not named:
-                known = {f"{f'{node.where.module}:' if module else ''}{op_name(node.op)}" for node in regions}
-                raise _no_match(text, "ops", known)
-            stays |= {value for node in named for value in node.outs}
+                stays |= {v for v in node.operands if v.node in of and of[v.node] != of.get(node)}
+        stays |= {value for node in of_ops(of, self.keep, where=WHERE) for value in node.outs}
         if not self.comm:
-            stays |= {value for node in regions if is_comm(node) for value in node.outs}
+            stays |= {value for node in of if is_comm(node) for value in node.outs}
         return stays
-
-
-def as_tuple(given: str | Iterable[str]) -> tuple[str, ...]:
-    """One text, or several."""
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _no_match(text: str, what: str, known: Iterable[str]) -> Error:
-    names = sorted(known)
-    near = difflib.get_close_matches(text, names, 1)
-    return Error(
-        f"pattern {text!r} matches none of the {what}",
-        where=WHERE,
-        expected=f"the name of one of the {what} of the forward, such as {', '.join(names[:4])}",
-        got=text,
-        remedy=f"did you mean {near[0]!r}?" if near else None,
-    )

@@ -6,8 +6,9 @@
     add = aten.add(sqrt, 1e-08)            ->     add = aten.add.out(sqrt, 1e-08, out=sqrt)
     new = aten.add(mul, step)                     new = aten.add.out(mul, step, out=mul)
     gathered = getitem(spread, 0)                 gathered = getitem(spread, 0)
-    return (new, lerp, gathered)                  kept = memory.write(v, gathered)
-                                                  return (new, lerp, kept)
+    away = memory.to_host(m)                      kept = memory.write(v, gathered)
+    return (new, lerp, gathered, away)            away = memory.put(stored, m)
+                                                  return (new, lerp, kept, away)
 
 So a step makes no second copy of parameters and states, and writes none. Where a condition is watched (a guard), what
 is stored may not change before it was looked at, and all stays as it is.
@@ -25,6 +26,7 @@ from torch import fx
 from shardfx.ir.graph import Input, Node, Phase, Value
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import OVERWRITING
+from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import Sharing, renewed
 
@@ -57,10 +59,14 @@ class _Overwriting:
         places = (node for node in self.program.graph.nodes if node.op == "placeholder")
         inputs = dict(zip(places, self.program.inputs, strict=True))
         self.values = {node: given.value for node, given in inputs.items() if node in self.renewed}
-        changed = False
+        changed, share = self._put(), self.share
         for node in self.program.graph.nodes:
             planned = node.meta.get("shardfx")
-            if not isinstance(planned, Node) or planned.phase is not Phase.UPDATE or node.target is not planned.op:
+            if not isinstance(planned, Node) or planned.phase is not Phase.UPDATE:
+                continue
+            if node.target is transfer.arrived and share.owned(node):
+                self.values[node] = planned.outs[0]
+            if node.target is not planned.op:
                 continue
             form = OVERWRITING.get(node.target)
             if form is None or len(planned.outs) != 1:
@@ -71,6 +77,20 @@ class _Overwriting:
                 node.target, node.kwargs = form, {**node.kwargs, "out": into}
                 changed = True
         return self._write(inputs) or changed
+
+    def _put(self) -> bool:
+        """What lies beside the device is written there, and no second copy of it is made."""
+        changed = False
+        for place, result in self.renewed.items():
+            away = result.args[0] if result.target is transfer.arrived else None
+            if not isinstance(away, fx.Node) or away.target not in (transfer.to_host, transfer.to_disk):
+                continue
+            if self.share.last_use(place, away):
+                away.target, away.args = transfer.put, (place, away.args[0])
+                changed = True
+        if changed:
+            self.share, self.renewed = Sharing(self.program.graph.nodes), renewed(self.program)
+        return changed
 
     def _write(self, inputs: Mapping[fx.Node, Input]) -> bool:
         """What lies elsewhere (it was gathered) is written where it belongs at once, so that its memory is let go."""

@@ -40,7 +40,7 @@ class Waits(RankPass):
         behind = dict(zip(scatters, scatters[self.under_way :], strict=False))
         changed = False
         for i, node in enumerate(nodes):
-            if not _is(node, "c10d.wait_tensor"):
+            if not _waits(node):
                 continue
             chain = _behind(node, nodes[i + 1 :])
             users = [user for each in chain for user in each.users if user not in chain]
@@ -69,6 +69,11 @@ def _behind(wait: fx.Node, following: list[fx.Node]) -> list[fx.Node]:
             break
         chain.append(node)
     return chain
+
+
+def _waits(node: fx.Node) -> bool:
+    row = row_of(node.target) if node.op == "call_function" else None
+    return row is not None and row.waits
 
 
 def _is(node: fx.Node, name: str) -> bool:

@@ -63,7 +63,7 @@ class Watcher:
         row = row_of(node.target)
         if row is not None and (row.memory or row.name == "getitem"):
             return
-        if row is not None and row.group is not None:  # what it gives is there once it was waited for
+        if row is not None and row.starts:  # what it gives is there once it was waited for
             for used, each in zip(node.all_input_nodes, operands, strict=True):
                 if used not in self._seen:
                     self._seen[used] = _state(each)
@@ -72,7 +72,7 @@ class Watcher:
         results = list(_floats(result))
         if all(bool(torch.isfinite(each).all()) for each in results):
             return
-        waits = row is not None and row.name == "c10d.wait_tensor"
+        waits = row is not None and row.waits
         made = node.all_input_nodes[0] if waits else node
         given = [self._state(used, each) for used, each in zip(made.all_input_nodes, operands, strict=False)]
         if any(nans for nans, _, _ in given):

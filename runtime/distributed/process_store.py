@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind
+from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
@@ -70,6 +71,7 @@ class ProcessStore:
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut rank 0's whole parameters and buffers into the stored pieces; what is stored already is written over."""
+        finish(self.device)
         memory = {} if self.parameters else self._side_by_side()
         for given in self._inputs:
             name = given.name
@@ -80,7 +82,7 @@ class ProcessStore:
             if name in held:
                 shard.unwrap(held[name][0].detach()).copy_(piece)
             elif given.kind is InputKind.PARAMETER:
-                own = memory[name].copy_(piece) if name in memory else piece.clone()
+                own = memory[name].copy_(piece) if name in memory else settled(piece, given.pool, self.device)
                 self.parameters[name] = [
                     nn.Parameter(self.as_gradient(name, own), requires_grad=trainable.get(name, True))
                 ]
@@ -123,14 +125,16 @@ class ProcessStore:
         given = self._given(name)
         type_, coords = given.value.type, self.mesh.coords(self.rank)
         if isinstance(start, str):
-            piece = cut_local(self.whole(start).to(type_.dtype), _spec(given), self.mesh, self.rank).clone()
+            piece = cut_local(self.whole(start).to(type_.dtype), _spec(given), self.mesh, self.rank)
         else:
             shape = _spec(given).local_shape(type_.shape, self.mesh, coords)
-            piece = torch.full(shape, start, dtype=type_.dtype, device=self.device)
+            piece = torch.full(shape, start, dtype=type_.dtype)
+        piece = settled(piece, given.pool, self.device)
         self.states[name] = [self._shards[name].wrap(piece) if _spec(given).axes else piece]
 
     def fill(self, name: str, whole: Tensor) -> None:
         """Cut rank 0's whole state into the stored piece."""
+        finish(self.device)
         self.piece(name, self.rank).copy_(self._mine(self._given(name), whole))
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
@@ -163,7 +167,7 @@ class ProcessStore:
 
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """Every rank's piece, padded to one size, then put where it belongs. All ranks call it alike."""
-        piece = pieces[0]
+        piece = pieces[0].to(self.device)
         axes = self.mesh.sort(spec.axes)
         if not axes:
             return piece.clone()

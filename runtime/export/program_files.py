@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,22 +21,27 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
 from shardfx.ir.ops.computing import grouped_product
+from shardfx.ir.ops.local_ops import POOLS
+from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
 
 from .run_template import HEADER, README, RUN
 
-FILES = ("pack", "memory_ops")
+FILES = {"pack": "pack", "memory_ops": "memory_ops", "transfer": "pools_transfer"}
+"""What our functions stand in, and how programs name it."""
 
 
 def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:
     """Write one rank's program, and what it starts from."""
     code = program.module().graph.python_code("self").src.strip("\n")
-    for file in FILES:
-        code = re.sub(rf"\bshardfx_ir_ops_{file}_(\w+)", rf"{file}.\1", code)
+    for file, named in FILES.items():
+        code = re.sub(rf"\bshardfx_ir_ops_{named}_(\w+)", rf"{file}.\1", code)
     code = code.replace("def forward(self, ", "def forward(").replace("def forward(self)", "def forward()")
     imports = [f"import {file}" for file in FILES if f"{file}." in code]
-    imports += [f"import {file}  # defines ops of torch.ops.shardfx" for file in own_files(program)]
+    imports += [
+        f"import {file}  # defines ops of torch.ops.shardfx" for file in own_files(program) if file not in FILES
+    ]
     places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
     guards = [
         f'    "{o.kind}:{o.name}": ({o.guard.expected!r}, {str(o.guard.where)!r}),' for o in program.outputs if o.guard
@@ -69,9 +75,10 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
         copy(source, folder / f"{file}.py")
 
 
-OWN_FILES = {
+OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
     "random_ops": (dropout.__file__, {dropout.dropout, dropout.draw}),
     "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
+    "transfer": (transfer.__file__, {row.function for row in POOLS}),
     "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),
 }
 """Files that a program needs beside it, where they are, and the ops that they define."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardfx.ir.graph import Graph, InputKind
+from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
@@ -27,10 +28,12 @@ class VirtualStore:
         self._neighbours = neighbours(graph.nodes, graph.inputs)
         self._states = [given for given in graph.inputs if given.kind is InputKind.STATE]
         placed = [(given.name, given.value, given.value.spec) for given in (*self._inputs, *self._states)]
+        self._pools = {given.name: given.pool for given in (*self._inputs, *self._states)}
         self._shards = {name: Shards.of(spec, value.shape, graph.mesh) for name, value, spec in placed if spec}
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored shards; what is stored already is written over."""
+        finish(self.device)
         memory = {} if self.parameters else self._side_by_side()
         for given in self._inputs:
             if given.name not in whole:
@@ -38,7 +41,7 @@ class VirtualStore:
             layout, tensor = self._shards[given.name], whole[given.name].detach()
             pieces = [layout.cut(tensor, i) for i in range(layout.count)]
             pieces = [
-                place.copy_(piece) if place is not None else piece.to(self.device, copy=True)
+                place.copy_(piece) if place is not None else self._settled(given.name, piece)
                 for place, piece in zip(memory.get(given.name, [None] * layout.count), pieces, strict=True)
             ]
             held = self.parameters.get(given.name) or self.buffers.get(given.name)
@@ -50,6 +53,10 @@ class VirtualStore:
                 self.parameters[given.name] = [nn.Parameter(p, requires_grad=grad) for p in pieces]
             else:
                 self.buffers[given.name] = pieces
+
+    def _settled(self, name: str, piece: Tensor) -> Tensor:
+        """A copy in the memory that a stored value lies in."""
+        return settled(piece, self._pools[name], self.device)
 
     def _side_by_side(self) -> dict[str, list[Tensor]]:
         """Memory for the pieces of parameters that are gathered together, where the same ranks hold them."""
@@ -72,9 +79,12 @@ class VirtualStore:
         memory = self._side_by_side()
         for name, pieces in self.parameters.items():
             for i, piece in enumerate(pieces):
-                piece.data = memory[name][i].copy_(piece.data) if name in memory else piece.data.to(device)
+                there = memory[name][i].copy_(piece.data) if name in memory else piece.data.to(device)
+                piece.data = self._settled(name, piece.data) if self._pools[name] else there
         for held in (self.buffers, self.states):
-            held.update({name: [tensor.to(device) for tensor in tensors] for name, tensors in held.items()})
+            for name, tensors in held.items():
+                beside = bool(self._pools[name])
+                held[name] = [self._settled(name, each) if beside else each.to(device) for each in tensors]
 
     def _held(self, name: str) -> Sequence[Tensor]:
         return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
@@ -93,13 +103,15 @@ class VirtualStore:
         dtype = next(given.value.type.dtype for given in self._states if given.name == name)
         if isinstance(start, str):
             whole = self.whole(start).to(dtype)
-            self.states[name] = [layout.cut(whole, i).clone() for i in range(layout.count)]
+            pieces = [layout.cut(whole, i) for i in range(layout.count)]
         else:
             shapes = [layout.local_shapes[i] for i in range(layout.count)]
-            self.states[name] = [torch.full(shape, start, dtype=dtype, device=self.device) for shape in shapes]
+            pieces = [torch.full(shape, start, dtype=dtype) for shape in shapes]
+        self.states[name] = [self._settled(name, piece) for piece in pieces]
 
     def fill(self, name: str, whole: Tensor) -> None:
         """Cut a whole state into the stored pieces."""
+        finish(self.device)
         for i, piece in enumerate(self.states[name]):
             piece.copy_(self._shards[name].cut(whole, i))
 

@@ -18,10 +18,11 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardfx.ir.cost.replay import source_of
+from shardfx.ir.cost.call_facts import source_of
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, op_name
+from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.sharding_rule import rule_text
@@ -248,6 +249,9 @@ class _Explainer:
         return f" by {', '.join(names[:MOST_USERS])}{more}" if names else ""
 
     def _sends(self, node: Node) -> str:
+        if moves_pool(node):
+            nbytes = sum(value.local_bytes(self.graph.mesh) for value in node.operands)
+            return f"%{node.name} {op_name(node.op)} moves {size_text(nbytes)} per rank"
         one = traffic(node, self.graph.mesh)
         sent = f"sends {size_text(one.total)} per rank" if one.nbytes else "sends nothing"
         together = f" (with {len(node.outs) - 1} others)" if len(node.outs) > 1 else ""

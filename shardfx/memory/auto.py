@@ -1,8 +1,9 @@
-"""``Hints(recompute="auto", memory=...)``: the cheapest values to make again, so that a plan fits.
+"""``Hints(recompute="auto", memory=...)``: the cheapest values to make again, or to put away, so that a plan fits.
 
 The plan that keeps all says what is held at each moment (:mod:`.stretches`); what to make again is then chosen
-(:mod:`.cheapest`), and is a few passes ``recompute{...}`` whose text says it. The plan with them is measured as any
-other; where it holds more than was thought, that is taken off the budget.
+(:mod:`.cheapest`), and is a few passes ``recompute{...}`` whose text says it; with ``offload=("activations",)`` also
+what to put away, as passes ``offload{...}``. The plan with them is measured as any other; where it holds more than was
+thought, that is taken off the budget.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardfx.compile import default_passes, plan_graph
+from shardfx.compile import default_passes, offloads, plan_graph
 from shardfx.compiled import Compiled
 from shardfx.hints import bytes_of
 from shardfx.ir.cost.machine import Machine
@@ -19,12 +20,13 @@ from shardfx.ir.graph import OutputKind, Phase
 from shardfx.ir.names import prefixes
 from shardfx.ir.text.printer import size_text
 from shardfx.module.place import Place
-from shardfx.passes import Recompute
+from shardfx.passes import Offload, Recompute
 
 from .budget import foreseen
 from .cheapest import Choice, cheapest, least_peak
 from .stretches import Course, Group, Kind, runs
 
+ACTIVATIONS = "activations"
 TRIES = 4
 """So often the budget is corrected by what a plan really holds."""
 
@@ -50,19 +52,22 @@ def fitted(compiled: Compiled, place: Place) -> Compiled:
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
     if memory.peak <= budget or not trains:
         return compiled
-    course = Course(memory, compiled.after, Machine.of(hints.machine))
+    options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
+    course = Course(memory, compiled.after, Machine.of(hints.machine), options)
     kinds, moments = course.kinds, course.moments()
     wanted = budget
     for _ in range(TRIES):
         choice = cheapest(kinds, moments, wanted)
         if choice is None:
             break
-        made = _planned(compiled, tuple(_passes(course, choice)))
-        peak = foreseen(made, place).peak
+        made = _planned(compiled, tuple(_passes(course, choice)), tuple(_put_away(course, choice)))
+        held = foreseen(made, place)
+        peak = held.peak
         if peak <= budget:
-            step = memory.footprint.cost.seconds(course.machine, compiled.after.mesh)
+            step, longer = (each.footprint.cost.seconds(course.machine, compiled.after.mesh) for each in (memory, held))
+            how = "made again or put away" if any(choice.away.values()) else "made again"
             made.after.notes.append(
-                f"made again to fit into {size_text(budget)}: {choice.seconds / step:.1%} more time in a step; "
+                f"{how} to fit into {size_text(budget)}: {longer / step - 1:.1%} more time in a step; "
                 f"the cheapest choice is at most {choice.gap:.1%} cheaper; the rank holds {size_text(peak)}"
             )
             return made
@@ -76,9 +81,10 @@ def fitted(compiled: Compiled, place: Place) -> Compiled:
     )
 
 
-def _planned(compiled: Compiled, again: tuple[Recompute, ...]) -> Compiled:
-    """The same with some recomputation."""
-    passes = default_passes(replace(compiled.hints, recompute=again))
+def _planned(compiled: Compiled, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Compiled:
+    """The same with some recomputation, and some activations put away."""
+    others = tuple(left for each in offloads(compiled.hints) for left in each.without(ACTIVATIONS))
+    passes = default_passes(replace(compiled.hints, recompute=again, offload=(*others, *away)))
     graph, context = plan_graph(compiled.captured, compiled.hints, compiled.context.rules, passes)
     return Compiled(compiled.hints, compiled.captured, graph, context, passes)
 
@@ -94,6 +100,21 @@ def _passes(course: Course, choice: Choice) -> Iterator[Recompute]:
                 yield _pass(course, kind, start, length, kept[start])
 
 
+def _put_away(course: Course, choice: Choice) -> Iterator[Offload]:
+    """What is put away as passes, likewise."""
+    assert course.offload is not None or not any(choice.away.values())
+    for kind in course.kinds:
+        gone = [
+            frozenset(g for g in kind.groups if 0 <= i - choice.again[g] < choice.away.get(g, 0))
+            for i in range(len(kind.stretches))
+        ]
+        for start, length in runs(gone):
+            if gone[start] and course.offload is not None:
+                modules, skip, count, only = _named(course, kind, start, length, gone[start])
+                chosen = replace(course.offload, what=ACTIVATIONS, modules=modules, only=only, skip=skip, count=count)
+                yield chosen
+
+
 def _keeps(group: Group, choice: Choice, index: int, count: int) -> bool:
     """Whether a stretch keeps a group."""
     again = choice.again[group]
@@ -101,6 +122,14 @@ def _keeps(group: Group, choice: Choice, index: int, count: int) -> bool:
 
 
 def _pass(course: Course, kind: Kind, start: int, length: int, kept: frozenset[Group]) -> Recompute:
+    modules, skip, count, keep = _named(course, kind, start, length, kept)
+    return Recompute(modules, keep, skip=skip, count=count)
+
+
+def _named(
+    course: Course, kind: Kind, start: int, length: int, groups: frozenset[Group]
+) -> tuple[str | tuple[str, ...], int, int, tuple[str, ...]]:
+    """How a pass names stretches, and groups of them: patterns of modules, how many to skip and to take, ops."""
     chosen = kind.stretches[start : start + length]
     outer = chosen[0].path.rpartition(".")[0]
     pattern = f"{outer}.*" if outer else "*"
@@ -108,10 +137,8 @@ def _pass(course: Course, kind: Kind, start: int, length: int, kept: frozenset[G
     paths = [each.path for each in chosen]
     first = there.index(paths[0]) if paths[0] in there else 0
     if there[first : first + length] == paths and len(there) > 1:
-        keep = tuple(sorted(group.pattern(pattern) for group in kept))
-        return Recompute(pattern, keep, skip=first, count=length)
-    keep = tuple(sorted({group.pattern(each.path) for group in kept for each in chosen}))
-    return Recompute(tuple(paths), keep)
+        return pattern, first, length, tuple(sorted(group.pattern(pattern) for group in groups))
+    return tuple(paths), 0, 0, tuple(sorted({group.pattern(each.path) for group in groups for each in chosen}))
 
 
 def _matched(course: Course, pattern: str) -> list[str]:

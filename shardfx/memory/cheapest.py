@@ -3,10 +3,11 @@
 Of ``K`` stretches alike the first ``R[g]`` make group ``g`` again, and the last ones, which the backward needs first,
 keep it. So a kind of stretches costs one number for each of its groups, however many there are of it:
 
-    least   sum of seconds[g] R[g]
+    least   sum of seconds[g] R[g] + away[g] A[g]
     where   R[g] + kept[g] >= R[user]          who is made again of g has it: it is made again too, or was kept for that
             held[t] - sum of nbytes[g] (p - m[g, p]) + sum of extra[g] kept[g] <= budget           at each moment t
-            m[g, p] >= p - R[g],  m >= 0       of the p stretches that wait at t so many keep g
+            m[g, p] >= p - R[g] - A[g], m >= 0        of the p stretches that wait at t so many keep g on the device
+            R[g] + A[g] <= K                   the next A[g] stretches put it away, where that may be
 
 A choice is linear in it, for what waits is convex. (After Jain et al., Checkmate, 2020; over folded stretches.)
 """
@@ -14,7 +15,7 @@ A choice is linear in it, for what waits is convex. (After Jain et al., Checkmat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -35,12 +36,14 @@ Waiting = tuple[int, ...]
 @dataclass(frozen=True)
 class Choice:
     """How many of the stretches make each group again (the first ones), and how many behind them keep it for others
-    that are made again; what it costs, and how far from the best it may be."""
+    that are made again; what it costs, and how far from the best it may be. ``away``: how many behind the first ones
+    put it away."""
 
     again: dict[Group, int]
     kept: dict[Group, int]
     seconds: float
     gap: float
+    away: dict[Group, int] = field(default_factory=dict)
 
 
 def cheapest(kinds: Sequence[Kind], moments: Mapping[Waiting, int], budget: int) -> Choice | None:
@@ -51,14 +54,18 @@ def cheapest(kinds: Sequence[Kind], moments: Mapping[Waiting, int], budget: int)
     for kind in kinds:
         for group in kind.groups:
             cost[problem.number["R", group, 0]] = max(group.seconds, LEAST) * UNIT
+            if ("A", group, 0) in problem.number:
+                cost[problem.number["A", group, 0]] = max(group.away, LEAST) * UNIT
     found = problem.solved(cost)
     if found.x is None:
         return None
     named = {(name, group): round(found.x[i]) for (name, group, _), i in problem.number.items()}
     again = {group: count for (name, group), count in named.items() if name == "R"}
     kept = {group: count for (name, group), count in named.items() if name == "kept"}
+    away = {group: count for (name, group), count in named.items() if name == "A"}
     seconds = sum(group.seconds * count for group, count in again.items())
-    return Choice(again, kept, seconds, float(found.mip_gap or 0.0))
+    seconds += sum(group.away * count for group, count in away.items())
+    return Choice(again, kept, seconds, float(found.mip_gap or 0.0), away)
 
 
 def least_peak(kinds: Sequence[Kind], moments: Mapping[Waiting, int]) -> int:
@@ -89,7 +96,7 @@ class _Problem:
         if key not in self.number:
             self.number[key] = len(self.upper)
             self.upper.append(most)
-            self.whole.append(int(name == "R"))
+            self.whole.append(int(name in ("R", "A")))
         return self.number[key]
 
     def _row(self, row: dict[int, float], least: float) -> None:
@@ -99,6 +106,8 @@ class _Problem:
     def _kind(self, kind: Kind, count: int) -> None:
         for group in kind.groups:
             again, kept = self._variable("R", group, count), self._variable("kept", group, count)
+            if group.nbytes and group.away < inf:
+                self._row({again: -1, self._variable("A", group, count): -1}, -count)
             for user in group.users:
                 self._row({again: 1, kept: 1, self._variable("R", user, count): -1}, 0)
 
@@ -113,7 +122,8 @@ class _Problem:
                 fresh = ("m", group, p) not in self.number
                 stays = self._variable("m", group, p, p)
                 if fresh:
-                    self._row({stays: 1, self._variable("R", group, count): 1}, p)
+                    gone = {self.number[name, group, 0]: 1.0 for name in "RA" if (name, group, 0) in self.number}
+                    self._row({stays: 1, **gone}, p)
                 row[stays] = -group.nbytes / UNIT
                 least -= group.nbytes / UNIT * p
         self._row(row, least)

@@ -78,8 +78,8 @@ class RankMemory:
 
     @cached_property
     def given(self) -> tuple[Holder, ...]:
-        """What the program is given: parameters, buffers, constants, this rank's part of the batch."""
-        return tuple(self._holder(given) for given in self.program.inputs)
+        """What the program is given on the device: parameters, buffers, constants, this rank's part of the batch."""
+        return tuple(self._holder(given) for given in self.program.inputs if not given.pool)
 
     @property
     def peak(self) -> int:
@@ -88,8 +88,9 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """The most bytes in the second pool, the host's memory: nothing is put away there."""
-        return 0
+        """The most bytes in the second pool, the host's memory or files: what is put away, or lies there for good."""
+        stored = sum(self._holder(given).nbytes for given in self.program.inputs if given.pool)
+        return stored + max(self.footprint.beside, default=0)
 
     @cached_property
     def at_peak(self) -> tuple[Holder, ...]:
@@ -112,7 +113,7 @@ class RankMemory:
         for held in self.given:
             fixed[held.category] = fixed.get(held.category, 0) + held.nbytes
         steps: dict[str, list[int]] = {}
-        for storage in self.footprint.storages:
+        for storage in (each for each in self.footprint.storages if not each.pool):
             steps_of = steps.setdefault(MADE.get(storage.category, storage.category), [0] * (self._calls + 1))
             steps_of[storage.born] += storage.nbytes
             steps_of[storage.last + 1] -= storage.nbytes
@@ -147,10 +148,11 @@ class RankMemory:
     def _terms(self, call: int) -> Iterator[Term]:
         """What is there at a call."""
         mesh = self.program.mesh
-        for held, given in zip(self.given, self.program.inputs, strict=True):
+        here = [given for given in self.program.inputs if not given.pool]
+        for held, given in zip(self.given, here, strict=True):
             yield Term(held.nbytes, spec_of([given.value], held.nbytes, mesh))
         for storage in self.footprint.storages:
-            if storage.born <= call <= storage.last:
+            if storage.born <= call <= storage.last and not storage.pool:
                 values = storage.node.outs if storage.node is not None else ()
                 yield Term(storage.nbytes, spec_of(values, storage.nbytes, mesh))
         yield Term(self.footprint.idle[call])
@@ -174,7 +176,8 @@ class RankMemory:
         """
         from shardfx.visualize import Line, draw_course, draw_courses
 
-        shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most"
+        beside_it = f", {size_text(self.host)} put away" if self.host else ""
+        shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most{beside_it}"
         if beside:
             named = {"this plan": self, **beside}
             lines = {
@@ -208,6 +211,8 @@ class RankMemory:
         made = table(f"Memory of rank {self.rank}: {size_text(self.peak)} at most", "", "bytes", right=[1])
         for category, nbytes in self.by_category.items():
             made.add_row(category, size_text(nbytes))
+        if self.host:
+            made.add_row("put away, beside the device", size_text(self.host))
         largest = "\n".join(f"  {held}" for held in self.at_peak[:8])
         return f"{render(made)}\n\nThe largest:\n{largest}"
 

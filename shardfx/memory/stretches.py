@@ -10,12 +10,14 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
 from shardfx.ir.names import prefixes
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import gives_alias
+from shardfx.passes import Offload
 
 from .rank_memory import RankMemory
 
@@ -48,6 +50,7 @@ class Group:
 
     ``seconds`` is what making it again takes. Where it is kept, ``nbytes`` of it wait for the backward, which needs
     them itself; the ``extra`` bytes are needed by ``users`` that are made again, and wait where there are such.
+    ``away`` are the seconds that putting the bytes away and fetching them take, where that may be.
     """
 
     module: str
@@ -56,6 +59,7 @@ class Group:
     seconds: float = 0.0
     extra: int = 0
     users: list[Group] = field(default_factory=list)
+    away: float = inf
 
     def pattern(self, stretch: str) -> str:
         """Its name in the option ``keep``, with ``stretch`` for the module of the stretch."""
@@ -82,6 +86,8 @@ class Course:
     memory: RankMemory
     graph: Graph
     machine: Machine
+    offload: Offload | None = None
+    """How activations may be put away."""
 
     @cached_property
     def stretches(self) -> list[Stretch]:
@@ -115,6 +121,7 @@ class Course:
         found: dict[tuple[str, str], Group] = {}
         of: dict[Node, Group] = {}
         made: dict[Node, list[Value]] = {}
+        carried: dict[Group, list[Value]] = {}
         leaving = sources(value for value, users in self._users.items() if users - {stretch.path})
         for node in stretch.nodes:
             made[node] = [value for value in node.outs if value not in leaving]
@@ -126,13 +133,24 @@ class Course:
             for value in made[node]:
                 if value in self._needed:
                     group.nbytes += value.local_bytes(self.graph.mesh)
+                    carried.setdefault(group, []).append(value)
                 else:
                     group.extra += value.local_bytes(self.graph.mesh)
             for value in sources(node.operands):
                 used = of.get(value.node) if value.node is not None else None
                 if used is not None and used is not group and value not in self._needed:
                     used.users.append(group)
+        for group, values in carried.items():
+            group.away = self._carrying(values)
         return list(found.values())
+
+    def _carrying(self, values: Sequence[Value]) -> float:
+        """The seconds of putting values away and fetching them; infinite, where some of them are not."""
+        options = self.offload
+        if options is None or any(value.type.numel < options.least for value in values):
+            return inf
+        link = self.machine.pool(options.to)
+        return 2 * sum(link.seconds(1, value.local_bytes(self.graph.mesh)) for value in values)
 
     @cached_property
     def _users(self) -> dict[Value, set[str]]:

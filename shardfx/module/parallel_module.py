@@ -15,6 +15,7 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.intake.given import quiet_copies
 from shardfx.ir.capture.intake.own_loss import without_own_loss
 from shardfx.ir.errors import Error
+from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.store import version
 
@@ -168,7 +169,18 @@ class ParallelModule(SteppedModule):
 
         torch plans memory itself: the programs are then those of the rank passes ``waits`` and ``own-outputs`` alone,
         and ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is.
+
+        Raises:
+            Error: something is put away (``Hints(offload=...)``), which is a plan of memory, too.
         """
+        if any(moves_pool(node) for node in self.after.nodes):
+            raise Error(
+                "torch.compile plans memory itself, and Hints(offload=...) does so, too",
+                where="pm.compile()",
+                expected="one of them",
+                got="a plan with what is put away",
+                remedy="leave out one of them",
+            )
         self._compiling = options
         for programs in self._variants.all:
             self._compile(programs, options)

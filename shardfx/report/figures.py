@@ -27,6 +27,8 @@ class Memory:
     peak: Peak
     states: int = 0
     """Of an optimizer in the program."""
+    beside: int = 0
+    """At most in other memory than the device's: what is put away."""
 
     @property
     def activations(self) -> int:
@@ -111,9 +113,14 @@ class Estimate:
         return self.cost.sending(self.machine, self.mesh)
 
     @property
+    def carrying(self) -> float:
+        """Seconds of what is put away and fetched, by the machine's link to its other memory."""
+        return self.cost.carrying(self.machine)
+
+    @property
     def total(self) -> float:
         """Their sum."""
-        return self.compute + self.communication
+        return self.compute + self.communication + self.carrying
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
+from shardfx.ir.cost.call_facts import source_of
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.replay import replay, source_of
+from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.storages import Peak
 from shardfx.ir.cost.traffic import comm_name, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
@@ -46,7 +47,7 @@ def make_report(
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
-        memory_of(graph, footprint.peak),
+        memory_of(graph, footprint.peak, max(footprint.beside, default=0)),
         communication,
         Estimate(footprint.cost, device, mesh),
         (*compiled.after.notes, *notes),
@@ -54,22 +55,26 @@ def make_report(
     )
 
 
-def memory_of(graph: Graph, peak: Peak) -> Memory:
-    """The bytes of what a rank is given, of its gradients, and of the peak of its program."""
+def memory_of(graph: Graph, peak: Peak, beside: int = 0) -> Memory:
+    """The bytes of what a rank is given, of its gradients, of the peak of its program, and of what this puts away."""
     mesh = graph.mesh
     given: dict[InputKind, int] = {}
-    for each in graph.inputs:
+    for each in (stored for stored in graph.inputs if not stored.pool):
         given[each.kind] = given.get(each.kind, 0) + each.value.local_bytes(mesh)
     stepped = any(output.kind is OutputKind.PARAMETER for output in graph.outputs)
     gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     return Memory(
         given.get(InputKind.PARAMETER, 0),
         given.get(InputKind.BUFFER, 0),
-        given.get(InputKind.ARGUMENT, 0) + given.get(InputKind.TARGET, 0) + given.get(InputKind.SEED, 0),
+        given.get(InputKind.ARGUMENT, 0)
+        + given.get(InputKind.TARGET, 0)
+        + given.get(InputKind.SEED, 0)
+        + given.get(InputKind.OPTION, 0),
         given.get(InputKind.CONSTANT, 0),
         0 if stepped else sum(value.local_bytes(mesh) for value in gradients),
         peak,
         given.get(InputKind.STATE, 0),
+        beside + sum(each.value.local_bytes(mesh) for each in graph.inputs if each.pool),
     )
 
 

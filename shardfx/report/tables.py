@@ -98,6 +98,7 @@ def _memory(report: Report) -> list[RenderableType]:
         ("constants", memory.constants, "tensors that the model made when it was captured"),
         ("inputs", memory.inputs, "this rank's part of the batch"),
         ("gathered", peak.of("gathered"), "at the peak: stored parameters made whole"),
+        ("fetched", peak.of("fetched"), "at the peak: what was put away, shortly before and while it is used"),
         ("activations", memory.activations, "at the peak: made by the forward pass, kept for the backward"),
         ("gradients", peak.of("gradients"), f"at the peak; {size_text(memory.gradients)} when the step is done"),
         ("results", peak.of("results") + sum(map(peak.of, NEW)), "at the peak: loss, results, new contents of buffers"),
@@ -113,6 +114,8 @@ def _memory(report: Report) -> list[RenderableType]:
     made.add_row(
         Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(f"their sum, {at}".rstrip(", "))
     )
+    if memory.beside:
+        made.add_row("put away", size_text(memory.beside), Text("in other memory than the device's, at most", "dim"))
     machine = report.time.machine
     share = memory.peak_bytes / machine.memory
     of = "" if machine.name == DEFAULT else f"\n{share:.2%} of the {size_text(machine.memory)} of {machine.name}."
@@ -191,6 +194,8 @@ def _time(report: Report) -> list[RenderableType]:
         "compute", seconds_text(time.compute), Text(f"{count_text(time.cost.flops, 'FLOP')}, at {rates}", "dim")
     )
     made.add_row("communication", seconds_text(time.communication), Text("by the links of the mesh", "dim"))
+    if time.cost.carried:
+        made.add_row("put away and fetched", seconds_text(time.carrying), Text("by the link to other memory", "dim"))
     made.add_section()
     made.add_row(
         Text("step", "bold"), Text(seconds_text(time.total), "bold"), Text("their sum: nothing overlaps", "dim")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import shardfx as sx
+from shardfx.module.programs import STEP, TRAIN
+from shardfx.runtime.distributed import gloo
+from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, small_plan
 
@@ -25,6 +31,25 @@ def steps_like_one_device(mesh: str, zero: str, *kinds: str) -> None:
         pm = small_plan(KINDS[kind], MESHES[mesh], zero=int(zero), clip=0.1)
         assert apart(pm, losses, params) < 1e-9, kind
         assert pm.verify(), (kind, pm.verify().why)
+
+
+@worker
+def steps_are_the_same_put_away(to: str) -> None:
+    """To the bit, and each pool holds what was foreseen."""
+    away = (sx.Offload(to=to, ahead=2, least=0),)
+    plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
+    for x, y in batches(5):
+        assert torch.equal(plain.step(x, y), other.step(x, y))
+    full = other.full_state_dict()
+    assert all(torch.equal(value, full[name]) for name, value in plain.full_state_dict().items())
+    mine, theirs = (pm.optimizer.full_state_dict()["state"] for pm in (plain, other))
+    assert all(
+        torch.equal(value, theirs[name]["exp_avg"]) for name, state in mine.items() for value in [state["exp_avg"]]
+    )
+    case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})
+    for run, kinds in ((other, TRAIN), (other.step, STEP)):
+        for rank, held in held_in_a_step(other, case, run).items():
+            check_footprint(other._programs.running(rank, kinds), held, exact=False, exchanged=gloo.LARGE)
 
 
 @worker

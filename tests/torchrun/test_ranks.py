@@ -55,6 +55,11 @@ def test_whole_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_put_away_comes_back() -> None:
+    on_ranks(2, "steps_are_the_same_put_away:host", "steps_are_the_same_put_away:disk")
+
+
+@pytest.mark.slow
 def test_whole_steps_on_two_axes() -> None:
     on_ranks(4, *(f"steps_like_one_device:dp2tp2,{zero},AdamW,Adafactor,Lamb,dampening,two" for zero in (0, 1, 3)))
 

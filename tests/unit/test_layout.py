@@ -27,13 +27,14 @@ MAY_IMPORT = {
 """The folders at the top; ``shardfx`` may import all of them."""
 FOLDERS = ("shardfx", *MAY_IMPORT)
 
-RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing")
+RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools")
 ONE_OP = (*GRAPHS, "ir.rules")
 PROGRAMS = (*GRAPHS, "ir.program")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules"),  # the rewriter alone
     "ir.rules": ("ir",),
-    "ir.ops": ("ir",),
+    "ir.ops": ("ir", "ir.ops.pools"),
+    "ir.ops.pools": ("ir", "ir.ops"),
     "ir.text": GRAPHS,
     "ir.validate": (*ONE_OP, "ir.text"),
     "ir.rulebook": ONE_OP,

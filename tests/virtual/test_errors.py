@@ -193,7 +193,7 @@ def test_something_that_is_no_pass() -> None:
 
 
 def test_what_is_not_there_yet_says_so() -> None:
-    fails("offload", "not available", offload=("optimizer",))
+    fails("pipeline", "not available", pipeline=2)
 
 
 def test_collectives_that_do_not_match_are_named_by_rank_and_node() -> None:

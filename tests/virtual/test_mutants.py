@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.mutants import PLANS, STEPPED, ask, measure, planned
 from tests.damage import any_call, blind
-from tests.mutants import HARMLESS, IN_PLACE, MUTATIONS, Mutation, Programs
+from tests.mutants import AS_THEY_RUN, HARMLESS, MUTATIONS, Mutation, Programs
 from tests.wrong.questions import ONE, SECTIONS, on_one_rank
 
 QUICK = ("mlp3@dp2tp2",)
@@ -30,7 +30,7 @@ def test_every_damaged_step_is_refused_by_the_proof(name: str) -> None:
 def test_every_kind_of_damage_is_done() -> None:
     """The plans have, between them, a place for each."""
     assert len(MUTATIONS) >= 25
-    assert {mutation.name for mutation in (*MUTATIONS, *IN_PLACE)} == set(measure((*PLANS, *STEPPED), count=1).made)
+    assert {mutation.name for mutation in (*MUTATIONS, *AS_THEY_RUN)} == set(measure((*PLANS, *STEPPED), count=1).made)
 
 
 @pytest.mark.parametrize("name", ["mlp3@dp2tp2", pytest.param("gpt_fused@dp2tp2+sequence", marks=pytest.mark.slow)])

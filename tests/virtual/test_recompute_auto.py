@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,23 @@ def test_it_costs_no_more_than_recomputing_each_block() -> None:
     assert chosen.plan == chosen.plan and any("recompute{" in text for text in map(str, chosen._compiled.passes))
 
 
+def test_what_costs_less_is_put_away() -> None:
+    """Where the link is fast, a smaller budget costs less than by making again alone; and all is proven."""
+    mesh, budget = MESHES["dp2tp2"], int(plan(make("gpt_fused"), MESHES["dp2tp2"]).memory().peak * 0.75)
+    fast = replace(sx.Machine.load("accelerator"), pools={"host": sx.Link(1e12, 0.0)})
+    hints: dict[str, Any] = {"recompute": "auto", "memory": budget, "machine": fast}
+    again, both = (
+        plan(make("gpt_fused"), mesh, offload=offload, **hints)
+        for offload in ((), (sx.Offload("activations", least=0), "parameters"))
+    )
+    assert max(again.memory().peak, both.memory().peak) <= budget
+    times = [pm.memory().footprint.cost.seconds(fast, mesh) for pm in (again, both)]
+    assert times[1] < times[0] and both.memory().host > 0 and "made again or put away" in both.after.notes[-1]
+    case = make("gpt_fused")
+    assert torch.equal(*(pm(*case.args, *case.targets, **case.kwargs) for pm in (again, both)))
+    assert both.verify(), both.verify().why
+
+
 def test_what_fits_is_left_alone() -> None:
     pm = plan(make("gpt_fused"), MESHES["dp2"], recompute="auto", memory="1GiB")
     assert str(pm.after) == str(plan(make("gpt_fused"), MESHES["dp2"]).after)
@@ -91,6 +109,16 @@ def test_the_cheaper_of_two_is_made_again() -> None:
     assert found.again == {dear: 0, cheap: 8} and found.seconds == 8.0
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 100)
     assert found.again == {dear: 2, cheap: 8}
+
+
+def test_what_is_dear_is_put_away() -> None:
+    """The first stretches make it again, the next ones put it away, whichever costs less for each group."""
+    dear, cheap = Group("", "aten.mm", 10, 2.0, away=1.0), Group("", "aten.gelu", 10, 0.5, away=1.0)
+    found = chosen([kind(8, dear, cheap)], {(8,): 200}, 80)
+    assert found.again == {dear: 0, cheap: 8} and found.away == {dear: 4, cheap: 0} and found.seconds == 8.0
+    both = chosen([kind(4, dear)], {(4,): 100}, 60)
+    assert both.away == {dear: 4} and both.seconds == 4.0
+    assert cheapest([kind(4, dear)], {(4,): 100}, 50) is None
 
 
 def test_what_is_made_of_something_needs_it() -> None:

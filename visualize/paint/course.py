@@ -8,7 +8,7 @@ from pathlib import Path
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.layout.geometry import Rect
 
-from .style import AXIS_COLOURS, FAINT, INK, MUTED, PAPER, RULE, width
+from .style import AXIS_COLOURS, FAINT, HOST, INK, MUTED, PAPER, RULE, width
 from .svg import Canvas, document, number
 
 WIDE, HIGH = 880.0, 300.0
@@ -22,6 +22,7 @@ COLOURS = {
     "optimizer states": AXIS_COLOURS[3],
     "gathered parameters": "#60a5fa",
     "cast parameters": "#93c5fd",
+    "fetched": HOST,
     "activations": AXIS_COLOURS[0],
     "communication buffers": AXIS_COLOURS[4],
     "temporaries": AXIS_COLOURS[2],

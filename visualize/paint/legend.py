@@ -16,7 +16,7 @@ from shardfx.visualize.layout.geometry import Rect
 from shardfx.visualize.scene.boxes import TIMES, Kind, Picture
 
 from .leaf_box import comm_shape
-from .style import FAINT, INK, MUTED, PAPER, RULE, Run, axis_colour, width
+from .style import FAINT, HOST, INK, MUTED, PAPER, RULE, Run, axis_colour, width
 from .svg import Canvas
 
 GAP = 14.0
@@ -194,6 +194,8 @@ def signs_card(picture: Picture) -> Card:
         )
     if any(box.kind is Kind.OP and any(map(is_heavy, box.nodes)) for box in boxes):
         entries.append(LegendEntry([Run("matrix product, convolution, attention", MUTED)], _box_icon("#dbe4f0", FAINT)))
+    if any(box.kind is Kind.MEMORY for box in boxes):
+        entries.append(LegendEntry([Run("put away, or fetched", MUTED)], _box_icon(HOST, HOST)))
     if any(box.kind is Kind.CLOSED for box in boxes):
         entries.append(LegendEntry([Run("a module whose ops are not drawn", MUTED)], _box_icon("#eef2f7", RULE)))
     if any(box.kind is Kind.OP and len(box.nodes) > 1 for box in boxes):

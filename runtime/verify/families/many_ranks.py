@@ -179,7 +179,9 @@ class Whole:
         apart = {*changed, *own.other}
         if apart:
             axes = {
-                tuple(n.kwargs["axes"]) for n in self.proof.after.nodes if isinstance(n.op, OwnOp) and n.kwargs["axes"]
+                tuple(n.kwargs["axes"])
+                for n in self.proof.after.nodes
+                if isinstance(n.op, OwnOp) and n.kwargs.get("axes")
             }
             near = {m for r in apart for each in axes for m in self.mesh.group(r, each)}
             self._lock_step({r: changed.get(r) or own.at(r) for r in sorted(apart | near)}, apart)

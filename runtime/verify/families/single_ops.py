@@ -101,7 +101,7 @@ class SingleOps:
     def _ranks(self, node: Node, made: Sequence[Family], mesh: Mesh) -> Iterable[int]:
         """The ranks at which the code of an op is interpreted."""
         if isinstance(node.op, OwnOp):
-            own = {*node.kwargs["axes"], *axes_of(_numbers(made, mesh), mesh)}
+            own = {*node.kwargs.get("axes", ()), *axes_of(_numbers(made, mesh), mesh)}
             return _linear(own, mesh)
         entry = self._book.entry(node.op)
         if entry is not None and entry.local is not None and node.strategy is not None and is_cut(node):

@@ -24,6 +24,7 @@ from .state import ModelState
 
 NAMES = "param_names"
 _stepped = WeakIdKeyDictionary()
+"""The parameters that a program steps."""
 
 
 class ProgramOptimizer(torch.optim.Optimizer):
@@ -54,7 +55,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
         self._planned = [_fixed(group) for group in self.param_groups]
         self._began = False
-        _stepped.update({piece: self for group in self.param_groups for piece in group["params"]})
+        _stepped.update({piece: True for group in self.param_groups for piece in group["params"]})
 
     def step(self, closure: Any = None) -> NoReturn:
         """The step is a part of the program.

@@ -1,0 +1,1 @@
+"""Memory beside the device's own: the host's, and files."""

@@ -1,0 +1,124 @@
+"""Copies between the device's memory and the pools beside it: the host's, and files.
+
+    away = memory.to_host(x)                    the copy starts; x may be let go
+    back = memory.to_device(away, "cuda")       starts as well
+    here = memory.arrived(back)                 from here on it may be read
+
+On CUDA the host's memory is pinned, and copies run on a stream of their own, one behind the other, so that what was put
+away is whole before it is fetched. On a CPU both pools are the same memory: a copy is made all the same, so that a
+program holds there what it would hold elsewhere. A file is mapped into memory and has no name any more: it goes with
+the last tensor that lies in it, also where the process dies. Under ``torch.compile``, which plans memory itself, a
+tensor only moves. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
+
+Tensor = torch.Tensor
+HOST, DISK = "host", "disk"
+THERE = "_shardfx_there"
+"""The attribute of a tensor that holds the event behind its copy."""
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy in the host's memory, in the same strides where ``x`` has no gaps. On CUDA it is only started."""
+    if is_compiling():
+        return x.cpu()
+    if isinstance(x, FakeTensor) or not x.is_cuda:
+        return x.clone()
+    return _started(torch.empty_like(x, device="cpu", pin_memory=True), x, x.device)
+
+
+def to_disk(x: Tensor, folder: str = "") -> Tensor:
+    """A copy in a file of ``folder`` (by default the system's for temporary files) that is mapped into memory."""
+    if isinstance(x, FakeTensor):
+        return x.clone()
+    like = torch.empty_like(x, device="meta")
+    return mapped(like.shape, like.stride(), x.dtype, folder).copy_(x)
+
+
+def put(place: Tensor, x: Tensor) -> Tensor:
+    """``x``, written where ``place`` lies, in whichever pool. On CUDA it is only started."""
+    if is_compiling():
+        return x.to(place.device)
+    if x.is_cuda and place.is_pinned():
+        return _started(place, x, x.device)
+    return place.copy_(x)
+
+
+def to_device(away: Tensor, device: str = "cpu") -> Tensor:
+    """A copy on the device of what lies in another pool. On CUDA it is only started."""
+    if is_compiling():
+        return away.to(device)
+    at = torch.device(device)
+    if isinstance(away, FakeTensor) or at.type != "cuda":
+        return away.clone()
+    at = torch.device("cuda", torch.cuda.current_device() if at.index is None else at.index)
+    return _started(torch.empty_like(away, device=at), away, at)
+
+
+def arrived(x: Tensor) -> Tensor:
+    """``x``, once its copy is there: the device waits for it, or, where it lies beside the device, this process."""
+    event = None if is_compiling() else getattr(x, THERE, None)
+    if event is not None and x.is_cuda:
+        torch.cuda.current_stream(x.device).wait_event(event)
+    elif event is not None:
+        event.synchronize()
+    return x
+
+
+def settled(tensor: Tensor, pool: str, device: torch.device) -> Tensor:
+    """A copy of a tensor in the memory of a pool (``""``: the device's; ``"disk:FOLDER"``: in a file there)."""
+    kind, _, folder = pool.partition(":")
+    if not kind:
+        return tensor.to(device, copy=True)
+    if kind == DISK:
+        return to_disk(tensor, folder)
+    return torch.empty_like(tensor, device="cpu", pin_memory=device.type == "cuda").copy_(tensor)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until what was fetched from other memory is there: then that may be written over."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def mapped(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, folder: str = "") -> Tensor:
+    """Memory that is a file.
+
+    Raises:
+        OSError: there is no such folder, or no room in it.
+    """
+    numel = torch.Size(shape).numel()
+    if not numel:
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
+    with tempfile.NamedTemporaryFile(prefix="shardfx-", dir=folder or None) as file:
+        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)  # else a full disk ends the process, later
+        flat = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+    return flat.as_strided(tuple(shape), tuple(strides))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which copies of a device run."""
+    return torch.cuda.Stream(device)
+
+
+def _started(into: Tensor, x: Tensor, device: torch.device) -> Tensor:
+    """Start to copy ``x`` into ``into``, behind all that the device was given to do so far."""
+    stream, computing = _stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(computing)
+    with torch.cuda.stream(stream):
+        into.copy_(x, non_blocking=True)
+    if x.is_cuda:
+        x.record_stream(stream)
+    setattr(into, THERE, stream.record_event())
+    return into

@@ -1,0 +1,83 @@
+"""Which nodes of the forward somebody's patterns of modules and ops name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Node, Phase, op_name
+from shardfx.ir.names import pattern, prefixes
+
+
+def regions(
+    graph: Graph,
+    modules: str | Iterable[str],
+    skip: int = 0,
+    count: int = 0,
+    *,
+    where: str,
+    root: bool = False,
+) -> dict[Node, str]:
+    """The forward nodes of the modules that patterns name, each with the module that matched.
+
+    Args:
+        skip, count: of each pattern's modules so many are left out, and only so many behind them taken (0: all).
+        where: of the hint that has the patterns, for errors.
+        root: whether a pattern may match the model itself, so that ``**`` is all of it.
+
+    Raises:
+        Error: a pattern matches nothing.
+    """
+    forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
+    found: dict[Node, str] = {}
+    for text in as_tuple(modules):
+        matches = pattern(text).fullmatch
+        of_text: dict[str, list[Node]] = {}
+        for node in forward:
+            paths = (*([""] if root else []), *prefixes(node.where.module))
+            path = next((path for path in paths if matches(path)), None)
+            if path is not None:
+                of_text.setdefault(path, []).append(node)
+        if not of_text:
+            raise no_match(text, "modules", {p for node in forward for p in prefixes(node.where.module)}, where)
+        for path in list(of_text)[skip:][: count or None]:
+            for node in of_text[path]:
+                found.setdefault(node, path)
+    return found
+
+
+def of_ops(nodes: Iterable[Node], ops: str | Iterable[str], *, where: str) -> list[Node]:
+    """Those of some nodes whose ops patterns name: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``.
+
+    Raises:
+        Error: a pattern matches nothing.
+    """
+    found: list[Node] = []
+    for text in as_tuple(ops):
+        module, _, op = text.rpartition(":")
+        matches, lies = pattern(op).fullmatch, pattern(module or "**").fullmatch
+        named = [node for node in nodes if matches(op_name(node.op)) and lies(node.where.module)]
+        if not named:
+            known = {f"{f'{node.where.module}:' if module else ''}{op_name(node.op)}" for node in nodes}
+            raise no_match(text, "ops", known, where)
+        found += named
+    return found
+
+
+def as_tuple(given: str | Iterable[str]) -> tuple[str, ...]:
+    """One text, or several."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def no_match(text: str, what: str, known: Iterable[str], where: str) -> Error:
+    """That a pattern matches none of the modules, or ops."""
+    names = sorted(known)
+    near = difflib.get_close_matches(text, names, 1)
+    return Error(
+        f"pattern {text!r} matches none of the {what}",
+        where=where,
+        expected=f"the name of one of the {what} of the forward, such as {', '.join(names[:4])}",
+        got=text,
+        remedy=f"did you mean {near[0]!r}?" if near else None,
+    )

@@ -1,0 +1,340 @@
+"""What is put away beside the device: nothing changes but the memory, which is foreseen in both pools, and proven."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shardfx as sx
+from shardfx.ir.graph import InputKind, Phase
+from shardfx.ir.ops.pools import transfer
+from shardfx.ir.text import parse_graph, print_graph
+from shardfx.ir.validate import validate_graph
+from shardfx.module.programs import STEP, TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
+from tests.plans import MESHES, plan
+from tests.stepped import KINDS, batches, small_plan
+from tests.virtual.test_memory import blocks
+from tests.zoo import make
+
+EVERY = ("activations", "optimizer", "parameters")
+
+
+def away(*what: str, **options: Any) -> tuple[sx.Offload, ...]:
+    """All of it, however small."""
+    return (sx.Offload(what or EVERY, **{"least": 0, **options}),)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+CASES: list[tuple[str, str, dict[str, Any], tuple[sx.Offload, ...]]] = [
+    ("mlp3", "dp2", {"zero": 3, "zero_min": 0}, away(ahead=2)),
+]
+SLOW: list[tuple[str, str, dict[str, Any], tuple[sx.Offload, ...]]] = [
+    ("mlp3", "dp2tp2", {}, away("activations", ahead=1)),
+    ("mlp3", "dp2tp2", {"zero": 1, "zero_min": 0, "clip": 0.1}, away("optimizer", to="disk")),
+    ("gpt_fused", "dp2tp2", {"recompute": "layers.*"}, away()),
+    ("gpt_fused", "dp2tp2", {"zero": 3, "zero_min": 0, "recompute": "layers.*"}, away(ahead=4, to="disk")),
+    ("llama", "dp2tp2", {"zero": 1}, away()),
+    ("resnet", "dp2", {}, away(ahead=3)),
+    ("dropout_mlp", "dp2", {}, away(ahead=0)),
+    ("hf_t5", "dp2", {}, away("activations", "parameters")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "hints", "offload"), [*CASES, *(pytest.param(*e, marks=pytest.mark.slow) for e in SLOW)]
+)
+def test_five_steps_are_the_same_to_the_bit(
+    name: str, mesh: str, hints: dict[str, Any], offload: tuple[sx.Offload, ...]
+) -> None:
+    plain, other = (plan(make(name), MESHES[mesh], optimizer=adamw, **hints, **m) for m in ({}, {"offload": offload}))
+    case = make(name)
+    for seed in range(5):
+        losses = []
+        for pm in (plain, other):
+            torch.manual_seed(seed)
+            losses.append(pm.step(*case.args, *case.targets, **case.kwargs))
+        assert torch.equal(*losses)
+    torch.manual_seed(9)
+    plain(*case.args, *case.targets, **case.kwargs).backward()
+    torch.manual_seed(9)
+    other(*case.args, *case.targets, **case.kwargs).backward()
+    grads, state, full = plain.full_grads(), plain.full_state_dict(), plain.optimizer.full_state_dict()
+    assert all(torch.equal(value, other.full_grads()[key]) for key, value in grads.items())
+    assert all(torch.equal(value, other.full_state_dict()[key]) for key, value in state.items())
+    theirs = other.optimizer.full_state_dict()["state"]
+    for key, held in full["state"].items():
+        assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key][of])) for of, value in held.items())
+    assert other.verify(), other.verify().why
+    assert other.memory().host > 0 == plain.memory().host
+    assert parse_graph(print_graph(other.after)).inputs[0].pool == other.after.inputs[0].pool
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        away(ahead=2),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (away("activations"), away("optimizer"), away(to="disk"))
+        ),
+    ],
+    ids=lambda each: str(each[0]),
+)
+def test_both_pools_are_foreseen_as_a_step_holds_them(offload: tuple[sx.Offload, ...]) -> None:
+    """Call by call, to the byte; and at most within a percent."""
+    pm, x = blocks(optimizer=adamw, offload=offload), torch.randn(256, 16)
+    case: Any = SimpleNamespace(args=(x,), targets=(x,), kwargs={})
+    for run, kinds in ((pm, TRAIN), (pm.step, STEP)):
+        for rank, held in held_in_a_step(pm, case, run).items():
+            check_footprint(pm._programs.running(rank, kinds), held)
+    memory = pm.memory()
+    assert sum(memory.by_category.values()) == memory.peak == pm.report().memory.peak_bytes
+    sizes = {"batch": 256, "dp": 2}
+    assert memory.formula.subs(sizes) == memory.peak and "put away" in str(memory)
+
+
+def test_what_is_put_away_is_not_on_the_device() -> None:
+    plain = blocks(optimizer=adamw).memory()
+    states = 2 * plain.by_category["parameters"]
+    assert plain.by_category["optimizer states"] == states + 8
+    for offload, less, beside in (
+        (("optimizer",), states, states),
+        (("parameters",), 0.8 * states / 2, states / 2),
+        (("activations",), 0.8 * plain.by_category["activations"], plain.by_category["activations"]),
+    ):
+        memory = blocks(optimizer=adamw, offload=away(*offload)).memory()
+        assert plain.peak - memory.peak >= less and memory.host == pytest.approx(beside, rel=0.2), offload
+    every = blocks(optimizer=adamw, offload=away()).memory()
+    assert every.peak < 0.3 * plain.peak
+    again = blocks(optimizer=adamw, offload=away("activations"), recompute="layers.*").memory()
+    assert again.host < 0.2 * plain.by_category["activations"]  # what goes into the blocks alone
+
+
+def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
+    pm = blocks(optimizer=adamw, offload=away())
+    assert "put away" in pm.memory().draw(tmp_path / "memory.svg").read_text()
+    pm.draw(tmp_path)
+    assert "put away, or fetched" in (tmp_path / "after.svg").read_text()
+    report = pm.report()
+    assert report.memory.beside == pm.memory().host and "put away and fetched" in str(report)
+    assert "memory.to_device moves 4.1 kB per rank" in str(pm.explain("layers.0.up.weight"))
+
+
+def test_states_are_there_during_their_update_alone() -> None:
+    pm = blocks(optimizer=adamw, offload=away("optimizer"))
+    footprint = pm.memory().footprint
+    states = {given.value for given in pm.after.of_kind(InputKind.STATE) if given.pool}
+    fetched = [s for s in footprint.storages if s.category == "fetched"]
+    assert len(fetched) == len(states) and {s.node.phase for s in fetched if s.node} == {Phase.UPDATE}
+    assert max(s.last - s.born for s in fetched) < len(footprint.calls) / 8
+
+
+def test_states_are_saved_and_loaded() -> None:
+    """In pieces, whole, and into a plan that keeps them on the device."""
+    first, same, other = (
+        small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **more)
+        for more in ({"offload": away()}, {"offload": away(to="disk")}, {})
+    )
+    for x, y in batches(2):
+        first.step(x, y)
+    for pm in (same, other):
+        pm.load_full_state_dict(first.full_state_dict())
+    same.optimizer.load_state_dict(first.optimizer.state_dict())
+    other.optimizer.load_full_state_dict(first.optimizer.full_state_dict())
+    for x, y in batches(4)[2:]:
+        losses = [pm.step(x, y) for pm in (first, same, other)]
+        assert losses[0] == losses[1] == losses[2]
+
+
+def test_parameters_that_lie_elsewhere_are_stepped_by_their_owner() -> None:
+    """Gradients lie where their parameters do."""
+    pms = [small_plan(None, MESHES["dp2"], **more) for more in ({}, {"offload": away("parameters")})]
+    optimizers = [torch.optim.AdamW(pm.parameters(), lr=1e-2) for pm in pms]
+    for x, y in batches(3):
+        losses = []
+        for pm, optimizer in zip(pms, optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(pm(x, y))
+            losses[-1].backward()
+            optimizer.step()
+        assert torch.equal(*losses)
+
+
+def test_the_price_is_that_of_the_link() -> None:
+    """Bytes both ways, over what the machine says connects it with the host."""
+    plain, pm = blocks(machine="h100-dgx"), blocks(machine="h100-dgx", offload=away("activations"))
+    cost, host = pm.report().time.cost, pm.memory().host
+    assert not plain.report().time.cost.carried and cost.carried["host"].nbytes == 2 * host
+    link = sx.Machine.load("h100-dgx").pools["host"]
+    seconds = cost.carrying(sx.Machine.load("h100-dgx"))
+    assert seconds == pytest.approx(cost.carried["host"].messages * link.latency + 2 * host / 64e9)
+    assert pm.report().time.total == pytest.approx(plain.report().time.total + seconds, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_run_beside_the_step() -> None:
+    """From pinned memory, on a stream of their own; what is computed stays the same to the bit."""
+    plain, pm = (blocks(optimizer=adamw, device="cuda", **more) for more in ({}, {"offload": away(ahead=4)}))
+    x = torch.randn(256, 16, device="cuda")
+    for _ in range(5):
+        assert torch.equal(plain.step(x, x), pm.step(x, x))
+    theirs = plain.full_state_dict()
+    assert all(torch.equal(value.cpu(), theirs[name].cpu()) for name, value in pm.full_state_dict().items())
+    assert all(p.is_pinned() for p in pm.parameters())
+    stream = transfer._stream(torch.device("cuda", torch.cuda.current_device()))
+    assert stream != torch.cuda.current_stream()
+    mine, back = transfer.to_host(x), transfer.to_device(transfer.to_host(x), "cuda")
+    assert torch.equal(transfer.arrived(mine), x.cpu()) and torch.equal(transfer.arrived(back), x)
+
+
+# ---- files
+
+
+def test_files_go_with_what_lies_in_them(tmp_path: Path) -> None:
+    kept = transfer.to_disk(torch.arange(6.0).reshape(2, 3).t(), str(tmp_path))
+    assert kept.stride() == (1, 3) and torch.equal(kept, torch.arange(6.0).reshape(2, 3).t())
+    assert not list(tmp_path.iterdir()), "it has no name"
+    assert transfer.to_disk(torch.zeros(0, 3)).shape == (0, 3)
+    with pytest.raises(OSError, match="nowhere"):
+        transfer.to_disk(kept, str(tmp_path / "nowhere"))
+    pm = blocks(optimizer=adamw, offload=away(to="disk", folder=str(tmp_path)))
+    x = torch.randn(256, 16)
+    pm.step(x, x)
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    del pm, kept
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+LARGE = """
+import resource, sys, torch, shardfx as sx
+wide = 2048
+x = torch.randn(16, wide)
+model = torch.nn.Sequential(*(torch.nn.Linear(wide, wide, bias=False, device="meta") for _ in range(6)))
+away = [sx.Offload(("optimizer", "parameters"), to="disk", folder=sys.argv[1])] if len(sys.argv) > 1 else ()
+adamw = lambda params: torch.optim.AdamW(params, lr=1e-5)
+hints = sx.Hints(args=(x,), targets=(x,), loss=torch.nn.functional.mse_loss, optimizer=adamw, offload=away)
+pm = sx.parallelize(model, sx.Mesh(dp=1), hints, virtual=True)
+held = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+most = int(held.split()[1]) * 1024 + 16 * wide * wide * 4
+resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+pm.load_full_state_dict({f"{i}.weight": torch.eye(wide) for i in range(6)})
+losses = [float(pm.step(x, x + 1)) for _ in range(3)]
+assert losses[2] < losses[0], losses
+"""
+
+
+@pytest.mark.slow
+def test_what_memory_does_not_hold_is_trained_from_files(tmp_path: Path) -> None:
+    """Parameters and states of 18 blocks, and gradients of 6, in room for 16: anonymous memory is limited, files are
+    not."""
+    script = tmp_path / "large.py"
+    script.write_text(LARGE, encoding="utf-8")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    runs = [
+        subprocess.run([sys.executable, str(script), *more], env=env, capture_output=True, text=True, check=False)
+        for more in ([str(tmp_path)], [])
+    ]
+    assert runs[0].returncode == 0, runs[0].stderr
+    assert runs[1].returncode != 0 and "allocate memory" in runs[1].stderr, runs[1].stderr
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("hints", "what"),
+    [
+        ({"offload": ("optimiser",)}, "does not know what is put away"),
+        ({"offload": "optimizer"}, "a tuple of 'activations'"),
+        ({"offload": ("optimizer",)}, "an optimizer in the program"),
+        ({"offload": away("activations", to="disk", folder="/nowhere")}, "a folder that is there"),
+        ({"offload": away("activations", modules="layer.*")}, "matches none of the modules"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
+    with pytest.raises(sx.Error) as raised:
+        blocks(**hints)
+    assert what in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"to": "tape"}, {"folder": "/tmp"}, {"ahead": -1}, {"least": 1.5}, {"what": ()}], ids=str
+)
+def test_options_that_are_none(options: dict[str, Any]) -> None:
+    with pytest.raises(sx.Error, match="offload"):
+        sx.Offload(**options)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gives", "what"),
+    [
+        (
+            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.relu(%0) : f32[8]  cuts -",
+            "result results.0 = %1",
+            "takes %0",
+        ),
+        ("%0 = memory.to_device(%x) : f32[8]", "result results.0 = %0", "takes %x"),
+        ("%0 = aten.relu(%w) : f32[8]  cuts -", "result results.0 = %0", "takes %w"),
+        ("%0 = memory.to_host(%x) : f32[8]", "result results.0 = %0", "leaves in another pool"),
+        ("%0 = aten.relu(%x) : f32[8]  cuts -", "gradient w = %0 : [8]", "leaves in another pool"),
+        ("%0 = memory.to_host(%x, axes=[dp]) : f32[8]", "gradient w = %0 : [8]", "does not take the keyword axes"),
+    ],
+)
+def test_a_graph_in_which_pools_are_mixed_up_is_none(nodes: str, gives: str, what: str) -> None:
+    head = "mesh dp=2\nestablished COMM_EXPLICIT, SHARDED\nargument %x : f32[8]\nparameter %w : f32[8] in host\n"
+    graph = parse_graph(f"{head}forward:\n  {nodes}\noutputs:\n  {gives}\n")
+    with pytest.raises(sx.Error, match=what):
+        validate_graph(graph)
+
+
+@pytest.mark.parametrize("what", EVERY)
+def test_inference_keeps_nothing(what: str) -> None:
+    with pytest.raises(sx.Error, match="one for inference"):
+        sx.parallelize(torch.nn.Linear(4, 4), sx.Mesh(dp=2), sx.Hints(args=(torch.ones(4, 4),), offload=(what,)))
+
+
+def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
+    """In evaluation, of another size, with gradients of results, watched for NaN, as files that need torch alone."""
+    plain, pm = (small_plan(KINDS["AdamW"], MESHES["dp2"], **more) for more in ({}, {"offload": away()}))
+    (x, y), *_ = batches(1)
+    for each in (plain, pm):
+        each.step(x, y)
+    assert torch.equal(pm(x), plain(x)) and torch.equal(pm(x[:4]), plain(x[:4]))
+    assert torch.equal(pm(x[:4], y[:4]), plain(x[:4], y[:4]))
+    for each in (plain, pm):
+        each(x).square().sum().backward()
+    theirs = plain.full_grads()
+    assert all(torch.equal(grad, theirs[name]) for name, grad in pm.full_grads().items())
+    with pm.debug_nan():
+        assert torch.equal(pm(x, y), plain(x, y))
+    for each in (plain, pm):
+        each.eval()
+    assert torch.equal(pm(x), plain(x)) and pm.verify()
+    pm.train()
+    code = (pm.save_programs(tmp_path) / "rank0.py").read_text()
+    assert "import transfer" in code and "transfer.to_device(" in code and (tmp_path / "transfer.py").exists()
+
+
+def test_that_nothing_is_large_enough_is_said() -> None:
+    pm = blocks(optimizer=adamw, offload=("optimizer",))
+    assert pm.memory().host == 0 and any("nothing of optimizer is put away" in note for note in pm.after.notes)
+
+
+def test_torch_compile_plans_memory_itself() -> None:
+    pm = blocks(offload=away("activations"))
+    with pytest.raises(sx.Error, match="offload"):
+        pm.compile()
