@@ -10,7 +10,7 @@ from tests.zoo import CASES, WITH_SEQUENCE, make
 
 EXACT = [name for name in CASES if "dropout" not in name]
 MIXTURES = [name for name in EXACT if name.startswith("moe")]
-SLOW = {"hf_llama", "hf_qwen3", "hf_bert", "gpt_separate", "unet", *MIXTURES} - {"moe_loop"}
+SLOW = {"hf_llama", "hf_qwen3", "hf_bert", "gpt_separate", "hf_t5", "hf_vit", "unet", *MIXTURES} - {"moe_loop"}
 QUICK = {("dp2tp2", name) for name in EXACT if name not in SLOW}
 QUICK |= {("2x2x2", "gpt_fused"), ("tp4", "llama"), ("ep2", "moe_slots")}
 

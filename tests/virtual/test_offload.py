@@ -307,6 +307,7 @@ def test_inference_keeps_nothing(what: str) -> None:
         sx.parallelize(torch.nn.Linear(4, 4), sx.Mesh(dp=2), sx.Hints(args=(torch.ones(4, 4),), offload=(what,)))
 
 
+@pytest.mark.slow
 def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
     """In evaluation, of another size, with gradients of results, watched for NaN, as files that need torch alone."""
     plain, pm = (small_plan(KINDS["AdamW"], MESHES["dp2"], **more) for more in ({}, {"offload": away()}))
