@@ -34,7 +34,7 @@ from .forms.compute import Compute
 from .forms.parts_of_batch import normalise_by_parts
 from .forms.wide_sums import sum_gradients_in
 from .intake.as_eager import check_as_eager
-from .intake.given import as_module, on_cpu
+from .intake.given import as_module, no_library_of_cpus, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import explain, reject_loss, reject_unknown_shapes
@@ -179,6 +179,7 @@ def _trace(
     try:
         with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
+            stack.enter_context(no_library_of_cpus())
             own = OwnGradients()
             with with_numbers() if program.guard else nullcontext(), own.noting():
                 exported = torch.export.export(program, tensors, strict=False).module()

@@ -138,3 +138,30 @@ def test_a_program_of_dynamic_shapes_is_refused() -> None:
     program = torch.export.export(nn.Linear(8, 8), (X[0],), dynamic_shapes={"input": dynamic["x"]})
     with pytest.raises(sx.Error, match="this ExportedProgram has dynamic shapes"):
         sx.trace(program, sx.Hints(args=(X[0],)))
+
+
+class Recurrent(nn.Module):
+    """Two layers over steps of time, and a head."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layers, self.head = kind(6, 8, num_layers=2, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)[0])
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_none_of_a_library_of_cpus(kind: type[nn.RNNBase]) -> None:
+    """In float32 oneDNN has an LSTM of its own, whose backward takes what no other device has."""
+    torch.manual_seed(0)
+    model, x = Recurrent(kind), torch.randn(8, 5, 6)
+    alone = deepcopy(model)
+    alone(x).square().mean().backward()
+    hints = sx.Hints(args=(x,), loss=lambda out: out.square().mean(), specs={"args.0": "dp, -, -"})
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints)
+    pm(x).backward()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], parameter.grad)
+    assert pm.verify()

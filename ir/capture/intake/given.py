@@ -141,6 +141,17 @@ def on_cpu(
     return model, distinct
 
 
+@contextmanager
+def no_library_of_cpus() -> Iterator[None]:
+    """Within, torch takes no op of oneDNN (an LSTM layer as one), which other devices do not have."""
+    was = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was)
+
+
 def _reject_empty(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     named |= {f"example input {i}": tensor for i, tensor in enumerate(tensors)}
