@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import shardfx as sx
 from shardfx.ir.cost.call_facts import group_of
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.cost.storages import Footprint
+from shardfx.ir.cost.storages import STEPS, Footprint
 from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.rank_program import RankProgram
@@ -173,10 +173,11 @@ def held_in_a_step(pm: sx.ParallelModule, case: Case, run: Callable[..., object]
     step.renew(lambda: Measured(make()))
     engine = step.engine
     assert isinstance(engine, Measured)
-    for _ in range(4 if engine.memory.alone else 2):
+    settled = STEPS - 1  # until then memory is kept that no later step asks for
+    for _ in range(settled + (3 if engine.memory.alone else 1)):
         (run or pm)(*case.args, *case.targets, **case.kwargs)
     step.renew(make)
-    return {rank: Held.least(steps[1:]) for rank, steps in engine.memory.steps.items()}
+    return {rank: Held.least(steps[settled:]) for rank, steps in engine.memory.steps.items()}
 
 
 def check_footprint(program: RankProgram, held: Held, *, exact: bool = True, exchanged: float = inf) -> Footprint:

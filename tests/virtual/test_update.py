@@ -13,7 +13,7 @@ from shardfx.ir.text import parse_graph, print_graph
 from shardfx.module.programs import STEP, TRAIN
 from tests.plans import MESHES, plan
 from tests.reference import rel_err
-from tests.stepped import KINDS, alone, apart, batches, small_plan
+from tests.stepped import KINDS, alone, apart, batches, of_two, small_plan
 from tests.zoo import make
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -45,6 +45,20 @@ def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
     assert apart(pm, losses, params) < 1e-9
     verdict = pm.verify()
     assert verdict and "a whole step" in str(verdict), verdict.why
+
+
+@pytest.mark.parametrize(("mesh", "feature", "bound"), [("dp2", {}, 1e-9), ("dp2tp2", {"zero": 1}, 2e-3)])
+def test_an_optimizer_that_computes_in_bfloat16(mesh: str, feature: dict[str, Any], bound: float) -> None:
+    """Muon multiplies in bfloat16, whatever its parameters are: products of whole matrices are bit by bit one
+    device's; those of pieces are rounded elsewhere."""
+
+    def kind(params: Any) -> Any:
+        return of_two(params, torch.optim.Muon)
+
+    losses, params, _ = alone(kind, 5)
+    pm = small_plan(kind, MESHES[mesh], **feature)
+    assert apart(pm, losses, params) < bound
+    assert pm.verify(), pm.verify().why
 
 
 @pytest.mark.slow
