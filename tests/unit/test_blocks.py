@@ -227,8 +227,8 @@ STORED = {**MEGATRON, "blocks.*.up.weight": "tp dp, -", "blocks.*.down.weight": 
     ("specs", "variant"),
     [
         pytest.param(MEGATRON, "dropout", marks=pytest.mark.slow),
-        pytest.param(SEQUENCE, "", marks=pytest.mark.slow),
-        (STORED, "between"),
+        (SEQUENCE, ""),
+        pytest.param(STORED, "between", marks=pytest.mark.slow),
     ],
 )
 def test_the_plan_and_its_reasons_are_the_same(

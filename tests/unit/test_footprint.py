@@ -51,9 +51,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mlp3": ("mlp3", "dp2tp2", {}),
     "dropout": ("dropout_mlp", "dp2tp2", {}),
     "sequence": ("gpt_fused", "dp2tp2", {"sequence": True}),
+    "stored": ("mlp3", "dp2", {"specs": STORED}),
     "resnet": ("resnet", "dp2tp2", {}),
     "unet": ("unet", "dp2", {}),
-    "stored": ("mlp3", "dp2", {"specs": STORED}),
     "gpt stored": ("gpt_separate", "dp2", {"specs": {"layers.*.fc*.weight": "dp, -"}}),
 }
 SLOW: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -26,7 +26,7 @@ from tests.zoo import CASES
 aten = torch.ops.aten
 BOOK = default_rules()
 QUICK = ("mlp3",)
-EVERY = 20
+EVERY = 40
 """Of the operator database every so many-th op is in the quick tier."""
 
 
@@ -66,7 +66,7 @@ def total(scores: Iterable[Score]) -> Total:
 
 def test_a_sample_of_the_operator_database() -> None:
     made = total(measure(instances(record(3, 2, every=EVERY)), jobs=1, dtensor=False))
-    assert made.cuts[1] > 60 and made.cuts[0] >= 0.97 * made.cuts[1]
+    assert made.cuts[1] > 30 and made.cuts[0] >= 0.97 * made.cuts[1]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def one_device(steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_the_gpt_trains_as_on_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

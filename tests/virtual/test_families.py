@@ -122,7 +122,7 @@ def test_a_collective_with_another_group_on_a_rank(monkeypatch: pytest.MonkeyPat
     assert verdict.checked["programs read"] == 63 and verdict.checked["whole programs"] > 1
 
 
-@pytest.mark.parametrize("ranks", [range(64), [UNREAD]])
+@pytest.mark.parametrize("ranks", [pytest.param(range(64), marks=pytest.mark.slow), [UNREAD]])
 def test_a_program_for_fewer_outputs_that_is_wrong(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> None:
     """What was proven of training does not hold of a program for the loss alone that is not a part of it."""
 

@@ -72,6 +72,7 @@ def guards(pm: sx.ParallelModule) -> list[Guard]:
 
 
 @pytest.mark.filterwarnings("ignore:not shared over dp")  # what a mask picks of a batch is computed whole
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("mesh", "specs"), MESHES, ids=[str(mesh) for mesh, _ in MESHES])
 def test_the_branch_of_the_example_equals_one_device(mesh: sx.Mesh, specs: dict[str, str]) -> None:
     model, args = Net(), batch()

@@ -70,8 +70,7 @@ def test_a_feature_changes_memory_alone(name: str, mesh: str, feature: str) -> N
 @pytest.mark.parametrize(
     ("name", "feature"),
     [
-        ("gpt_fused", "zero 3, recompute"),
-        *(pytest.param(n, f, marks=pytest.mark.slow) for n in NAMES for f in FEATURES),
+        *(pytest.param(n, f, marks=pytest.mark.slow) for n in ("gpt_fused", *NAMES) for f in FEATURES),
     ],
 )
 def test_what_is_foreseen_is_what_a_run_holds(name: str, feature: str) -> None:
@@ -177,6 +176,7 @@ def test_zero_stores_pieces_and_gathers_them_again() -> None:
     assert cut == {f"layers.{i}.{side}.weight" for i in range(6) for side in ("up", "down")}
 
 
+@pytest.mark.slow
 def test_zero_over_several_axes_and_beside_tensor_parallelism() -> None:
     mesh = sx.Mesh(a=2, b=2, tp=2)
     specs = {"args.0": "a b, -", "targets.0": "a b, -", "layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}

@@ -104,7 +104,7 @@ PIECES: dict[str, dict[str, Any]] = {
     "zero2-step-clip": {"zero": 2, "optimizer": sgd, "clip": 0.5},
     "zero3-step": {"zero": 3, "optimizer": sgd},
 }
-QUICK = {("gpt_fused", "dp2tp2"), ("mlp3", "zero2-step-clip"), ("mlp3", "zero1")}
+QUICK = {("mlp3", "dp2tp2"), ("mlp3", "zero2-step-clip"), ("mlp3", "zero1")}
 
 
 def quick_first(others: Any) -> list[Any]:

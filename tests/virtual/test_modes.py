@@ -46,6 +46,7 @@ def test_shards_differ() -> None:
         assert not any(torch.equal(piece, other) for other in pieces[:i])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["dropout_mlp", "hf_gpt2_dropout"])
 def test_replicas_agree(name: str) -> None:
     """Every replica of a value is the same on all ranks that hold it: gradients too, dropout or not."""

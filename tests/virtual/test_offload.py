@@ -84,11 +84,8 @@ def test_five_steps_are_the_same_to_the_bit(
 @pytest.mark.parametrize(
     "offload",
     [
-        away(ahead=2),
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (away("activations"), away("optimizer"), away(to="disk"))
-        ),
+        away("activations"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (away(ahead=2), away("optimizer"), away(to="disk"))),
     ],
     ids=lambda each: str(each[0]),
 )
