@@ -1,8 +1,9 @@
 """Sends and receives: what follows from a schedule for each rank, in an order in which nobody waits for another.
 
-What an action makes for the stage beside it is sent where the action stands in *one* order of all actions of all ranks
-(:attr:`.Simulation.order`). A rank's actions and transfers are what that order has of it. So also where a send waits
-until its receive was called, and a receive until its send was, the first that is not done yet can always be done.
+All actions and transfers of all ranks stand in *one* order, by the times of a simulation: actions by their ends, and a
+transfer behind what has ended when it can start. A rank's actions, sends and receives are what that order has of it.
+So also where a send waits until its receive was called, and a receive until its send was, the first that is not done
+yet can always be done.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ def with_transfers(schedule: Schedule, costs: Costs = COSTS) -> tuple[tuple[Acti
     Raises:
         Error: the schedule cannot be done, or these are no costs of it.
     """
-    order = Simulation.of(schedule, costs).order
+    simulation = Simulation.of(schedule, costs)
     targets: dict[Action, list[int]] = {}
     for action, needs in dependencies(schedule).items():
         for made in needs:
             target = schedule.rank_of(action.stage)
             if target != schedule.rank_of(made.stage):
                 targets.setdefault(made, []).append(target)
+    moments: list[tuple[tuple[float, float], Action | Transfer]] = []
+    for action, span in simulation.spans.items():
+        transfers = (Transfer(action, schedule.rank_of(action.stage), target) for target in targets.get(action, ()))
+        moments += [((span.end, span.start), action), *(((span.end, span.end), each) for each in transfers)]
     rows: list[list[Action | Transfer]] = [[] for _ in schedule.ranks]
-    for action in order:
-        source = schedule.rank_of(action.stage)
-        rows[source].append(action)
-        for target in targets.get(action, ()):
-            transfer = Transfer(action, source, target)
-            rows[source].append(transfer)
-            rows[target].append(transfer)
+    for _, each in sorted(moments, key=lambda moment: moment[0]):
+        for rank in (each.source, each.target) if isinstance(each, Transfer) else (schedule.rank_of(each.stage),):
+            rows[rank].append(each)
     return tuple(map(tuple, rows))
