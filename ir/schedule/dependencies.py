@@ -13,30 +13,37 @@ from .actions import Action, Schedule
 def dependencies(schedule: Schedule) -> Mapping[Action, tuple[Action, ...]]:
     """For each action those that must be done before it, wherever they are, whatever its row says.
 
-    ``F`` waits for ``F`` of the stage before; ``B`` and ``I`` for their own ``F``, and for ``B`` or ``I`` of the stage
-    behind; ``W`` for its ``I``; ``U`` for all ``B`` and ``W`` of its stage.
+    Those of :func:`needs`; ``U`` waits for all ``B`` and ``W`` of its stage.
     """
-    last = schedule.stages[-1]
     split = {(action.stage, action.turn) for action in schedule if action.kind == "I"}
+
+    def ends(stage: int) -> tuple[Action, ...]:
+        return tuple(Action("W" if (stage, turn) in split else "B", stage, turn) for turn in schedule.turns)
 
     def back(stage: int, turn: int) -> Action:
         return Action("I" if (stage, turn) in split else "B", stage, turn)
 
-    def backward(stage: int, turn: int) -> tuple[Action, ...]:
-        behind = (back(stage + 1, turn),) if stage < last else ()
-        return (Action("F", stage, turn), *behind)
+    last = schedule.stages[-1]
+    return {action: ends(action.stage) if action.kind == "U" else needs(action, last, back) for action in schedule}
 
-    def done(stage: int) -> tuple[Action, ...]:
-        return tuple(Action("W" if (stage, turn) in split else "B", stage, turn) for turn in schedule.turns)
 
-    needs: Mapping[str, Callable[[int, int], tuple[Action, ...]]] = {
-        "F": lambda stage, turn: (Action("F", stage - 1, turn),) if stage else (),
-        "B": backward,
-        "I": backward,
-        "W": lambda stage, turn: (Action("I", stage, turn),),
-        "U": lambda stage, turn: done(stage),
-    }
-    return {action: needs[action.kind](action.stage, action.turn) for action in schedule}
+def needs(action: Action, last: int, back: Callable[[int, int], Action]) -> tuple[Action, ...]:
+    """What ``F``, ``B``, ``I`` and ``W`` wait for.
+
+    ``F`` waits for ``F`` of the stage before; ``B`` and ``I`` for their own ``F``, and for ``B`` or ``I`` of the stage
+    behind; ``W`` for its ``I``.
+
+    Args:
+        action: what waits.
+        last: the last stage.
+        back: the action that makes the gradients of a stage's inputs in a turn, ``B`` or ``I``.
+    """
+    kind, stage, turn = action
+    if kind == "F":
+        return (Action("F", stage - 1, turn),) if stage else ()
+    if kind == "W":
+        return (Action("I", stage, turn),)
+    return (Action("F", stage, turn), *((back(stage + 1, turn),) if stage < last else ()))
 
 
 def executable_order(schedule: Schedule) -> tuple[Action, ...]:
@@ -45,7 +52,7 @@ def executable_order(schedule: Schedule) -> tuple[Action, ...]:
     Raises:
         Error: there is none. Ranks wait for one another, or a rank for itself; the error names them.
     """
-    needs = dependencies(schedule)
+    wanted = dependencies(schedule)
     waiting: dict[Action, deque[int]] = {}
     done: dict[Action, None] = {}
     at = [0 for _ in schedule.ranks]
@@ -54,7 +61,7 @@ def executable_order(schedule: Schedule) -> tuple[Action, ...]:
         rank = ready.popleft()
         while at[rank] < len(schedule.rows[rank]):
             action = schedule.rows[rank][at[rank]]
-            missing = next((each for each in needs[action] if each not in done), None)
+            missing = next((each for each in wanted[action] if each not in done), None)
             if missing is not None:
                 waiting.setdefault(missing, deque()).append(rank)
                 break

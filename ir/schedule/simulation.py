@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -52,7 +52,7 @@ class Simulation:
             Error: the schedule is not complete, or cannot be done; a cost is missing, unknown, negative or not finite.
         """
         check_complete(schedule, len(schedule.stages), len(schedule.turns))
-        table = cost_table(costs, schedule)
+        table = cost_table(costs, {action.kind for action in schedule}, len(schedule.stages))
         if not (math.isfinite(comm) and comm >= 0):
             raise Error("this is no time of a transfer", where="comm", expected="a number of at least 0", got=comm)
         needs, spans = dependencies(schedule), dict[Action, Span]()
@@ -104,20 +104,20 @@ class Simulation:
         return tuple(sorted(self.spans, key=lambda action: self.spans[action].end))
 
 
-def cost_table(costs: Costs, schedule: Schedule) -> Mapping[str, Sequence[float]]:
-    """For each kind that the schedule has, the cost at each stage.
+def cost_table(costs: Costs, kinds: Collection[str], stages: int) -> Mapping[str, Sequence[float]]:
+    """For each of some kinds of actions, the cost at each stage.
 
     Raises:
         Error: a kind is unknown or has no cost, there are more or fewer costs than stages, or one is no cost.
     """
     check_costs(costs)
-    stages, table = len(schedule.stages), {}
-    for kind in sorted({action.kind for action in schedule}):
+    table = {}
+    for kind in sorted(kinds):
         if kind not in costs:
             raise Error(
                 f"there is no cost of {kind} ({KINDS[kind]}), which the schedule has",
                 where="costs",
-                expected=f"a number for each of {', '.join(sorted({action.kind for action in schedule}))}",
+                expected=f"a number for each of {', '.join(sorted(kinds))}",
                 got=dict(costs),
                 remedy=f'add it: costs={{..., "{kind}": 1}}',
             )

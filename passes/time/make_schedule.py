@@ -1,196 +1,65 @@
-"""Known schedules of pipelines, by name: how many ranks, stages and turns there are, and which rank does what when.
-
-    gpipe        rank 0:  F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3        all forwards, then all backwards
-    1f1b         rank 0:  F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3        (of two ranks) as few turns live as can be
-
-Turns need not be a multiple of ranks.
-"""
+"""Make a schedule: one that is known by its name, or ``auto``, the one with the shortest step under given costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
 
 from shardfx.ir.errors import Error
-from shardfx.ir.schedule.actions import Action, Schedule
+from shardfx.ir.schedule.actions import Schedule
+from shardfx.ir.schedule.check_schedule import ScheduleReport, check_schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs, check_costs
 
-from .rows import Place, ahead_row, phased_row
+from .known_schedules import SCHEDULES, Pipeline, ScheduleMaker
+from .list_schedule import list_schedule
+
+AUTO = "auto"
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """How many ranks, stages on each, and turns there are; and which stages a rank has."""
-
-    ranks: int
-    chunks: int
-    turns: int
-
-    def loop(self, rank: int) -> tuple[int, ...]:
-        """A rank's stages where the last rank is followed by the first."""
-        return tuple(rank + self.ranks * chunk for chunk in range(self.chunks))
-
-    def fold(self, rank: int) -> tuple[int, ...]:
-        """A rank's two stages where the last rank is followed by itself, and then they come back: a V."""
-        return (rank, 2 * self.ranks - 1 - rank)
-
-    def line(self, rank: int) -> list[Place]:
-        """All turns of a rank's only stage."""
-        return [(rank, turn) for turn in range(self.turns)]
-
-
-Row = Callable[[Pipeline, int], tuple[Action, ...]]
-
-
-@dataclass(frozen=True)
-class ScheduleMaker:
-    """How the rows of a schedule are made, and for which pipelines."""
-
-    row: Row
-    fewest: int = 1
-    """The least number of stages on a rank, and what is taken where only stages are given."""
-    most: int | None = 1
-    """The greatest number of stages on a rank; None: any."""
-    turns: Callable[[int], int] = lambda ranks: 1
-    """The least number of turns for so many ranks."""
-
-    def takes(self, chunks: int) -> bool:
-        """Whether it is for so many stages on a rank."""
-        return self.fewest <= chunks and (self.most is None or chunks <= self.most)
-
-
-def gpipe(of: Pipeline, rank: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards: every turn is live (Huang et al. 2018, GPipe)."""
-    return ahead_row(of.line(rank), of.line(rank), of.turns)
-
-
-def one_forward_one_backward(of: Pipeline, rank: int) -> tuple[Action, ...]:
-    """Forwards until the first backward can come, then one of each (Narayanan et al. 2020, PipeDream-flush).
-
-    As many turns are live as there are ranks from this one on; the bubble is that of GPipe.
-    """
-    return ahead_row(of.line(rank), of.line(rank), of.ranks - rank)
-
-
-def zb_h1(of: Pipeline, rank: int) -> tuple[Action, ...]:
-    """1F1B, with gradients of weights later the later the rank (Qi et al. 2023, Zero Bubble, handcrafted schedule 1).
-
-    No rank has more turns live than there are ranks; a third of 1F1B's bubble, where all three parts cost the same.
-    """
-    return ahead_row(of.line(rank), of.line(rank), of.ranks - rank, behind=rank)
-
-
-def zb_h2(of: Pipeline, rank: int) -> tuple[Action, ...]:
-    """As ZB-H1 with so many forwards ahead that no bubble is left (Qi et al. 2023, handcrafted schedule 2).
-
-    Up to 2 x ranks - 1 turns are live. A rank does nothing before its first action alone, if there are as many turns.
-    """
-    return ahead_row(of.line(rank), of.line(rank), 2 * (of.ranks - rank) - 1, behind=2 * rank)
-
-
-def interleaved(of: Pipeline, rank: int) -> tuple[Action, ...]:
-    """1F1B of several stages a rank, in groups of turns (Narayanan et al. 2021, Megatron-LM).
-
-    Groups are of as many turns as there are ranks or, where turns are no multiple of ranks, a few more. The bubble is
-    that of 1F1B by the number of stages on a rank; more turns are live.
-    """
-    stages, groups = of.loop(rank), _groups(of)
-    forwards = [(stage, turn) for group in groups for stage in stages for turn in group]
-    backwards = [(stage, turn) for group in groups for stage in reversed(stages) for turn in group]
-    return ahead_row(forwards, backwards, 2 * (of.ranks - rank - 1) + (of.chunks - 1) * len(groups[0]) + 1)
-
-
-def breadth_first(of: Pipeline, rank: int) -> tuple[Action, ...]:
-    """All turns of a stage, then of the rank's next (Lamy-Poirier 2022, Breadth-First Pipeline Parallelism).
-
-    A stage's parameters are gathered once for all turns, forward and backward, which suits ZeRO-3. Every turn is live.
-    """
-    stages, turns = of.loop(rank), range(of.turns)
-    forwards = [(stage, turn) for stage in stages for turn in turns]
-    backwards = [(stage, turn) for stage in reversed(stages) for turn in turns]
-    return ahead_row(forwards, backwards, len(forwards))
-
-
-def zb_v(of: Pipeline, rank: int) -> tuple[Action, ...]:
-    """Two stages a rank as a V: no bubble, and the memory of 1F1B (Qi et al. 2024, Controllable Memory, V-ZB).
-
-    No rank has more turns live than it has stages times ranks. A rank does nothing before its first action alone, where
-    all three parts cost the same and there are 2 x ranks - 1 turns or more.
-    """
-    behind, ahead = rank, of.ranks - rank
-    phases = (
-        (2 * ahead - 1, "F0"),
-        (behind, "F1 F0"),
-        (ahead, "F1 I1 W"),
-        (of.turns - of.ranks, "F0 I0 W F1 I1 W"),
-        (behind, "I0 I1"),
-        (ahead, "I0 W"),
-        (of.turns, "I0 I1"),
-        (2 * of.turns, "W"),
-    )
-    return phased_row(phases, of.fold(rank), of.turns)
-
-
-def dualpipe_v(of: Pipeline, rank: int) -> tuple[Action, ...]:
-    """Two stages a rank as a V, a forward beside each backward (DeepSeek 2025, DualPipeV: DualPipe, cut in half).
-
-    In the long middle a forward stands beside a backward of the rank's other stage, so that one can compute while the
-    other sends. Only the backwards at both ends are in halves. 2 x ranks + 1 turns are live on each rank.
-    """
-    behind, ahead = rank + 1, of.ranks - rank - 1
-    halves = behind // 2
-    phases = (
-        (2 * ahead, "F0"),
-        (behind, "F0 F1"),
-        (ahead, "I1 W F1"),
-        (of.turns - 2 * of.ranks + behind, "F0 B1 F1 B0"),
-        (ahead, "B1 F1 B0"),
-        (halves, "B1 B0"),
-        (behind % 2, "B1 I0"),
-        (halves, "I1 I0"),
-        (ahead, "W I0"),
-        (behind, "W"),
-    )
-    return phased_row(phases, of.fold(rank), of.turns)
-
-
-SCHEDULES: Mapping[str, ScheduleMaker] = {
-    "gpipe": ScheduleMaker(gpipe),
-    "1f1b": ScheduleMaker(one_forward_one_backward),
-    "interleaved": ScheduleMaker(interleaved, fewest=2, most=None),
-    "breadth-first": ScheduleMaker(breadth_first, most=None),
-    "zb-h1": ScheduleMaker(zb_h1),
-    "zb-h2": ScheduleMaker(zb_h2),
-    "zb-v": ScheduleMaker(zb_v, fewest=2, most=2),
-    "dualpipev": ScheduleMaker(dualpipe_v, fewest=2, most=2, turns=lambda ranks: 2 * ranks),
-}
-
-
-def make_schedule(name: str, *, stages: int, turns: int, ranks: int | None = None, costs: Costs = COSTS) -> Schedule:
-    """A known schedule, by name.
+def make_schedule(
+    name: str,
+    *,
+    stages: int,
+    turns: int,
+    ranks: int | None = None,
+    costs: Costs = COSTS,
+    live: int | None = None,
+) -> Schedule:
+    """A schedule for so many stages, turns and ranks.
 
     Args:
-        name: ``gpipe``, ``1f1b``, ``interleaved``, ``breadth-first``, ``zb-h1``, ``zb-h2``, ``zb-v`` or ``dualpipev``.
+        name: ``gpipe``, ``1f1b``, ``interleaved``, ``breadth-first``, ``zb-h1``, ``zb-h2``, ``zb-v``, ``dualpipev``; or
+            ``auto``: of those, and of what a list scheduler makes from the costs, the one with the shortest step.
         stages: how many there are, on all ranks together.
         turns: how many turns (micro-batches) there are.
-        ranks: how many there are; None: as many as there are stages, or half of them where each rank has two.
-        costs: how long an action takes, by kind. None of these schedules hangs on it.
+        ranks: how many there are; None: as many as there are stages, or half of them where each rank must have two.
+        costs: how long an action takes, by kind: a number for all stages, or one for each. For ``auto`` alone.
+        live: how many turns may be live on a rank, a turn counted for each of its stages; None: any number.
 
     Raises:
-        Error: there is no such schedule; stages, turns or ranks are no numbers from 1; stages are no multiple of ranks,
-            or another one than the schedule is for; there are fewer turns than it needs; a cost is of an unknown kind.
+        Error: there is no such schedule; a number is none from 1; stages are no multiple of ranks, or another one than
+            the schedule is for; there are fewer turns than it needs; a cost is of an unknown kind or is missing; more
+            turns are live than may be.
     """
-    if name not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
+    if name not in (*SCHEDULES, AUTO):
+        known = ", ".join((*SCHEDULES, AUTO))
         raise Error(f"no schedule is called {name!r}", where="name", expected=f"one of {known}", got=name)
-    maker = SCHEDULES[name]
-    for what, number in (("stages", stages), ("turns", turns), ("ranks", 1 if ranks is None else ranks)):
-        if type(number) is not int or number < 1:
+    for what, number in (("stages", stages), ("turns", turns), ("ranks", ranks), ("live", live)):
+        optional = what in ("ranks", "live") and number is None
+        if not optional and (type(number) is not int or number < 1):
             raise Error(f"this is no number of {what}", where=what, expected="an int of at least 1", got=repr(number))
     check_costs(costs)
+    maker = ANY if name == AUTO else SCHEDULES[name]
     of = _pipeline(name, maker, stages, turns, ranks or max(stages // maker.fewest, 1))
-    return Schedule(tuple(maker.row(of, rank) for rank in range(of.ranks)))
+    if name == AUTO:
+        return _shortest(of, costs, of.turns * of.chunks if live is None else live)
+    schedule = of.schedule(maker.row)
+    if live is not None:
+        _check_live(name, check_schedule(schedule, stages=stages, turns=turns), live)
+    return schedule
+
+
+ANY = ScheduleMaker(lambda of, rank: (), most=None)
+"""What ``auto`` takes: pipelines of any kind."""
 
 
 def _pipeline(name: str, maker: ScheduleMaker, stages: int, turns: int, ranks: int) -> Pipeline:
@@ -198,11 +67,12 @@ def _pipeline(name: str, maker: ScheduleMaker, stages: int, turns: int, ranks: i
     chunks, rest = divmod(stages, ranks)
     others = [other for other, each in SCHEDULES.items() if other != name and not rest and each.takes(chunks)]
     or_others = f", or {' or '.join(others)}" if others else ""
+    where = f"make_schedule({name!r}, ...)"
     if rest or not maker.takes(chunks):
         wanted = f"{maker.fewest}" if maker.fewest == maker.most else f"{maker.fewest} or more"
         raise Error(
             f"{name} has {wanted} stage{'s' * (wanted != '1')} on each rank",
-            where=f"make_schedule({name!r}, ...)",
+            where=where,
             expected=f"stages = {wanted} x ranks",
             got=f"stages={stages}, ranks={ranks}",
             remedy=f"take {min(max(chunks, maker.fewest), maker.most or chunks + 1) * ranks} stages{or_others}",
@@ -211,7 +81,7 @@ def _pipeline(name: str, maker: ScheduleMaker, stages: int, turns: int, ranks: i
     if turns < least:
         raise Error(
             f"{name} needs more turns",
-            where=f"make_schedule({name!r}, ...)",
+            where=where,
             expected=f"at least {least} turns on {ranks} ranks",
             got=f"turns={turns}",
             remedy=f"take {least} turns{or_others}",
@@ -219,9 +89,53 @@ def _pipeline(name: str, maker: ScheduleMaker, stages: int, turns: int, ranks: i
     return Pipeline(ranks, chunks, turns)
 
 
-def _groups(of: Pipeline) -> list[range]:
-    """The turns in groups of as many as there are ranks, or up to twice that, the first ones greater by one."""
-    count = max(of.turns // of.ranks, 1)
-    size, more = divmod(of.turns, count)
-    starts = [size * i + min(i, more) for i in range(count + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
+def _check_live(name: str, report: ScheduleReport, most: int) -> None:
+    peak = max(report.peaks)
+    if peak > most:
+        rank = report.peaks.index(peak)
+        index = report.live[rank].index(peak)
+        raise Error(
+            f"{name} has more turns live than may be",
+            where=report.simulation.schedule.where(rank, index),
+            expected=f"live={most} turns on a rank at most",
+            got=f"{peak} turns",
+            remedy=f"take live={peak}, or schedule 'auto'",
+        )
+
+
+def _shortest(of: Pipeline, costs: Costs, most: int) -> Schedule:
+    """The schedule with the shortest step of those that have no more turns live."""
+    if most < of.chunks:
+        raise Error(
+            "no schedule has so few turns live",
+            where="make_schedule('auto', ...)",
+            expected=f"live={of.chunks} or more: one for each stage of a rank",
+            got=f"live={most}",
+        )
+    if not _halves(costs) and "B" not in costs:
+        raise Error(
+            "there are no costs of a backward", where="costs", expected="a cost of B, or of I and W", got=dict(costs)
+        )
+    stages = of.ranks * of.chunks
+    reports = [
+        check_schedule(each, stages=stages, turns=of.turns, costs=costs) for each in _candidates(of, costs, most)
+    ]
+    return min((each for each in reports if max(each.peaks) <= most), key=lambda each: each.step).simulation.schedule
+
+
+def _candidates(of: Pipeline, costs: Costs, most: int) -> Iterator[Schedule]:
+    """Known schedules of which all kinds have costs, and what the list scheduler makes."""
+    for maker in SCHEDULES.values():
+        if maker.takes(of.chunks) and of.turns >= maker.turns(of.ranks):
+            schedule = of.schedule(maker.row)
+            if {action.kind for action in schedule} <= {*costs}:
+                yield schedule
+    whole, halves = ("BF",) * ("B" in costs), ("IFW", "IWF") * _halves(costs)
+    for stages_of in (of.loop, of.fold)[: 1 + (of.chunks == 2)]:
+        for kinds in (*whole, *halves):
+            homes = [stages_of(rank) for rank in range(of.ranks)]
+            yield list_schedule(homes, of.turns, costs, [most] * of.ranks, kinds)
+
+
+def _halves(costs: Costs) -> bool:
+    return "I" in costs and "W" in costs
