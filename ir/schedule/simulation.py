@@ -53,7 +53,7 @@ class Simulation:
         """
         check_complete(schedule, len(schedule.stages), len(schedule.turns))
         table = cost_table(costs, {action.kind for action in schedule}, len(schedule.stages))
-        if not (math.isfinite(comm) and comm >= 0):
+        if not _is_time(comm):
             raise Error("this is no time of a transfer", where="comm", expected="a number of at least 0", got=comm)
         needs, spans = dependencies(schedule), dict[Action, Span]()
         free = [0.0 for _ in schedule.ranks]
@@ -139,15 +139,21 @@ def check_costs(costs: Costs) -> None:
     Raises:
         Error: a kind is unknown, or a cost is negative or not finite.
     """
+    if not isinstance(costs, Mapping):
+        raise Error("these are no costs", where="costs", expected='a mapping such as {"F": 1, "B": 2}', got=repr(costs))
     for kind, cost in costs.items():
         if kind not in KINDS:
             known = ", ".join(KINDS)
             raise Error(f"no action is of kind {kind!r}", where="costs", expected=f"some of {known}", got=kind)
         each = cost if isinstance(cost, Sequence) else (cost,)
-        if not all(isinstance(one, (int, float)) and math.isfinite(one) and one >= 0 for one in each):
+        if not all(map(_is_time, each)):
             raise Error(
                 "this is no cost",
                 where=f"costs[{kind!r}]",
                 expected="a number of at least 0, or one for each stage",
                 got=repr(cost),
             )
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0

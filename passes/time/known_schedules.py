@@ -18,7 +18,7 @@ from .rows import Place, ahead_row, phased_row
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineSize:
     """How many ranks, stages on each, and turns there are; and which stages a rank has."""
 
     ranks: int
@@ -42,7 +42,7 @@ class Pipeline:
         return Schedule(tuple(row(self, rank) for rank in range(self.ranks)))
 
 
-Row = Callable[[Pipeline, int], tuple[Action, ...]]
+Row = Callable[[PipelineSize, int], tuple[Action, ...]]
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class ScheduleMaker:
         return self.fewest <= chunks and (self.most is None or chunks <= self.most)
 
 
-def gpipe(of: Pipeline, rank: int) -> tuple[Action, ...]:
+def gpipe(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """All forwards, then all backwards: every turn is live (Huang et al. 2018, GPipe)."""
     return ahead_row(of.line(rank), of.line(rank), of.turns)
 
 
-def one_forward_one_backward(of: Pipeline, rank: int) -> tuple[Action, ...]:
+def one_forward_one_backward(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """Forwards until the first backward can come, then one of each (Narayanan et al. 2020, PipeDream-flush).
 
     As many turns are live as there are ranks from this one on; the bubble is that of GPipe.
@@ -75,7 +75,7 @@ def one_forward_one_backward(of: Pipeline, rank: int) -> tuple[Action, ...]:
     return ahead_row(of.line(rank), of.line(rank), of.ranks - rank)
 
 
-def zb_h1(of: Pipeline, rank: int) -> tuple[Action, ...]:
+def zb_h1(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """1F1B, with gradients of weights later the later the rank (Qi et al. 2023, Zero Bubble, handcrafted schedule 1).
 
     No rank has more turns live than there are ranks; a third of 1F1B's bubble, where all three parts cost the same.
@@ -83,7 +83,7 @@ def zb_h1(of: Pipeline, rank: int) -> tuple[Action, ...]:
     return ahead_row(of.line(rank), of.line(rank), of.ranks - rank, behind=rank)
 
 
-def zb_h2(of: Pipeline, rank: int) -> tuple[Action, ...]:
+def zb_h2(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """As ZB-H1 with so many forwards ahead that no bubble is left (Qi et al. 2023, handcrafted schedule 2).
 
     Up to 2 x ranks - 1 turns are live. A rank does nothing before its first action alone, if there are as many turns.
@@ -91,7 +91,7 @@ def zb_h2(of: Pipeline, rank: int) -> tuple[Action, ...]:
     return ahead_row(of.line(rank), of.line(rank), 2 * (of.ranks - rank) - 1, behind=2 * rank)
 
 
-def interleaved(of: Pipeline, rank: int) -> tuple[Action, ...]:
+def interleaved(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """1F1B of several stages a rank, in groups of turns (Narayanan et al. 2021, Megatron-LM).
 
     Groups are of as many turns as there are ranks or, where turns are no multiple of ranks, a few more. The bubble is
@@ -103,7 +103,7 @@ def interleaved(of: Pipeline, rank: int) -> tuple[Action, ...]:
     return ahead_row(forwards, backwards, 2 * (of.ranks - rank - 1) + (of.chunks - 1) * len(groups[0]) + 1)
 
 
-def breadth_first(of: Pipeline, rank: int) -> tuple[Action, ...]:
+def breadth_first(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """All turns of a stage, then of the rank's next (Lamy-Poirier 2022, Breadth-First Pipeline Parallelism).
 
     A stage's parameters are gathered once for all turns, forward and backward, which suits ZeRO-3. Every turn is live.
@@ -114,7 +114,7 @@ def breadth_first(of: Pipeline, rank: int) -> tuple[Action, ...]:
     return ahead_row(forwards, backwards, len(forwards))
 
 
-def zb_v(of: Pipeline, rank: int) -> tuple[Action, ...]:
+def zb_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """Two stages a rank as a V: no bubble, and the memory of 1F1B (Qi et al. 2024, Controllable Memory, V-ZB).
 
     No rank has more turns live than it has stages times ranks. A rank does nothing before its first action alone, where
@@ -134,7 +134,7 @@ def zb_v(of: Pipeline, rank: int) -> tuple[Action, ...]:
     return phased_row(phases, of.fold(rank), of.turns)
 
 
-def dualpipe_v(of: Pipeline, rank: int) -> tuple[Action, ...]:
+def dualpipe_v(of: PipelineSize, rank: int) -> tuple[Action, ...]:
     """Two stages a rank as a V, a forward beside each backward (DeepSeek 2025, DualPipeV: DualPipe, cut in half).
 
     In the long middle a forward stands beside a backward of the rank's other stage, so that one can compute while the
@@ -169,7 +169,7 @@ SCHEDULES: Mapping[str, ScheduleMaker] = {
 }
 
 
-def _groups(of: Pipeline) -> list[range]:
+def _groups(of: PipelineSize) -> list[range]:
     """The turns in groups of as many as there are ranks, or up to twice that, the first ones greater by one."""
     count = max(of.turns // of.ranks, 1)
     size, more = divmod(of.turns, count)

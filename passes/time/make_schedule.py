@@ -9,7 +9,7 @@ from shardfx.ir.schedule.actions import Schedule
 from shardfx.ir.schedule.check_schedule import ScheduleReport, check_schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs, check_costs
 
-from .known_schedules import SCHEDULES, Pipeline, ScheduleMaker
+from .known_schedules import SCHEDULES, PipelineSize, ScheduleMaker
 from .list_schedule import list_schedule
 
 AUTO = "auto"
@@ -62,7 +62,7 @@ ANY = ScheduleMaker(lambda of, rank: (), most=None)
 """What ``auto`` takes: pipelines of any kind."""
 
 
-def _pipeline(name: str, maker: ScheduleMaker, stages: int, turns: int, ranks: int) -> Pipeline:
+def _pipeline(name: str, maker: ScheduleMaker, stages: int, turns: int, ranks: int) -> PipelineSize:
     """The pipeline of these numbers, if the schedule is for it."""
     chunks, rest = divmod(stages, ranks)
     others = [other for other, each in SCHEDULES.items() if other != name and not rest and each.takes(chunks)]
@@ -86,7 +86,7 @@ def _pipeline(name: str, maker: ScheduleMaker, stages: int, turns: int, ranks: i
             got=f"turns={turns}",
             remedy=f"take {least} turns{or_others}",
         )
-    return Pipeline(ranks, chunks, turns)
+    return PipelineSize(ranks, chunks, turns)
 
 
 def _check_live(name: str, report: ScheduleReport, most: int) -> None:
@@ -103,7 +103,7 @@ def _check_live(name: str, report: ScheduleReport, most: int) -> None:
         )
 
 
-def _shortest(of: Pipeline, costs: Costs, most: int) -> Schedule:
+def _shortest(of: PipelineSize, costs: Costs, most: int) -> Schedule:
     """The schedule with the shortest step of those that have no more turns live."""
     if most < of.chunks:
         raise Error(
@@ -123,7 +123,7 @@ def _shortest(of: Pipeline, costs: Costs, most: int) -> Schedule:
     return min((each for each in reports if max(each.peaks) <= most), key=lambda each: each.step).simulation.schedule
 
 
-def _candidates(of: Pipeline, costs: Costs, most: int) -> Iterator[Schedule]:
+def _candidates(of: PipelineSize, costs: Costs, most: int) -> Iterator[Schedule]:
     """Known schedules of which all kinds have costs, and what the list scheduler makes."""
     for maker in SCHEDULES.values():
         if maker.takes(of.chunks) and of.turns >= maker.turns(of.ranks):

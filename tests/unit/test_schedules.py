@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import shardfx as sx
 from shardfx.ir.schedule import Transfer, with_transfers
+from shardfx.ir.schedule.dependencies import dependencies
 from shardfx.passes.time import SCHEDULES
 
 SMALL = """
@@ -129,6 +130,16 @@ def test_no_random_schedule_is_a_deadlock_under_blocking_sends() -> None:
         assert sorted(report.order) == sorted(schedule)
         rows = with_transfers(schedule)
         assert tuple(tuple(each for each in row if isinstance(each, sx.Action)) for row in rows) == schedule.rows
+        wanted = dependencies(schedule)
+        for rank, row in enumerate(rows):
+            place = {each: i for i, each in enumerate(row)}
+            for action in schedule.rows[rank]:
+                for made in wanted[action]:
+                    source = schedule.rank_of(made.stage)
+                    there = made if source == rank else Transfer(made, source, rank)
+                    assert place[there] < place[action], f"seed {seed}"
+            own = [each for each in row if isinstance(each, Transfer) and each.source == rank]
+            assert all(place[each.made] < place[each] for each in own), f"seed {seed}"
         sent = sum(isinstance(each, Transfer) for row in rows for each in row)
         crossing = sum(schedule.rank_of(stage) != schedule.rank_of(stage + 1) for stage in range(stages - 1))
         assert sent == 2 * 2 * crossing * turns  # forward and backward, at both ends

@@ -57,7 +57,10 @@ def test_what_costs_nothing_takes_no_time() -> None:
         ({"F": -1, "B": 2, "U": 0}, 0, "this is no cost\n  where:    costs['F']"),
         ({"F": 1, "B": float("nan"), "U": 0}, 0, "this is no cost\n  where:    costs['B']"),
         ({"F": (1, 2, 3), "B": 2, "U": 0}, 0, "a number, or 2 of them, one for each stage"),
+        ({"F": "1", "B": 2, "U": 0}, 0, "this is no cost\n  where:    costs['F']"),
+        ((1, 2), 0, "these are no costs"),
         ({"F": 1, "B": 2, "U": 0}, -1, "this is no time of a transfer"),
+        ({"F": 1, "B": 2, "U": 0}, "1", "this is no time of a transfer"),
     ],
 )
 def test_what_are_no_costs(costs: dict[str, float], comm: float, words: str) -> None:
