@@ -2,6 +2,7 @@
 
 docs/pictures/block.svg      the forward pass of two GPT blocks, folded, without title and legend
 docs/pictures/training.svg   one training step of examples/gpt_megatron.py
+docs/pictures/schedule.svg   a schedule of a pipeline, simulated
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ def main(folder: Path) -> list[Path]:
     forward = sx.parallelize(Blocks(example["Block"]), MESH, blocks, virtual=True)
     model, hints = example["make"]()
     training = sx.parallelize(model, MESH, hints, virtual=True)
+    schedule = sx.simulate(sx.make_schedule("zb-v", stages=8, turns=9))
     title = "One training step of a GPT with Megatron's cuts"
     return [
         draw_graph(forward.after, folder / "block.svg", "Two GPT blocks on dp=2 x tp=2", boxes=28, header=False),
         draw_graph(training.after, folder / "training.svg", title),
+        schedule.draw(folder / "schedule.svg", "zb-v on four ranks"),
     ]
 
 

@@ -17,12 +17,15 @@ from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops.local_ops import observes
 from shardfx.ir.rules.book import rule
 from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.schedule import Action, Schedule, ScheduleReport, check_schedule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rules_shown import check_rule
 from shardfx.passes import Offload, Pass, Recompute
 from shardfx.passes.rank import RankPass
+from shardfx.passes.time import make_schedule
 from shardfx.runtime.verify.verdict import Verdict
+from shardfx.schedules.timeline import Timeline, simulate
 
 from .api import parallelize, trace
 from .compile import default_passes, default_rank_passes
@@ -31,6 +34,7 @@ from .plan import Plan
 from .proving import prove
 
 __all__ = [
+    "Action",
     "Compute",
     "Error",
     "Hints",
@@ -43,17 +47,23 @@ __all__ = [
     "Plan",
     "RankPass",
     "Recompute",
+    "Schedule",
+    "ScheduleReport",
     "ShardfxWarning",
     "ShardingRule",
     "Spec",
     "Time",
+    "Timeline",
     "Verdict",
     "check_rule",
+    "check_schedule",
     "default_passes",
     "default_rank_passes",
+    "make_schedule",
     "observes",
     "parallelize",
     "prove",
     "rule",
+    "simulate",
     "trace",
 ]

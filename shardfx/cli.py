@@ -1,9 +1,10 @@
-"""The command line: ``shardfx demo | passes | rules | plan | explain`` (also ``python -m shardfx``).
+"""The command line: ``shardfx demo | passes | rules | plan | explain | schedule`` (also ``python -m shardfx``).
 
     shardfx passes
     shardfx rules
     shardfx plan shardfx.demo_model:make --mesh dp=2,tp=2 --draw out --save plan.json
     shardfx explain my/model.py:make --mesh dp=2,tp=2 layers.0.wo
+    shardfx schedule 1f1b --stages 4 --turns 8 --out 1f1b.svg
 
 ``MODULE:FUNCTION`` names a function without arguments that returns ``(model, hints)``; MODULE is importable from the
 current folder, or a file. A mistake is printed as text, and the exit code is 2.
@@ -36,6 +37,7 @@ from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rules_shown import rule_infos
 from shardfx.passes import Pass, options_text
 from shardfx.report.tables import table
+from shardfx.schedules.schedule_command import add_schedule_arguments, run_schedule
 
 from .api import parallelize
 from .hints import Hints
@@ -88,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--draw", type=Path, metavar="DIR", help="draw the program before and after, as SVG")
     plan.add_argument("--every-pass", action="store_true", help="with --draw: draw it after each pass too")
     plan.add_argument("--save", type=Path, metavar="FILE", help="save the decisions as JSON")
+    add_schedule_arguments(command("schedule", run_schedule, "make the schedule of a pipeline, simulate it, draw it"))
     explain.add_argument("name", metavar="NAME", help="a parameter, args.N, a module's path, or a value such as %%12")
     return made
 

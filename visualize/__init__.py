@@ -1,7 +1,8 @@
-"""How a program is seen: pictures of graphs, and of memory over a program's course, as SVG."""
+"""How a program is seen: pictures of graphs, of memory over a program's course, and of schedules, as SVG."""
 
 from .draw import draw_folder, draw_graph
 from .paint.course import draw_course
 from .paint.courses import Line, draw_courses
+from .paint.schedule_chart import draw_schedule
 
-__all__ = ["Line", "draw_course", "draw_courses", "draw_folder", "draw_graph"]
+__all__ = ["Line", "draw_course", "draw_courses", "draw_folder", "draw_graph", "draw_schedule"]

@@ -35,6 +35,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.rules": ("ir",),
     "ir.ops": ("ir", "ir.ops.pools"),
     "ir.ops.pools": ("ir", "ir.ops"),
+    "ir.schedule": ("ir",),
     "ir.text": GRAPHS,
     "ir.validate": (*ONE_OP, "ir.text"),
     "ir.rulebook": ONE_OP,
@@ -64,6 +65,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.memory": (*ONE_OP, "passes"),
     "passes.sharding": (*ONE_OP, "ir.capture", "ir.capture.forms", "passes"),
     "passes.rank": (*PROGRAMS, "passes"),
+    "passes.time": ("ir", "ir.schedule"),
     "runtime": PROGRAMS,
     "runtime.virtual": (*PROGRAMS, "runtime"),
     "runtime.distributed": (*PROGRAMS, "runtime"),
@@ -85,7 +87,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "visualize": ("ir", "visualize.paint", "visualize.scene"),
     "visualize.scene": (*GRAPHS, "ir.cost", "ir.text"),
     "visualize.layout": ("ir", "visualize.scene"),
-    "visualize.paint": (*GRAPHS, "ir.cost", "ir.text", "visualize.layout", "visualize.scene"),
+    "visualize.paint": (*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "visualize.layout", "visualize.scene"),
     "report": ("shardfx", *PROGRAMS, "ir.cost", "ir.text"),
     "memory": (
         "shardfx",
@@ -99,6 +101,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "report",
         "visualize",
     ),
+    "schedules": ("ir", "ir.schedule", "passes.time", "report", "visualize"),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
 }
@@ -108,6 +111,7 @@ its own folder, and the rest of ``shardfx`` anything."""
 IN_FUNCTIONS = {
     ("module.planned_module", "visualize"),  # needs Graphviz, which only pictures do
     ("memory.rank_memory", "visualize"),
+    ("schedules.timeline", "visualize"),
     ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.place", "runtime.distributed.process_engine"),
     ("module.place", "runtime.distributed.process_peers"),

@@ -1,0 +1,168 @@
+"""What a rank does, and when: actions, and a row of them for each rank.
+
+>>> schedule = Schedule.parse('''
+... F0.0 F0.1 B0.0 B0.1
+... F1.0 B1.0 F1.1 B1.1
+... ''')
+>>> schedule.rows[1][2], schedule.rank_of(1)
+(F1.1, 1)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shardfx.ir.errors import Error
+
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for inputs",
+    "W": "backward for weights",
+    "U": "update",
+}
+"""What can be done for a stage; ``I`` and ``W`` are the halves of ``B``. All but the update are done once a turn."""
+WORD = re.compile(r"([FBIW])(\d+)\.(\d+)|(U)(\d+)", re.ASCII)
+NEAR = 3
+
+
+class Action(NamedTuple):
+    """One kind of work for one stage and one turn; ``F0.3`` is the forward of stage 0, turn 3.
+
+    An update (``U0``) is of no turn; its ``turn`` is 0.
+    """
+
+    kind: str
+    stage: int
+    turn: int = 0
+
+    def __str__(self) -> str:
+        return f"U{self.stage}" if self.kind == "U" else f"{self.kind}{self.stage}.{self.turn}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each rank its actions in the order in which it does them.
+
+    ``str`` gives a row a rank, and :meth:`parse` reads it. That a schedule is complete and can be done is what
+    :func:`.check_schedule` says.
+
+    Raises:
+        Error: there are no rows, a row is empty, or something in it is no action: no :class:`Action`, of another kind,
+            or of a stage or turn that is no number from 0.
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        rows = tuple(self.rows) if _is_sequence(self.rows) else ()
+        if not rows or not all(_is_sequence(row) and row for row in rows):
+            raise Error(
+                "a schedule has a row for each rank, and actions in each",
+                expected="Schedule(((Action(...), ...), ...)): for each rank the actions in order",
+                got=repr(self.rows)[:200],
+            )
+        wrong = next(((rank, each) for rank, row in enumerate(rows) for each in row if not _is_action(each)), None)
+        if wrong:
+            raise Error(
+                "this is no action",
+                where=f"row {wrong[0]}",
+                expected="an Action of a kind F, B, I, W or U, with a stage and a turn from 0 (U: turn 0)",
+                got=f"Action{tuple(wrong[1])}" if type(wrong[1]) is Action else repr(wrong[1])[:200],
+            )
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in rows))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule that a text says: a row for each rank, actions with blanks between.
+
+        Raises:
+            Error: a word is no action, or there is none.
+        """
+        lines = [line.split() for line in text.splitlines() if line.strip()]
+        return cls(tuple(tuple(_read(word, rank, i) for i, word in enumerate(row)) for rank, row in enumerate(lines)))
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+    def __iter__(self) -> Iterator[Action]:
+        return (action for row in self.rows for action in row)
+
+    @cached_property
+    def ranks(self) -> range:
+        """The numbers of the rows."""
+        return range(len(self.rows))
+
+    @cached_property
+    def stages(self) -> range:
+        """The stages up to the highest that is named."""
+        return range(1 + max(action.stage for action in self))
+
+    @cached_property
+    def turns(self) -> range:
+        """The turns up to the highest that is named."""
+        return range(1 + max(action.turn for action in self))
+
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        return {action.stage: rank for rank in reversed(self.ranks) for action in self.rows[rank]}
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that a stage lies on: the first with an action of it.
+
+        Raises:
+            Error: no rank has.
+        """
+        if stage not in self._homes:
+            raise Error(
+                f"no rank has an action of stage {stage}", expected=f"a stage of 0 .. {self.stages[-1]}", got=stage
+            )
+        return self._homes[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in order."""
+        return tuple(sorted({action.stage for action in self.rows[rank]}))
+
+    def with_updates(self) -> Schedule:
+        """The schedule with the update of each stage at the end of its row."""
+        return Schedule(
+            tuple((*row, *(Action("U", stage) for stage in self.stages_of(r))) for r, row in enumerate(self.rows))
+        )
+
+    def where(self, rank: int, index: int) -> str:
+        """An action for people: its rank, its place and what stands around it in the row."""
+        row = self.rows[rank]
+        near = " ".join(map(str, row[max(0, index - NEAR) : index + NEAR + 1]))
+        left, right = "... " * (index > NEAR), " ..." * (index + NEAR + 1 < len(row))
+        return f"rank {rank}, action {index} ({row[index]}) of the row  {left}{near}{right}"
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_action(value: object) -> bool:
+    if type(value) is not Action or value.kind not in KINDS or (value.kind == "U" and value.turn):
+        return False
+    return type(value.stage) is type(value.turn) is int and value.stage >= 0 <= value.turn
+
+
+def _read(word: str, rank: int, index: int) -> Action:
+    match = WORD.fullmatch(word)
+    if match is None:
+        raise Error(
+            f"{word!r} is no action",
+            where=f"row {rank}, word {index}",
+            expected="a kind F, B, I or W, a stage, a dot and a turn, such as F0.3; or U and a stage, such as U0",
+            got=word,
+            remedy="write a row for each rank, and blanks between the actions",
+        )
+    kind, stage, turn, update, updated = match.groups()
+    return Action(update, int(updated)) if update else Action(kind, int(stage), int(turn))

@@ -1,0 +1,159 @@
+"""When each action starts and ends, if actions cost what is said: discrete, by rows and dependencies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Self
+
+from shardfx.ir.errors import Error
+
+from .actions import KINDS, Action, Schedule
+from .complete import check_complete
+from .dependencies import dependencies, executable_order
+
+Costs = Mapping[str, float | Sequence[float]]
+"""Seconds, or any other unit, by kind of action: a number for all stages, or one for each."""
+COSTS: Costs = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}
+"""The costs of the papers' pictures: each half of a backward costs what a forward does."""
+
+
+class Span(NamedTuple):
+    """From when to when, in the unit of the costs."""
+
+    start: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        """How long."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A schedule, and when each of its actions starts and ends."""
+
+    schedule: Schedule
+    spans: Mapping[Action, Span]
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs = COSTS, comm: float = 0.0) -> Self:
+        """Let every rank start each action as soon as it has done those before, and has what the action needs.
+
+        Args:
+            schedule: what is done where, in which order.
+            costs: how long an action takes, by kind.
+            comm: how long what an action makes takes to another rank. Ranks do not wait for what they send.
+
+        Raises:
+            Error: the schedule is not complete, or cannot be done; a cost is missing, unknown, negative or not finite.
+        """
+        check_complete(schedule, len(schedule.stages), len(schedule.turns))
+        table = cost_table(costs, {action.kind for action in schedule}, len(schedule.stages))
+        if not _is_time(comm):
+            raise Error("this is no time of a transfer", where="comm", expected="a number of at least 0", got=comm)
+        needs, spans = dependencies(schedule), dict[Action, Span]()
+        free = [0.0 for _ in schedule.ranks]
+        for action in executable_order(schedule):
+            rank = schedule.rank_of(action.stage)
+            there = (spans[each].end + comm * (schedule.rank_of(each.stage) != rank) for each in needs[action])
+            start = max(free[rank], *there, 0.0)
+            free[rank] = start + table[action.kind][action.stage]
+            spans[action] = Span(start, free[rank])
+        return cls(schedule, spans)
+
+    @cached_property
+    def step(self) -> float:
+        """From the start of the first action to the end of the last."""
+        return max(span.end for span in self.spans.values())
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For each rank how long it works."""
+        return tuple(sum(self.spans[action].length for action in row) for row in self.schedule.rows)
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of the step in which ranks do nothing: 0 .. 1, over all ranks."""
+        return 1 - sum(self.busy) / (self.step * len(self.busy)) if self.step else 0.0
+
+    @cached_property
+    def present(self) -> tuple[Span, ...]:
+        """For each rank from when to when it takes part: from its first action to the end of its last."""
+        return tuple(Span(self.spans[row[0]].start, self.spans[row[-1]].end) for row in self.schedule.rows)
+
+    @cached_property
+    def period(self) -> float:
+        """The time of a step among many that follow at once, each rank beginning the next without the others.
+
+        The longest time that a rank takes part; where the zero-bubble papers speak of a step, this is it.
+        """
+        return max(span.length for span in self.present)
+
+    @cached_property
+    def waits(self) -> tuple[float, ...]:
+        """For each rank how long it does nothing while it takes part."""
+        return tuple(span.length - busy for span, busy in zip(self.present, self.busy, strict=True))
+
+    @cached_property
+    def order(self) -> tuple[Action, ...]:
+        """All actions of all ranks by their ends: an order that agrees with all rows and dependencies."""
+        return tuple(sorted(self.spans, key=lambda action: self.spans[action].end))
+
+
+def cost_table(costs: Costs, kinds: Collection[str], stages: int) -> Mapping[str, Sequence[float]]:
+    """For each of some kinds of actions, the cost at each stage.
+
+    Raises:
+        Error: a kind is unknown or has no cost, there are more or fewer costs than stages, or one is no cost.
+    """
+    check_costs(costs)
+    table = {}
+    for kind in sorted(kinds):
+        if kind not in costs:
+            raise Error(
+                f"there is no cost of {kind} ({KINDS[kind]}), which the schedule has",
+                where="costs",
+                expected=f"a number for each of {', '.join(sorted(kinds))}",
+                got=dict(costs),
+                remedy=f'add it: costs={{..., "{kind}": 1}}',
+            )
+        cost = costs[kind]
+        table[kind] = tuple(cost) if isinstance(cost, Sequence) else (cost,) * stages
+        if len(table[kind]) != stages:
+            raise Error(
+                f"the costs of {kind} are not those of the stages",
+                where=f"costs[{kind!r}]",
+                expected=f"a number, or {stages} of them, one for each stage",
+                got=cost,
+            )
+    return table
+
+
+def check_costs(costs: Costs) -> None:
+    """See that these are costs.
+
+    Raises:
+        Error: a kind is unknown, or a cost is negative or not finite.
+    """
+    if not isinstance(costs, Mapping):
+        raise Error("these are no costs", where="costs", expected='a mapping such as {"F": 1, "B": 2}', got=repr(costs))
+    for kind, cost in costs.items():
+        if kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise Error(f"no action is of kind {kind!r}", where="costs", expected=f"some of {known}", got=kind)
+        each = cost if isinstance(cost, Sequence) else (cost,)
+        if not all(map(_is_time, each)):
+            raise Error(
+                "this is no cost",
+                where=f"costs[{kind!r}]",
+                expected="a number of at least 0, or one for each stage",
+                got=repr(cost),
+            )
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0

@@ -1,0 +1,1 @@
+"""Schedules of pipelines as people see them: simulated, drawn, on the command line."""

@@ -1,0 +1,262 @@
+"""Schedules as data: text, completeness, deadlocks, known schedules and their papers' figures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardfx as sx
+from shardfx.ir.schedule import Transfer, with_transfers
+from shardfx.ir.schedule.dependencies import dependencies
+from shardfx.passes.time import SCHEDULES
+
+SMALL = """
+F0.0 F0.1 B0.0 B0.1
+F1.0 B1.0 F1.1 B1.1
+"""
+ACTIONS = st.builds(sx.Action, st.sampled_from("FBIW"), st.integers(0, 20), st.integers(0, 300)) | st.builds(
+    sx.Action, st.just("U"), st.integers(0, 20), st.just(0)
+)
+
+
+def checked(name: str, ranks: int, turns: int, chunks: int | None = None) -> sx.ScheduleReport:
+    stages = ranks * (chunks or SCHEDULES[name].fewest)
+    schedule = sx.make_schedule(name, stages=stages, turns=turns, ranks=ranks)
+    return sx.check_schedule(schedule, stages=stages, turns=turns)
+
+
+def drawn(seed: int) -> tuple[sx.Schedule, int, int]:
+    """A random known schedule, with its stages and turns."""
+    draw = random.Random(seed)
+    name, ranks = draw.choice([*SCHEDULES]), draw.randint(1, 6)
+    maker = SCHEDULES[name]
+    stages = ranks * draw.randint(maker.fewest, maker.most or 3)
+    turns = maker.turns(ranks) + draw.randint(0, 7)
+    return sx.make_schedule(name, stages=stages, turns=turns, ranks=ranks), stages, turns
+
+
+def run_blocking(rows: Sequence[Sequence[sx.Action | Transfer]]) -> list[str]:
+    """Run rows in which a send waits for its receive and a receive for its send; gives what is never done."""
+    at = [0] * len(rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                now = row[at[rank]]
+                meets = [now.source, now.target] if isinstance(now, Transfer) else [rank]
+                if any(at[each] == len(rows[each]) or rows[each][at[each]] != now for each in meets):
+                    break
+                for each in meets:
+                    at[each] += 1
+                moved = True
+    return [str(row[i]) for row, i in zip(rows, at, strict=True) if i < len(row)]
+
+
+@given(st.lists(st.lists(ACTIONS, min_size=1, max_size=9), min_size=1, max_size=5))
+def test_the_text_of_a_schedule_is_that_schedule(rows: list[list[sx.Action]]) -> None:
+    schedule = sx.Schedule(tuple(map(tuple, rows)))
+    assert sx.Schedule.parse(str(schedule)) == schedule
+    assert str(schedule).splitlines() == [" ".join(map(str, row)) for row in rows]
+
+
+def test_rows_stages_and_turns() -> None:
+    schedule = sx.Schedule.parse(SMALL).with_updates()
+    assert schedule.rows[1] == (("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1), ("U", 1, 0))
+    assert (schedule.stages, schedule.turns, schedule.rank_of(1)) == (range(2), range(2), 1)
+    assert str(schedule).splitlines()[0] == "F0.0 F0.1 B0.0 B0.1 U0"
+    report = sx.check_schedule(schedule, stages=2, turns=2)
+    assert report.live == ((1, 2, 2, 1, 0), (1, 1, 1, 1, 0))
+    assert str(report) == "live turns 2, 1 at most on ranks 0 .. 1; step 9, bubble 33.3%"
+
+
+def test_ranks_have_stages_in_loops_or_folds() -> None:
+    loop = sx.make_schedule("interleaved", stages=6, ranks=3, turns=3)
+    fold = sx.make_schedule("zb-v", stages=6, turns=3)
+    assert [loop.rank_of(stage) for stage in loop.stages] == [0, 1, 2, 0, 1, 2]
+    assert [fold.rank_of(stage) for stage in fold.stages] == [0, 1, 2, 2, 1, 0]
+    assert fold.stages_of(1) == (1, 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+@pytest.mark.parametrize("more", [0, 3])
+def test_live_turns_are_those_of_the_papers(ranks: int, more: int) -> None:
+    turns = 2 * ranks + more
+    full: dict[str, Callable[[int], int]] = {
+        "gpipe": lambda rank: turns,
+        "1f1b": lambda rank: ranks - rank,
+        "breadth-first": lambda rank: turns,
+        "zb-h1": lambda rank: ranks,
+        "zb-h2": lambda rank: 2 * ranks - 1,
+        "zb-v": lambda rank: 2 * ranks,
+        "dualpipev": lambda rank: 2 * ranks + 1,
+    }
+    for name, most in full.items():
+        assert checked(name, ranks, turns).peaks == tuple(map(most, range(ranks))), name
+    assert checked("1f1b", 4, 8).peaks == (4, 3, 2, 1) and checked("gpipe", 4, 8).peaks == (8, 8, 8, 8)
+    for chunks in (2, 3):
+        most = tuple(2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1 for rank in range(ranks))
+        assert checked("interleaved", ranks, 2 * ranks, chunks).peaks == most
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("turns", [12, 13, 17])
+def test_bubbles_are_those_of_the_papers(ranks: int, turns: int) -> None:
+    for name in ("gpipe", "1f1b"):
+        assert checked(name, ranks, turns).bubble == pytest.approx((ranks - 1) / (turns + ranks - 1))
+    for name in ("interleaved", "breadth-first"):
+        for chunks in (2, 3):
+            bubble = (ranks - 1) / (chunks * turns + ranks - 1)
+            assert checked(name, ranks, turns, chunks).bubble == pytest.approx(bubble)
+    # A forward and each half of a backward take 1; the first rank waits for (ranks - 1) x (F + I - W), and for nothing.
+    assert checked("zb-h1", ranks, turns).simulation.waits == tuple(range(ranks - 1, -1, -1))
+    assert checked("zb-h1", ranks, turns).bubble == pytest.approx((ranks - 1) / (3 * turns + ranks - 1))
+    for name, parts in (("zb-h2", 3), ("zb-v", 6)):
+        simulation = checked(name, ranks, turns).simulation
+        assert simulation.period == parts * turns and set(simulation.waits) == {0}
+    # At most (ranks - 1) x (F & B + B - 3 W): there a forward beside a backward is one thing, here they follow.
+    assert max(checked("dualpipev", ranks, turns).simulation.waits) == ranks - 1 <= (ranks - 1) * (3 + 2 - 3)
+
+
+def test_no_random_schedule_is_a_deadlock_under_blocking_sends() -> None:
+    for seed in range(500):
+        schedule, stages, turns = drawn(seed)
+        report = sx.check_schedule(schedule, stages=stages, turns=turns)
+        assert sorted(report.order) == sorted(schedule)
+        rows = with_transfers(schedule)
+        assert tuple(tuple(each for each in row if isinstance(each, sx.Action)) for row in rows) == schedule.rows
+        wanted = dependencies(schedule)
+        for rank, row in enumerate(rows):
+            place = {each: i for i, each in enumerate(row)}
+            for action in schedule.rows[rank]:
+                for made in wanted[action]:
+                    source = schedule.rank_of(made.stage)
+                    there = made if source == rank else Transfer(made, source, rank)
+                    assert place[there] < place[action], f"seed {seed}"
+            own = [each for each in row if isinstance(each, Transfer) and each.source == rank]
+            assert all(place[each.made] < place[each] for each in own), f"seed {seed}"
+        sent = sum(isinstance(each, Transfer) for row in rows for each in row)
+        crossing = sum(schedule.rank_of(stage) != schedule.rank_of(stage + 1) for stage in range(stages - 1))
+        assert sent == 2 * 2 * crossing * turns  # forward and backward, at both ends
+        assert not run_blocking(rows), f"seed {seed}"
+
+
+def test_with_sends_where_they_are_made_1f1b_is_a_deadlock() -> None:
+    """That is what the order of all actions is for."""
+    schedule = sx.make_schedule("1f1b", stages=2, turns=4)
+    naive: list[list[sx.Action | Transfer]] = [[], []]
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            other = 1 - rank
+            if (action.kind == "F") == (rank == 1):
+                naive[rank].append(Transfer(sx.Action(action.kind, other, action.turn), other, rank))
+            naive[rank].append(action)
+            if (action.kind == "F") == (rank == 0):
+                naive[rank].append(Transfer(action, rank, other))
+    assert run_blocking(naive) == ["F0.1:0>1", "B1.0:1>0"]
+
+
+def test_rows_in_random_order_are_deadlocks_or_run() -> None:
+    """What is said to be a deadlock is one, and nothing else."""
+    counts = {True: 0, False: 0}
+    for seed in range(200):
+        draw = random.Random(seed)
+        schedule = sx.make_schedule(draw.choice(["1f1b", "zb-h1"]), stages=draw.randint(1, 3), turns=draw.randint(1, 2))
+        rows = [list(row) for row in schedule.rows]
+        for row in rows:
+            i, j = draw.randrange(len(row)), draw.randrange(len(row))
+            row[i], row[j] = row[j], row[i]
+        changed = sx.Schedule(tuple(map(tuple, rows)))
+        done, rest = set[str](), [[*map(str, row)] for row in rows]
+        while moving := [row for row in rest if row and not waits_for(row[0], len(rows), rest) - done]:
+            done.add(moving[0].pop(0))
+        try:
+            sx.check_schedule(changed, stages=len(rows), turns=len(schedule.turns))
+            stuck = False
+        except sx.Error:
+            stuck = True
+        assert stuck == any(rest), str(changed)
+        counts[stuck] += 1
+    assert min(counts.values()) > 20
+
+
+def waits_for(action: str, stages: int, rows: list[list[str]]) -> set[str]:
+    """The dependencies, said once more, of schedules whose backwards are all whole or all in halves."""
+    kind, (stage, turn) = action[0], map(int, action[1:].split("."))
+    if kind == "W":
+        return {f"I{stage}.{turn}"}
+    if kind == "F":
+        return {f"F{stage - 1}.{turn}"} if stage else set()
+    return {f"F{stage}.{turn}"} | ({f"{kind}{stage + 1}.{turn}"} if stage + 1 < stages else set())
+
+
+WRONG = {
+    "F0.0 F0.1 B0.0\nF1.0 B1.0 F1.1 B1.1": ("B0.1 is missing", "rank 0, the row  F0.0 F0.1 B0.0"),
+    "F0.0 B0.0 F0.1 B0.1": ("F1.0 is missing", "no rank has that stage"),
+    "F0.0 F0.1 B0.0 B0.1 F1.0 B1.0 F1.1\nB1.1": ("B1.1 stands on another rank", "rank 1, action 0 (B1.1)"),
+    "F0.0 F0.1 F0.0 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("F0.0 stands twice", "rank 0, action 2 (F0.0)"),
+    "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1 F2.0": ("F2.0 is of a stage or turn", "rank 1, action 4 (F2.0)"),
+    "F0.0 F0.2 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("F0.2 is of a stage or turn", "rank 0, action 1 (F0.2)"),
+    "F0.0 F0.1 B0.0 I0.0 W0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("whole and in halves: B0.0 and I0.0", "action 3 (I0.0)"),
+    "F0.0 F0.1 I0.0 B0.1\nF1.0 B1.0 F1.1 B1.1": ("W0.0 is missing", "add W0.0"),
+    "F0.0 F0.1 B0.0 B0.1 U0\nF1.0 B1.0 F1.1 B1.1": ("U1 is missing", "U of each stage, or of none"),
+    "F0.0 F0.1 B0.0 U0 B0.1\nF1.0 B1.0 F1.1 B1.1 U1": ("U0 stands before B0.1", "rank 0, action 3 (U0)"),
+    "F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1": (
+        "a deadlock: ranks 0, 1 wait for one another",
+        "rank 0, action 1 (B0.0) of the row  F0.0 B0.0 F0.1 B0.1  waits for B1.0",
+    ),
+    "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 B1.1 F1.1": ("B1.1 stands before F1.1", "rank 1, action 2 (B1.1)"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None:
+    with pytest.raises(sx.Error) as error:
+        sx.check_schedule(sx.Schedule.parse(text), stages=2, turns=2)
+    assert all(words in str(error.value) for words in WRONG[text]), error.value
+    assert "expected:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: sx.Schedule.parse("F0.0\nF1.0 G1.0"), "'G1.0' is no action\n  where:    row 1, word 1"),
+        (lambda: sx.Schedule.parse("F0"), "'F0' is no action"),
+        (lambda: sx.Schedule.parse("U0.1"), "'U0.1' is no action"),
+        (lambda: sx.Schedule.parse("\n\n"), "a schedule has a row for each rank"),
+        (lambda: sx.Schedule(((),)), "a schedule has a row for each rank"),
+        (lambda: sx.Schedule((("F0.0",),)), "got:      'F0.0'"),  # type: ignore[arg-type]
+        (lambda: sx.Schedule(((sx.Action("X", 0),),)), "this is no action\n  where:    row 0"),
+        (lambda: sx.Schedule(((sx.Action("F", -1),),)), "got:      Action('F', -1, 0)"),
+        (lambda: sx.Schedule(((sx.Action("U", 0, 1),),)), "this is no action"),
+        (lambda: sx.Schedule.parse("F0.0 B0.0").rank_of(1), "no rank has an action of stage 1"),
+        (lambda: sx.make_schedule("2f2b", stages=4, turns=8), "no schedule is called '2f2b'"),
+        (lambda: sx.make_schedule("1f1b", stages=0, turns=8), "this is no number of stages"),
+        (lambda: sx.make_schedule("1f1b", stages=4, turns=0), "this is no number of turns"),
+        (lambda: sx.make_schedule("1f1b", stages=4, turns=8, ranks=0), "this is no number of ranks"),
+        (lambda: sx.make_schedule("1f1b", stages=4, turns=8, ranks=3), "1f1b has 1 stage on each rank"),
+        (lambda: sx.make_schedule("1f1b", stages=4, turns=8, ranks=2), "or interleaved or breadth-first or zb-v"),
+        (lambda: sx.make_schedule("zb-v", stages=12, turns=8, ranks=4), "take 8 stages, or interleaved or breadth"),
+        (lambda: sx.make_schedule("interleaved", stages=4, turns=8, ranks=4), "take 8 stages, or gpipe or 1f1b"),
+        (lambda: sx.make_schedule("dualpipev", stages=8, turns=7), "dualpipev needs more turns"),
+        (lambda: sx.make_schedule("1f1b", stages=4, turns=8, costs={"G": 1}), "no action is of kind 'G'"),
+    ],
+)
+def test_mistakes_are_errors(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(sx.Error) as error:
+        make()
+    assert words in str(error.value), error.value
+
+
+def test_one_missing_action_of_a_known_schedule_is_named() -> None:
+    schedule, stages, turns = drawn(7)
+    for rank, row in enumerate(schedule.rows):
+        for i, action in enumerate(row):
+            rows = (*schedule.rows[:rank], (*row[:i], *row[i + 1 :]), *schedule.rows[rank + 1 :])
+            with pytest.raises(sx.Error, match=rf"^{action} is missing"):
+                sx.check_schedule(replace(schedule, rows=rows), stages=stages, turns=turns)
