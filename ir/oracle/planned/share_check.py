@@ -116,10 +116,7 @@ def _coords(made: Strategy, node: Node, mesh: Mesh) -> Iterator[Coords]:
     used = used_axes(made)
     pairs = [*zip(node.operands, made.operands, strict=True), *zip(node.outs, made.results, strict=True)]
     even = all(
-        part.size % mesh.extent(part.axes) == 0
-        for value, spec in pairs
-        for size, cut in zip(value.shape, spec.dims, strict=True)
-        for part in cut.sub(size)
+        cut.is_even(size, mesh) for value, spec in pairs for size, cut in zip(value.shape, spec.dims, strict=True)
     )
     counts = [mesh[axis].size for axis in used]
     every = not even and math.prod(counts) <= MOST_COORDS

@@ -1,0 +1,102 @@
+"""Images cut over ranks by height and width: loss, gradients and buffers are those of the whole, and it is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfx as sx
+
+MESHES = {
+    "h2": sx.Mesh(h=2),
+    "2x2": sx.Mesh(h=2, w=2),
+    "3x1": sx.Mesh(h=3, w=1),
+    "dp2h2": sx.Mesh(dp=2, h=2),
+}
+
+
+def squares(out: Tensor, wanted: Tensor) -> Tensor:
+    return ((out - wanted) ** 2).mean()
+
+
+def specs(mesh: sx.Mesh, space: int = 2) -> dict[str, str]:
+    """The batch over dp, height and width over h and w, as far as the mesh has them."""
+    axes = ["dp", "", "h", "w", "d"][: 2 + space]
+    return {"args.0": ", ".join(axis if axis in mesh.names else "-" for axis in axes)}
+
+
+def trained(model: nn.Module, x: Tensor, mesh: sx.Mesh, space: int = 2, **hints: object) -> sx.ParallelModule:
+    """The model on tiles of ``x``, once forward and backward, beside one device; gives the parallel one."""
+    model = model.double()
+    alone = {name: t.clone() for name, t in model.state_dict().items()}
+    wanted = torch.randn_like(model(x))
+    model.load_state_dict(alone)
+    given = sx.Hints(args=(x,), loss=squares, targets=(wanted,), specs=specs(mesh, space), **hints)  # type: ignore[arg-type]
+    pm = sx.parallelize(model, mesh, given, virtual=True)
+    loss = pm(x, wanted)
+    loss.backward()
+    whole = squares(model(x), wanted)
+    whole.backward()
+    torch.testing.assert_close(loss, whole, rtol=1e-9, atol=1e-9)
+    gradients = pm.full_grads()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
+    state = pm.full_state_dict()
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(state[name], buffer, rtol=1e-9, atol=1e-9, msg=name)
+    return pm
+
+
+def ops(pm: sx.ParallelModule) -> list[str]:
+    return [str(node.op) for node in pm.after.nodes]
+
+
+def image(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "kernels of all kinds": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 5, stride=2, padding=2),
+        nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=6),
+        nn.GroupNorm(2, 6),
+        nn.Conv2d(6, 4, (1, 3), padding=(0, 1), groups=2),
+        nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1),
+    ),
+    "no padding": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 4, 3), nn.Conv2d(4, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", NETS)
+def test_tiles_train_as_the_whole_image_does(name: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    pm = trained(NETS[name](), image(2, 3, 21, 18), MESHES[mesh])
+    assert "comm.halo" in ops(pm) and "comm.all_gather" not in ops(pm)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_tiles_are_proven(name: str) -> None:
+    torch.manual_seed(0)
+    assert trained(NETS[name](), image(1, 3, 21, 18), MESHES["2x2"]).verify()
+
+
+def test_a_signal_and_a_volume() -> None:
+    torch.manual_seed(0)
+    signal = nn.Sequential(nn.Conv1d(2, 3, 5, padding=2), nn.ReLU(), nn.ConvTranspose1d(3, 1, 4, stride=2, padding=1))
+    assert trained(signal, image(1, 2, 13), sx.Mesh(h=3), 1).verify()
+    volume = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv3d(2, 2, 3, stride=2, padding=1))
+    assert trained(volume, image(1, 1, 6, 7, 8), sx.Mesh(h=2, w=2, d=2), 3).verify()
+
+
+def test_a_tile_smaller_than_the_halo_gets_rows_from_beyond_its_neighbour() -> None:
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Conv1d(1, 2, 9, padding=4), nn.Conv1d(2, 1, 9, padding=4))
+    pm = trained(wide, image(1, 1, 9), sx.Mesh(h=4), 1)
+    assert "comm.halo" in ops(pm) and pm.verify()
