@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .errors import Error
 from .mesh import Mesh
@@ -58,10 +59,6 @@ class Window:
         first, last = self.reach(start, length)
         first = max(min(first, whole - 1), 0)
         return first, max(min(last, whole - 1), first) - first + 1
-
-    def is_identity(self, whole: int) -> bool:
-        """Whether row o is made of row o, in a dim of ``whole``."""
-        return self.size == whole and self.step == self.per and self.low == self.high == 0
 
     def __str__(self) -> str:
         """``2o-1 to 2o+1``, or ``(o+1)/2 to (o+2)/2``."""
@@ -120,11 +117,6 @@ class Cut:
 
 
 WHOLE = Cut()
-
-
-def rows_for(axes: tuple[str, ...], window: Window, size: int) -> Cut:
-    """The cut of a dim of ``size`` that holds what the chunks of another dim need: a plain one, if that is the same."""
-    return Cut(axes) if not axes or window.is_identity(size) else Cut(axes, rows=window)
 
 
 def _sized(size: int | str, axes: tuple[str, ...]) -> str:
@@ -302,3 +294,21 @@ def without(cut: Cut, axis: str, mesh: Mesh) -> Cut:
         return Cut(cut.axes[: cut.axes.index(axis)])
     parts = [Part(p.size, p.axes[: p.axes.index(axis)] if axis in p.axes else p.axes) for p in cut.parts]
     return compound(parts, mesh)
+
+
+@lru_cache(maxsize=4096)
+def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Cut:
+    """The cut of a dim of ``size`` that holds what the chunks of another dim need: a plain one, or one of blocks, where
+    that is the same for every rank."""
+    if not axes:
+        return WHOLE
+    made = Cut(axes, rows=window)
+    same = [Cut(axes)]
+    if window.size and size % window.size == 0:
+        same.append(compound([Part(window.size, axes), Part(size // window.size)], mesh))
+    ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
+    held = [made.span(size, mesh, coords) for coords in ranks]
+    for cut in same:
+        if not in_stretches(cut) and [cut.span(size, mesh, coords) for coords in ranks] == held:
+            return cut
+    return made

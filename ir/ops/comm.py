@@ -121,7 +121,7 @@ class Halo:
             if cut.rows is not None or in_stretches(cut) or any(mesh[axis].time for axis in cut.axes):
                 expected = f"one stretch of dim {dim} for each rank, and no time axis"
                 raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
-            source = source.with_dim(dim, rows_for(cut.axes, window, shape[dim]))
+            source = source.with_dim(dim, rows_for(cut.axes, window, shape[dim], mesh))
         return source
 
 

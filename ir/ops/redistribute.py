@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches
+from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches, rows_for
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.shards import RowExchange
 from shardfx.ir.spec import Spec, TensorType, coarsen, refine
@@ -105,15 +105,19 @@ class Redistribution:
         found = target
         for dim, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)):
             tiled = a.axes == b.axes and a != b and a.rows is None and not in_stretches(a) and not in_stretches(b)
-            if tiled and not any(self.mesh[axis].time for axis in a.axes):
+            if tiled and not any(self.mesh[axis].time for axis in a.axes) and self._reached(b, shape[dim]):
                 found = found.with_dim(dim, a)
             elif b.rows is not None and a != b:
                 found = found.with_dim(dim, Cut(b.axes))
         return found
 
+    def _reached(self, cut: Cut, size: int) -> bool:
+        """Whether a halo leads to a cut, and to no other that is the same for every rank."""
+        return rows_for(cut.axes, _window(cut, size), size, self.mesh) == cut
+
     def _halo(self, type: TensorType, tiles: Spec, target: Spec) -> Step:
         rows = tuple(
-            (dim, b.rows or Window(size, 1, 1, 0, 0))
+            (dim, _window(b, size))
             for dim, (a, b, size) in enumerate(zip(tiles.dims, target.dims, type.shape, strict=True))
             if a != b
         )
@@ -181,3 +185,12 @@ class Redistribution:
         for axis, i in wanted.items():
             if axis not in used:
                 yield shard, (axis,), i, None, None, put({i: (*dims[i], axis)}), 1.0
+
+
+def _window(cut: Cut, size: int) -> Window:
+    """The window through which a rank needs what it holds by a cut: one row, or as many as there are in a block."""
+    if cut.rows is not None:
+        return cut.rows
+    blocks, *rest = cut.sub(size)
+    each = math.prod(part.size for part in rest)
+    return Window(blocks.size, each, 1, 0, each - 1)

@@ -26,7 +26,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 
 from .binding import Tensor
-from .local import TARGETS, Emit, holds_rows, is_cut
+from .local import TARGETS, Emit, is_cut
 from .sharding_rule import Dim, ShardingRule
 from .template import ALL, Template, parse_linear, parse_tensor, template
 
@@ -40,9 +40,16 @@ def perform(entry: RuleEntry | None, emit: Emit) -> Any:
         args = (*args[: entry.shape_arg], list(emit.result_shape(0)), *args[entry.shape_arg + 1 :])
     if entry is not None and entry.sized and is_cut(emit.node):
         args = sized_args(entry, emit, args)
-    if entry is not None and entry.rows is not None and holds_rows(emit.node):
-        return entry.rows(emit, args)
+    if entry is not None and entry.rows is not None and (leaders := cut_leaders(entry, emit.node)):
+        return entry.rows(emit, args, leaders)
     return emit.call(TARGETS.get(emit.node.op, emit.node.op), *args, **emit.kwargs)
+
+
+def cut_leaders(entry: RuleEntry, node: Node) -> frozenset[str]:
+    """The factors that see others through windows and are cut."""
+    rule = entry.make(node)
+    assert rule is not None and node.strategy is not None
+    return rule.leaders & {factor for factor, axes in node.strategy.cuts if axes}
 
 
 def sized_args(entry: RuleEntry, emit: Emit, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,7 +90,8 @@ class Contiguous(Enum):
 
 MakeRule = Callable[[Node], "ShardingRule | None"]
 MakeLocal = Callable[[Emit], Any]
-MakeRows = Callable[[Emit, tuple[Any, ...]], Any]
+MakeRows = Callable[[Emit, tuple[Any, ...], frozenset[str]], Any]
+"""What one rank does: of the arguments that fit it otherwise, where these factors are cut, which see others."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +102,8 @@ class RuleEntry:
     that are the sizes of dims; ``local`` writes anything else; ``free`` says that the op costs next to nothing, so that
     it may be done once per placement that is needed of its result; ``contiguous`` which memory layout its kernel takes;
     ``expand`` says that where a whole factor is in the way the op may be taken apart into its decomposition (True:
-    torch's own); ``rows`` writes one rank's version where it holds rows that overlap, of arguments that fit it
-    otherwise; ``discovered`` that nobody wrote it: it is found by running the op.
+    torch's own); ``rows`` writes one rank's version where what others are seen through windows by is cut, of
+    arguments that fit it otherwise; ``discovered`` that nobody wrote it: it is found by running the op.
     """
 
     ops: tuple[Any, ...]

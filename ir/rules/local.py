@@ -151,12 +151,6 @@ def is_cut(node: Node) -> bool:
     return any(spec.axes for spec in (*node.strategy.operands, *node.strategy.results))
 
 
-def holds_rows(node: Node) -> bool:
-    """Whether ranks hold rows of an operand that overlap."""
-    assert node.strategy is not None
-    return any(cut.rows is not None for spec in node.strategy.operands for cut in spec.dims)
-
-
 class Emit(Protocol):
     """What a rule's ``local`` function gets to write one rank's version of a node (made by code generation)."""
 

@@ -16,12 +16,12 @@ from .sharding_rule import SAME, Dim, ShardingRule
 Cuts = Mapping[str, Cut]
 
 
-def cut_of(factor: str, cuts: Cuts, rule: ShardingRule) -> Cut:
+def cut_of(factor: str, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
     """How a factor is held: as it is cut, or in the rows that the chunks of its leader need."""
     seen = rule.windows.get(factor)
     if seen is None or factor in cuts:
         return cuts.get(factor, WHOLE)
-    return rows_for(cuts.get(seen.leader, WHOLE).axes, seen.window, rule.sizes[factor])
+    return rows_for(cuts.get(seen.leader, WHOLE).axes, seen.window, rule.sizes[factor], mesh)
 
 
 def wishes(rule: ShardingRule, cuts: Cuts) -> dict[str, Cut]:
@@ -38,12 +38,12 @@ def wished(rule: ShardingRule, factor: str, cut: Cut) -> tuple[str, Cut]:
     return factor if seen is None else seen.leader, WHOLE if in_stretches(cut) else Cut(cut.axes)
 
 
-def implied(rule: ShardingRule, factor: str, cut: Cut) -> tuple[str, Cut] | None:
+def implied(rule: ShardingRule, factor: str, cut: Cut, mesh: Mesh) -> tuple[str, Cut] | None:
     """The factor that is cut where a tensor holds this cut of one, and how; None where that follows from no cut."""
     seen = rule.windows.get(factor)
     if seen is None:
         return factor, cut
-    made = rows_for(cut.axes, seen.window, rule.sizes[factor])
+    made = rows_for(cut.axes, seen.window, rule.sizes[factor], mesh)
     return (seen.leader, Cut(cut.axes)) if cut == made else None
 
 
@@ -52,7 +52,7 @@ def place(dims: tuple[Dim, ...], cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> 
     placed = []
     for dim in dims:
         if len(dim) == 1:
-            placed.append(cut_of(dim[0], cuts, rule))
+            placed.append(cut_of(dim[0], cuts, rule, mesh))
         elif not any(f in cuts for f in dim):
             placed.append(WHOLE)
         else:

@@ -1,4 +1,4 @@
-"""Rows that overlap: what a rank needs of an image through a window, and that it computes its tile of the whole with it.
+"""Rows that overlap: what a rank needs of an image through a window, and that it computes its tile of the whole so.
 
 Each case is drawn from a seed: an op, kernel, stride, padding, dilation, sizes and ranks. All ranks are executed on the
 rows that the rule gives them, and put together again; nothing may differ from the whole op.
@@ -48,14 +48,16 @@ def test_the_text_of_rows_is_read_back(window: Window, text: str) -> None:
 
 
 def test_a_rank_holds_what_there_is_of_its_rows() -> None:
-    cut = rows_for(("h",), Window(32, 2, 1, -1, 1), 64)
+    cut = rows_for(("h",), Window(32, 2, 1, -1, 1), 64, TWO)
     assert [cut.span(64, TWO, {"h": rank}) for rank in range(2)] == [(0, 32), (31, 33)]
     assert Spec((cut,)).local_numel((64,), TWO) == 33
     assert not cut.is_even(64, TWO)
 
 
 def test_rows_that_are_a_ranks_own_are_a_plain_cut() -> None:
-    assert rows_for(("h",), Window(64, 1, 1, 0, 0), 64) == Cut(("h",))
+    assert rows_for(("h",), Window(64, 1, 1, 0, 0), 64, TWO) == Cut(("h",))
+    assert rows_for(("h",), Window(32, 2, 1, 0, 1), 64, TWO) == Cut(("h",))
+    assert rows_for(("h",), Window(7, 2, 1, 0, 1), 14, TWO).text(14) == "(7{h} 2)"
 
 
 def test_a_rank_that_makes_something_of_padding_alone_holds_a_row() -> None:
@@ -86,9 +88,33 @@ def weight_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return aten.convolution_backward.default, (torch.randn_like(y), x, w, None, *options, [False, True, False])
 
 
+def sliding(draw: Draw) -> tuple[Any, ...]:
+    """An image, and kernel, stride and padding of windows that slide over it."""
+    kernel, stride = draw.randint(1, 4), draw.randint(1, 4)
+    padding = draw.randint(0, kernel // 2)
+    return f(1, 2, draw.randint(1, 20), 5), [kernel, 2], [stride, 1], [padding, 1]
+
+
+def max_pool(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    x, *windows = sliding(draw)
+    x = x.round() if draw.random() < 0.5 else x  # with ties
+    options = (*windows, [draw.randint(1, 2), 1], draw.random() < 0.5)
+    if not aten.max_pool2d_with_indices.default(x, *options)[0].isfinite().all():
+        raise ValueError("a window that sees padding alone, whose index is none of the image")
+    return aten.max_pool2d_with_indices.default, (x, *options)
+
+
+def max_pool_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    _, (x, *options) = max_pool(draw)
+    y, indices = aten.max_pool2d_with_indices.default(x, *options)
+    return aten.max_pool2d_with_indices_backward.default, (torch.randn_like(y), x, *options, indices)
+
+
 KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "convolution": convolution,
     "weight gradient": weight_gradient,
+    "max pool": max_pool,
+    "max pool gradient": max_pool_gradient,
 }
 
 

@@ -58,6 +58,39 @@ def image(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+class Block(nn.Module):
+    """A basic block of a ResNet."""
+
+    def __init__(self, wide: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(wide, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.skip = nn.Conv2d(wide, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        return torch.relu(y + self.skip(x))
+
+
+class UNet(nn.Module):
+    """Two levels down and up again, with a max-pool, a transposed convolution, an interpolation and skips."""
+
+    def __init__(self, up: str = "nearest") -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 4), (4, 6), (6, 8)))
+        self.norm, self.up = nn.BatchNorm2d(6), up
+        self.back = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.four, self.five = nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.relu(self.one(x))
+        b = torch.relu(self.norm(self.two(nn.functional.max_pool2d(a, 2))))
+        c = torch.relu(self.three(nn.functional.max_pool2d(b, 2)))
+        d = torch.relu(self.four(torch.cat([b, self.back(c)], 1)))
+        how = {} if self.up == "nearest" else {"align_corners": False}
+        return self.five(torch.cat([a, nn.functional.interpolate(d, scale_factor=2.0, mode=self.up, **how)], 1))
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "kernels of all kinds": lambda: nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
@@ -69,22 +102,41 @@ NETS: dict[str, Callable[[], nn.Module]] = {
         nn.Conv2d(6, 4, (1, 3), padding=(0, 1), groups=2),
         nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1),
     ),
+    "resnet": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        Block(4, 4, 1),
+        Block(4, 6, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 5),
+    ),
+    "unet": UNet,
     "no padding": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 4, 3), nn.Conv2d(4, 2, 1)),
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["2x2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "2x2")])
 @pytest.mark.parametrize("name", NETS)
 def test_tiles_train_as_the_whole_image_does(name: str, mesh: str) -> None:
     torch.manual_seed(0)
-    pm = trained(NETS[name](), image(2, 3, 21, 18), MESHES[mesh])
+    pm = trained(NETS[name](), image(2, 3, 24, 20) if name == "unet" else image(2, 3, 21, 18), MESHES[mesh])
     assert "comm.halo" in ops(pm) and "comm.all_gather" not in ops(pm)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", NETS)
-def test_tiles_are_proven(name: str) -> None:
+def test_tiles_are_proven(name: str, mesh: str) -> None:
     torch.manual_seed(0)
-    assert trained(NETS[name](), image(1, 3, 21, 18), MESHES["2x2"]).verify()
+    assert trained(NETS[name](), image(2, 3, 24, 20), MESHES[mesh]).verify()
+
+
+def test_a_unet_on_tiles_is_proven() -> None:
+    torch.manual_seed(0)
+    assert trained(UNet(), image(1, 3, 16, 20), MESHES["2x2"]).verify()
 
 
 def test_a_signal_and_a_volume() -> None:

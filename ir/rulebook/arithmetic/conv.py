@@ -140,10 +140,10 @@ def expand_convolution_backward(
     return gx, gw, gb
 
 
-def convolution_rows(emit: Emit, args: tuple[Any, ...]) -> Any:
+def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A convolution, padded at the border of the whole; of a transposed one what goes beyond its rows is cut off."""
     x, w, bias, stride, padding, dilation, transposed, more, groups = args
-    space, cut = _space(emit)
+    space, cut = _space(emit), sorted(int(leader[1:]) for leader in leaders)
     padding, more = ([0 if i in cut else n for i, n in enumerate(spread(n, len(space), ()))] for n in (padding, more))
     stretches = []
     for i in cut:
@@ -161,10 +161,10 @@ def convolution_rows(emit: Emit, args: tuple[Any, ...]) -> Any:
     return emit.call(aten.add.Tensor, y, emit.call(aten.reshape.default, bias, [-1, *[1] * len(space)]))
 
 
-def convolution_backward_rows(emit: Emit, args: tuple[Any, ...]) -> Any:
+def convolution_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's share of the gradient of w: of its own places, and of what these read."""
     grad, x, w, bias_sizes, stride, padding, dilation, transposed, more, groups, wanted = args
-    space, cut = _space(emit)
+    space, cut = _space(emit), sorted(int(leader[1:]) for leader in leaders)
     padding, more = ([0 if i in cut else n for i, n in enumerate(spread(n, len(space), ()))] for n in (padding, more))
     large, small = (0, 1) if transposed else (1, 0)
     pairs = [(i, emit.operand_bounds(large, 2 + i), emit.operand_bounds(small, 2 + i)) for i in cut]
@@ -180,17 +180,14 @@ def convolution_backward_rows(emit: Emit, args: tuple[Any, ...]) -> Any:
 Bounds = tuple[int, int]
 
 
-def _space(emit: Emit) -> tuple[list[Geometry], list[int]]:
-    """The dims of space, and the numbers of those in which ranks hold rows that overlap."""
+def _space(emit: Emit) -> list[Geometry]:
+    """The dims of space."""
     node = emit.node
-    made = node.strategy
-    assert made is not None
     if node.op is aten.convolution.default:
         x, weight, y = *node.operands[:2], node.outs[0]
     else:
         y, x, weight = node.operands
-    cut = {d - 2 for spec in made.operands for d, cut in enumerate(spec.dims) if cut.rows is not None}
-    return geometry(node, x.shape, weight.shape, y.shape), sorted(cut)
+    return geometry(node, x.shape, weight.shape, y.shape)
 
 
 def _read(each: Geometry, i: int, held: Bounds, places: Bounds) -> Stretch:

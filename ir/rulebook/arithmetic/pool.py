@@ -9,16 +9,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shardfx.ir.graph import Node
+from shardfx.ir.cut import Window
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops.computing.tiles import max_pool_tile, max_pool_tile_backward
 from shardfx.ir.rulebook.dims import argument, ops, words
 from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
+from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.schema import has_argument
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import Template, template
+from shardfx.ir.rules.windows import down, seeing, up
 
 aten = torch.ops.aten
 
@@ -91,12 +96,97 @@ def padded_constant(node: Node) -> Template:
     return template(padded(node), "" if argument(node, "value") else "0")
 
 
-def largest(node: Node) -> Template:
+class Tile(NamedTuple):
+    """Where in a picture a rank's rows begin, and how many there are, dim by dim."""
+
+    at: list[int]
+    lengths: list[int]
+
+
+class Slide(NamedTuple):
+    """How the windows of a pool slide over one dim: its size, how many there are, and what they are like."""
+
+    size: int
+    places: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int = 1
+
+    @property
+    def down(self) -> Window:
+        """What a window reads."""
+        return down(self.places, *self[2:])
+
+    @property
+    def up(self) -> Window:
+        """The windows that read a row."""
+        return up(self.size, *self[2:])
+
+
+def slides(node: Node, x: Shape, y: Shape) -> list[Slide]:
+    """How windows go from an ``x`` to a ``y`` of these sizes, dim by dim."""
+    space = len(x)
+    kernel = spread(argument(node, "kernel_size"), space, ())
+    stride = spread(argument(node, "stride"), space, kernel)
+    padding = spread(argument(node, "padding"), space, [0] * space)
+    options = [kernel, stride, padding]
+    if has_argument(node.op, "dilation"):
+        options.append(spread(argument(node, "dilation"), space, [1] * space))
+    return [Slide(*each) for each in zip(x, y, *options, strict=True)]
+
+
+def spaces_of(node: Node) -> int:
+    """How many dims the picture has."""
+    return 3 if "3d" in str(node.op) else 2
+
+
+def largest(node: Node) -> ShardingRule:
     """The largest element of each window, which is the element itself where each has a window of its own."""
-    space = 3 if "3d" in str(node.op) else 2
+    space = spaces_of(node)
     kernel = spread(argument(node, "kernel_size") or 1, space, ())
-    same = node.operands[0].shape == node.outs[0].shape and set(kernel) == {1}
-    return template(f"{X} -> {Y}, {Y}".replace("#", str(space)), "0>0" if same else "", moves_only=same)
+    x, y = node.operands[0].shape, node.outs[0].shape
+    same = x == y and set(kernel) == {1}
+    mark = "" if has_argument(node.op, "stride") else "!"
+    form = f"n.. h*#{mark} -> n.. p*#{mark}, n.. p*#{mark}".replace("#", str(space))
+    made = template(form, "0>0" if same else "", moves_only=same)(node)
+    if mark:
+        return made
+    return seeing(made, {f"h{i}": (f"p{i}", each.down) for i, each in enumerate(slides(node, x[-space:], y[-space:]))})
+
+
+def largest_backward(node: Node) -> ShardingRule:
+    """A row of the gradient is made of the windows that read it."""
+    space = spaces_of(node)
+    form = "n.. p*#, n.. h*#, n.. p*# -> n.. h*#".replace("#", str(space))
+    made = template(form, "0|1>")(node)
+    y, x = (value.shape[-space:] for value in node.operands[:2])
+    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(slides(node, x, y))})
+
+
+def tile(bounds: Callable[[int, int], tuple[int, int]], tensor: int, value: Value, space: int) -> Tile:
+    """A rank's rows of an operand or a result, by ``operand_bounds`` or ``result_bounds``."""
+    found = [bounds(tensor, dim) for dim in range(value.type.ndim - space, value.type.ndim)]
+    return Tile([start for start, _ in found], [length for _, length in found])
+
+
+def largest_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """The windows of a rank, of the rows that they reach; indices are those of the whole picture."""
+    node, space = emit.node, spaces_of(emit.node)
+    dims = slides(node, node.operands[0].shape[-space:], node.outs[0].shape[-space:])
+    kernel, stride, dilation = ([each[place] for each in dims] for place in (2, 3, 5))
+    held = tile(emit.operand_bounds, 0, node.operands[0], space)
+    made = tile(emit.result_bounds, 0, node.outs[0], space)
+    first = [start * each.stride - each.padding for start, each in zip(made.at, dims, strict=True)]
+    size = [each.size for each in dims]
+    return emit.call(max_pool_tile, args[0], kernel, stride, dilation, held.at, size, first, made.lengths)
+
+
+def largest_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """A rank's rows, of the windows that read them: those name the elements that they found."""
+    size = list(emit.node.outs[0].shape[-spaces_of(emit.node) :])
+    made = tile(emit.result_bounds, 0, emit.node.outs[0], len(size))
+    return emit.call(max_pool_tile_backward, *args[:2], args[-1], made.at, size)
 
 
 def fractional(node: Node) -> Template:
@@ -134,9 +224,15 @@ RESIZED = {
 }
 
 RULES: tuple[RuleEntry, ...] = (
-    *(rule(ops(f"max_pool{n}d_with_indices adaptive_max_pool{n}d"), largest) for n in (2, 3)),
+    *(rule(ops(f"max_pool{n}d_with_indices adaptive_max_pool{n}d"), largest, rows=largest_rows) for n in (2, 3)),
+    rule(
+        ops("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),
+        largest_backward,
+        contiguous=Contiguous.ALL,
+        rows=largest_backward_rows,
+    ),
     *pictures(
-        "max_pool#d_with_indices_backward fractional_max_pool#d_backward",
+        "fractional_max_pool#d_backward",
         f"{Y}, {X}, {Y} -> {X}",
         linear="0|1>",
         contiguous=Contiguous.ALL,

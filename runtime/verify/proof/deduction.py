@@ -96,7 +96,7 @@ class Deduction:
                 projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim else () if not cut.axes else None
                 if projected is None:
                     return
-                for each in (implied(rule, f, c) for f, c in zip(dim, projected, strict=True)):
+                for each in (implied(rule, f, c, self.mesh) for f, c in zip(dim, projected, strict=True)):
                     if each is None or cuts.setdefault(*each) != each[1]:
                         return
         partial = _partial(rule, specs)
@@ -138,7 +138,7 @@ class Deduction:
             for value, spec, dims in zip(node.operands, made.operands, rule.operands, strict=True):
                 for size, cut, dim in zip(value.shape, spec.dims, dims, strict=True):
                     projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim and cut.axes else None
-                    for each in (implied(rule, f, c) for f, c in zip(dim, projected or (), strict=False)):
+                    for each in (implied(rule, f, c, self.mesh) for f, c in zip(dim, projected or (), strict=False)):
                         if each is not None:
                             found.update(dict.fromkeys(each[1].axes, each))
             for factor, axes in made.cuts:  # which no operand has
