@@ -110,11 +110,43 @@ def max_pool_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return aten.max_pool2d_with_indices_backward.default, (torch.randn_like(y), x, *options, indices)
 
 
+def avg_pool(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    divisor = draw.choice((None, None, 3))
+    return aten.avg_pool2d.default, (*sliding(draw), draw.random() < 0.5, draw.random() < 0.5, divisor)
+
+
+def avg_pool_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    _, (x, *options) = avg_pool(draw)
+    y = aten.avg_pool2d.default(x, *options)
+    return aten.avg_pool2d_backward.default, (torch.randn_like(y), x, *options)
+
+
+def pad(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    pads = [draw.randint(-2, 4) for _ in range(2)]
+    return aten.constant_pad_nd.default, (f(2, draw.randint(1, 16), 3), [1, 0, *pads], draw.choice((0.0, 1.5)))
+
+
+def resize(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    name, sizes, aligned = draw.choice(("bilinear", "bicubic")), [draw.randint(1, 20), 5], draw.random() < 0.5
+    return getattr(aten, f"upsample_{name}2d").default, (f(1, 2, draw.randint(1, 20), 5), sizes, aligned)
+
+
+def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes, aligned) = resize(draw)
+    y = torch.randn_like(op(x, sizes, aligned))
+    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), aligned)
+
+
 KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "convolution": convolution,
     "weight gradient": weight_gradient,
     "max pool": max_pool,
     "max pool gradient": max_pool_gradient,
+    "avg pool": avg_pool,
+    "avg pool gradient": avg_pool_gradient,
+    "pad": pad,
+    "resize": resize,
+    "resize gradient": resize_gradient,
 }
 
 

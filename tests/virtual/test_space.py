@@ -114,6 +114,14 @@ NETS: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(6, 5),
     ),
     "unet": UNet,
+    "pools and sizes": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.AvgPool2d(3, stride=2, padding=1, count_include_pad=False),
+        nn.Upsample(scale_factor=2.0, mode="bilinear"),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.MaxPool2d(3, stride=2, ceil_mode=True),
+        nn.Upsample((13, 17), mode="bicubic", align_corners=True),
+    ),
     "no padding": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 4, 3), nn.Conv2d(4, 2, 1)),
 }
 

@@ -1,11 +1,14 @@
 """Pools over tiles of an image that is cut over ranks: a rank's windows, on the rows that they reach.
 
+    y[n c p q]          = shardfx.avg_pool_tile(x[n c h w], windows.., places, counted, divisor)
+    gx[n c h w]         = shardfx.avg_pool_tile_backward(gy[n c p q], x, windows.., counted, divisor)
     y[n c p q], indices = shardfx.max_pool_tile(x[n c h w], kernel, stride, dilation, at, size, first, places)
     gx[n c h w]         = shardfx.max_pool_tile_backward(gy[n c p q], x, indices, at, size)
 
 ``at`` says where in the image, of ``size``, the rows begin that a rank holds (or makes), in every dim; ``first`` where
-its first window begins, and ``places`` how many windows it has. What a window reaches beyond the held rows is padding:
-of an image these rows are there, as far as it has them. Indices count through the whole image. Needs torch alone.
+its first window begins, ``begin`` which of all windows that is, and ``places`` how many windows it has. What a window
+reaches beyond the held rows is padding: of an image these rows are there, as far as it has them. Indices count through
+the whole image. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -23,8 +26,13 @@ _library.define(
     " int[] places) -> (Tensor, Tensor)"
 )
 _library.define("max_pool_tile_backward(Tensor grad, Tensor x, Tensor indices, int[] at, int[] size) -> Tensor")
+_WINDOWS = "int[] kernel, int[] stride, int[] padding, int[] at, int[] size, int[] begin"
+_library.define(f"avg_pool_tile(Tensor x, {_WINDOWS}, int[] places, bool counted, int? divisor) -> Tensor")
+_library.define(f"avg_pool_tile_backward(Tensor grad, Tensor x, {_WINDOWS}, bool counted, int? divisor) -> Tensor")
 
 aten = torch.ops.aten
+AVG_POOL = {2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}
+AVG_POOL_BACKWARD = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}
 MAX_POOL = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
 
 
@@ -119,11 +127,92 @@ def _max_pool_backward_meta(grad: Tensor, x: Tensor, indices: Tensor, at: Sequen
     return grad.new_empty(x.shape)
 
 
+def divisors(
+    like: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    size: Sequence[int],
+    begin: Sequence[int],
+    places: Sequence[int],
+    counted: bool,
+) -> Tensor:
+    """By how much the sum over each window is divided: how many rows it has, padding among them if that is counted."""
+    found = like.new_ones(())
+    for k, s, p, n, first, count in zip(kernel, stride, padding, size, begin, places, strict=True):
+        start = torch.arange(first, first + count, device=like.device) * s - p
+        end = (start + k).clamp(max=n + p)
+        rows = end - start if counted else end.clamp(max=n) - start.clamp(min=0)
+        found = found.unsqueeze(-1) * rows.to(like.dtype)
+    return found
+
+
+def _avg_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    at: Sequence[int],
+    size: Sequence[int],
+    begin: Sequence[int],
+    places: Sequence[int],
+    counted: bool,
+    divisor: int | None,
+) -> Tensor:
+    first = [b * s - p for b, s, p in zip(begin, stride, padding, strict=True)]
+    x = in_rows(x, at, first, spans(kernel, stride, [1] * len(size), places), 0.0)
+    if divisor is not None:
+        whole: Tensor = AVG_POOL[len(size)](x, kernel, stride, [0] * len(size), False, True, divisor)
+        return whole
+    total: Tensor = AVG_POOL[len(size)](x, kernel, stride, [0] * len(size), False, True, 1)
+    return total / divisors(x, kernel, stride, padding, size, begin, places, counted)
+
+
+def _avg_pool_meta(x: Tensor, *given: object) -> Tensor:
+    places = given[6]
+    assert isinstance(places, (list, tuple))
+    return x.new_empty((*x.shape[: -len(places)], *places))
+
+
+def _avg_pool_backward(
+    grad: Tensor,
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    at: Sequence[int],
+    size: Sequence[int],
+    begin: Sequence[int],
+    counted: bool,
+    divisor: int | None,
+) -> Tensor:
+    space = len(size)
+    places = grad.shape[-space:]
+    if divisor is None:
+        grad = grad / divisors(grad, kernel, stride, padding, size, begin, places, counted)
+    lengths = spans(kernel, stride, [1] * space, places)
+    like = grad.new_empty((*x.shape[:-space], *lengths))
+    none = [0] * space
+    made = AVG_POOL_BACKWARD[space](grad.contiguous(), like, kernel, stride, none, False, True, divisor or 1)
+    first = [b * s - p for b, s, p in zip(begin, stride, padding, strict=True)]
+    return in_rows(made, first, at, x.shape[-space:], 0.0).contiguous()
+
+
+def _avg_pool_backward_meta(grad: Tensor, x: Tensor, *given: object) -> Tensor:
+    return grad.new_empty(x.shape)
+
+
 for _key in ("CPU", "CUDA"):
+    _library.impl("avg_pool_tile", _avg_pool, _key)
+    _library.impl("avg_pool_tile_backward", _avg_pool_backward, _key)
     _library.impl("max_pool_tile", _max_pool, _key)
     _library.impl("max_pool_tile_backward", _max_pool_backward, _key)
+_library.impl("avg_pool_tile", _avg_pool_meta, "Meta")
+_library.impl("avg_pool_tile_backward", _avg_pool_backward_meta, "Meta")
 _library.impl("max_pool_tile", _max_pool_meta, "Meta")
 _library.impl("max_pool_tile_backward", _max_pool_backward_meta, "Meta")
 
 max_pool_tile = torch.ops.shardfx.max_pool_tile.default
 max_pool_tile_backward = torch.ops.shardfx.max_pool_tile_backward.default
+avg_pool_tile = torch.ops.shardfx.avg_pool_tile.default
+avg_pool_tile_backward = torch.ops.shardfx.avg_pool_tile_backward.default
