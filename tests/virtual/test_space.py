@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import shardfx as sx
 
+aten = torch.ops.aten
 MESHES = {
     "h2": sx.Mesh(h=2),
     "2x2": sx.Mesh(h=2, w=2),
@@ -20,6 +21,10 @@ MESHES = {
 
 def squares(out: Tensor, wanted: Tensor) -> Tensor:
     return ((out - wanted) ** 2).mean()
+
+
+def energy(out: Tensor) -> Tensor:
+    return (out * out).sum()
 
 
 def specs(mesh: sx.Mesh, space: int = 2) -> dict[str, str]:
@@ -160,3 +165,98 @@ def test_a_tile_smaller_than_the_halo_gets_rows_from_beyond_its_neighbour() -> N
     wide = nn.Sequential(nn.Conv1d(1, 2, 9, padding=4), nn.Conv1d(2, 1, 9, padding=4))
     pm = trained(wide, image(1, 1, 9), sx.Mesh(h=4), 1)
     assert "comm.halo" in ops(pm) and pm.verify()
+
+
+# ---- what a rank reads -------------------------------------------------------------------------------------
+
+
+def planned(net: nn.Module, x: Tensor, mesh: sx.Mesh) -> sx.ParallelModule:
+    """The plan of a model on tiles of ``x``, for inference."""
+    return sx.parallelize(net.double(), mesh, sx.Hints(args=(x,), specs=specs(mesh)), virtual=True)
+
+
+def test_the_tile_of_a_rank() -> None:
+    x = image(2, 3, 21, 18)
+    pm = planned(nn.Conv2d(3, 2, 3, padding=1), x, MESHES["2x2"])
+    tiles = [pm.tile("args.0", rank) for rank in range(4)]
+    assert tiles[3] == (slice(0, 2), slice(0, 3), slice(11, 21), slice(9, 18))
+    assert pm.tile("args.0", 0, halo=2)[2:] == (slice(0, 13), slice(0, 11))
+    assert sum(x[tile].numel() for tile in tiles) == x.numel()
+    with pytest.raises(sx.Error, match="there is no input"):
+        pm.tile("args.1", 0)
+    with pytest.raises(sx.Error, match="virtual ranks read a tile each"):
+        pm.tile("args.0")
+
+
+# ---- damage ------------------------------------------------------------------------------------------------
+
+
+def call(program: fx.GraphModule, name: str, number: int = 0) -> fx.Node:
+    """A call of a program, by the name of its function."""
+    return [node for node in program.graph.nodes if node.op == "call_function" and name in str(node.target)][number]
+
+
+def with_argument(node: fx.Node, place: int, value: object) -> None:
+    node.args = (*node.args[:place], value, *node.args[place + 1 :])
+
+
+def narrow(program: fx.GraphModule) -> None:
+    """A row of the halo is left out, and padding stands for it."""
+    joined = call(program, "unpack_rows")
+    with program.graph.inserting_after(joined):
+        cropped = program.graph.call_function(aten.slice.Tensor, (joined, 2, 1, 1 << 40))
+        joined.replace_all_uses_with(cropped, delete_user_cb=lambda user: user is not cropped)
+    with program.graph.inserting_after(cropped):
+        padded = program.graph.call_function(aten.constant_pad_nd.default, (cropped, [0, 0, 1, 0]))
+        cropped.replace_all_uses_with(padded, delete_user_cb=lambda user: user is not padded)
+
+
+def wrong_neighbour(program: fx.GraphModule) -> None:
+    """The rows of the rank above stand where those of the one below belong."""
+    joined = call(program, "unpack_rows")
+    places = list(joined.args[4])  # type: ignore[arg-type]
+    swapped = {0: 1, 1: 0, -1: -1}
+    with_argument(joined, 4, [swapped[place] for place in places])
+
+
+def other_rows(program: fx.GraphModule) -> None:
+    """The row behind the one that a neighbour needs is sent."""
+    packed = call(program, "pack_rows")
+    boxes = [[[start + (1 if start == 0 and length else 0), length] for start, length in box] for box in packed.args[2]]  # type: ignore
+    with_argument(packed, 2, boxes)
+
+
+def inner_padding(program: fx.GraphModule) -> None:
+    """The tile is padded where it borders on others."""
+    convolution = call(program, "aten.convolution")
+    with program.graph.inserting_before(convolution):
+        own = program.graph.call_function(aten.constant_pad_nd.default, (placeholder(program, "args_0"), [0, 0, 1, 1]))
+    with_argument(convolution, 0, own)
+
+
+def rim_counted_twice(program: fx.GraphModule) -> None:
+    """The gradient of the bias adds up the rows of others as well."""
+    rows = call(program, "unpack_rows", -1)
+    (total,) = [node for node in rows.args[0].users if "sum.dim" in str(node.target)]  # type: ignore[union-attr]
+    with program.graph.inserting_after(rows):
+        more = program.graph.call_function(total.target, (rows, *total.args[1:]))
+    late = [user for user in total.users if user > more]
+    assert late, "the sum is used behind the exchange"
+    total.replace_all_uses_with(more, delete_user_cb=lambda user: user in late)
+
+
+def placeholder(program: fx.GraphModule, name: str) -> fx.Node:
+    return next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
+
+
+@pytest.mark.parametrize("damage", [narrow, wrong_neighbour, other_rows, inner_padding, rim_counted_twice])
+def test_a_damaged_exchange_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1)).double()
+    x, mesh = image(1, 2, 12, 5), sx.Mesh(h=3)
+    pm = sx.parallelize(net, mesh, sx.Hints(args=(x,), loss=energy, specs=specs(mesh)), virtual=True)
+    program = pm.rank_module(1)
+    damage(program)
+    program.recompile()
+    program.graph.lint()
+    assert not pm.verify(modules={1: program})
