@@ -99,6 +99,8 @@ class OwnOp:
 
     def whole_bytes(self, node: Node, mesh: Mesh) -> int:
         """The bytes that are gathered, unreduced or exchanged, on the rank that holds most."""
+        if self.rows is not None:
+            return int(self.rows(node, mesh))
         values = node.operands if self.whole == "operands" else node.outs
         return sum(value.local_bytes(mesh) for value in values)
 
@@ -108,14 +110,12 @@ class OwnOp:
 
     def sends(self, node: Node, mesh: Mesh) -> Sent:
         """What a rank sends each time that a node of this op is done."""
-        ranks = mesh.extent(node.kwargs.get("axes", ()))
-        if self.rows is not None:
-            return exchanged(ranks, self.rows(node, mesh))
-        return self.sent(self.whole_bytes(node, mesh), ranks)
+        return self.sent(self.whole_bytes(node, mesh), mesh.extent(node.kwargs.get("axes", ())))
 
     def sent(self, nbytes: float, ranks: int) -> Sent:
-        """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged."""
-        return sent(self.factor, ranks, nbytes)
+        """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged: all of the rows
+        that others need."""
+        return sent(self.factor, ranks, nbytes) if self.rows is None else exchanged(ranks, nbytes)
 
 
 Written = tuple[Any, tuple[Any, ...], dict[str, Any]]

@@ -15,13 +15,14 @@ import torch
 
 from shardfx.ir.cut import Cut, Window, rows_for
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.comm import halo
 from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.soundness import Execution
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.strategy import strategy
-from shardfx.ir.spec import Spec
+from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_spec
 from tests.op_calls import f
 
@@ -213,3 +214,37 @@ def test_side_by_side_windows_need_no_rows() -> None:
 
     patches = instance(aten.convolution.default, (f(1, 3, 16), f(4, 3, 4), None, [4], [0], [1], False, [0], 1)).node
     assert not rule_of(patches).windows
+
+
+# ---- the exchange ------------------------------------------------------------------------------------------
+
+
+def test_an_exchange_sends_the_rows_that_others_need() -> None:
+    mesh = Mesh(h=3, w=2)
+    _, tiles = parse_spec("[1, 2, 12{h}, 10{w}]", mesh)
+    rows = ((2, Window(12, 1, 1, -1, 1)), (3, Window(10, 1, 1, -1, 1)))
+    needed = halo.place(tiles, (1, 2, 12, 10), mesh, axes=["h", "w"], rows=rows)
+    value = Value(TensorType((1, 2, 12, 10), torch.float32), spec=tiles)
+    node = Node(halo, (value,), {"axes": ["h", "w"], "rows": rows})
+    node.results = [Value(value.type, node, spec=needed)]
+    inner = 2 * 5 + 4 + 2  # a row above and one below, a column beside, two corners
+    assert halo.sends(node, mesh).nbytes == 4 * 2 * inner
+
+
+def test_an_exchange_starts_from_tiles_alone() -> None:
+    window = Window(12, 1, 1, -1, 1)
+    for text, axes, why in (
+        ("[12{h}, 4]", ["w"], "dims 0 that are cut over {w}"),
+        ("[12, 4]", [], "dims 0 that are cut over {}"),
+        ("[(2 6{h}), 4]", ["h"], "one stretch of dim 0"),
+        ("[12 for 12{h} by o-1 to o+1, 4]", ["h"], "one stretch of dim 0"),
+    ):
+        with pytest.raises(Error, match="halo cannot start") as caught:
+            halo.place(parse_spec(text, Mesh(h=2, w=2))[1], (12, 4), Mesh(h=2, w=2), axes=axes, rows=((0, window),))
+        assert why in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("text", ["[64 for 32{h} by 2o to 3o]", "[64 for 32{h} by (o)/0 to (o)/0]", "[64 for 32{h}]"])
+def test_what_is_no_window_is_refused(text: str) -> None:
+    with pytest.raises(Error):
+        parse_spec(text, TWO)
