@@ -32,11 +32,11 @@ from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
 
+from .held.input_tile import tile_of
 from .held.state import ModelState
 from .held.tree import Root
 from .place import Place
 from .programs import Programs
-from .tiles import tile_of
 from .variants import Variants
 
 
