@@ -2,6 +2,10 @@
 
 A dim may be a *compound*: the product of sub-dims, each cut on its own. ``(8{dp} 128{tp})`` is a dim of 1024 that was
 once ``[8, 128]``, the first cut over dp and the second over tp.
+
+And it may be held in *rows that overlap*: those that the chunks of another dim need through a :class:`Window`.
+``64 for 32{h} by 2o-1 to 2o+1`` is a dim of 64 of which a rank holds rows 2o-1 to 2o+1 for each o in its chunk of 32:
+what a convolution of kernel 3 and stride 2 reads.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from .errors import Error
 from .mesh import Mesh
 
 Coords = Mapping[str, int]
@@ -25,14 +31,76 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """The rows of one dim that row o of another dim, of ``size`` rows, is made of.
+
+    They are ``(step * o + low) // per`` to ``(step * o + high) // per``, as far as there are such rows.
+    """
+
+    size: int
+    step: int
+    per: int
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or self.step < 0 or self.per < 1:
+            raise Error("this is no window", expected="rows (2o-1)/3 of o: neither -2o, nor /0", got=str(self))
+
+    def reach(self, start: int, length: int) -> tuple[int, int]:
+        """The first and the last row that ``length`` rows from ``start`` on are made of; they may not exist."""
+        return (self.step * start + self.low) // self.per, (self.step * (start + length - 1) + self.high) // self.per
+
+    def rows(self, start: int, length: int, whole: int) -> tuple[int, int]:
+        """Start and length of what there is of these rows in a dim of ``whole``: one row at least, for a rank that has
+        something to make."""
+        if length == 0 or whole == 0:
+            return 0, 0
+        first, last = self.reach(start, length)
+        first = max(min(first, whole - 1), 0)
+        return first, max(min(last, whole - 1), first) - first + 1
+
+    def __str__(self) -> str:
+        """``2o-1 to 2o+1``, or ``(o+1)/2 to (o+2)/2``."""
+        return f"{self._row(self.low)} to {self._row(self.high)}"
+
+    def _row(self, more: int) -> str:
+        found = f"{self.step if self.step != 1 else ''}o{f'{more:+d}' if more else ''}"
+        return found if self.per == 1 else f"({found})/{self.per}"
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
-    """How one dim is cut. One part: plain (its size is the dim's own, and not kept). Several: a compound."""
+    """How one dim is cut. One part: plain (its size is the dim's own, and not kept). Several: a compound.
+
+    With ``rows``, another dim is cut plainly over ``axes``, and a rank holds the rows that its chunk needs.
+    """
 
     axes: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    rows: Window | None = None
 
     def __bool__(self) -> bool:
         return bool(self.axes)
+
+    def spans(self, size: int, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
+        """Start and length of what a rank holds of each sub-dim of a dim of ``size``."""
+        if self.rows is not None:
+            return (self.rows.rows(*bounds(self.rows.size, self.axes, mesh, coords), size),)
+        return tuple(bounds(part.size, part.axes, mesh, coords) for part in self.sub(size))
+
+    def span(self, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
+        """Start and length of the one stretch that a rank holds of a dim (see :func:`in_stretches`)."""
+        start, length = 0, 1
+        for (first, count), part in zip(self.spans(size, mesh, coords), self.sub(size), strict=True):
+            start, length = start * part.size + first, length * count
+        return start, length
+
+    def is_even(self, size: int, mesh: Mesh) -> bool:
+        """Whether every rank holds as much as any other."""
+        if self.rows is not None:
+            return mesh.extent(self.axes) == 1
+        return all(part.size % mesh.extent(part.axes) == 0 for part in self.sub(size))
 
     def sub(self, size: int) -> tuple[Part, ...]:
         """The parts, for a dim of ``size``: a plain cut is one part."""
@@ -41,6 +109,8 @@ class Cut:
     def text(self, size: int | str) -> str:
         """The dim as it is printed: ``64{tp}``, or ``(3 64{tp})`` where it is compound. ``size`` is the global size,
         or "."."""
+        if self.rows is not None:
+            return f"{size} for {_sized(self.rows.size, self.axes)} by {self.rows}"
         if self.parts:
             return "(" + " ".join(_sized(p.size, p.axes) for p in self.parts) + ")"
         return _sized(size, self.axes)
@@ -127,7 +197,7 @@ def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cu
         return (WHOLE,) * len(factors)
     if len(factors) == 1:
         return (cut,)
-    if size == 0:
+    if size == 0 or cut.rows is not None:
         return None
     pending = list(reversed(cut.sub(size)))
     result = []
@@ -172,6 +242,8 @@ def _split_axes(part: Part, size: int, mesh: Mesh) -> Part | None:
 
 def common_parts(size: int, cuts: Sequence[Cut], mesh: Mesh) -> tuple[list[int], list[tuple[Cut, ...]]] | None:
     """A dim as sub-dims in which all the cuts are plain, and each cut there; None where their parts do not nest."""
+    if any(cut.rows is not None for cut in cuts):
+        return ([size], [(cut,) for cut in cuts]) if len(set(cuts)) == 1 else None
     ends = {size}
     ones = size > 1 and any(cut.sub(size)[0].size == 1 for cut in cuts)
     for cut in cuts:
@@ -195,6 +267,8 @@ def join(a: Cut, b: Cut, size: int, mesh: Mesh) -> Cut | None:
         return a
     if not a.axes:
         return b
+    if a.rows is not None or b.rows is not None:
+        return None
     if not a.parts and not b.parts:
         short, long = sorted((a, b), key=lambda cut: len(cut.axes))
         return long if long.axes[: len(short.axes)] == short.axes else None
@@ -220,3 +294,21 @@ def without(cut: Cut, axis: str, mesh: Mesh) -> Cut:
         return Cut(cut.axes[: cut.axes.index(axis)])
     parts = [Part(p.size, p.axes[: p.axes.index(axis)] if axis in p.axes else p.axes) for p in cut.parts]
     return compound(parts, mesh)
+
+
+@lru_cache(maxsize=4096)
+def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Cut:
+    """The cut of a dim of ``size`` that holds what the chunks of another dim need: a plain one, or one of blocks, where
+    that is the same for every rank."""
+    if not axes:
+        return WHOLE
+    made = Cut(axes, rows=window)
+    same = [Cut(axes)]
+    if window.size and size % window.size == 0:
+        same.append(compound([Part(window.size, axes), Part(size // window.size)], mesh))
+    ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
+    held = [made.span(size, mesh, coords) for coords in ranks]
+    for cut in same:
+        if not in_stretches(cut) and [cut.span(size, mesh, coords) for coords in ranks] == held:
+            return cut
+    return made

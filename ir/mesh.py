@@ -155,11 +155,14 @@ class Mesh:
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` along ``axes`` only, the first axis given being the major one."""
-        coords = self.coords(rank)
-        ranks = [coords]
+        return tuple(self.rank(c) for c in self.along(self.coords(rank), axes))
+
+    def along(self, coords: Mapping[str, int], axes: Iterable[str]) -> list[dict[str, int]]:
+        """All coordinates that differ from some along ``axes`` only, the first axis given being the major one."""
+        found = [dict(coords)]
         for name in axes:
-            ranks = [{**c, name: i} for c in ranks for i in range(self[name].size)]
-        return tuple(self.rank(c) for c in ranks)
+            found = [{**c, name: i} for c in found for i in range(self[name].size)]
+        return found
 
     def group_name(self, rank: int, axes: Iterable[str]) -> str:
         """A name for :meth:`group` that is the same on all of its ranks, such as ``dp2.tp2/tp@1``."""

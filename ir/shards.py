@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
+from .cut import Coords
 from .mesh import Mesh
 from .spec import Spec
 
@@ -88,3 +91,75 @@ def cut_local(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.T
     coords = mesh.coords(rank)
     shape = tuple(whole.shape)
     return cut_box(whole, spec.sub_shape(shape), spec.box(shape, mesh, coords), spec.local_shape(shape, mesh, coords))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None if nothing."""
+    found = []
+    for (start, length), (other, count) in zip(a, b, strict=True):
+        first, end = max(start, other), min(start + length, other + count)
+        if end <= first:
+            return None
+        found.append((first, end - first))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """Who sends which rows to whom, where tiles of some dims become others over the same axes.
+
+    Args:
+        coords: where one rank of the group stands.
+        dims: the dims whose rows move; every rank holds one stretch of each, before and after.
+    """
+
+    source: Spec
+    target: Spec
+    shape: tuple[int, ...]
+    mesh: Mesh
+    coords: Coords
+    dims: tuple[int, ...]
+
+    @cached_property
+    def members(self) -> list[dict[str, int]]:
+        """Where the ranks of the group stand."""
+        return self.mesh.along(self.coords, (axis for dim in self.dims for axis in self.source.dims[dim].axes))
+
+    def box(self, spec: Spec, coords: Coords) -> Box:
+        """What a rank holds of the dims."""
+        return tuple(spec.dims[dim].span(self.shape[dim], self.mesh, coords) for dim in self.dims)
+
+    @cached_property
+    def held(self) -> list[Box]:
+        """What each member has."""
+        return [self.box(self.source, coords) for coords in self.members]
+
+    @cached_property
+    def needed(self) -> list[Box]:
+        """What each member is to have."""
+        return [self.box(self.target, coords) for coords in self.members]
+
+    def sends(self, member: int) -> list[Box | None]:
+        """The rows that a member sends to each: nothing to itself."""
+        return [None if k == member else overlap(self.held[member], box) for k, box in enumerate(self.needed)]
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether every member has what it needs."""
+        return not any(any(self.sends(member)) for member in range(len(self.members)))
+
+    @property
+    def most(self) -> int:
+        """The elements that the member which sends most sends."""
+        local = self.source.local_shape(self.shape, self.mesh, self.coords)
+        rest = [n for d, n in enumerate(local) if d not in self.dims]
+        sent = (sum(math.prod(n for _, n in box) for box in self.sends(m) if box) for m in range(len(self.members)))
+        return max(sent) * math.prod(rest)
+
+    def tiles(self, member: int) -> tuple[list[tuple[int, Box]], list[int]]:
+        """What a member needs: boxes in row-major order, and who has each; and how many there are along each dim."""
+        parts = [(k, box) for k, held in enumerate(self.held) if (box := overlap(held, self.needed[member]))]
+        edges = [sorted({box[d] for _, box in parts}) for d in range(len(self.dims))]
+        by_box = {box: k for k, box in parts}
+        grid = [(by_box[cell], cell) for cell in itertools.product(*edges)]
+        return grid, [len(each) for each in edges]

@@ -21,7 +21,7 @@ from functools import lru_cache
 
 import torch
 
-from .cut import WHOLE, Coords, Cut, Part, bounds, common_parts, compound, project
+from .cut import WHOLE, Coords, Cut, Part, common_parts, compound, project
 from .errors import Error
 from .mesh import Mesh
 
@@ -110,11 +110,7 @@ class Spec:
 
     def box(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
         """Start and length of what a rank holds, for every *sub-dim* of the shape, in order."""
-        return tuple(
-            bounds(part.size, part.axes, mesh, coords)
-            for cut, size in zip(self.dims, shape, strict=True)
-            for part in cut.sub(size)
-        )
+        return tuple(span for cut, size in zip(self.dims, shape, strict=True) for span in cut.spans(size, mesh, coords))
 
     def sub_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The global shape with compound dims taken apart: what :meth:`box` indexes."""
@@ -123,13 +119,18 @@ class Spec:
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coords: Coords) -> tuple[int, ...]:
         """The shape that the rank at ``coords`` holds."""
         return tuple(
-            math.prod(bounds(p.size, p.axes, mesh, coords)[1] for p in cut.sub(size)) if cut.axes else size
+            math.prod(length for _, length in cut.spans(size, mesh, coords)) if cut.axes else size
             for cut, size in zip(self.dims, shape, strict=True)
         )
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh) -> int:
-        """The elements on the rank that holds most (rank 0)."""
-        return math.prod(self.local_shape(shape, mesh, dict.fromkeys(mesh.names, 0)))
+        """The elements on the rank that holds most: rank 0, but for rows that overlap."""
+        first = dict.fromkeys(mesh.names, 0)
+        found = self.local_shape(shape, mesh, first)
+        return math.prod(
+            length if cut.rows is None else max(cut.span(size, mesh, at)[1] for at in mesh.along(first, cut.axes))
+            for cut, size, length in zip(self.dims, shape, found, strict=True)
+        )
 
     def text(self, shape: Sequence[int] | None = None, dtype: str = "") -> str:
         """The spec as it is printed: ``f32[64{dp}, 256] +{tp}``; ``.`` for sizes where no shape is given."""

@@ -252,6 +252,9 @@ class _Walk:
         """What a collective sends."""
         axes, row = self.mesh.group_axes(group), row_of_collective(called(node))
         n, nbytes = self.mesh.extent(axes), sum(tensor.layout.nbytes for tensor in leaves(put_in, _Tensor))
+        planned = node.meta.get("shardfx")
+        if planned is not None and isinstance(planned.op, OwnOp) and planned.op.rows is not None:
+            row = planned.op
         key = (row, axes, nbytes)
         if key not in self._costs:
             sent = Sent(1.0, nbytes) if row is None else row.sent(row.whole_of(nbytes, n), n)

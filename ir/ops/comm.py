@@ -4,6 +4,7 @@ Communication is never a plan of its own: it is what two placements that differ 
 
     f32[64, 512] +{tp}   ->   f32[64{tp}, 512]      comm.reduce_scatter(axes=[tp], dim=0)
     f32[64{tp}, 512]     ->   f32[64, 512{tp}]      comm.all_to_all(axes=[tp], dim=0, to=1)
+    f32[64{h}]           ->   f32[64 for 64{h} by o-1 to o+1]    comm.halo(axes=[h], rows=[0 for 64 by o-1 to o+1])
 
 Each is a row of the table (:mod:`.table`). Of several operands, operand k gives result k, and they travel together.
 What they send says :mod:`.sends`.
@@ -14,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardfx.ir.cut import Cut
+from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches, rows_for
 from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.shards import RowExchange
 from shardfx.ir.spec import Spec, coarsen, on_view
 
 from . import comm_local
@@ -92,6 +95,45 @@ class Effect:
         return result if view is None else coarsen(shape, view, result, mesh)
 
 
+@dataclass(frozen=True)
+class Halo:
+    """The effect of ``comm.halo``: some dims, cut into one stretch for each rank, are held in other rows."""
+
+    name: str
+
+    def __call__(
+        self, source: Spec, shape: Sequence[int], mesh: Mesh, *, axes: Sequence[str], rows: Sequence[tuple[int, Window]]
+    ) -> Spec:
+        """The placement in which every rank has, of each of the dims, what its chunk of another dim needs.
+
+        Example::
+
+            halo.place(Spec.parse("h", mesh), (8,), mesh, axes=["h"], rows=[(0, Window(8, 1, 1, -1, 1))])
+
+        Raises:
+            Error: the dims are not cut over the axes, one after the other, into one stretch for each rank.
+        """
+        cuts = [source.dims[dim] if 0 <= dim < len(source.dims) else WHOLE for dim, _ in rows]
+        if tuple(axis for cut in cuts for axis in cut.axes) != tuple(axes) or not all(cuts):
+            expected = f"dims {', '.join(str(dim) for dim, _ in rows)} that are cut over {{{','.join(axes)}}}"
+            raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
+        for (dim, window), cut in zip(rows, cuts, strict=True):
+            if cut.rows is not None or in_stretches(cut) or any(mesh[axis].time for axis in cut.axes):
+                expected = f"one stretch of dim {dim} for each rank, and no time axis"
+                raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
+            source = source.with_dim(dim, rows_for(cut.axes, window, shape[dim], mesh))
+        return source
+
+
+def rows_sent(node: Node, mesh: Mesh) -> float:
+    """The bytes of the rows that the rank which sends most sends."""
+    source, target = node.operands[0].spec, node.outs[0].spec
+    assert source is not None and target is not None
+    dims = tuple(dim for dim, _ in node.kwargs["rows"])
+    exchange = RowExchange(source, target, node.operands[0].shape, mesh, dict.fromkeys(mesh.names, 0), dims)
+    return float(exchange.most * node.operands[0].type.dtype.itemsize)
+
+
 all_gather = OwnOp(
     "comm.all_gather",
     {"axes": AXES, "dim": DIM, "view": VIEW},
@@ -142,8 +184,19 @@ shard = OwnOp(
     local=comm_local.take,
     glyph="split",
 )
+halo = OwnOp(
+    "comm.halo",
+    {"axes": AXES, "rows": Keyword("rows")},
+    Halo("comm.halo"),
+    factor=1.0,
+    whole="operands",
+    adjoint="",
+    local=comm_local.halo,
+    glyph="turn",
+    rows=rows_sent,
+)
 
-OWN_OPS: dict[str, OwnOp] = {op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard)}
+OWN_OPS: dict[str, OwnOp] = {op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard, halo)}
 """The ops of the graph that are not torch's, by name."""
 
 _ENDINGS = ("_", "_out", "_coalesced", "_into", "_into_tensor", "_tensor", "_single")

@@ -10,6 +10,7 @@ A collective joins and splits along the first dim, in equal pieces. Several oper
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.cut import bounds, chunk
+from shardfx.ir.shards import Box, RowExchange
 from shardfx.ir.spec import Spec, on_view
 
 from . import pack
@@ -146,6 +148,46 @@ def all_to_all(emit: RankEmit) -> list[Any]:
     sent, got = [row * length for length in send], [torch.Size(p).numel() for p in pieces]
     waited = site.travels(c10d.all_to_all_single.default, x, [sum(got)], got, sent)
     return [emit.call(pack.unpack_exchange, waited, pieces, site.dim, site.shape)]
+
+
+def halo(emit: RankEmit) -> list[Any]:
+    """The rows that this rank needs, of which others have some: each pair of ranks exchanges what they lack of one
+    another, corners too; a local slice where nobody lacks anything."""
+    site, dims = Site(emit), [dim for dim, _ in emit.node.kwargs["rows"]]
+    moved = RowExchange(site.source, site.target, tuple(site.view), site.mesh, emit.coords, tuple(dims))
+    me = next(k for k, at in enumerate(moved.members) if all(at[axis] == emit.coords[axis] for axis in site.axes))
+    x, view = emit.args[0], site.local_view(site.source)
+    if moved.is_silent:
+        for dim, (first, _), (start, length) in zip(dims, moved.held[me], moved.needed[me], strict=True):
+            if length != view[dim]:
+                before, view[dim] = list(view), length
+                x = emit.call(pack.take, x, before, dim, start - first, length, list(view))
+        return [x]
+
+    def within(box: Box | None) -> list[list[int]]:
+        """Where a box lies in what this rank holds."""
+        if box is None:
+            return [[0, 0] for _ in dims]
+        return [[start - first, length] for (start, length), (first, _) in zip(box, moved.held[me], strict=True)]
+
+    def shape(box: Box) -> list[int]:
+        found = list(site.shape)
+        for dim, (_, length) in zip(dims, box, strict=True):
+            found[dim] = length
+        return found
+
+    row = torch.Size(size for dim, size in enumerate(view) if dim not in dims).numel()
+    to = moved.sends(me)
+    sent = [row * math.prod(length for _, length in box) if box else 0 for box in to]
+    tiles, counts = moved.tiles(me)
+    come = {k: torch.Size(shape(box)).numel() for k, box in tiles if k != me}
+    got = [come.get(k, 0) for k in range(site.n)]
+    packed = emit.call(pack.pack_rows, x, dims, [within(box) for box in to], gives=[sum(sent)])
+    waited = site.travels(c10d.all_to_all_single.default, packed, [sum(got)], got, sent)
+    places = [-1 if k == me else sorted(come).index(k) for k, _ in tiles]
+    own = within(next((box for k, box in tiles if k == me), None))
+    shapes = [shape(box) for _, box in tiles]
+    return [emit.call(pack.unpack_rows, x, waited, dims, own, places, shapes, counts, gives=site.shape)]
 
 
 def take(emit: RankEmit) -> list[Any]:

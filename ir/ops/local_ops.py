@@ -51,6 +51,8 @@ PACKING = (
     LocalOp("pack.unpack_scattered", pack.unpack_scattered, shares=True, moves=True),
     LocalOp("pack.pack_exchange", pack.pack_exchange, moves=True),
     LocalOp("pack.unpack_exchange", pack.unpack_exchange, moves=True),
+    LocalOp("pack.pack_rows", pack.pack_rows, moves=True),
+    LocalOp("pack.unpack_rows", pack.unpack_rows, shares=True, moves=True),
     LocalOp("pack.take", pack.take, shares=True, moves=True),
     LocalOp("pack.flatten", pack.flatten, moves=True),
     LocalOp("pack.unflatten", pack.unflatten, shares=True, moves=True),

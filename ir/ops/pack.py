@@ -82,6 +82,38 @@ def unpack_exchange(x: Tensor, pieces: Sequence[Sequence[int]], dim: int, shape:
     return torch.cat(parts, dim).reshape(shape)
 
 
+def pack_rows(x: Tensor, dims: Sequence[int], boxes: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    """The boxes of ``x`` (start and length in each of ``dims``), one for each rank, flat and one after the other."""
+    return torch.cat([_box(x, dims, box).reshape(-1) for box in boxes])
+
+
+def unpack_rows(
+    x: Tensor,
+    got: Tensor,
+    dims: Sequence[int],
+    own: Sequence[Sequence[int]],
+    places: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    counts: Sequence[int],
+) -> Tensor:
+    """Tiles joined along ``dims``, of which there are ``counts``: received ones by their place, -1 is the own box of
+    ``x``."""
+    pairs = list(zip(places, shapes, strict=True))
+    sizes = dict(sorted((place, torch.Size(shape).numel()) for place, shape in pairs if place >= 0))
+    received = got.split(list(sizes.values()))
+    tiles = [_box(x, dims, own) if place < 0 else received[place].reshape(list(shape)) for place, shape in pairs]
+    for dim, count in zip(reversed(dims), reversed(counts), strict=True):
+        tiles = [torch.cat(tiles[i : i + count], dim) if count > 1 else tiles[i] for i in range(0, len(tiles), count)]
+    return tiles[0]
+
+
+def _box(x: Tensor, dims: Sequence[int], box: Sequence[Sequence[int]]) -> Tensor:
+    for dim, (start, length) in zip(dims, box, strict=True):
+        if length != x.shape[dim]:
+            x = x.narrow(dim, start, length)
+    return x
+
+
 def take(x: Tensor, view: Sequence[int], dim: int, start: int, length: int, shape: Sequence[int]) -> Tensor:
     """A local slice: what this rank keeps of a dim."""
     return x.reshape(view).narrow(dim, start, length).reshape(shape)

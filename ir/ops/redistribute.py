@@ -11,11 +11,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardfx.ir.cut import WHOLE, Cut
+from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches, rows_for
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.shards import RowExchange
 from shardfx.ir.spec import Spec, TensorType, coarsen, refine
 
-from .comm import all_gather, all_reduce, all_to_all, reduce_scatter, shard
+from .comm import all_gather, all_reduce, all_to_all, halo, reduce_scatter, shard
+from .sends import exchanged
 from .table import OwnOp
 
 
@@ -31,6 +33,8 @@ class Step:
     reduce: str | None = None
     view: tuple[int, ...] | None = None
     seconds: float = 0.0
+    rows: tuple[tuple[int, Window], ...] | None = None
+    """Of a halo: the dims, and the windows through which other dims need them."""
 
 
 _State = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
@@ -64,6 +68,9 @@ class Redistribution:
         return self.mesh.link(axes).seconds(*op.sent(local_bytes, ranks)) or SLICE_SECONDS
 
     def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
+        tiles = self._as_tiles(type.shape, source, target)
+        if tiles != target:
+            return (*self.steps(type, source, tiles), self._halo(type, tiles, target))
         refined = refine(type.shape, [source, target], self.mesh)
         if refined is None:
             return self._through_whole(type, source, target)
@@ -91,6 +98,34 @@ class Redistribution:
                 step = Step(op, axes, spec, dim, to, reduce, None if plain else view, cost)
                 heapq.heappush(queue, (seconds + cost, next(counter), after, (*path, step)))
         return self._through_whole(type, source, target)
+
+    def _as_tiles(self, shape: Sequence[int], source: Spec, target: Spec) -> Spec:
+        """The placement from which a halo leads to the target: where the target holds other rows than tiles of the
+        dim, those tiles; where source and target have one stretch each for the same ranks, the source's."""
+        found = target
+        for dim, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)):
+            tiled = a.axes == b.axes and a != b and a.rows is None and not in_stretches(a) and not in_stretches(b)
+            if tiled and not any(self.mesh[axis].time for axis in a.axes) and self._reached(b, shape[dim]):
+                found = found.with_dim(dim, a)
+            elif b.rows is not None and a != b:
+                found = found.with_dim(dim, Cut(b.axes))
+        return found
+
+    def _reached(self, cut: Cut, size: int) -> bool:
+        """Whether a halo leads to a cut, and to no other that is the same for every rank."""
+        return rows_for(cut.axes, _window(cut, size), size, self.mesh) == cut
+
+    def _halo(self, type: TensorType, tiles: Spec, target: Spec) -> Step:
+        rows = tuple(
+            (dim, _window(b, size))
+            for dim, (a, b, size) in enumerate(zip(tiles.dims, target.dims, type.shape, strict=True))
+            if a != b
+        )
+        axes = tuple(axis for dim, _ in rows for axis in tiles.dims[dim].axes)
+        dims, first = tuple(dim for dim, _ in rows), dict.fromkeys(self.mesh.names, 0)
+        most = RowExchange(tiles, target, type.shape, self.mesh, first, dims).most * type.dtype.itemsize
+        seconds = self.mesh.link(axes).seconds(*exchanged(self.mesh.extent(axes), most)) or SLICE_SECONDS
+        return Step(halo, axes, target, rows=rows, seconds=seconds)
 
     def _through_whole(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
         """Gather the dims that differ, then cut them anew: always possible, where parts do not nest."""
@@ -150,3 +185,12 @@ class Redistribution:
         for axis, i in wanted.items():
             if axis not in used:
                 yield shard, (axis,), i, None, None, put({i: (*dims[i], axis)}), 1.0
+
+
+def _window(cut: Cut, size: int) -> Window:
+    """The window through which a rank needs what it holds by a cut: one row, or as many as there are in a block."""
+    if cut.rows is not None:
+        return cut.rows
+    blocks, *rest = cut.sub(size)
+    each = math.prod(part.size for part in rest)
+    return Window(blocks.size, each, 1, 0, each - 1)

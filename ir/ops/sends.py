@@ -5,6 +5,7 @@ For ``n`` ranks, and a *whole* of ``b`` bytes (the gathered, unreduced or exchan
     all-gather, reduce-scatter, all-to-all, broadcast    (n-1)/n b     in log2(n) messages, one behind the other
     all-reduce                                         2 (n-1)/n b     in twice as many (Patarasu and Yuan, 2009)
     slice                                                  nothing
+    halo                                      the rows that others need, in as many messages as an all-to-all
 
 The factor, and which values are the whole, are facts of an op's row (:class:`shardfx.ir.ops.table.OwnOp`). The planner
 asks before a node is there, report and pictures ask of a node, a replay and the run-time counts of a call on real
@@ -42,6 +43,11 @@ class Sent(NamedTuple):
 def sent(factor: float, ranks: int, whole: float) -> Sent:
     """What one of so many ranks sends, where (n-1)/n of ``whole`` bytes go round ``factor`` times."""
     return Sent(factor * math.log2(ranks), factor * whole * (ranks - 1) / ranks)
+
+
+def exchanged(ranks: int, nbytes: float) -> Sent:
+    """What one of so many ranks sends, where it is so many bytes that go to others; nothing if there are none."""
+    return Sent(math.log2(ranks), nbytes) if nbytes else Sent()
 
 
 def is_comm(node: Node) -> bool:

@@ -20,7 +20,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
-from .sends import Sent, sent
+from .sends import Sent, exchanged, sent
 
 
 class RankEmit(Protocol):
@@ -44,8 +44,8 @@ class RankEmit(Protocol):
 
 @dataclass(frozen=True)
 class Keyword:
-    """A keyword of an own op: ``kind`` is ``axes`` (of the mesh), ``dim``, ``word`` (a reduction), ``sizes`` or
-    ``text``."""
+    """A keyword of an own op: ``kind`` is ``axes`` (of the mesh), ``dim``, ``word`` (a reduction), ``sizes``,
+    ``text``, or ``rows`` (dims, and the windows through which other dims need them)."""
 
     kind: str
     needed: bool = True
@@ -64,11 +64,12 @@ class OwnOp:
         keywords: which there are, and of which kind.
         place: the effect on placements.
         factor, whole: a rank sends ``factor * (n - 1) / n`` of the local bytes of its ``operands`` or ``results``.
-        adjoint: the row that goes back (a law test runs both).
+        adjoint: the row that goes back (a law test runs both); none where there is no one such.
         local: one rank's version; gives what stands for each result.
         glyph: its shape in pictures: ``join``, ``split``, ``sum`` or ``turn``; empty where it is a box like others.
         pool: what its results lie in, where that is not the device's memory.
         fetches: it takes what lies in such a pool.
+        rows: the bytes that a rank sends, where that is no share of a whole.
     """
 
     name: str
@@ -81,6 +82,7 @@ class OwnOp:
     glyph: str
     pool: str = ""
     fetches: bool = False
+    rows: Callable[[Node, Mesh], float] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -97,6 +99,8 @@ class OwnOp:
 
     def whole_bytes(self, node: Node, mesh: Mesh) -> int:
         """The bytes that are gathered, unreduced or exchanged, on the rank that holds most."""
+        if self.rows is not None:
+            return int(self.rows(node, mesh))
         values = node.operands if self.whole == "operands" else node.outs
         return sum(value.local_bytes(mesh) for value in values)
 
@@ -109,8 +113,9 @@ class OwnOp:
         return self.sent(self.whole_bytes(node, mesh), mesh.extent(node.kwargs.get("axes", ())))
 
     def sent(self, nbytes: float, ranks: int) -> Sent:
-        """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged."""
-        return sent(self.factor, ranks, nbytes)
+        """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged: all of the rows
+        that others need."""
+        return sent(self.factor, ranks, nbytes) if self.rows is None else exchanged(ranks, nbytes)
 
 
 Written = tuple[Any, tuple[Any, ...], dict[str, Any]]

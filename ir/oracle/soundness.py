@@ -73,7 +73,8 @@ class Refutation:
 
 def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[Trial]:
     """Each factor in two and three pieces (uneven, mostly) and in stretches, each linear group, some together."""
-    free = [f for f, size in rule.sizes.items() if f not in rule.whole and size > 1 and f in rule.factors]
+    barred = rule.whole | rule.windows.keys()
+    free = [f for f, size in rule.sizes.items() if f not in barred and size > 1 and f in rule.factors]
     for f in free:
         for count in (2, 3):
             mesh = Mesh(a=count)
@@ -89,7 +90,7 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
             yield Trial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
     two = Mesh(a=2, b=2)
     for f in free:
-        cut = as_two_dims(rule.sizes[f], two)
+        cut = as_two_dims(rule.sizes[f], two) if f not in rule.leaders else None
         if cut is not None:
             yield Trial(two, {f: cut})
     for f, g in itertools.islice(itertools.combinations(free, 2), 6):

@@ -10,7 +10,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
 from .sharding_rule import ShardingRule
-from .strategy import strategy
+from .strategy import strategy, wished
 
 APPROXIMATE = "approximate"
 """The attribute of a node by which a pass says that partial sums may pass it, though the sum is then a rounded one."""
@@ -42,7 +42,8 @@ def as_placed(
             continue
         for d, dim in enumerate(dims):
             projected = project(spec.dims[d], value.shape[d], rule.dim_sizes(dim), mesh)
-            for factor, cut in zip(dim, projected or (), strict=False):
+            for held, given in zip(dim, projected or (), strict=False):
+                factor, cut = wished(rule, held, given)
                 if cut.axes and factor not in rule.whole and factor not in cuts and not taken & set(cut.axes):
                     cuts[factor] = cut
                     taken.update(cut.axes)

@@ -40,7 +40,16 @@ def perform(entry: RuleEntry | None, emit: Emit) -> Any:
         args = (*args[: entry.shape_arg], list(emit.result_shape(0)), *args[entry.shape_arg + 1 :])
     if entry is not None and entry.sized and is_cut(emit.node):
         args = sized_args(entry, emit, args)
+    if entry is not None and entry.rows is not None and (leaders := cut_leaders(entry, emit.node)):
+        return entry.rows(emit, args, leaders)
     return emit.call(TARGETS.get(emit.node.op, emit.node.op), *args, **emit.kwargs)
+
+
+def cut_leaders(entry: RuleEntry, node: Node) -> frozenset[str]:
+    """The factors that see others through windows and are cut."""
+    rule = entry.make(node)
+    assert rule is not None and node.strategy is not None
+    return rule.leaders & {factor for factor, axes in node.strategy.cuts if axes}
 
 
 def sized_args(entry: RuleEntry, emit: Emit, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -81,6 +90,8 @@ class Contiguous(Enum):
 
 MakeRule = Callable[[Node], "ShardingRule | None"]
 MakeLocal = Callable[[Emit], Any]
+MakeRows = Callable[[Emit, tuple[Any, ...], frozenset[str]], Any]
+"""What one rank does: of the arguments that fit it otherwise, where these factors are cut, which see others."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,8 @@ class RuleEntry:
     that are the sizes of dims; ``local`` writes anything else; ``free`` says that the op costs next to nothing, so that
     it may be done once per placement that is needed of its result; ``contiguous`` which memory layout its kernel takes;
     ``expand`` says that where a whole factor is in the way the op may be taken apart into its decomposition (True:
-    torch's own); ``discovered`` that nobody wrote it: it is found by running the op.
+    torch's own); ``rows`` writes one rank's version where what others are seen through windows by is cut, of
+    arguments that fit it otherwise; ``discovered`` that nobody wrote it: it is found by running the op.
     """
 
     ops: tuple[Any, ...]
@@ -104,6 +116,7 @@ class RuleEntry:
     free: bool = False
     contiguous: Contiguous = Contiguous.ANY
     discovered: bool = False
+    rows: MakeRows | None = None
 
 
 def rule(
@@ -121,6 +134,7 @@ def rule(
     expand: bool | Callable[..., Any] = False,
     free: bool = False,
     contiguous: Contiguous = Contiguous.ANY,
+    rows: MakeRows | None = None,
 ) -> RuleEntry:
     """A :class:`RuleEntry` from a template such as ``"m k, k n -> m n"``, or from a function of the node that gives one
     (or a whole :class:`ShardingRule`; None where there is no rule for this node).
@@ -152,7 +166,7 @@ def rule(
     text = form if isinstance(form, str) else form.__name__
     follow = tuple((name, parse_tensor(dims)) for name, dims in (sized or {}).items())
     made = read(form) if isinstance(form, str) else make
-    return RuleEntry(given, made, text, shape_arg, follow, local, expand, free, contiguous)
+    return RuleEntry(given, made, text, shape_arg, follow, local, expand, free, contiguous, rows=rows)
 
 
 Fallback = Callable[[Any], "RuleEntry | None"]

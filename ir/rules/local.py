@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardfx.ir.cut import Coords, Cut, bounds, in_stretches
+from shardfx.ir.cut import Coords, Cut, in_stretches
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
@@ -44,7 +44,8 @@ class Held:
     @staticmethod
     def of(cut: Cut, size: int, mesh: Mesh, coords: Coords) -> Held:
         """What the rank at ``coords`` holds of a dim of ``size`` elements that is cut so."""
-        return Held(tuple(Piece(part.size, *bounds(part.size, part.axes, mesh, coords)) for part in cut.sub(size)))
+        pairs = zip(cut.sub(size), cut.spans(size, mesh, coords), strict=True)
+        return Held(tuple(Piece(part.size, *span) for part, span in pairs))
 
     @property
     def first(self) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from shardfx.ir.cut import Window
+
 SAME = "same"
 Dim = tuple[str, ...]
 """The factors whose product a tensor dim is, major first; () is a dim of size one."""
@@ -27,6 +29,13 @@ class Linear(NamedTuple):
         return "&".join(map(str, sorted(self.operands))) + made
 
 
+class Seen(NamedTuple):
+    """A factor as another one, the ``leader``, needs it: through a window."""
+
+    leader: str
+    window: Window
+
+
 @dataclass(frozen=True)
 class ShardingRule:
     """What may be cut of one node: per operand and per result the factors of each dim."""
@@ -45,6 +54,9 @@ class ShardingRule:
     """Every cut passes as it is: the op moves elements, or works on each alone."""
     unread: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """The results that are made without a factor: where it is cut every rank has all of them, and nothing is summed."""
+    windows: Mapping[str, Seen] = field(default_factory=dict)
+    """Factors of operands that are not cut themselves: where another factor is cut, a rank needs the rows that its
+    chunk of that one is made of."""
 
     @cached_property
     def factors(self) -> dict[str, list[tuple[bool, int, int, int]]]:
@@ -56,6 +68,16 @@ class ShardingRule:
                     for place, factor in enumerate(dim):
                         found.setdefault(factor, []).append((is_operand, t, d, place))
         return found
+
+    @cached_property
+    def leaders(self) -> frozenset[str]:
+        """The factors that see others through windows: they are cut plainly."""
+        return frozenset(seen.leader for seen in self.windows.values())
+
+    def kin(self, factor: str) -> frozenset[str]:
+        """The factors that are cut together with one: a leader and what it sees."""
+        leader = self.windows[factor].leader if factor in self.windows else factor
+        return frozenset({leader, *(f for f, seen in self.windows.items() if seen.leader == leader)})
 
     @cached_property
     def result_factors(self) -> tuple[frozenset[str], ...]:
@@ -85,9 +107,11 @@ class ShardingRule:
 
 
 def rule_text(rule: ShardingRule) -> str:
-    """A rule as a template: ``a b!, a -> a b!``."""
+    """A rule as a template: ``a b!, a -> a b!``; ``h~p``: the rows of h that p needs."""
 
     def word(factor: str) -> str:
+        if factor in rule.windows:
+            return f"{factor}~{rule.windows[factor].leader}"
         return factor + ("!" if factor in rule.whole else "")
 
     def tensor(dims: Iterable[Dim]) -> str:

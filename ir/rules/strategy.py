@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shardfx.ir.cut import WHOLE, Cut, Part, compound, project
+from shardfx.ir.cut import WHOLE, Cut, Part, compound, in_stretches, project, rows_for
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
@@ -15,12 +16,43 @@ from .sharding_rule import SAME, Dim, ShardingRule
 Cuts = Mapping[str, Cut]
 
 
+def cut_of(factor: str, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
+    """How a factor is held: as it is cut, or in the rows that the chunks of its leader need."""
+    seen = rule.windows.get(factor)
+    if seen is None or factor in cuts:
+        return cuts.get(factor, WHOLE)
+    return rows_for(cuts.get(seen.leader, WHOLE).axes, seen.window, rule.sizes[factor], mesh)
+
+
+def wishes(rule: ShardingRule, cuts: Cuts) -> dict[str, Cut]:
+    """The cuts, and for what is seen through windows tiles over the same axes: how it is best held."""
+    seen = {f: Cut(cuts[each.leader].axes) for f, each in rule.windows.items() if each.leader in cuts}
+    return {**cuts, **seen}
+
+
+def wished(rule: ShardingRule, factor: str, cut: Cut) -> tuple[str, Cut]:
+    """The factor that is to be cut where a tensor holds a cut of one, and how: a leader in tiles over the same axes."""
+    seen = rule.windows.get(factor)
+    if seen is None and factor not in rule.leaders:
+        return factor, cut
+    return factor if seen is None else seen.leader, WHOLE if in_stretches(cut) else Cut(cut.axes)
+
+
+def implied(rule: ShardingRule, factor: str, cut: Cut, mesh: Mesh) -> tuple[str, Cut] | None:
+    """The factor that is cut where a tensor holds this cut of one, and how; None where that follows from no cut."""
+    seen = rule.windows.get(factor)
+    if seen is None:
+        return factor, cut
+    made = rows_for(cut.axes, seen.window, rule.sizes[factor], mesh)
+    return (seen.leader, Cut(cut.axes)) if cut == made else None
+
+
 def place(dims: tuple[Dim, ...], cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> tuple[Cut, ...]:
     """The cuts of a tensor's dims that follow from the cuts of the factors."""
     placed = []
     for dim in dims:
         if len(dim) == 1:
-            placed.append(cuts.get(dim[0], WHOLE))
+            placed.append(cut_of(dim[0], cuts, rule, mesh))
         elif not any(f in cuts for f in dim):
             placed.append(WHOLE)
         else:
@@ -42,8 +74,18 @@ def strategy(
     Args:
         cuts: factor -> cut. Over all factors, an axis at most once.
         partial: axis -> (reduction, the operands that are partial over it), one of ``rule.linear``'s groups.
+
+    Raises:
+        Error: a factor that sees others through windows is not cut plainly; an axis stands twice in one placement.
     """
     partial = partial or {}
+    for factor in rule.leaders & cuts.keys():
+        if cuts[factor].parts:
+            raise Error(
+                f"the factor {factor!r} sees others through windows",
+                expected="one chunk of it for each rank",
+                got=cuts[factor].text(rule.sizes[factor]),
+            )
     operands = []
     for i, dims in enumerate(rule.operands):
         held = tuple((axis, op) for axis, (op, group) in partial.items() if i in group)

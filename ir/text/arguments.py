@@ -3,6 +3,7 @@
 %2, [64, 512], None, -0.5, torch.float32, device("cpu")      arguments; a list stays a list, a tuple a tuple
 axes=[dp, tp], reduce=sum                                    keywords of our own ops: axes and words are bare
 bf16[8{dp}, (3 64{tp})] +{cp}                                a type and its placement; ``?`` says: not placed yet
+f32[64 for 32{h} by 2o-1 to 2o+1]                            rows that overlap, and what they are needed for
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.cut import Cut, Part
+from shardfx.ir.cut import Cut, Part, Window
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Value
 from shardfx.ir.spec import Spec, TensorType
@@ -101,6 +102,8 @@ def write_keyword(key: str, arg: Any, scope: PrintScope) -> str:
     """The keyword's value in a comm op, whose strings are plain words: ``axes=[dp, tp], reduce=sum``."""
     if key == "axes":
         return f"[{', '.join(arg)}]"
+    if key == "rows":
+        return f"[{', '.join(f'{dim} for {window.size} by {window}' for dim, window in arg)}]"
     if isinstance(arg, str) and arg not in CONSTANTS and arg.isidentifier():
         return arg
     return write_argument(arg, scope)
@@ -111,6 +114,9 @@ def read_keyword(line: Line, key: str, scope: ReadScope) -> Any:
     if key == "axes":
         line.expect("[")
         return line.many(lambda: scope.mesh_axis(line), "]")
+    if key == "rows":
+        line.expect("[")
+        return tuple(line.many(lambda: _rows_of_dim(line), "]"))
     if line.kind == "word" and line.token not in CONSTANTS:
         return line.next()
     return read_argument(line, scope)
@@ -160,7 +166,10 @@ def read_spec(line: Line, scope: ReadScope) -> tuple[tuple[int, ...], Spec]:
 def _dim(line: Line, scope: ReadScope) -> tuple[int, Cut]:
     if not line.accept("("):
         part = _part(line, scope)
-        return part.size, Cut(part.axes)
+        if not line.accept("for"):
+            return part.size, Cut(part.axes)
+        other = _part(line, scope)
+        return part.size, Cut(other.axes, rows=_window(line, other.size))
     parts = []
     while not line.accept(")"):
         parts.append(_part(line, scope))
@@ -170,6 +179,37 @@ def _dim(line: Line, scope: ReadScope) -> tuple[int, Cut]:
 def _part(line: Line, scope: ReadScope) -> Part:
     size = line.number_of(int, "a dim's size")
     return Part(size, read_axes(line, scope) if line.token == "{" else ())
+
+
+def _rows_of_dim(line: Line) -> tuple[int, Window]:
+    dim = line.number_of(int, "a dim")
+    line.expect("for")
+    return dim, _window(line, line.number_of(int, "the size of another dim"))
+
+
+def _window(line: Line, size: int) -> Window:
+    """``by 2o-1 to 2o+1``."""
+    line.expect("by")
+    step, low, per = _row(line)
+    line.expect("to")
+    other_step, high, other_per = _row(line)
+    if (step, per) != (other_step, other_per):
+        line.fail("a first and a last row that go on alike, such as 2o-1 to 2o+1")
+    return checked(line, lambda: Window(size, step, per, low, high))
+
+
+def _row(line: Line) -> tuple[int, int, int]:
+    """``2o-1`` or ``(2o-1)/3``: step, what is added, and what is divided by."""
+    divided = line.accept("(")
+    step = line.number_of(int, "a step") if line.kind == "number" else 1
+    line.expect("o")
+    plus = line.accept("+")
+    more = line.number_of(int, "a number of rows") if plus or line.kind == "number" else 0
+    if not divided:
+        return step, more, 1
+    line.expect(")")
+    line.expect("/")
+    return step, more, line.number_of(int, "a divisor")
 
 
 def write_axes(axes: Sequence[str]) -> str:

@@ -78,8 +78,11 @@ def _copies(node: Node, asked: dict[Spec, list[Node | Output]], context: Context
 
 
 def produce(rule: ShardingRule, spec: Spec, node: Node, context: Context) -> Strategy | None:
-    """The strategy by which a one-operand move gives its result as ``spec``, if there is one."""
+    """The strategy by which a one-operand move gives its result as ``spec``, if there is one; not in rows that overlap,
+    which are exchanged last."""
     mesh = context.planner.mesh
+    if any(cut.rows is not None for cut in spec.dims):
+        return None
     dims = rule.results[0]
     assert dims is not None
     cuts: dict[str, Cut] = {}

@@ -93,9 +93,10 @@ class Copies:
                 self._rewriter.replace(self.value, copy, [user])
 
     def _sources(self, target: Spec) -> list[Spec]:
-        """Copies to start from: once the value is reduced, never the partial sum again."""
-        reduced = [s for s in self._at if len(s.partial) <= len(target.partial)]
-        return reduced or list(self._at)
+        """Copies to start from: once the value is reduced, never the partial sum again; and no rows that overlap."""
+        tiles = [s for s in self._at if not any(cut.rows for cut in s.dims)]
+        reduced = [s for s in tiles if len(s.partial) <= len(target.partial)]
+        return reduced or tiles
 
     def _cost(self, target: Spec) -> float:
         return min(self._planner.seconds(self.value.type, s, target) for s in self._at)
@@ -120,6 +121,7 @@ class Copies:
             "to": step.to,
             "reduce": step.reduce,
             "view": list(step.view) if step.view is not None else None,
+            "rows": step.rows,
         }
         kwargs = {k: v for k, v in kwargs.items() if v is not None}
         maker = copy.node

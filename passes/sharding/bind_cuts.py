@@ -22,6 +22,7 @@ from shardfx.ir.graph import FactorCuts, Graph, Node, Phase, Pin, factors_text, 
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.traits import is_heavy, is_own
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
+from shardfx.ir.rules.strategy import wished
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import Context
 
@@ -163,7 +164,8 @@ def _of_specs(
                     expected=f"cuts of {' '.join(dim)} in {rule_text(rule)}",
                     got=str(given),
                 )
-            for factor, cut in zip(dim, cuts, strict=True):
+            for each, given_cut in zip(dim, cuts, strict=True):
+                factor, cut = wished(rule, each, given_cut)
                 if found.setdefault(factor, cut.axes) != cut.axes:
                     raise Error(
                         f"two operands cut the factor {factor!r} differently",

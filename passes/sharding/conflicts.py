@@ -17,6 +17,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.reasons import Refused
+from shardfx.ir.rules.strategy import wished
 
 from .held import Held
 from .pins import pinned
@@ -78,7 +79,8 @@ class Conflicts:
                 if not held[d].axes:
                     continue
                 projected = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
-                for factor, cut in zip(dim, projected or (), strict=False):
+                for each, given in zip(dim, projected or (), strict=False):
+                    factor, cut = wished(rule, each, given)
                     if cut.axes and factor not in rule.whole and feeds_all(cut, rule.sizes[factor], mesh):
                         strong = any(self.held.is_strong(value, a) for a in cut.axes)
                         found.setdefault(factor, []).append(Candidate(cut, value, strong))

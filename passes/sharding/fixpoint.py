@@ -21,7 +21,7 @@ from shardfx.ir.cut import WHOLE, Cut, join, project
 from shardfx.ir.graph import Node, Phase, Value, op_name
 from shardfx.ir.reasons import Carrier, Decision, Reasons, Refused
 from shardfx.ir.rules.sharding_rule import Dim
-from shardfx.ir.rules.strategy import place
+from shardfx.ir.rules.strategy import place, wishes
 
 from .conflicts import Conflicts
 from .held import Held, Origin
@@ -103,6 +103,7 @@ class Propagation:
             cuts, refused = self.conflicts.resolve(node, with_results=level != 1)
             if not cuts:
                 continue
+            cuts = wishes(held.rules[node], cuts)
             for value, dims, _ in held.tensors(node):
                 later = node.phase is not Phase.FORWARD and (value.node is None or value.node.phase is Phase.FORWARD)
                 if value in held.closed or later:
@@ -188,9 +189,11 @@ class Propagation:
     def _carriers(self, node: Node, axis: str, factor: str, having: Iterable[Value]) -> Iterator[Carrier]:
         """The first tensor that was cut over the axis on the factor for a reason, and its dim."""
         dims = {value: dims for value, dims, _ in self.held.tensors(node)}
+        kin = self.held.rules[node].kin(factor)
         for value in having:
             for d, each in enumerate(dims[value]):
-                if factor in each and any(made.dim == d and axis in made.cut.axes for made in self._of(value)):
+                made_here = (made for made in self._of(value) if made.dim == d)
+                if not kin.isdisjoint(each) and any(axis in made.cut.axes for made in made_here):
                     yield Carrier(axis, value, d)
                     return
 

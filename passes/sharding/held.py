@@ -109,10 +109,10 @@ class Held:
 
     def having(self, node: Node, axis: str, factor: str) -> list[Value]:
         """The tensors of a node that hold a cut of a factor over an axis."""
-        found = []
+        found, kin = [], self.rules[node].kin(factor)
         for value, dims, _ in self.tensors(node):
             held = self.cuts.get(value, ())
-            if any(axis in cut.axes and factor in dims[d] for d, cut in enumerate(held)):
+            if any(axis in cut.axes and not kin.isdisjoint(dims[d]) for d, cut in enumerate(held)):
                 found.append(value)
         return found
 

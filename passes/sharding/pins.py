@@ -65,6 +65,14 @@ def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool = False
             raise Error(
                 f"the op needs its factor {factor!r} whole", where=where, expected=f"{said} (! is whole)", got=got
             )
+        if axes and factor in rule.windows:
+            leader = rule.windows[factor].leader
+            raise Error(
+                f"the op needs of its factor {factor!r} what the chunks of {leader!r} are made of",
+                where=where,
+                expected=f"a cut of {leader!r}: {said}",
+                got=got,
+            )
         if axes and smallest(rule.sizes[factor], axes, mesh) == 0:
             raise Error(
                 f"some ranks would get nothing of the factor {factor!r}",
@@ -96,7 +104,8 @@ def hand_over(pin: Pin, node: Node, parts: Iterable[Node], rules: Mapping[Node, 
 
 
 def _fits(pin: Pin, rule: ShardingRule) -> bool:
-    return all(factor in rule.sizes and not (axes and factor in rule.whole) for factor, axes in pin.cuts)
+    barred = rule.whole | rule.windows.keys()
+    return all(factor in rule.sizes and not (axes and factor in barred) for factor, axes in pin.cuts)
 
 
 def _rules(nodes: Sequence[Node], rules: Mapping[Node, ShardingRule]) -> str:

@@ -21,6 +21,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, op_name
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
+from shardfx.passes.gathered_space import report_gathered_space
 from shardfx.passes.lost_work import report_lost_work, share_lost_work
 from shardfx.passes.update_placement import update_apart
 
@@ -36,7 +37,8 @@ from .seeds import data_axes, seeds_of
 class Propagate(Pass):
     """Give every op a strategy, from hints on a few values.
 
-    With ``strict`` an op without a sharding rule is an error; else it is computed whole on every rank, and said so.
+    With ``strict`` an op without a sharding rule is an error, and one that gathers a cut of space; else it is computed
+    whole on every rank, and said so.
     """
 
     name: ClassVar[str] = "propagate"
@@ -49,6 +51,7 @@ class Propagate(Pass):
         with update_apart(graph, context.cache):
             self._place(graph, context)
         self._report_missing(graph, context)
+        report_gathered_space(graph, context.cache, self.strict)
         return True
 
     def _place(self, graph: Graph, context: Context) -> None:

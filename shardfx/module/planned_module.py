@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from shardfx.compile import no_collection
@@ -17,6 +18,7 @@ from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay, values
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
@@ -30,6 +32,7 @@ from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
 
+from .held.input_tile import tile_of
 from .held.state import ModelState
 from .held.tree import Root
 from .place import Place
@@ -155,6 +158,30 @@ class PlannedModule(Root):
     @property
     def _exchanged(self) -> float:
         return self._place.exchanged if self._compiling is None else inf
+
+    def tile(self, name: str, rank: int | None = None, halo: int = 0) -> tuple[slice, ...]:
+        """The part of an input that a rank reads, as slices of the whole: its tile of an image that is cut. ::
+
+            window = scene[pm.tile("args.0")]  # what the whole batch would be, read in part
+
+        Args:
+            name: ``args.0``, ``kwargs.image``, ``targets.0``, ...
+            rank: any rank; None: that of this process.
+            halo: so many rows more on each side of every dim that is cut, but the first, as far as there are any.
+
+        Raises:
+            Error: no input has this name; the rank reads several stretches of a dim; no rank is named, and there are
+                virtual ones.
+        """
+        if rank is None and self._place.virtual:
+            raise Error(
+                "virtual ranks read a tile each",
+                where=f"pm.tile({name!r})",
+                expected=f"a rank, 0 .. {self.after.mesh.size - 1}",
+                got="none",
+                remedy=f"pm.tile({name!r}, rank=0)",
+            )
+        return tile_of(self.after, name, dist.get_rank() if rank is None else rank, halo)
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.

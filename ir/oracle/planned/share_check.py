@@ -18,7 +18,7 @@ from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.oracle.instance import as_results, bind, describe
-from shardfx.ir.oracle.running.draws import draws
+from shardfx.ir.oracle.running.draws import as_given, draws
 from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
 from shardfx.ir.oracle.soundness import Execution, Executor, said
 from shardfx.ir.rules.book import RuleEntry, perform
@@ -59,7 +59,7 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
         small = small_share(node, entry, mesh)
         if small is None:
             return Answer(left_out="it could not be made small")
-        for number, each in enumerate((small.of, *draws(small.of))):
+        for number, each in enumerate((as_given(small.of), *draws(small.of))):
             for name, layout in LAYOUTS.items() if not number else AS_CUT:
                 draw = torch.Generator().manual_seed(0)
                 try:
@@ -116,10 +116,7 @@ def _coords(made: Strategy, node: Node, mesh: Mesh) -> Iterator[Coords]:
     used = used_axes(made)
     pairs = [*zip(node.operands, made.operands, strict=True), *zip(node.outs, made.results, strict=True)]
     even = all(
-        part.size % mesh.extent(part.axes) == 0
-        for value, spec in pairs
-        for size, cut in zip(value.shape, spec.dims, strict=True)
-        for part in cut.sub(size)
+        cut.is_even(size, mesh) for value, spec in pairs for size, cut in zip(value.shape, spec.dims, strict=True)
     )
     counts = [mesh[axis].size for axis in used]
     every = not even and math.prod(counts) <= MOST_COORDS

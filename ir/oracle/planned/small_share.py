@@ -28,6 +28,8 @@ from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
 
 MOST_ELEMENTS = 20_000
 MOST_RANKS = 8
+ROWS = 6
+"""Dims that are seen through windows keep so many rows at least."""
 KEPT = 5
 """Sizes up to this stay as they are where they are not cut: they may mean something."""
 
@@ -56,6 +58,7 @@ def small_share(node: Node, entry: RuleEntry, mesh: Mesh) -> SmallShare | None:
     few = _mesh(mesh, used, 2)
     cuts = factor_cuts(rule, node, mesh)
     sizes, small_cuts = _factors(rule, cuts, mesh, few)
+    sizes |= _seen(rule, cuts, mesh, few)
     for found in _ways(node, rule, sizes):
         of = _made(node, found)
         if of is None or _elements(of.node) > MOST_ELEMENTS:
@@ -116,6 +119,29 @@ def _factors(
         size = rule.sizes[factor]
         found[factor] = Cut(cut.axes, parted[size]) if cut.parts else cut
     return sizes, found
+
+
+def _seen(rule: ShardingRule, cuts: Mapping[str, Cut], mesh: Mesh, few: Mesh) -> dict[str, int]:
+    """Small sizes for factors that see others through windows, and for these: as many rows less as the one has, the
+    other has less by the window's step; so that what is left over at the end stays what it is."""
+    groups: dict[tuple[int, int], list[str]] = {}
+    for factor, (leader, _) in rule.windows.items():
+        groups.setdefault((rule.sizes[leader], rule.sizes[factor]), []).append(factor)
+    found: dict[str, int] = {}
+    for (size, other), factors in groups.items():
+        seen = [rule.windows[factor] for factor in factors]
+        window = seen[0].window
+        per = math.gcd(window.step, window.per)
+        step, each = window.step // per, window.per // per
+        cut = [cuts[leader].axes for leader, _ in seen if leader in cuts]
+        ranks = math.lcm(*(few.extent(axes) for axes in cut))
+        even = all(size % mesh.extent(axes) == 0 for axes in cut)
+        times = max(min((size - max(ROWS, 2 * ranks)) // each, (other - ROWS) // step), 0)
+        while times > 0 and even is not ((size - times * each) % ranks == 0):
+            times -= 1
+        found |= {leader: size - times * each for leader, _ in seen}
+        found |= dict.fromkeys(factors, other - times * step)
+    return found
 
 
 def _ways(node: Node, rule: ShardingRule, sizes: Mapping[str, int]) -> Iterator[dict[int, int]]:

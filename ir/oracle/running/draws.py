@@ -15,6 +15,7 @@ from torch._decomp import decomposition_table
 from shardfx.ir.oracle.cut_search import UNCHECKED
 from shardfx.ir.oracle.instance import Instance, bind, call
 
+aten = torch.ops.aten
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
@@ -49,9 +50,31 @@ def draws(of: Instance, seed: int = 0) -> Iterator[Instance]:
     span = span_of(of)
     for floats in FLOATS:
         for ordered in (False, True) if any(_is_integer(t) for t in of.tensors) else (False,):
-            made = of.on([_draw(t, floats, span, ordered, generator) for t in of.tensors])
+            made = as_given(of.on([_draw(t, floats, span, ordered, generator) for t in of.tensors]))
             if _gives_numbers(made):
                 yield made
+
+
+def _indices_of_pool(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    _, x, *windows, _ = args
+    forward = aten.max_pool3d_with_indices if len(windows[0]) == 3 else aten.max_pool2d_with_indices
+    return (*args[:-1], forward.default(x, *windows)[1])
+
+
+GIVEN: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
+    aten.max_pool2d_with_indices_backward.default: _indices_of_pool,
+    aten.max_pool3d_with_indices_backward.default: _indices_of_pool,
+}
+"""Ops that take what their forward gave, and mean nothing of anything else: what it would give of these arguments."""
+
+
+def as_given(of: Instance) -> Instance:
+    """The instance on what its forward would have given it."""
+    made = GIVEN.get(of.node.op)
+    if made is None:
+        return of
+    args, _ = bind(of.node, of.tensors)
+    return of.on([each for each in made(args) if isinstance(each, Tensor)])
 
 
 def span_of(of: Instance) -> Range:

@@ -1,24 +1,29 @@
-"""Pooling, resampling, padding and what else works on the last dims as a picture.
+"""Pooling, resampling and what else works on the last dims as a picture.
 
-Those dims are whole, but where the picture falls into blocks of its own: windows that stand side by side, and
-nearest neighbours. Then ``h`` is ``(g a)`` of the input and ``(g b)`` of the result, and ``g`` may be cut.
+Where the picture falls into blocks of its own (windows that stand side by side, nearest neighbours), ``h`` is
+``(g a)`` of the input and ``(g b)`` of the result, and ``g`` may be cut. Where windows overlap, a rank needs the rows
+that its own reach. Elsewhere these dims are whole.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument, ops, words
+from shardfx.ir.cut import Window
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops.computing.tiles import avg_pool_tile, avg_pool_tile_backward, max_pool_tile, max_pool_tile_backward
+from shardfx.ir.rulebook.dims import argument, ops
 from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
+from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.schema import has_argument
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import Template, template
+from shardfx.ir.rules.windows import down, seeing, up
 
 aten = torch.ops.aten
 
@@ -56,15 +61,6 @@ def blocks(form: str, space: int, own: Own) -> Callable[[Node], ShardingRule]:
     return make
 
 
-def windows(node: Node, x: Shape, y: Shape) -> list[bool]:
-    """Windows of a kernel are in blocks of their own where they stand side by side."""
-    space = len(x)
-    kernel = spread(argument(node, "kernel_size"), space, ())
-    stride = spread(argument(node, "stride"), space, kernel)
-    padding = spread(argument(node, "padding"), space, [0] * space)
-    return [side_by_side(*each) for each in zip(x, y, kernel, stride, padding, strict=True)]
-
-
 def adaptive(node: Node, x: Shape, y: Shape) -> list[bool]:
     """The windows of each block of ``h / gcd(h, p)`` elements lie in it."""
     return [True] * len(x)
@@ -77,26 +73,146 @@ def nearest(node: Node, x: Shape, y: Shape) -> list[bool]:
     return [s is None or a * s == b for a, b, s in zip(x, y, scales, strict=True)]
 
 
-def padded(node: Node) -> str:
-    """``x -> y`` or ``gy, x -> gx``: dims that are not padded pass."""
-    ndim = node.outs[0].type.ndim
-    touched = {ndim - 1 - i // 2 for i, amount in enumerate(argument(node, "pad", "padding")) if amount != 0}
-    x = words((f"d{d}" for d in range(ndim)), {f"d{d}" for d in touched})
-    y = words(f"o{d}!" if d in touched else f"d{d}" for d in range(ndim))
-    return f"{y}, {x} -> {x}" if len(node.operands) > 1 else f"{x} -> {y}"
+class Tile(NamedTuple):
+    """Where in a picture a rank's rows begin, and how many there are, dim by dim."""
+
+    at: list[int]
+    lengths: list[int]
 
 
-def padded_constant(node: Node) -> Template:
-    """The same, linear if what is put in is zero."""
-    return template(padded(node), "" if argument(node, "value") else "0")
+class Slide(NamedTuple):
+    """How the windows of a pool slide over one dim: its size, how many there are, and what they are like."""
+
+    size: int
+    places: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int = 1
+
+    @property
+    def down(self) -> Window:
+        """What a window reads."""
+        return down(self.places, *self[2:])
+
+    @property
+    def up(self) -> Window:
+        """The windows that read a row."""
+        return up(self.size, *self[2:])
 
 
-def largest(node: Node) -> Template:
+def slides(node: Node, x: Shape, y: Shape) -> list[Slide]:
+    """How windows go from an ``x`` to a ``y`` of these sizes, dim by dim."""
+    space = len(x)
+    kernel = spread(argument(node, "kernel_size"), space, ())
+    stride = spread(argument(node, "stride"), space, kernel)
+    padding = spread(argument(node, "padding"), space, [0] * space)
+    options = [kernel, stride, padding]
+    if has_argument(node.op, "dilation"):
+        options.append(spread(argument(node, "dilation"), space, [1] * space))
+    return [Slide(*each) for each in zip(x, y, *options, strict=True)]
+
+
+def spaces_of(node: Node) -> int:
+    """How many dims the picture has."""
+    return 3 if "3d" in str(node.op) else 2
+
+
+def largest(node: Node) -> ShardingRule:
     """The largest element of each window, which is the element itself where each has a window of its own."""
-    space = 3 if "3d" in str(node.op) else 2
+    space = spaces_of(node)
     kernel = spread(argument(node, "kernel_size") or 1, space, ())
-    same = node.operands[0].shape == node.outs[0].shape and set(kernel) == {1}
-    return template(f"{X} -> {Y}, {Y}".replace("#", str(space)), "0>0" if same else "", moves_only=same)
+    x, y = node.operands[0].shape, node.outs[0].shape
+    same = x == y and set(kernel) == {1}
+    mark = "" if has_argument(node.op, "stride") else "!"
+    form = f"n.. h*#{mark} -> n.. p*#{mark}, n.. p*#{mark}".replace("#", str(space))
+    made = template(form, "0>0" if same else "", moves_only=same)(node)
+    if mark:
+        return made
+    return seeing(made, {f"h{i}": (f"p{i}", each.down) for i, each in enumerate(slides(node, x[-space:], y[-space:]))})
+
+
+def largest_backward(node: Node) -> ShardingRule:
+    """A row of the gradient is made of the windows that read it."""
+    space = spaces_of(node)
+    form = "n.. p*#, n.. h*#, n.. p*# -> n.. h*#".replace("#", str(space))
+    made = template(form, "0|1>")(node)
+    y, x = (value.shape[-space:] for value in node.operands[:2])
+    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(slides(node, x, y))})
+
+
+def tile(bounds: Callable[[int, int], tuple[int, int]], tensor: int, value: Value, space: int) -> Tile:
+    """A rank's rows of an operand or a result, by ``operand_bounds`` or ``result_bounds``."""
+    found = [bounds(tensor, dim) for dim in range(value.type.ndim - space, value.type.ndim)]
+    return Tile([start for start, _ in found], [length for _, length in found])
+
+
+def largest_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """The windows of a rank, of the rows that they reach; indices are those of the whole picture."""
+    node, space = emit.node, spaces_of(emit.node)
+    dims = slides(node, node.operands[0].shape[-space:], node.outs[0].shape[-space:])
+    kernel, stride, dilation = ([each[place] for each in dims] for place in (2, 3, 5))
+    held = tile(emit.operand_bounds, 0, node.operands[0], space)
+    made = tile(emit.result_bounds, 0, node.outs[0], space)
+    first = [start * each.stride - each.padding for start, each in zip(made.at, dims, strict=True)]
+    size = [each.size for each in dims]
+    return emit.call(max_pool_tile, args[0], kernel, stride, dilation, held.at, size, first, made.lengths)
+
+
+def largest_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """A rank's rows, of the windows that read them: those name the elements that they found."""
+    size = list(emit.node.outs[0].shape[-spaces_of(emit.node) :])
+    made = tile(emit.result_bounds, 0, emit.node.outs[0], len(size))
+    return emit.call(max_pool_tile_backward, *args[:2], args[-1], made.at, size)
+
+
+def averaged_forms(dims: Sequence[Slide], seen: Sequence[Slide]) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+    """Picture and windows: ``h`` and ``p``, or where windows stand side by side ``(g a!)`` and ``g``."""
+    x = " ".join(f"h{i}" if each in seen else f"(p{i} a{i}!)" for i, each in enumerate(dims))
+    y = " ".join(f"p{i}" for i in range(len(dims)))
+    return f"n.. {x}", f"n.. {y}", tuple((f"p{i}", each.places) for i, each in enumerate(dims) if each not in seen)
+
+
+def averaged(node: Node) -> ShardingRule:
+    """The mean of each window."""
+    space = spaces_of(node)
+    dims = slides(node, node.operands[0].shape[-space:], node.outs[0].shape[-space:])
+    seen = [each for each in dims if not side_by_side(*each)]
+    x, y, sizes = averaged_forms(dims, seen)
+    made = template(f"{x} -> {y}", "0")(node, sizes)
+    return seeing(made, {f"h{i}": (f"p{i}", each.down) for i, each in enumerate(dims) if each in seen})
+
+
+def averaged_backward(node: Node) -> ShardingRule:
+    """A row of the gradient is made of the windows that it is in."""
+    space = spaces_of(node)
+    dims = slides(node, node.operands[1].shape[-space:], node.operands[0].shape[-space:])
+    seen = [each for each in dims if not side_by_side(*each)]
+    x, y, sizes = averaged_forms(dims, seen)
+    made = template(f"{y}, {x} -> {x}", "0|1>")(node, sizes)
+    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(dims) if each in seen})
+
+
+def averaged_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """The windows of a rank, of the rows that they reach; a window at the border has as many as it has of the whole."""
+    node, space = emit.node, spaces_of(emit.node)
+    dims = slides(node, node.operands[0].shape[-space:], node.outs[0].shape[-space:])
+    held = tile(emit.operand_bounds, 0, node.operands[0], space)
+    made = tile(emit.result_bounds, 0, node.outs[0], space)
+    size, *windows = ([each[place] for each in dims] for place in (0, 2, 3, 4))
+    counted, divisor = argument(node, "count_include_pad"), argument(node, "divisor_override")
+    return emit.call(avg_pool_tile, args[0], *windows, held.at, size, made.at, made.lengths, counted, divisor)
+
+
+def averaged_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """A rank's rows of the gradient, of the windows that they are in."""
+    node, space = emit.node, spaces_of(emit.node)
+    dims = slides(node, node.operands[1].shape[-space:], node.operands[0].shape[-space:])
+    held = tile(emit.operand_bounds, 0, node.operands[0], space)
+    made = tile(emit.result_bounds, 0, node.outs[0], space)
+    size, *windows = ([each[place] for each in dims] for place in (0, 2, 3, 4))
+    counted, divisor = argument(node, "count_include_pad"), argument(node, "divisor_override")
+    return emit.call(avg_pool_tile_backward, *args[:2], *windows, made.at, size, held.at, counted, divisor)
 
 
 def fractional(node: Node) -> Template:
@@ -127,16 +243,16 @@ def pictures(
         yield rule(ops(names.replace("#", str(space))), made, sized=follow, **options)
 
 
-RESIZED = {
-    1: "upsample_linear1d",
-    2: "upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
-    3: "upsample_trilinear3d",
-}
-
 RULES: tuple[RuleEntry, ...] = (
-    *(rule(ops(f"max_pool{n}d_with_indices adaptive_max_pool{n}d"), largest) for n in (2, 3)),
+    *(rule(ops(f"max_pool{n}d_with_indices adaptive_max_pool{n}d"), largest, rows=largest_rows) for n in (2, 3)),
+    rule(
+        ops("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),
+        largest_backward,
+        contiguous=Contiguous.ALL,
+        rows=largest_backward_rows,
+    ),
     *pictures(
-        "max_pool#d_with_indices_backward fractional_max_pool#d_backward",
+        "fractional_max_pool#d_backward",
         f"{Y}, {X}, {Y} -> {X}",
         linear="0|1>",
         contiguous=Contiguous.ALL,
@@ -147,8 +263,8 @@ RULES: tuple[RuleEntry, ...] = (
     ),
     *(rule(ops(f"fractional_max_pool{n}d"), fractional) for n in (2, 3)),
     *pictures("max_unpool#d", f"{X}, {X} -> {Y}", linear="0"),
-    *pictures("avg_pool#d", f"{A} -> {B}", own=windows),
-    *pictures("avg_pool#d_backward", f"{B}, {A} -> {A}", own=windows),
+    rule(ops("avg_pool2d avg_pool3d"), averaged, rows=averaged_rows),
+    rule(ops("avg_pool2d_backward avg_pool3d_backward"), averaged_backward, rows=averaged_backward_rows),
     *pictures("_adaptive_avg_pool#d", f"{A} -> {B}", own=adaptive, sized="(g b)*#"),
     *pictures("_adaptive_avg_pool#d_backward", f"{B}, {A} -> {A}", own=adaptive),
     *pictures(
@@ -166,17 +282,6 @@ RULES: tuple[RuleEntry, ...] = (
         sized="(g b)*#",
         shape_arg=2,
     ),
-    *(rule(ops(names), f"n.. h*{n}! -> n.. p*{n}!", linear="0") for n, names in RESIZED.items()),
-    *(
-        rule(ops(f"{name}_backward"), f"n.. p*{n}! -> n.. h*{n}!", linear="0", shape_arg=2)
-        for n, names in RESIZED.items()
-        for name in names.split()
-    ),
-    *(
-        rule(ops(f"{kind}_pad{n}d{back}"), padded, linear="0|1>" if back else "0")
-        for kind, n, back in itertools.product(("reflection", "replication"), (1, 2, 3), ("", "_backward"))
-    ),
-    rule(aten.constant_pad_nd, padded_constant),
     *pictures("grid_sampler_#d", "n c h*#!, n p*# e! -> n c p*#", linear="0"),
     *(rule(ops(f"grid_sampler_{n}d_backward"), grid_backward) for n in (2, 3)),
     rule(aten.im2col, "n.. c h! w! -> n.. (c k!) l!", linear="0"),

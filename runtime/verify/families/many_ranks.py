@@ -57,10 +57,7 @@ def is_even(graph: Graph) -> bool:
             seen.update(zip((v.shape for v in node.operands), node.strategy.operands, strict=False))
             seen.update(zip((v.shape for v in node.outs), node.strategy.results, strict=False))
     return all(
-        part.size % graph.mesh.extent(part.axes) == 0
-        for shape, spec in seen
-        for cut, size in zip(spec.dims, shape, strict=True)
-        for part in cut.sub(size)
+        cut.is_even(size, graph.mesh) for shape, spec in seen for cut, size in zip(spec.dims, shape, strict=True)
     )
 
 

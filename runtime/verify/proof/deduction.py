@@ -28,7 +28,7 @@ from shardfx.ir.program.devices import kernel_forms
 from shardfx.ir.rules.book import RuleBook, perform, replicated
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import strategy
+from shardfx.ir.rules.strategy import implied, strategy
 from shardfx.ir.spec import Spec
 
 from .terms import Universe
@@ -94,8 +94,11 @@ class Deduction:
         for value, spec, dims in zip(node.operands, specs, rule.operands, strict=True):
             for size, cut, dim in zip(value.shape, spec.dims, dims, strict=True):
                 projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim else () if not cut.axes else None
-                if projected is None or any(cuts.setdefault(f, c) != c for f, c in zip(dim, projected, strict=True)):
+                if projected is None:
                     return
+                for each in (implied(rule, f, c, self.mesh) for f, c in zip(dim, projected, strict=True)):
+                    if each is None or cuts.setdefault(*each) != each[1]:
+                        return
         partial = _partial(rule, specs)
         if partial is None:
             return
@@ -135,8 +138,9 @@ class Deduction:
             for value, spec, dims in zip(node.operands, made.operands, rule.operands, strict=True):
                 for size, cut, dim in zip(value.shape, spec.dims, dims, strict=True):
                     projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim and cut.axes else None
-                    for factor, one in zip(dim, projected or (), strict=False):
-                        found.update((axis, (factor, one)) for axis in one.axes)
+                    for each in (implied(rule, f, c, self.mesh) for f, c in zip(dim, projected or (), strict=False)):
+                        if each is not None:
+                            found.update(dict.fromkeys(each[1].axes, each))
             for factor, axes in made.cuts:  # which no operand has
                 for axis in axes:
                     found.setdefault(axis, (factor, Cut(axes)))

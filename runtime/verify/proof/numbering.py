@@ -41,6 +41,8 @@ MOVERS: dict[Any, Callable[..., Any]] = {
         pack.unpack_scattered,
         pack.pack_exchange,
         pack.unpack_exchange,
+        pack.pack_rows,
+        pack.unpack_rows,
         pack.take,
         pack.flatten,
         pack.unflatten,

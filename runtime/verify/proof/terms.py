@@ -195,7 +195,7 @@ def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False) -> U
         registered.add((asked, made))
         universe.makers.setdefault(asked, []).append(node)
         entry = book.entry(node.op)
-        if entry is not None and entry.local is not None:
+        if entry is not None and (entry.local is not None or entry.rows is not None):
             universe.written.append((frozenset(key), node))
     for value, term in of.items():
         if value.spec is not None:

@@ -94,7 +94,8 @@ class Sizes:
         if rule is None:
             self.kept.update(key for v in tensors for key in self.dims(v))
             return
-        stays: set[Key] = set()
+        stays: set[Key] = {(node, f) for f in rule.windows.keys() | rule.leaders}
+        self.size.update((key, rule.sizes[key[1]]) for key in stays)
         places = [*rule.operands, *(dims for dims in rule.results if dims is not None)]
         for value, dims in zip(tensors, places, strict=True):
             for key, dim in zip(self.dims(value), dims, strict=True):

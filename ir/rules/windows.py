@@ -1,0 +1,80 @@
+"""Rules that see a dim through a window, and how a rank pads and crops what it holds of it.
+
+For output rows [o0, o1) a convolution reads input rows [o0 s - p, (o1 - 1) s - p + d (k - 1) + 1). What there is of
+these the rank holds (:class:`shardfx.ir.cut.Window`); the rest is padding, at the border of the whole and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from shardfx.ir.cut import Window
+
+from .local import Emit
+from .sharding_rule import Seen, ShardingRule
+
+aten = torch.ops.aten
+
+
+def seeing(rule: ShardingRule, windows: Mapping[str, tuple[str, Window]]) -> ShardingRule:
+    """The rule, in which factors are seen by others through windows: ``{"h": ("p", window)}``."""
+    return replace(rule, windows={factor: Seen(*seen) for factor, seen in windows.items()})
+
+
+def down(small: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> Window:
+    """What an output row of a convolution, of ``small`` rows, reads of the input."""
+    return Window(small, stride, 1, -padding, dilation * (kernel - 1) - padding)
+
+
+def up(large: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> Window:
+    """What an output row of a transposed convolution, of ``large`` rows, is made of: the input rows that reach it."""
+    return Window(large, 1, stride, padding - dilation * (kernel - 1) + stride - 1, padding)
+
+
+class Stretch(NamedTuple):
+    """Rows ``start`` to ``end`` of a dim of a tensor, that are to be rows ``first`` to ``last`` (none of the ends
+    included in either)."""
+
+    dim: int
+    start: int
+    end: int
+    first: int
+    last: int
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Where what stays begins and ends, among the rows that are there."""
+        begin, end = max(self.first, self.start), min(self.last, self.end)
+        return (begin - self.start, end - self.start) if begin < end else (0, 0)
+
+    @property
+    def added(self) -> tuple[int, int]:
+        """How many rows are put before and behind what stays."""
+        begin, end = self.kept
+        if begin == end:
+            return self.last - self.first, 0
+        return begin + self.start - self.first, self.last - end - self.start
+
+
+def grows(stretches: Sequence[Stretch]) -> bool:
+    """Whether rows are put anywhere."""
+    return any(any(each.added) for each in stretches)
+
+
+def fitted(emit: Emit, x: Any, stretches: Sequence[Stretch], value: float = 0.0) -> Any:
+    """``x`` in other rows of some dims: cropped, and padded with a value."""
+    for each in stretches:
+        begin, end = each.kept
+        if end - begin != each.end - each.start:
+            x = emit.call(aten.slice.Tensor, x, each.dim, begin, end)
+    if not grows(stretches):
+        return x
+    by_dim = {each.dim: each.added for each in stretches}
+    first = min(by_dim)
+    ndim = max(len(v.shape) for v in (*emit.node.operands, *emit.node.outs))
+    pads = [n for dim in reversed(range(first, ndim)) for n in by_dim.get(dim, (0, 0))]
+    return emit.call(aten.constant_pad_nd.default, x, pads, value)

@@ -1,0 +1,68 @@
+"""Which ops need a cut of space whole: said in a warning, or, where the user is strict, an error.
+
+args.0: dp, -, h, w     aten.reflection_pad2d needs d2, d3 whole: each rank gathers the image, and pads all of it
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.graph import Graph, InputKind, Node, op_name
+from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
+
+from .rule_cache import RuleCache
+
+
+def space_axes(graph: Graph) -> set[str]:
+    """The axes of ranks that cut height, width, ... of an argument, by the hints: a dim behind batch and channels."""
+    return {
+        axis
+        for given in graph.of_kind(InputKind.ARGUMENT)
+        if given.value.hint is not None and given.value.type.dtype.is_floating_point
+        for cut in given.value.hint.dims[2:]
+        for axis in cut.axes
+        if graph.mesh.extent((axis,)) > 1
+    }
+
+
+def gathered(node: Node, rule: ShardingRule, axes: set[str]) -> Mapping[str, str]:
+    """The factors that a node needs whole though an operand is cut there over some axes: each with its axes."""
+    made, found = node.strategy, {}
+    assert made is not None
+    for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
+        for dim, cut in enumerate(value.spec.dims if value.spec is not None else ()):
+            lost = [axis for axis in cut.axes if axis in axes and axis not in need.axes + need.partial_axes]
+            whole = [factor for factor in dims[dim] if factor in rule.whole]
+            if lost and whole:
+                found[" ".join(whole)] = ", ".join(lost)
+    return found
+
+
+def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
+    """Say of each line of the model that it gathers what the hints cut of space; its backward does so as well.
+
+    Raises:
+        Error: ``strict``, and there is one.
+    """
+    axes, said = space_axes(graph), set()
+    for node in graph.nodes if axes else ():
+        rule = cache.rule(node)
+        found = gathered(node, rule, axes)
+        if not found or node.where in said:
+            continue
+        said.add(node.where)
+        name, factors = op_name(node.op), " and ".join(found)
+        over = ", ".join(dict.fromkeys(found.values()))
+        if strict:
+            raise Error(
+                f"{name} needs space whole that is cut over {over}",
+                where=f"{node.where}  {node.where.code}",
+                expected=f"ops that tiles will do for (strict=True); this one is {rule_text(rule)}",
+                got=f"a cut of {factors}",
+                remedy="use an op with windows (zero padding, say), or pass strict=False to gather it",
+            )
+        text = f"{name} ({node.where} {node.where.code}) needs {factors} whole: what is cut over {over} is gathered"
+        graph.notes.append(text)
+        warnings.warn(text, ShardfxWarning, stacklevel=2)

@@ -1,0 +1,47 @@
+"""Which part of an input a rank reads: of an image that is cut over ranks its own tile, and no more."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from shardfx.ir.cut import in_stretches
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, InputKind
+
+GIVEN = (InputKind.ARGUMENT, InputKind.TARGET)
+
+
+def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, ...]:
+    """The slices of a whole input that a rank of a planned graph reads, with ``halo`` rows more of every dim that is
+    cut, but the first.
+
+    Raises:
+        Error: no input has this name; a dim is cut so that the rank reads several stretches of it.
+    """
+    known = {given.name: given.value for given in graph.inputs if given.kind in GIVEN}
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        raise Error(
+            f"there is no input {name!r}",
+            where=f"pm.tile({name!r})",
+            expected=f"one of {', '.join(known)}",
+            got=name,
+            remedy=f"did you mean {near[0]!r}?" if near else None,
+        )
+    value, mesh = known[name], graph.mesh
+    coords = mesh.coords(rank)
+    assert value.spec is not None
+    found = []
+    for dim, (size, cut) in enumerate(zip(value.shape, value.spec.dims, strict=True)):
+        if in_stretches(cut) or any(mesh[axis].time for axis in cut.axes):
+            raise Error(
+                f"a rank reads several stretches of dim {dim}",
+                where=f"pm.tile({name!r})",
+                expected="each dim cut into one stretch for each rank",
+                got=value.spec.text(value.shape),
+                remedy="give the whole input to pm(...), which cuts it",
+            )
+        start, length = cut.span(size, mesh, coords)
+        more = halo if dim and cut.axes else 0
+        found.append(slice(max(start - more, 0), min(start + length + more, size)))
+    return tuple(found)

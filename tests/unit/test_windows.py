@@ -1,0 +1,250 @@
+"""Rows that overlap: what a rank needs of an image through a window, and that it computes its tile of the whole so.
+
+Each case is drawn from a seed: an op, kernel, stride, padding, dilation, sizes and ranks. All ranks are executed on the
+rows that the rule gives them, and put together again; nothing may differ from the whole op.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shardfx.ir.cut import Cut, Window, rows_for
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.comm import halo
+from shardfx.ir.oracle.instance import Instance, instance
+from shardfx.ir.oracle.soundness import Execution
+from shardfx.ir.rulebook import default_rules
+from shardfx.ir.rules.strategy import strategy
+from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.text.parser import parse_spec
+from tests.op_calls import f
+
+aten = torch.ops.aten
+BOOK = default_rules()
+TWO = Mesh(h=2)
+
+
+# ---- the placement -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("window", "text"),
+    [
+        (Window(64, 1, 1, -1, 1), "64 for 64{h} by o-1 to o+1"),
+        (Window(32, 2, 1, 0, 2), "64 for 32{h} by 2o to 2o+2"),
+        (Window(128, 1, 2, 1, 1), "64 for 128{h} by (o+1)/2 to (o+1)/2"),
+    ],
+)
+def test_the_text_of_rows_is_read_back(window: Window, text: str) -> None:
+    spec = Spec((Cut(("h",), rows=window), Cut()))
+    assert spec.text((64, 3)) == f"[{text}, 3]"
+    assert parse_spec(f"[{text}, 3]", TWO) == ((64, 3), spec)
+
+
+def test_a_rank_holds_what_there_is_of_its_rows() -> None:
+    cut = rows_for(("h",), Window(32, 2, 1, -1, 1), 64, TWO)
+    assert [cut.span(64, TWO, {"h": rank}) for rank in range(2)] == [(0, 32), (31, 33)]
+    assert Spec((cut,)).local_numel((64,), TWO) == 33
+    assert not cut.is_even(64, TWO)
+
+
+def test_rows_that_are_a_ranks_own_are_a_plain_cut() -> None:
+    assert rows_for(("h",), Window(64, 1, 1, 0, 0), 64, TWO) == Cut(("h",))
+    assert rows_for(("h",), Window(32, 2, 1, 0, 1), 64, TWO) == Cut(("h",))
+    assert rows_for(("h",), Window(7, 2, 1, 0, 1), 14, TWO).text(14) == "(7{h} 2)"
+
+
+def test_a_rank_that_makes_something_of_padding_alone_holds_a_row() -> None:
+    assert Window(9, 1, 1, -4, -4).rows(0, 2, 5) == (0, 1)
+    assert Window(9, 1, 1, 4, 4).rows(8, 1, 5) == (4, 1)
+    assert Window(9, 1, 1, 0, 0).rows(0, 0, 5) == (0, 0)
+
+
+# ---- rules -------------------------------------------------------------------------------------------------
+
+Draw = random.Random
+
+
+def convolution(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    transposed, groups = draw.random() < 0.5, draw.choice((1, 2))
+    kernel, stride, dilation = draw.randint(1, 5), draw.randint(1, 3), draw.randint(1, 3)
+    padding = draw.randint(0, 3)
+    more = draw.randrange(stride) if transposed else 0
+    size = draw.randint(1, 14) if transposed else draw.randint(max(dilation * (kernel - 1) + 1 - 2 * padding, 1), 24)
+    x, w = f(1, 2 * groups, size, 3), f(2 * groups, 2, kernel, 1)
+    options = [stride, 1], [padding, 0], [dilation, 1], transposed, [more, 0], groups
+    return aten.convolution.default, (x, w, f(2 * groups) if draw.random() < 0.5 else None, *options)
+
+
+def weight_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    _, (x, w, bias, *options) = convolution(draw)
+    y = aten.convolution.default(x, w, bias, *options)
+    return aten.convolution_backward.default, (torch.randn_like(y), x, w, None, *options, [False, True, False])
+
+
+def sliding(draw: Draw) -> tuple[Any, ...]:
+    """An image, and kernel, stride and padding of windows that slide over it."""
+    kernel, stride = draw.randint(1, 4), draw.randint(1, 4)
+    padding = draw.randint(0, kernel // 2)
+    return f(1, 2, draw.randint(1, 20), 5), [kernel, 2], [stride, 1], [padding, 1]
+
+
+def max_pool(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    x, *windows = sliding(draw)
+    x = x.round() if draw.random() < 0.5 else x  # with ties
+    options = (*windows, [draw.randint(1, 2), 1], draw.random() < 0.5)
+    if not aten.max_pool2d_with_indices.default(x, *options)[0].isfinite().all():
+        raise ValueError("a window that sees padding alone, whose index is none of the image")
+    return aten.max_pool2d_with_indices.default, (x, *options)
+
+
+def max_pool_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    _, (x, *options) = max_pool(draw)
+    y, indices = aten.max_pool2d_with_indices.default(x, *options)
+    return aten.max_pool2d_with_indices_backward.default, (torch.randn_like(y), x, *options, indices)
+
+
+def avg_pool(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    divisor = draw.choice((None, None, 3))
+    return aten.avg_pool2d.default, (*sliding(draw), draw.random() < 0.5, draw.random() < 0.5, divisor)
+
+
+def avg_pool_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    _, (x, *options) = avg_pool(draw)
+    y = aten.avg_pool2d.default(x, *options)
+    return aten.avg_pool2d_backward.default, (torch.randn_like(y), x, *options)
+
+
+def pad(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    pads = [draw.randint(-2, 4) for _ in range(2)]
+    return aten.constant_pad_nd.default, (f(2, draw.randint(1, 16), 3), [1, 0, *pads], draw.choice((0.0, 1.5)))
+
+
+def resize(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    name, sizes, aligned = draw.choice(("bilinear", "bicubic")), [draw.randint(1, 20), 5], draw.random() < 0.5
+    return getattr(aten, f"upsample_{name}2d").default, (f(1, 2, draw.randint(1, 20), 5), sizes, aligned)
+
+
+def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes, aligned) = resize(draw)
+    y = torch.randn_like(op(x, sizes, aligned))
+    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), aligned)
+
+
+KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
+    "convolution": convolution,
+    "weight gradient": weight_gradient,
+    "max pool": max_pool,
+    "max pool gradient": max_pool_gradient,
+    "avg pool": avg_pool,
+    "avg pool gradient": avg_pool_gradient,
+    "pad": pad,
+    "resize": resize,
+    "resize gradient": resize_gradient,
+}
+
+
+def drawn(kind: str, seed: int) -> Instance | None:
+    try:
+        op, args = KINDS[kind](Draw(seed))
+        return instance(op, args)
+    except (RuntimeError, ValueError):  # no such op on one device either
+        return None
+
+
+def difference(kind: str, seed: int) -> str | None:
+    """How a case differs from the whole op, or ""; None if there is nothing to be cut."""
+    of = drawn(kind, seed)
+    entry = None if of is None else BOOK.entry(of.node.op)
+    if of is None or entry is None:
+        return None
+    rule = entry.make(of.node)
+    assert rule is not None
+    leaders = [factor for factor in rule.leaders if rule.sizes[factor] > 1]
+    if not leaders:
+        return None
+    ranks = Draw(seed).randint(2, min(rule.sizes[leaders[0]], 5))
+    mesh = Mesh(a=ranks)
+    made = strategy(rule, {leaders[0]: Cut(("a",))}, mesh)
+    return Execution(entry, made, of, mesh, torch.Generator().manual_seed(seed)).difference()
+
+
+def check(kind: str, seeds: Iterator[int], least: int) -> None:
+    torch.manual_seed(0)
+    found = {seed: difference(kind, seed) for seed in seeds}
+    wrong = {seed: why for seed, why in found.items() if why}
+    assert not wrong
+    assert sum(why is not None for why in found.values()) >= least
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_are_those_of_the_whole(kind: str) -> None:
+    check(kind, iter(range(60)), 30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_thousands_of_tiles_are_those_of_the_whole(kind: str) -> None:
+    check(kind, iter(range(1000, 3000)), 1000)
+
+
+def test_a_factor_that_sees_others_is_cut_into_chunks_alone() -> None:
+    node = instance(aten.convolution.default, (f(1, 2, 12), f(2, 2, 3), None, [1], [1], [1], False, [0], 1)).node
+    entry = BOOK.entry(node.op)
+    assert entry is not None
+    rule = entry.make(node)
+    assert rule is not None and rule.kin("h0") == rule.kin("p0") == {"h0", "p0"}
+    stretches = parse_spec("[(6 2{h})]", TWO)[1].dims[0]
+    with pytest.raises(Error, match="sees others through windows"):
+        strategy(rule, {"p0": stretches}, TWO)
+
+
+def test_side_by_side_windows_need_no_rows() -> None:
+    def rule_of(node: Node) -> Any:
+        entry = BOOK.entry(node.op)
+        return entry.make(node) if entry is not None else None
+
+    patches = instance(aten.convolution.default, (f(1, 3, 16), f(4, 3, 4), None, [4], [0], [1], False, [0], 1)).node
+    assert not rule_of(patches).windows
+
+
+# ---- the exchange ------------------------------------------------------------------------------------------
+
+
+def test_an_exchange_sends_the_rows_that_others_need() -> None:
+    mesh = Mesh(h=3, w=2)
+    _, tiles = parse_spec("[1, 2, 12{h}, 10{w}]", mesh)
+    rows = ((2, Window(12, 1, 1, -1, 1)), (3, Window(10, 1, 1, -1, 1)))
+    needed = halo.place(tiles, (1, 2, 12, 10), mesh, axes=["h", "w"], rows=rows)
+    value = Value(TensorType((1, 2, 12, 10), torch.float32), spec=tiles)
+    node = Node(halo, (value,), {"axes": ["h", "w"], "rows": rows})
+    node.results = [Value(value.type, node, spec=needed)]
+    inner = 2 * 5 + 4 + 2  # a row above and one below, a column beside, two corners
+    assert halo.sends(node, mesh).nbytes == 4 * 2 * inner
+
+
+def test_an_exchange_starts_from_tiles_alone() -> None:
+    window = Window(12, 1, 1, -1, 1)
+    for text, axes, why in (
+        ("[12{h}, 4]", ["w"], "dims 0 that are cut over {w}"),
+        ("[12, 4]", [], "dims 0 that are cut over {}"),
+        ("[(2 6{h}), 4]", ["h"], "one stretch of dim 0"),
+        ("[12 for 12{h} by o-1 to o+1, 4]", ["h"], "one stretch of dim 0"),
+    ):
+        with pytest.raises(Error, match="halo cannot start") as caught:
+            halo.place(parse_spec(text, Mesh(h=2, w=2))[1], (12, 4), Mesh(h=2, w=2), axes=axes, rows=((0, window),))
+        assert why in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("text", ["[64 for 32{h} by 2o to 3o]", "[64 for 32{h} by (o)/0 to (o)/0]", "[64 for 32{h}]"])
+def test_what_is_no_window_is_refused(text: str) -> None:
+    with pytest.raises(Error):
+        parse_spec(text, TWO)

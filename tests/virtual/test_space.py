@@ -1,0 +1,283 @@
+"""Images cut over ranks by height and width: loss, gradients and buffers are those of the whole, and it is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+
+aten = torch.ops.aten
+MESHES = {
+    "h2": sx.Mesh(h=2),
+    "2x2": sx.Mesh(h=2, w=2),
+    "3x1": sx.Mesh(h=3, w=1),
+    "dp2h2": sx.Mesh(dp=2, h=2),
+}
+
+
+def squares(out: Tensor, wanted: Tensor) -> Tensor:
+    return ((out - wanted) ** 2).mean()
+
+
+def energy(out: Tensor) -> Tensor:
+    return (out * out).sum()
+
+
+def specs(mesh: sx.Mesh, space: int = 2) -> dict[str, str]:
+    """The batch over dp, height and width over h and w, as far as the mesh has them."""
+    axes = ["dp", "", "h", "w", "d"][: 2 + space]
+    return {"args.0": ", ".join(axis if axis in mesh.names else "-" for axis in axes)}
+
+
+def trained(model: nn.Module, x: Tensor, mesh: sx.Mesh, space: int = 2, **hints: object) -> sx.ParallelModule:
+    """The model on tiles of ``x``, once forward and backward, beside one device; gives the parallel one."""
+    model = model.double()
+    alone = {name: t.clone() for name, t in model.state_dict().items()}
+    wanted = torch.randn_like(model(x))
+    model.load_state_dict(alone)
+    given = sx.Hints(args=(x,), loss=squares, targets=(wanted,), specs=specs(mesh, space), **hints)  # type: ignore[arg-type]
+    pm = sx.parallelize(model, mesh, given, virtual=True)
+    loss = pm(x, wanted)
+    loss.backward()
+    whole = squares(model(x), wanted)
+    whole.backward()
+    torch.testing.assert_close(loss, whole, rtol=1e-9, atol=1e-9)
+    gradients = pm.full_grads()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
+    state = pm.full_state_dict()
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(state[name], buffer, rtol=1e-9, atol=1e-9, msg=name)
+    return pm
+
+
+def ops(pm: sx.ParallelModule) -> list[str]:
+    return [str(node.op) for node in pm.after.nodes]
+
+
+def image(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    """A basic block of a ResNet."""
+
+    def __init__(self, wide: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(wide, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.conv2, self.norm2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
+        self.skip = nn.Conv2d(wide, out, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        return torch.relu(y + self.skip(x))
+
+
+class UNet(nn.Module):
+    """Two levels down and up again, with a max-pool, a transposed convolution, an interpolation and skips."""
+
+    def __init__(self, up: str = "nearest") -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 4), (4, 6), (6, 8)))
+        self.norm, self.up = nn.BatchNorm2d(6), up
+        self.back = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.four, self.five = nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.relu(self.one(x))
+        b = torch.relu(self.norm(self.two(nn.functional.max_pool2d(a, 2))))
+        c = torch.relu(self.three(nn.functional.max_pool2d(b, 2)))
+        d = torch.relu(self.four(torch.cat([b, self.back(c)], 1)))
+        how = {} if self.up == "nearest" else {"align_corners": False}
+        return self.five(torch.cat([a, nn.functional.interpolate(d, scale_factor=2.0, mode=self.up, **how)], 1))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "kernels of all kinds": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 5, stride=2, padding=2),
+        nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=6),
+        nn.GroupNorm(2, 6),
+        nn.Conv2d(6, 4, (1, 3), padding=(0, 1), groups=2),
+        nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1),
+    ),
+    "resnet": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        Block(4, 4, 1),
+        Block(4, 6, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 5),
+    ),
+    "unet": UNet,
+    "pools and sizes": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.AvgPool2d(3, stride=2, padding=1, count_include_pad=False),
+        nn.Upsample(scale_factor=2.0, mode="bilinear"),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.MaxPool2d(3, stride=2, ceil_mode=True),
+        nn.Upsample((13, 17), mode="bicubic", align_corners=True),
+    ),
+    "no padding": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 4, 3), nn.Conv2d(4, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("mesh", ["2x2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "2x2")])
+@pytest.mark.parametrize("name", NETS)
+def test_tiles_train_as_the_whole_image_does(name: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    pm = trained(NETS[name](), image(2, 3, 24, 20) if name == "unet" else image(2, 3, 21, 18), MESHES[mesh])
+    assert "comm.halo" in ops(pm) and "comm.all_gather" not in ops(pm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", NETS)
+def test_tiles_are_proven(name: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    assert trained(NETS[name](), image(2, 3, 24, 20), MESHES[mesh]).verify()
+
+
+def test_a_unet_on_tiles_is_proven() -> None:
+    torch.manual_seed(0)
+    assert trained(UNet(), image(1, 3, 16, 20), MESHES["2x2"]).verify()
+
+
+def test_a_signal_and_a_volume() -> None:
+    torch.manual_seed(0)
+    signal = nn.Sequential(nn.Conv1d(2, 3, 5, padding=2), nn.ReLU(), nn.ConvTranspose1d(3, 1, 4, stride=2, padding=1))
+    assert trained(signal, image(1, 2, 13), sx.Mesh(h=3), 1).verify()
+    volume = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv3d(2, 2, 3, stride=2, padding=1))
+    assert trained(volume, image(1, 1, 6, 7, 8), sx.Mesh(h=2, w=2, d=2), 3).verify()
+
+
+def test_a_tile_smaller_than_the_halo_gets_rows_from_beyond_its_neighbour() -> None:
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Conv1d(1, 2, 9, padding=4), nn.Conv1d(2, 1, 9, padding=4))
+    pm = trained(wide, image(1, 1, 9), sx.Mesh(h=4), 1)
+    assert "comm.halo" in ops(pm) and pm.verify()
+
+
+# ---- what tiles will not do for ----------------------------------------------------------------------------
+
+
+def mirrored() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.ReflectionPad2d(2), nn.Conv2d(2, 2, 3)).double()
+
+
+def test_an_op_that_gathers_a_cut_of_space_is_named() -> None:
+    x = image(1, 3, 12, 10)
+    with pytest.warns(sx.ShardfxWarning, match=r"reflection_pad2d .*1 .*what is cut over h, w is gathered"):
+        pm = trained(mirrored(), x, MESHES["2x2"])
+    assert any("reflection_pad2d" in warning for warning in pm.report().warnings)
+
+
+def test_strict_refuses_to_gather_a_cut_of_space() -> None:
+    given = sx.Hints(args=(image(1, 3, 12, 10),), specs=specs(MESHES["2x2"]), strict=True)
+    with pytest.raises(sx.Error, match="needs space whole") as caught:
+        sx.parallelize(mirrored(), MESHES["2x2"], given, virtual=True)
+    assert "gathered" not in str(caught.value) and "zero padding" in str(caught.value)
+
+
+# ---- what a rank reads -------------------------------------------------------------------------------------
+
+
+def planned(net: nn.Module, x: Tensor, mesh: sx.Mesh) -> sx.ParallelModule:
+    """The plan of a model on tiles of ``x``, for inference."""
+    return sx.parallelize(net.double(), mesh, sx.Hints(args=(x,), specs=specs(mesh)), virtual=True)
+
+
+def test_the_tile_of_a_rank() -> None:
+    x = image(2, 3, 21, 18)
+    pm = planned(nn.Conv2d(3, 2, 3, padding=1), x, MESHES["2x2"])
+    tiles = [pm.tile("args.0", rank) for rank in range(4)]
+    assert tiles[3] == (slice(0, 2), slice(0, 3), slice(11, 21), slice(9, 18))
+    assert pm.tile("args.0", 0, halo=2)[2:] == (slice(0, 13), slice(0, 11))
+    assert sum(x[tile].numel() for tile in tiles) == x.numel()
+    with pytest.raises(sx.Error, match="there is no input"):
+        pm.tile("args.1", 0)
+    with pytest.raises(sx.Error, match="virtual ranks read a tile each"):
+        pm.tile("args.0")
+
+
+# ---- damage ------------------------------------------------------------------------------------------------
+
+
+def call(program: fx.GraphModule, name: str, number: int = 0) -> fx.Node:
+    """A call of a program, by the name of its function."""
+    return [node for node in program.graph.nodes if node.op == "call_function" and name in str(node.target)][number]
+
+
+def with_argument(node: fx.Node, place: int, value: object) -> None:
+    node.args = (*node.args[:place], value, *node.args[place + 1 :])
+
+
+def narrow(program: fx.GraphModule) -> None:
+    """A row of the halo is left out, and padding stands for it."""
+    joined = call(program, "unpack_rows")
+    with program.graph.inserting_after(joined):
+        cropped = program.graph.call_function(aten.slice.Tensor, (joined, 2, 1, 1 << 40))
+        joined.replace_all_uses_with(cropped, delete_user_cb=lambda user: user is not cropped)
+    with program.graph.inserting_after(cropped):
+        padded = program.graph.call_function(aten.constant_pad_nd.default, (cropped, [0, 0, 1, 0]))
+        cropped.replace_all_uses_with(padded, delete_user_cb=lambda user: user is not padded)
+
+
+def wrong_neighbour(program: fx.GraphModule) -> None:
+    """The rows of the rank above stand where those of the one below belong."""
+    joined = call(program, "unpack_rows")
+    places = list(joined.args[4])  # type: ignore[arg-type]
+    swapped = {0: 1, 1: 0, -1: -1}
+    with_argument(joined, 4, [swapped[place] for place in places])
+
+
+def other_rows(program: fx.GraphModule) -> None:
+    """The row behind the one that a neighbour needs is sent."""
+    packed = call(program, "pack_rows")
+    boxes = [[[start + (1 if start == 0 and length else 0), length] for start, length in box] for box in packed.args[2]]  # type: ignore
+    with_argument(packed, 2, boxes)
+
+
+def inner_padding(program: fx.GraphModule) -> None:
+    """The tile is padded where it borders on others."""
+    convolution = call(program, "aten.convolution")
+    with program.graph.inserting_before(convolution):
+        own = program.graph.call_function(aten.constant_pad_nd.default, (placeholder(program, "args_0"), [0, 0, 1, 1]))
+    with_argument(convolution, 0, own)
+
+
+def rim_counted_twice(program: fx.GraphModule) -> None:
+    """The gradient of the bias adds up the rows of others as well."""
+    rows = call(program, "unpack_rows", -1)
+    (total,) = [node for node in rows.args[0].users if "sum.dim" in str(node.target)]  # type: ignore[union-attr]
+    with program.graph.inserting_after(rows):
+        more = program.graph.call_function(total.target, (rows, *total.args[1:]))
+    late = [user for user in total.users if user > more]
+    assert late, "the sum is used behind the exchange"
+    total.replace_all_uses_with(more, delete_user_cb=lambda user: user in late)
+
+
+def placeholder(program: fx.GraphModule, name: str) -> fx.Node:
+    return next(node for node in program.graph.nodes if node.op == "placeholder" and node.name == name)
+
+
+@pytest.mark.parametrize("damage", [narrow, wrong_neighbour, other_rows, inner_padding, rim_counted_twice])
+def test_a_damaged_exchange_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1)).double()
+    x, mesh = image(1, 2, 12, 5), sx.Mesh(h=3)
+    pm = sx.parallelize(net, mesh, sx.Hints(args=(x,), loss=energy, specs=specs(mesh)), virtual=True)
+    program = pm.rank_module(1)
+    damage(program)
+    program.recompile()
+    program.graph.lint()
+    assert not pm.verify(modules={1: program})
