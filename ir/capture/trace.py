@@ -32,6 +32,7 @@ from .decisions import with_numbers
 from .decomposed import decompositions
 from .forms.compute import Compute
 from .forms.parts_of_batch import normalise_by_parts
+from .forms.wide_statistics import take_wide_statistics
 from .forms.wide_sums import sum_gradients_in
 from .intake.as_eager import check_as_eager
 from .intake.given import as_module, no_library_of_cpus, on_cpu
@@ -189,6 +190,7 @@ def _trace(
             keep_whole(exported)
             if batch_parts > 1:
                 normalise_by_parts(exported, batch_parts)
+            take_wide_statistics(exported)
             own.restore(exported)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions(), _record_nn_module_stack=True

@@ -20,7 +20,7 @@ import torch
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
-from shardfx.ir.ops.computing import grouped_product
+from shardfx.ir.ops.computing import grouped_product, moments
 from shardfx.ir.ops.local_ops import POOLS
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
@@ -80,6 +80,7 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
     "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
     "transfer": (transfer.__file__, {row.function for row in POOLS}),
     "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),
+    "moment_ops": (moments.__file__, {moments.piece_moments, moments.joined_moments}),
 }
 """Files that a program needs beside it, where they are, and the ops that they define."""
 

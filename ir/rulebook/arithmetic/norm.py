@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from shardfx.ir.graph import Node
+from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import RuleEntry, rule
+from shardfx.ir.rules.by_pieces import ByPieces
 from shardfx.ir.rules.sharding_rule import SAME
 from shardfx.ir.rules.template import Template, template
 
@@ -26,9 +28,18 @@ def _shape_of_channels(x: Tensor) -> list[int]:
 
 
 def expand_batch_norm(
-    x: Tensor, weight: Given, bias: Given, old_mean: Given, old_var: Given, training: bool, momentum: float, eps: float
+    x: Tensor,
+    weight: Given,
+    bias: Given,
+    old_mean: Given,
+    old_var: Given,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    pieces: int,
 ) -> tuple[Tensor, ...]:
-    """Batch normalisation over the whole batch in two passes: mean, then centred squares; sums that may be partial.
+    """Batch normalisation over the whole batch, which may lie in pieces: statistics are in float32 at least.
 
     What is then done to each element is the kernel that takes its statistics as given. In evaluation by the running
     statistics, which stay; nothing is saved.
@@ -37,17 +48,30 @@ def expand_batch_norm(
         assert old_mean is not None and old_var is not None
         y = _by_statistics(x, weight, bias, old_mean, torch.rsqrt(old_var + eps))
         return y, x.new_empty([0]), x.new_empty([0]), old_mean.clone(), old_var.clone()
-    dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
-    mean = torch.sum(x, dims) / count
-    centred = x - mean.view(_shape_of_channels(x))
-    var = torch.sum(centred * centred, dims) / count
+    mean, var = joined_moments(piece_moments(x, pieces)) if pieces > 1 else _moments(x, count)
     y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
     results = [y, mean, torch.rsqrt(var + eps)]
     if old_mean is not None and old_var is not None:
         results.append(old_mean * (1 - momentum) + mean * momentum)
         results.append(old_var * (1 - momentum) + var * (momentum * count / max(count - 1, 1)))
     return tuple(results)
+
+
+def expand_without_running(
+    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float, *, pieces: int
+) -> tuple[Tensor, ...]:
+    """The same where no running statistics are kept: those of the batch serve always."""
+    return expand_batch_norm(x, weight, bias, None, None, True, momentum, eps, pieces=pieces)
+
+
+def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """In two passes: mean, then centred squares; sums that may be partial."""
+    dims = [d for d in range(x.dim()) if d != 1]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = torch.sum(wide, dims) / count
+    centred = wide - mean.view(_shape_of_channels(x))
+    return mean, torch.sum(centred * centred, dims) / count
 
 
 def expand_batch_norm_backward(
@@ -117,6 +141,8 @@ GROUPS = "n (g c!) s..!"
 GROUPED = {"N": "n", "C": "(g c)", "group": "g"}
 
 RULES: tuple[RuleEntry, ...] = (
+    packed(piece_moments, "(p q!) c s..! -> p m! c", sized={"pieces": "p"}),
+    packed(joined_moments, "p! m! c -> c, c"),
     rule(aten.native_layer_norm.default, affine(f"{ROWS}, d.., d.. -> n.. d.., n.. 1*d, n.. 1*d"), expand=True),
     # The gradients of weight and bias are sums over n: partial where that is cut.
     packed(
@@ -143,7 +169,13 @@ RULES: tuple[RuleEntry, ...] = (
         aten._native_batch_norm_legit_functional.default,
         "n!training c s..!training, c, ... -> n c s.., c, ...",
         reduce=SAME,
-        expand=expand_batch_norm,
+        expand=ByPieces(expand_batch_norm),
+    ),
+    packed(
+        aten._native_batch_norm_legit.no_stats,
+        "n! c s..!, c, ... -> n c s.., c, ...",
+        reduce=SAME,
+        expand=ByPieces(expand_without_running),
     ),
     packed(aten.native_batch_norm.default, affine("n!training c s..!training, c, ... -> n c s.., c, ...", 3, 4)),
     packed(aten._native_batch_norm_legit_no_training.default, "n c s.., c, ... -> n c s.., c, ...", reduce=SAME),
