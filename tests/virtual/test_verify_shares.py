@@ -6,6 +6,8 @@ the axes. A sum of squares of such rows is a share of the same sum by either cut
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,3 +81,27 @@ def test_shares_that_were_made_in_other_ways_are_not_added(swapped: bool) -> Non
         second.replace_all_uses_with(done, delete_user_cb=lambda user, last=started: user is not last)  # type: ignore[misc]
         module.recompile()
     assert bool(pm.verify(changed)) == bool(pm.verify(changed, run=True)) == (not swapped)
+
+
+class Filled(torch.nn.Module):
+    """Adds a constant to each of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+        made = [(x * self.by + torch.ones(x.shape, dtype=x.dtype)).relu().square().sum() for x in xs]
+        return torch.stack(made).sum()
+
+
+def test_what_is_a_part_of_many_constants_is_proven_as_each_of_them() -> None:
+    """On each rank all of them are one call, ``ones([4, 4, 4])``."""
+    cuts = [cut for cut in itertools.product("-ab", repeat=3) if len(set(cut) - {"-"}) == 3 - cut.count("-") > 0]
+    assert len(cuts) == 12
+    xs = tuple(torch.randn([4 if axis == "-" else 8 for axis in cut], dtype=torch.float64) for cut in cuts)
+    specs = {f"args.{i}": ", ".join(cut) for i, cut in enumerate(cuts)}
+    hints = sx.Hints(args=xs, loss=lambda out: out, specs=specs)
+    pm = sx.parallelize(Filled(), sx.Mesh(a=2, b=2), hints, virtual=True)
+    verdict = pm.verify()
+    assert verdict, verdict.why
