@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from shardfx.ir.ops.computing import moments
 
 from .test_calls import near
 
@@ -180,3 +181,14 @@ def test_norms_in_bf16_have_statistics_in_float32(norm: nn.Module, stats: str | 
     assert {name: each.dtype for name, each in pm.named_buffers()} == {
         name: each.dtype for name, each in model.named_buffers()
     }
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 4, 5), (8, 3)])
+def test_moments_of_all_are_those_of_the_pieces_joined(shape: tuple[int, ...]) -> None:
+    """By the kernel of CPUs, and by the one of other devices."""
+    x, dims = 5 + torch.randn(shape, dtype=torch.float64), [d for d in range(len(shape)) if d != 1]
+    var, mean = torch.var_mean(x, dims, correction=0)
+    made = moments.joined_moments(moments.piece_moments(x, 4))
+    for found in (made, moments._of_cpu(x), moments._of_any(x)):
+        assert near(found[0], mean) and near(found[1], var)
+    assert moments.piece_moments(x.bfloat16(), 2).dtype == torch.float32

