@@ -7,12 +7,14 @@ the axes. A sum of squares of such rows is a share of the same sum by either cut
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import shardfx as sx
+from shardfx.ir.rules import Emit
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 AXES = {"2x2x2": {"a": 2, "b": 2, "c": 2}, "3x2": {"a": 3, "b": 2}, "2x3": {"a": 2, "b": 3}}
@@ -105,3 +107,40 @@ def test_what_is_a_part_of_many_constants_is_proven_as_each_of_them() -> None:
     pm = sx.parallelize(Filled(), sx.Mesh(a=2, b=2), hints, virtual=True)
     verdict = pm.verify()
     assert verdict, verdict.why
+
+
+CALLS = 20
+
+
+@torch.library.custom_op("docs_many::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """x times two, so many times."""
+    return x * 2.0**CALLS
+
+
+doubled.register_fake(lambda x: torch.empty_like(x))
+doubled.register_autograd(lambda ctx, grad: doubled(grad))
+
+
+def by_sums(emit: Emit) -> Any:
+    """A rank's version: each call of the one before it, twice."""
+    (x,) = emit.args
+    for _ in range(CALLS):
+        x = emit.call(aten.add.Tensor, x, x)
+    return x
+
+
+def test_a_rule_may_write_many_calls_one_behind_the_other() -> None:
+    rule = sx.rule(torch.ops.docs_many.doubled.default, "n d -> n d", linear="0", local=by_sums)
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return doubled(super().forward(x)).relu()
+
+    hints = sx.Hints((torch.randn(4, 4),), loss=lambda out: out.sum(), specs={"args.0": "dp, -"}, rules=[rule])
+    pm = sx.parallelize(Net(4, 6), sx.Mesh(dp=2), hints, virtual=True)
+    changed = pm.rank_module(1)
+    last = [node for node in changed.graph.nodes if node.target is aten.add.Tensor][10]
+    last.replace_all_uses_with(last.args[0])
+    changed.recompile()
+    assert pm.verify() and not pm.verify(modules={1: changed})

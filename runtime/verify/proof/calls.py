@@ -21,13 +21,13 @@ from shardfx.ir.graph import Node, op_name
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.local import gives_list
 
-from .deduction import ExpectedCall, Fact, Place, same
+from .deduction import ExpectedCall, Fact, Place, nesting, same
 from .known import Known, Proof
 
 aten = torch.ops.aten
 
-DEPTH = 8
-"""How far a rule's own calls may reach from the result back to the operands."""
+REACH = 8
+"""How far a rule's own calls may reach from the result back to the operands, where the plan's do not reach as far."""
 
 
 @dataclass
@@ -164,6 +164,7 @@ class Calls:
     def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
         """The known tensors behind a node, by their terms."""
         found: dict[int, list[tuple[fx.Node, Fact]]] = {}
+        reach = self._reach()
         seen: set[fx.Node] = set()
         front = [(n, 1) for n in node.all_input_nodes]
         while front:
@@ -174,9 +175,18 @@ class Calls:
             facts = self.facts(each)
             for fact in facts:
                 found.setdefault(fact.term, []).append((each, fact))
-            if depth < DEPTH and not facts:
+            if depth < reach and not facts:
                 front += [(n, depth + 1) for n in each.all_input_nodes]
         return found
+
+    def _reach(self) -> int:
+        """The most calls that stand one behind the other in what the rules write for the plan's ops on this rank."""
+        known, deduction = self.proof.reach, self.proof.deduction
+        if self.rank not in known:
+            makers = (maker for _, maker in self.proof.universe.written)
+            forms = (form for m in makers if m.strategy for form in deduction.forms(m, m.strategy, self.rank))
+            known[self.rank] = max(map(nesting, forms), default=0)
+        return max(REACH, known[self.rank])
 
     def _no_such(self, node: fx.Node, direct: Sequence[Sequence[Fact]]) -> str:
         names = self.proof.universe.terms.names
