@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 from shardfx.ir.rulebook.dims import argument, packed
-from shardfx.ir.rules.book import RuleEntry, rule
+from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
 from shardfx.ir.rules.by_pieces import ByPieces
 from shardfx.ir.rules.sharding_rule import SAME
 from shardfx.ir.rules.template import Template, template
@@ -113,6 +114,36 @@ def _backward_in_evaluation(
     return grad * scale, dot if for_weight else None, torch.sum(grad, dims) if for_bias else None
 
 
+def expand_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix of which each slice along ``dim`` has a norm of its own, from sums of squares that may be partial."""
+    norm = torch.sqrt(torch.sum(v * v, _all_but(dim, v), True))
+    return v * (g / norm), norm
+
+
+def expand_weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Its gradients, from one sum that may be partial; where a norm is 0, NaN and inf are the kernel's."""
+    of_g = torch.sum(grad * v, _all_but(dim, v), True) / norm
+    scale = g / norm
+    return scale * grad - (scale * of_g / norm) * v, of_g
+
+
+def _all_but(dim: int, x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != dim % x.dim()]
+
+
+def norm_of_slices(node: Node) -> str:
+    """Of tensors as large as the first, and ones with a number for each slice along ``dim``."""
+    sizes = node.operands[0].shape
+    along = int(argument(node, "dim") or 0) % len(sizes)
+    all_ = " ".join("k" if d == along else f"{ascii_lowercase[d]}!" for d in range(len(sizes)))
+    one = " ".join("k" if d == along else "1" for d in range(len(sizes)))
+
+    def words(values: Iterable[Value]) -> str:
+        return ", ".join(all_ if value.shape == sizes else one for value in values)
+
+    return f"{words(node.operands)} -> {words(node.outs)}"
+
+
 def affine(form: str, *unread: int) -> Callable[[Node], Template]:
     """Weight and bias may be partial sums together: the statistics know nothing of them. A bias alone is added once."""
 
@@ -188,6 +219,23 @@ RULES: tuple[RuleEntry, ...] = (
     packed(
         aten.batch_norm_backward.default,
         batch_backward("n!update c s..!update, n c s.., c, ... -> n c s.., c, c", "update"),
+    ),
+)
+
+RULES += (
+    rule(
+        aten._weight_norm_interface.default,
+        norm_of_slices,
+        linear="1>0",
+        expand=expand_weight_norm,
+        contiguous=Contiguous.ALL,
+    ),
+    rule(
+        aten._weight_norm_interface_backward.default,
+        norm_of_slices,
+        linear="0",
+        expand=expand_weight_norm_backward,
+        contiguous=Contiguous.ALL,
     ),
 )
 
