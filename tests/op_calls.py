@@ -45,8 +45,6 @@ def others() -> list[tuple[Any, ...]]:
         (joined_moments, f(4, 2, 3)),
         (aten._weight_norm_interface.default, f(4, 6), f(4, 1), 0),
         (aten._weight_norm_interface.default, f(4, 3, 6), f(1, 1, 6), 2),
-        (aten._weight_norm_interface_backward.default, f(4, 6), f(4, 6), f(4, 1), f(4, 1), 0),
-        (aten._weight_norm_interface_backward.default, f(4, 3, 6), f(4, 3, 6), f(1, 1, 6), f(1, 1, 6), 2),
         (aten.addmm.default, f(5), f(4, 6), f(6, 5), {"beta": 2, "alpha": 3}),
         (aten.addmm.default, f(4, 1), f(4, 6), f(6, 5)),
         (aten.baddbmm.default, f(1, 5), f(4, 3, 6), f(4, 6, 5)),
