@@ -20,7 +20,8 @@ from .rule_cache import RuleCache
 def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
     """Within, the graph is without the optimizer's step; behind, that is there again, placed as parameters are."""
     nodes = [node for node in graph.nodes if node.phase is Phase.UPDATE]
-    inputs = [given for given in graph.inputs if given.kind.is_of_optimizer]
+    read = {value for node in graph.nodes if node.phase is not Phase.UPDATE for value in node.operands}
+    inputs = [given for given in graph.inputs if given.kind.is_of_optimizer and given.value not in read]
     outputs = [output for output in graph.outputs if output.kind.is_stepped]
     clipped = {output: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     gradients = {output: as_made(value) for output, value in clipped.items()}
@@ -31,7 +32,7 @@ def update_apart(graph: Graph, cache: RuleCache) -> Iterator[None]:
         output.value = value
     apart = set(nodes)
     graph.nodes = [node for node in graph.nodes if node not in apart]
-    graph.inputs = [given for given in graph.inputs if not given.kind.is_of_optimizer]
+    graph.inputs = [given for given in graph.inputs if given not in inputs]
     graph.outputs = [output for output in graph.outputs if not output.kind.is_stepped]
     yield
     moved = {was: output.value for output, was in gradients.items()}

@@ -11,6 +11,7 @@ del _root
 
 # ---- public names -----------------------------------------------------------------------------------------
 from shardfx.ir.capture.forms.compute import Compute
+from shardfx.ir.capture.forms.loss_scaling import LossScale
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.mesh import Link, Mesh, Time
@@ -39,6 +40,7 @@ __all__ = [
     "Error",
     "Hints",
     "Link",
+    "LossScale",
     "Machine",
     "Mesh",
     "Offload",

@@ -28,7 +28,7 @@ from shardfx.runtime.distributed.groups import initialise, launched
 
 from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
-from .gradients import check_gradients, reject_half
+from .gradients import check_gradients, check_scale, reject_half
 from .hints import Hints
 from .plugins import all_rules
 
@@ -79,6 +79,7 @@ def parallelize(
     module, loss = with_own_loss(given, hints.loss)
     hints = replace(hints, loss=loss)
     check_offload(hints)
+    check_scale(hints)
     with (
         no_collection(),
         unwatched(),

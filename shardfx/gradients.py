@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from shardfx.ir.capture.forms.compute import Compute
+from shardfx.ir.capture.forms.loss_scaling import LossScale
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, OutputKind
 
 from .compiled import Compiled
+from .hints import Hints
 
 SHOWN = 5
 
@@ -54,6 +56,23 @@ def check_gradients(model: nn.Module, compiled: Compiled) -> None:
     text = f"no gradient for {len(lacking)} of {len(trainable)} trainable parameters: {names}"
     graph.notes.append(text)
     warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
+def check_scale(hints: Hints) -> None:
+    """A scale of the loss that adapts does so in the optimizer's step.
+
+    Raises:
+        Error: there is none in the program.
+    """
+    compute = Compute.of(hints.compute)
+    if compute is not None and isinstance(compute.scale, LossScale) and (hints.loss is None or hints.optimizer is None):
+        raise Error(
+            "a scale that adapts is stepped with the optimizer",
+            where="Hints(compute=...): scale",
+            expected="Hints(loss=..., optimizer=...), and pm.step(x, y)",
+            got=repr(compute.scale),
+            remedy="give the optimizer in the hints; or a number: Compute(..., scale=2.0**14)",
+        )
 
 
 def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
+from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 
 aten = torch.ops.aten
 
@@ -40,6 +41,10 @@ def others() -> list[tuple[Any, ...]]:
         (grouped_mm, f(12, 6), f(4, 6, 5), torch.tensor([3, 3, 8, 10])),
         (grouped_mm, f(7, 6), f(4, 6, 5), torch.tensor([5, 2, 9, 7])),
         (grouped_outer, f(12, 6), f(12, 5), torch.tensor([3, 3, 8, 10])),
+        (piece_moments, f(8, 3, 4), 4),
+        (joined_moments, f(4, 2, 3)),
+        (aten._weight_norm_interface.default, f(4, 6), f(4, 1), 0),
+        (aten._weight_norm_interface.default, f(4, 3, 6), f(1, 1, 6), 2),
         (aten.addmm.default, f(5), f(4, 6), f(6, 5), {"beta": 2, "alpha": 3}),
         (aten.addmm.default, f(4, 1), f(4, 6), f(6, 5)),
         (aten.baddbmm.default, f(1, 5), f(4, 3, 6), f(4, 6, 5)),

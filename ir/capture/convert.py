@@ -33,13 +33,15 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Names:
     """What goes in and out of the traced program: leaf names, tied names, the loss if there is one, the guards of its
-    last outputs, and what the gradient of the loss is where the backward begins."""
+    last outputs, and what the gradient of the loss is where the backward begins: a number, or a state of
+    that name which begins with it."""
 
     leaves: tuple[str, ...]
     aliases: Mapping[str, str]
     loss: Where | None = None
     guards: tuple[Guard, ...] = ()
     seed: float = 1.0
+    seed_state: str = ""
 
 
 def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
@@ -97,6 +99,10 @@ def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> Va
     if isinstance(desc, TangentAOTInput):
         builder.phase = Phase.BACKWARD
         _check_holds(names.seed, type.dtype)
+        if names.seed_state:
+            scale = builder.input(InputKind.STATE, names.seed_state, TensorType((), torch.float64))
+            begun: Value = builder.add(aten._to_copy.default, (scale,), dtype=type.dtype)
+            return begun
         seed: Value = builder.add(aten.full.default, ([], names.seed), TensorType((), type.dtype), dtype=type.dtype)
         return seed
     raise Error("an input of unknown kind in the captured graph", got=str(desc))

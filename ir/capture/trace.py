@@ -31,7 +31,9 @@ from .convert import Names, convert
 from .decisions import with_numbers
 from .decomposed import decompositions
 from .forms.compute import Compute
+from .forms.loss_scaling import LossScale
 from .forms.parts_of_batch import normalise_by_parts
+from .forms.wide_statistics import take_wide_statistics
 from .forms.wide_sums import sum_gradients_in
 from .intake.as_eager import check_as_eager
 from .intake.given import as_module, no_library_of_cpus, on_cpu
@@ -43,9 +45,10 @@ from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 from .update.clip import clip_gradients
-from .update.loss_scale import skip_overflow, unscale_gradients
+from .update.loss_scale import SCALE, adapt, skip_overflow, unscale_gradients
 from .update.made_groups import Factory
-from .update.written import Update, write_update
+from .update.stepped import Update
+from .update.written import write_update
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,9 @@ def capture(
         scale = compute.scale if compute is not None else None
         if fold and optimizer is None and clip is None and scale is None:
             short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
-        wanted = Names(tuple(names), aliases, loss_source(loss), seed=scale or 1.0)
+        adapts = isinstance(scale, LossScale)
+        begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
+        wanted = Names(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
         trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
         graph, note = trace(program(short.model), tuple(tensors)), short.note
         graph.repeats = short.repeats
@@ -134,13 +139,15 @@ def capture(
             note = f"{TRACED_WHOLE} ({error.what})"
     hooks.check()
     _name_ties(graph, aliases)
-    if scale is not None:
+    if scale is not None and loss is not None:
         unscale_gradients(graph, scale)
     if clip is not None:
         clip_gradients(graph, clip)
     update = write_update(graph, optimizer, traced.named_parameters()) if optimizer is not None else None
     if update is not None and scale is not None:
-        skip_overflow(graph)
+        finite = skip_overflow(graph)
+        if isinstance(scale, LossScale):
+            update = replace(update, counts={**update.counts, **adapt(graph, finite, scale)})
     guards = sum(output.guard is not None for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     apart = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
@@ -189,6 +196,7 @@ def _trace(
             keep_whole(exported)
             if batch_parts > 1:
                 normalise_by_parts(exported, batch_parts)
+            take_wide_statistics(exported)
             own.restore(exported)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions(), _record_nn_module_stack=True

@@ -28,6 +28,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
+from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 from shardfx.ir.ops.dropout import draw, dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.pools.pool_ops import POOL_OPS
@@ -41,7 +42,7 @@ from .lexer import Line
 from .reason_lines import ReasonReader
 from .scope import ReadScope, checked, unquoted
 
-COMPUTING = (dropout, draw, attention, attention_backward, grouped_mm, grouped_outer)
+COMPUTING = (dropout, draw, attention, attention_backward, grouped_mm, grouped_outer, piece_moments, joined_moments)
 OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **POOL_OPS, **{op_name(op): op for op in COMPUTING}}
 SECTIONS = (*(phase.value for phase in Phase), "outputs", "reasons")
 RANGE = re.compile(r"\s*(\d+)\.\.(\d+)")

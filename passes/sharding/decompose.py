@@ -9,17 +9,19 @@ that elsewhere the fused kernel stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._decomp import decomposition_table
 
 from shardfx.ir.capture.splice import splice, trace_function
+from shardfx.ir.cut import WHOLE, Cut
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.rules.by_pieces import in_pieces
 
 
 class Parted(NamedTuple):
@@ -48,17 +50,20 @@ class Expander:
 
     def parts(self, node: Node) -> list[Any]:
         """The ops that a node would be taken apart into."""
-        return list(dict.fromkeys(each.target for each in self._trace(node).graph.nodes if each.op == "call_function"))
+        nodes = self._trace(node, self._expand(node)).graph.nodes
+        return list(dict.fromkeys(each.target for each in nodes if each.op == "call_function"))
 
-    def apply(self, graph: Graph, nodes: list[Node]) -> list[Parted]:
-        """Replace the nodes; gives of each what stands for it."""
+    def apply(self, graph: Graph, nodes: list[Node], cuts: Callable[[Value], Sequence[Cut]]) -> list[Parted]:
+        """Replace the nodes, whose operands are held in these cuts; gives of each what stands for it."""
         rewriter = Rewriter(graph)
-        parted = [self._replace(graph, node, rewriter) for node in nodes]
+        parted = [self._replace(graph, node, rewriter, cuts) for node in nodes]
         rewriter.apply()
         return parted
 
-    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter) -> Parted:
-        made, given = splice(self._trace(node), node.operands, like=node, mesh=graph.mesh)
+    def _replace(self, graph: Graph, node: Node, rewriter: Rewriter, cuts: Callable[[Value], Sequence[Cut]]) -> Parted:
+        rows = next(iter(cuts(node.operands[0])), WHOLE)
+        traced = self._trace(node, in_pieces(self._expand(node), node, rows, graph.mesh))
+        made, given = splice(traced, node.operands, like=node, mesh=graph.mesh)
         whole = self._parts_of.get(node, frozenset()) | {node.op}
         for each in made:
             each.why = f"part of {op_name(node.op)}, taken apart because a cut stands in its way"
@@ -70,27 +75,31 @@ class Expander:
         rewriter.erase(node)
         return Parted(node, made, swapped)
 
-    def _trace(self, node: Node) -> torch.fx.GraphModule:
-        key = alike(node)
-        if key not in self._traced:
-            self._traced[key] = trace_function(self._function(node), [value.type for value in node.operands])
-        return self._traced[key]
-
-    def _function(self, node: Node) -> Callable[..., Any]:
-        """The decomposition as a function of the tensor operands alone."""
+    def _expand(self, node: Node) -> Any:
         entry = self._book.entry(node.op)
         assert entry is not None and entry.expand
-        decomposition = entry.expand if callable(entry.expand) else decomposition_table[node.op]
+        return entry.expand
 
-        def function(*tensors: torch.Tensor) -> Any:
-            given = iter(tensors)
+    def _trace(self, node: Node, expand: Any) -> torch.fx.GraphModule:
+        key = alike(node), expand
+        if key not in self._traced:
+            function = as_function(node, expand if callable(expand) else decomposition_table[node.op])
+            self._traced[key] = trace_function(function, [value.type for value in node.operands])
+        return self._traced[key]
 
-            def next_tensor(_: Value) -> torch.Tensor:
-                return next(given)
 
-            args = substitute(node.args, next_tensor)
-            kwargs = {k: substitute(a, next_tensor) for k, a in node.kwargs.items()}
-            out = decomposition(*args, **kwargs)
-            return tuple(out) if isinstance(out, tuple) else out  # some give a named tuple, which is no op
+def as_function(node: Node, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """The decomposition of a node as a function of the tensor operands alone."""
 
-        return function
+    def function(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+
+        def next_tensor(_: Value) -> torch.Tensor:
+            return next(given)
+
+        args = substitute(node.args, next_tensor)
+        kwargs = {k: substitute(a, next_tensor) for k, a in node.kwargs.items()}
+        out = decomposition(*args, **kwargs)
+        return tuple(out) if isinstance(out, tuple) else out  # some give a named tuple, which is no op
+
+    return function

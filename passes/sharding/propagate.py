@@ -76,7 +76,7 @@ class Propagate(Pass):
         held = state.held
         while blocked := [node for node in graph.nodes if expander.can(node) and is_blocked(node, held)]:
             around = [value for node in blocked for value in node.operands]
-            parted = expander.apply(graph, blocked)
+            parted = expander.apply(graph, blocked, held.of)
             for old, new in (pair for each in parted for pair in each.swapped):
                 state.take_over(old, new)
                 new.hint, new.hinted_by = old.hint, old.hinted_by

@@ -129,6 +129,7 @@ class ParallelModule(SteppedModule):
         with self._peers.calling():
             self._state.check_complete()
             self._tree.check()
+            self._begin_counts()
             hints = self._compiled.hints
             beside = WITH_RESULTS not in hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
             call = read_call(hints, args, kwargs)

@@ -51,6 +51,12 @@ class SteppedModule(PlannedModule):
             around = self._tree.training, self._peers, self._new_programs, self._hunt
             return self._variants.run(call, *around, beside, optimizer.options())
 
+    def _begin_counts(self) -> None:
+        """What the optimizer's step keeps beside states of parameters is there from the first call on."""
+        update = self._compiled.captured.update
+        if update is not None and update.counts:
+            self.optimizer.begin_counts()
+
     @property
     def optimizer(self) -> ProgramOptimizer:
         """The optimizer in the program: groups, rates and states (see :class:`.held.program_optimizer`).

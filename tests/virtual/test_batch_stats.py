@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from shardfx.ir.ops.computing import moments
 
 from .test_calls import near
 
@@ -121,3 +122,73 @@ def test_synchronised_norms_ask_nobody() -> None:
     grads = pm.full_grads()
     assert near(loss, expected) and isinstance(pm.first, nn.SyncBatchNorm)
     assert all(near(grads[name], p.grad) for name, p in alone.named_parameters() if p.grad is not None)
+
+
+# ---- of the whole batch ------------------------------------------------------------------------------------
+
+
+WHOLE: dict[str, Any] = {
+    "equal pieces": (sx.Mesh(dp=2), {"args.0": "dp, -, -, -"}, 1),
+    "beside channels": (sx.Mesh(dp=2, tp=2), {"args.0": "dp, -, -, -", "conv.weight": "tp, -, -, -"}, 1),
+    "two axes": (sx.Mesh(dp=2, ep=2), {"args.0": "dp ep, -, -, -"}, 1),
+    "pieces of other sizes": (sx.Mesh(dp=3), {"args.0": "dp, -, -, -"}, 2),
+    "rows of pictures": (sx.Mesh(dp=2, sp=2), {"args.0": "dp, -, sp, -"}, None),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_statistics_are_one_collective_each_way(name: str) -> None:
+    mesh, specs, each = WHOLE[name]
+    model, pm = made(mesh, specs, None)
+    x, y = data()
+    expected, loss = F.cross_entropy(model(x), y), pm(x, y)
+    expected.backward(), loss.backward()
+    grads = pm.full_grads()
+    assert near(loss, expected) and all(near(grads[key], p.grad) for key, p in model.named_parameters())
+    state = pm.full_state_dict()
+    assert all(near(state[key].double(), b.double()) for key, b in model.named_buffers())
+    assert pm.verify()
+    if each is not None:
+        sent = [n for n in pm.after.nodes if str(n.op).startswith("comm.") and n.where.module in ("first", "second")]
+        assert sum(n.phase.value == "forward" and n.kwargs["axes"] != ["tp"] for n in sent) == 2 * each
+        assert len([n for n in sent if n.phase.value == "backward"]) <= 2
+
+
+def test_moments_of_pieces_do_not_cancel() -> None:
+    """Numbers far from zero: squares of what is not centred would leave nothing of the variance in float32."""
+    torch.manual_seed(0)
+    x = 1000 + torch.randn(8, 3, 4, 4)
+    model = nn.BatchNorm2d(3)
+    hints = sx.Hints(args=(x,), loss=lambda out: (out * out.sin()).sum(), specs={"args.0": "dp, -, -, -"})
+    pm = sx.parallelize(model, sx.Mesh(dp=4), hints, virtual=True)
+    whole = x.double().var((0, 2, 3), unbiased=True)
+    pm(x).backward()
+    torch.testing.assert_close(pm.full_state_dict()["running_var"].double(), 0.9 + 0.1 * whole, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("stats", [None, "local"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(6), nn.BatchNorm2d(6, affine=False, track_running_stats=False)])
+def test_norms_in_bf16_have_statistics_in_float32(norm: nn.Module, stats: str | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), copy.deepcopy(norm)).bfloat16()
+    x = torch.randn(8, 3, 4, 4, dtype=torch.bfloat16)
+    hints = sx.Hints((x,), loss=lambda out: out.square().sum(), specs={"args.0": "dp, -, -, -"}, batch_stats=stats)
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints, virtual=True)
+    pm(x).backward()
+    verdict = pm.verify()
+    assert verdict, verdict
+    assert {v.type.dtype for n in pm.after.nodes if "moments" in str(n.op) for v in n.outs} <= {torch.float32}
+    assert {name: each.dtype for name, each in pm.named_buffers()} == {
+        name: each.dtype for name, each in model.named_buffers()
+    }
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 4, 5), (8, 3)])
+def test_moments_of_all_are_those_of_the_pieces_joined(shape: tuple[int, ...]) -> None:
+    """By the kernel of CPUs, and by the one of other devices."""
+    x, dims = 5 + torch.randn(shape, dtype=torch.float64), [d for d in range(len(shape)) if d != 1]
+    var, mean = torch.var_mean(x, dims, correction=0)
+    made = moments.joined_moments(moments.piece_moments(x, 4))
+    for found in (made, moments._of_cpu(x), moments._of_any(x)):
+        assert near(found[0], mean) and near(found[1], var)
+    assert moments.piece_moments(x.bfloat16(), 2).dtype == torch.float32

@@ -113,3 +113,12 @@ def test_a_batch_norm_over_a_cut_batch_calls_kernels() -> None:
     ops = beside_one_device(model, (x,), mesh, specs)
     assert ops.count("aten._native_batch_norm_legit_no_training") == 4  # forward, and what its gradient lacks
     assert ops.count("aten.native_batch_norm_backward") == 2
+
+
+@pytest.mark.parametrize(("dim", "spec", "whole"), [(0, "tp, -", True), (0, "-, tp", False), (1, "tp, -", False)])
+def test_a_weight_of_given_norms_is_cut(dim: int, spec: str, whole: bool) -> None:
+    """Along the norms the kernels make each rank's own; across them, of sums that are sent."""
+    made = nn.utils.parametrizations.weight_norm(nn.Linear(8, 6), dim=dim)
+    model, x = nn.Sequential(made, nn.Tanh()).double(), torch.randn(4, 8, dtype=torch.float64)
+    ops = beside_one_device(model, (x,), sx.Mesh(tp=2), {"0.parametrizations.weight.original1": spec})
+    assert ("aten._weight_norm_interface_backward" in ops) == whole and "comm.all_gather" not in ops

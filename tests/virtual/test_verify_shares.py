@@ -6,11 +6,15 @@ the axes. A sum of squares of such rows is a share of the same sum by either cut
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import shardfx as sx
+from shardfx.ir.rules import Emit
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 AXES = {"2x2x2": {"a": 2, "b": 2, "c": 2}, "3x2": {"a": 3, "b": 2}, "2x3": {"a": 2, "b": 3}}
@@ -79,3 +83,64 @@ def test_shares_that_were_made_in_other_ways_are_not_added(swapped: bool) -> Non
         second.replace_all_uses_with(done, delete_user_cb=lambda user, last=started: user is not last)  # type: ignore[misc]
         module.recompile()
     assert bool(pm.verify(changed)) == bool(pm.verify(changed, run=True)) == (not swapped)
+
+
+class Filled(torch.nn.Module):
+    """Adds a constant to each of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+        made = [(x * self.by + torch.ones(x.shape, dtype=x.dtype)).relu().square().sum() for x in xs]
+        return torch.stack(made).sum()
+
+
+def test_what_is_a_part_of_many_constants_is_proven_as_each_of_them() -> None:
+    """On each rank all of them are one call, ``ones([4, 4, 4])``."""
+    cuts = [cut for cut in itertools.product("-ab", repeat=3) if len(set(cut) - {"-"}) == 3 - cut.count("-") > 0]
+    assert len(cuts) == 12
+    xs = tuple(torch.randn([4 if axis == "-" else 8 for axis in cut], dtype=torch.float64) for cut in cuts)
+    specs = {f"args.{i}": ", ".join(cut) for i, cut in enumerate(cuts)}
+    hints = sx.Hints(args=xs, loss=lambda out: out, specs=specs)
+    pm = sx.parallelize(Filled(), sx.Mesh(a=2, b=2), hints, virtual=True)
+    verdict = pm.verify()
+    assert verdict, verdict.why
+
+
+CALLS = 20
+
+
+@torch.library.custom_op("docs_many::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """x times two, so many times."""
+    return x * 2.0**CALLS
+
+
+doubled.register_fake(lambda x: torch.empty_like(x))
+doubled.register_autograd(lambda ctx, grad: doubled(grad))
+
+
+def by_sums(emit: Emit) -> Any:
+    """A rank's version: each call of the one before it, twice."""
+    (x,) = emit.args
+    for _ in range(CALLS):
+        x = emit.call(aten.add.Tensor, x, x)
+    return x
+
+
+def test_a_rule_may_write_many_calls_one_behind_the_other() -> None:
+    rule = sx.rule(torch.ops.docs_many.doubled.default, "n d -> n d", linear="0", local=by_sums)
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return doubled(super().forward(x)).relu()
+
+    hints = sx.Hints((torch.randn(4, 4),), loss=lambda out: out.sum(), specs={"args.0": "dp, -"}, rules=[rule])
+    pm = sx.parallelize(Net(4, 6), sx.Mesh(dp=2), hints, virtual=True)
+    changed = pm.rank_module(1)
+    last = [node for node in changed.graph.nodes if node.target is aten.add.Tensor][10]
+    last.replace_all_uses_with(last.args[0])
+    changed.recompile()
+    assert pm.verify() and not pm.verify(modules={1: changed})

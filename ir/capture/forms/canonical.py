@@ -139,6 +139,19 @@ def _to_copy(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict
     return builder.add(op, args, types, dtype=types.dtype)
 
 
+def _copy(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """What is written over a tensor, in its dtype and shape: nothing is left of the tensor itself."""
+    written = args[1]
+    if written.type.dtype != types.dtype:
+        written = builder.add(aten._to_copy.default, (written,), dtype=types.dtype)
+    return written if written.shape == types.shape else builder.add(aten.expand.default, (written, list(types.shape)))
+
+
+def _batch_norm(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
+    """Statistics are as wide as on every device (torch's fake tensors of a CPU have those of bf16 as such)."""
+    return builder.add(op, args, **kwargs)
+
+
 def _all(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     return builder.add(aten.all.default if op is aten._is_all_true.default else aten.any.default, args, types)
 
@@ -278,6 +291,9 @@ CANONICAL: dict[Any, Canonical] = {
     aten._is_all_true: _all,
     aten._is_any_true: _all,
     aten._to_copy: _to_copy,
+    aten.copy: _copy,
+    aten._native_batch_norm_legit_functional: _batch_norm,
+    aten._native_batch_norm_legit: _batch_norm,
     aten.t: _transpose,
     aten.transpose.int: _transpose,
     aten.view.default: _view,

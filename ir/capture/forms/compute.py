@@ -26,6 +26,7 @@ from shardfx.ir.names import pattern
 from shardfx.ir.rules.template import keeps_precision
 
 from .casts import as_it_is, cast, cast_when_read
+from .loss_scaling import LossScale
 
 WHERE = "Hints(compute=...)"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -54,6 +55,7 @@ class Compute:
             dtype: so what is small does not vanish in float16 (loss scaling; Micikevicius et al., Mixed Precision
             Training, 2018). A step of ``Hints(optimizer=...)`` of which some gradient is not finite leaves parameters
             and states as they are, on all ranks alike; ``pm(x, y).backward()`` hands it out, as a GradScaler expects.
+            A :class:`shardfx.LossScale` finds its size by itself, in the steps of ``pm.step``.
 
     Raises:
         Error: a dtype in which nothing is computed here; ``reduce`` cannot hold the numbers of ``dtype``.
@@ -71,7 +73,7 @@ class Compute:
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     keep: str | tuple[str, ...] = ()
-    scale: float | None = None
+    scale: float | LossScale | None = None
 
     def __post_init__(self) -> None:
         for name in ("dtype", "reduce", "output"):
@@ -100,11 +102,12 @@ class Compute:
                 got=f"Compute(keep={self.keep!r})",
                 remedy=f"Compute(torch.bfloat16, keep={self.keep!r})",
             )
-        if self.scale is not None and not (type(self.scale) in (int, float) and 0 < self.scale < float("inf")):
+        number = type(self.scale) in (int, float) and 0 < self.scale < float("inf")  # type: ignore[operator]
+        if self.scale is not None and not number and not isinstance(self.scale, LossScale):
             raise Error(
                 "this is nothing to scale a loss by",
                 where=f"{WHERE}: scale",
-                expected="a number above zero, such as 2.0**14",
+                expected="a number above zero, such as 2.0**14, or a shardfx.LossScale",
                 got=repr(self.scale),
             )
         if self.dtype is not None and self.reduce is not None and not keeps_precision(self.dtype, self.reduce):

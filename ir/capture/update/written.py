@@ -33,42 +33,9 @@ from .made_groups import Factory, Group, make_groups_of
 from .numbers import call_with_numbers, unknown_numbers
 from .started import Recipe, Small, Start, recipe, refusal
 from .step_trace import RATE, Traced, first_states, trace_step
+from .stepped import Count, HeldState, Update, UpdateGroup
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """A state of a parameter: as the optimizer names it, as the graph does, and what it begins with.
-
-    ``kept`` is what the optimizer itself keeps there: a dtype, or the type of a Python number.
-    """
-
-    key: str
-    name: str
-    start: Start
-    kept: torch.dtype | type
-
-
-@dataclass(frozen=True)
-class UpdateGroup:
-    """A group of parameters that are stepped alike: the optimizer's name, its options, and the parameters' names."""
-
-    kind: str
-    options: Mapping[str, Any]
-    names: tuple[str, ...]
-    rate: str
-    """The input of the graph that is the learning rate; "" where the optimizer has none."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """What the program steps: groups as they were made, and the states of each parameter."""
-
-    groups: tuple[UpdateGroup, ...]
-    states: Mapping[str, tuple[HeldState, ...]]
-    counts: Mapping[str, float]
-    """States of no parameter: how often a group was stepped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +98,7 @@ class _Writer:
     trained: Mapping[str, Value]
     small: Small
     states: dict[str, tuple[HeldState, ...]] = field(default_factory=dict)
-    counts: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, Count] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.builder = _Once(self.graph)
@@ -213,7 +180,7 @@ class _Writer:
         self.builder.shared = True
         self.builder.where = Where("optimizer", group.where.file, group.where.line)
         if name not in self.counts:
-            self.counts[name] = 0.0
+            self.counts[name] = Count(0.0, 1.0)
             count = self.builder.input(InputKind.STATE, name, TensorType((), torch.float64))
             more = self.builder.add(aten.add.Tensor, (count, 1))
             self.graph.outputs.append(Output(OutputKind.STATE, name, more))

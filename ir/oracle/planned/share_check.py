@@ -76,26 +76,45 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
 
 
 def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:
-    """Why a rank's version of a node cannot run on the rank's own shapes, or gives other shapes; or ""."""
+    """Why a rank's version of a node cannot run on the rank's own shapes, or gives other shapes; or "".
+
+    A dtype that hangs on the device is right if the CPU's fake version gives it, or that of no device.
+    """
     made = node.strategy
     assert made is not None
     seen = set()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for coords in _coords(made, node, mesh):
-            shapes = [s.local_shape(v.shape, mesh, coords) for v, s in zip(node.operands, made.operands, strict=True)]
-            if tuple(shapes) in seen:
-                continue
-            seen.add(tuple(shapes))
-            tensors = [torch.empty(s, dtype=v.type.dtype) for s, v in zip(shapes, node.operands, strict=True)]
-            args, kwargs = bind(node, tensors)
-            try:
-                results = as_results(perform(entry, Executor(node, mesh, coords, args, kwargs)))
-            except Exception as error:  # whatever an op says of its arguments
-                return f"it fails on a rank's shapes {shapes}: {said(error)}"
-            why = _other_shapes(results, node, made, mesh, coords)
-            if why:
-                return why
+    for coords in _coords(made, node, mesh):
+        shapes = [s.local_shape(v.shape, mesh, coords) for v, s in zip(node.operands, made.operands, strict=True)]
+        if tuple(shapes) in seen:
+            continue
+        seen.add(tuple(shapes))
+        call = RankCall(node, entry, mesh, coords, tuple(shapes))
+        try:
+            why = _other_shapes(call.results("cpu"), node, made, mesh, coords)
+        except Exception as error:  # whatever an op says of its arguments
+            return f"it fails on a rank's shapes {shapes}: {said(error)}"
+        if why and _other_shapes(call.results("meta"), node, made, mesh, coords):
+            return why
     return ""
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """What one rank does of a node, on operands of these shapes."""
+
+    node: Node
+    entry: RuleEntry
+    mesh: Mesh
+    coords: Coords
+    shapes: tuple[tuple[int, ...], ...]
+
+    def results(self, device: str) -> list[Any]:
+        """Its results without numbers, as if on a device."""
+        pairs = zip(self.shapes, self.node.operands, strict=True)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            tensors = [torch.empty(shape, dtype=value.type.dtype, device=device) for shape, value in pairs]
+            args, kwargs = bind(self.node, tensors)
+            return as_results(perform(self.entry, Executor(self.node, self.mesh, self.coords, args, kwargs)))
 
 
 def _other_shapes(results: list[Any], node: Node, made: Strategy, mesh: Mesh, coords: Coords) -> str:

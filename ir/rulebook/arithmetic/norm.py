@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 from shardfx.ir.rulebook.dims import argument, packed
-from shardfx.ir.rules.book import RuleEntry, rule
+from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
+from shardfx.ir.rules.by_pieces import ByPieces
 from shardfx.ir.rules.sharding_rule import SAME
 from shardfx.ir.rules.template import Template, template
 
@@ -26,9 +29,18 @@ def _shape_of_channels(x: Tensor) -> list[int]:
 
 
 def expand_batch_norm(
-    x: Tensor, weight: Given, bias: Given, old_mean: Given, old_var: Given, training: bool, momentum: float, eps: float
+    x: Tensor,
+    weight: Given,
+    bias: Given,
+    old_mean: Given,
+    old_var: Given,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *,
+    pieces: int,
 ) -> tuple[Tensor, ...]:
-    """Batch normalisation over the whole batch in two passes: mean, then centred squares; sums that may be partial.
+    """Batch normalisation over the whole batch, which may lie in pieces: statistics are in float32 at least.
 
     What is then done to each element is the kernel that takes its statistics as given. In evaluation by the running
     statistics, which stay; nothing is saved.
@@ -37,17 +49,30 @@ def expand_batch_norm(
         assert old_mean is not None and old_var is not None
         y = _by_statistics(x, weight, bias, old_mean, torch.rsqrt(old_var + eps))
         return y, x.new_empty([0]), x.new_empty([0]), old_mean.clone(), old_var.clone()
-    dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
-    mean = torch.sum(x, dims) / count
-    centred = x - mean.view(_shape_of_channels(x))
-    var = torch.sum(centred * centred, dims) / count
+    mean, var = joined_moments(piece_moments(x, pieces)) if pieces > 1 else _moments(x, count)
     y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
     results = [y, mean, torch.rsqrt(var + eps)]
     if old_mean is not None and old_var is not None:
         results.append(old_mean * (1 - momentum) + mean * momentum)
         results.append(old_var * (1 - momentum) + var * (momentum * count / max(count - 1, 1)))
     return tuple(results)
+
+
+def expand_without_running(
+    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float, *, pieces: int
+) -> tuple[Tensor, ...]:
+    """The same where no running statistics are kept: those of the batch serve always."""
+    return expand_batch_norm(x, weight, bias, None, None, True, momentum, eps, pieces=pieces)
+
+
+def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """In two passes: mean, then centred squares; sums that may be partial."""
+    dims = [d for d in range(x.dim()) if d != 1]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = torch.sum(wide, dims) / count
+    centred = wide - mean.view(_shape_of_channels(x))
+    return mean, torch.sum(centred * centred, dims) / count
 
 
 def expand_batch_norm_backward(
@@ -89,6 +114,36 @@ def _backward_in_evaluation(
     return grad * scale, dot if for_weight else None, torch.sum(grad, dims) if for_bias else None
 
 
+def expand_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix of which each slice along ``dim`` has a norm of its own, from sums of squares that may be partial."""
+    norm = torch.sqrt(torch.sum(v * v, _all_but(dim, v), True))
+    return v * (g / norm), norm
+
+
+def expand_weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Its gradients, from one sum that may be partial; where a norm is 0, NaN and inf are the kernel's."""
+    of_g = torch.sum(grad * v, _all_but(dim, v), True) / norm
+    scale = g / norm
+    return scale * grad - (scale * of_g / norm) * v, of_g
+
+
+def _all_but(dim: int, x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != dim % x.dim()]
+
+
+def norm_of_slices(node: Node) -> str:
+    """Of tensors as large as the first, and ones with a number for each slice along ``dim``."""
+    sizes = node.operands[0].shape
+    along = int(argument(node, "dim") or 0) % len(sizes)
+    all_ = " ".join("k" if d == along else f"{ascii_lowercase[d]}!" for d in range(len(sizes)))
+    one = " ".join("k" if d == along else "1" for d in range(len(sizes)))
+
+    def words(values: Iterable[Value]) -> str:
+        return ", ".join(all_ if value.shape == sizes else one for value in values)
+
+    return f"{words(node.operands)} -> {words(node.outs)}"
+
+
 def affine(form: str, *unread: int) -> Callable[[Node], Template]:
     """Weight and bias may be partial sums together: the statistics know nothing of them. A bias alone is added once."""
 
@@ -117,6 +172,8 @@ GROUPS = "n (g c!) s..!"
 GROUPED = {"N": "n", "C": "(g c)", "group": "g"}
 
 RULES: tuple[RuleEntry, ...] = (
+    packed(piece_moments, "(p q!) c s..! -> p m! c", sized={"pieces": "p"}),
+    packed(joined_moments, "p! m! c -> c, c"),
     rule(aten.native_layer_norm.default, affine(f"{ROWS}, d.., d.. -> n.. d.., n.. 1*d, n.. 1*d"), expand=True),
     # The gradients of weight and bias are sums over n: partial where that is cut.
     packed(
@@ -143,7 +200,13 @@ RULES: tuple[RuleEntry, ...] = (
         aten._native_batch_norm_legit_functional.default,
         "n!training c s..!training, c, ... -> n c s.., c, ...",
         reduce=SAME,
-        expand=expand_batch_norm,
+        expand=ByPieces(expand_batch_norm),
+    ),
+    packed(
+        aten._native_batch_norm_legit.no_stats,
+        "n! c s..!, c, ... -> n c s.., c, ...",
+        reduce=SAME,
+        expand=ByPieces(expand_without_running),
     ),
     packed(aten.native_batch_norm.default, affine("n!training c s..!training, c, ... -> n c s.., c, ...", 3, 4)),
     packed(aten._native_batch_norm_legit_no_training.default, "n c s.., c, ... -> n c s.., c, ...", reduce=SAME),
@@ -156,6 +219,23 @@ RULES: tuple[RuleEntry, ...] = (
     packed(
         aten.batch_norm_backward.default,
         batch_backward("n!update c s..!update, n c s.., c, ... -> n c s.., c, c", "update"),
+    ),
+)
+
+RULES += (
+    rule(
+        aten._weight_norm_interface.default,
+        norm_of_slices,
+        linear="1>0",
+        expand=expand_weight_norm,
+        contiguous=Contiguous.ALL,
+    ),
+    rule(
+        aten._weight_norm_interface_backward.default,
+        norm_of_slices,
+        linear="0",
+        expand=expand_weight_norm_backward,
+        contiguous=Contiguous.ALL,
     ),
 )
 

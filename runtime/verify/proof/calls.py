@@ -7,8 +7,10 @@ by what is known of the tensors that go in (:class:`.Fact`).
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +21,13 @@ from shardfx.ir.graph import Node, op_name
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.local import gives_list
 
-from .deduction import ExpectedCall, Fact, Place, same
+from .deduction import ExpectedCall, Fact, Place, nesting, same
 from .known import Known, Proof
 
 aten = torch.ops.aten
 
-MOST_FACTS = 8
-DEPTH = 8
-"""How far a rule's own calls may reach from the result back to the operands."""
+REACH = 8
+"""How far a rule's own calls may reach from the result back to the operands, where the plan's do not reach as far."""
 
 
 @dataclass
@@ -51,9 +52,8 @@ class Calls:
             return self.proof.deduced[key]
         found: list[list[Fact | None]] = []
         if all(direct):
-            for facts in itertools.product(*direct):
-                key = (node.target, tuple(f.term for f in facts))
-                for maker in self._makers(key):
+            for facts, makers in self._of_terms(node.target, direct):
+                for maker in makers:
                     made, why = self._try(node, maker, operands, facts)
                     found += made
                     best = best or why
@@ -67,10 +67,8 @@ class Calls:
         if not found:
             return Known(why=best or self._no_such(node, direct))
         count = len(found[0])
-        many = [
-            Known(list(dict.fromkeys(f for r in found if len(r) == count and (f := r[i])))[:MOST_FACTS])
-            for i in range(count)
-        ]
+        of_count = [result for result in found if len(result) == count]
+        many = [Known(list(dict.fromkeys(f for result in of_count if (f := result[i])))) for i in range(count)]
         known = many[0] if count == 1 and not gives_list(node.target) else Known(many=many)
         if of_operands:
             self.proof.deduced[key] = known
@@ -84,6 +82,23 @@ class Calls:
             (node.args, node.kwargs), lambda n: _Place(places.setdefault(self.root.get(n, n), len(places)))
         )
         return self.rank, node.target, repr(args), tuple(map(tuple, facts))
+
+    def _of_terms(self, op: Any, direct: Sequence[list[Fact]]) -> Iterator[tuple[tuple[Fact, ...], Sequence[Node]]]:
+        """What may be known of the operands together, and the nodes of the plan that have such operands.
+
+        Of what is made of nothing much may be known (``full([4], 1)`` is a part of many tensors): then it is the nodes
+        that say what is asked.
+        """
+        by_term = [_by_term(facts) for facts in direct]
+        tuples: Iterable[tuple[int, ...]] = itertools.product(*by_term)
+        if math.prod(map(len, by_term)) > len(self.proof.universe.makers):
+            asked = [terms for its_op, terms in self.proof.universe.makers if its_op is op]
+            both = dict.fromkeys(each for terms in asked for each in (terms, terms[::-1]))
+            tuples = (t for t in both if len(t) == len(by_term) and all(map(operator.contains, by_term, t)))
+        for terms in tuples:
+            if makers := self._makers((op, terms)):
+                for facts in itertools.product(*map(operator.getitem, by_term, terms)):
+                    yield facts, makers
 
     def _makers(self, key: tuple[Any, tuple[int, ...]]) -> Sequence[Node]:
         makers = self.proof.universe.makers
@@ -149,6 +164,7 @@ class Calls:
     def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
         """The known tensors behind a node, by their terms."""
         found: dict[int, list[tuple[fx.Node, Fact]]] = {}
+        reach = self._reach()
         seen: set[fx.Node] = set()
         front = [(n, 1) for n in node.all_input_nodes]
         while front:
@@ -159,14 +175,30 @@ class Calls:
             facts = self.facts(each)
             for fact in facts:
                 found.setdefault(fact.term, []).append((each, fact))
-            if depth < DEPTH and not facts:
+            if depth < reach and not facts:
                 front += [(n, depth + 1) for n in each.all_input_nodes]
         return found
+
+    def _reach(self) -> int:
+        """The most calls that stand one behind the other in what the rules write for the plan's ops on this rank."""
+        known, deduction = self.proof.reach, self.proof.deduction
+        if self.rank not in known:
+            makers = (maker for _, maker in self.proof.universe.written)
+            forms = (form for m in makers if m.strategy for form in deduction.forms(m, m.strategy, self.rank))
+            known[self.rank] = max(map(nesting, forms), default=0)
+        return max(REACH, known[self.rank])
 
     def _no_such(self, node: fx.Node, direct: Sequence[Sequence[Fact]]) -> str:
         names = self.proof.universe.terms.names
         target = node.target
         return f"the model computes no {op_name(target)} of ({', '.join(names[f[0].term] for f in direct)})"
+
+
+def _by_term(facts: Iterable[Fact]) -> dict[int, list[Fact]]:
+    found: dict[int, list[Fact]] = {}
+    for fact in facts:
+        found.setdefault(fact.term, []).append(fact)
+    return found
 
 
 class _Place(int):

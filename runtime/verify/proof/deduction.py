@@ -264,11 +264,30 @@ def written(
         yield ExpectedCall(*form)
 
 
-def same(expected: Any, actual: Any, root: Mapping[fx.Node, fx.Node], operands: Sequence[fx.Node] = ()) -> bool:
+def nesting(expected: Any, known: dict[int, int] | None = None) -> int:
+    """How many expected calls stand one within the other."""
+    known = {} if known is None else known
+    if isinstance(expected, (list, tuple)):
+        return max((nesting(each, known) for each in expected), default=0)
+    if not isinstance(expected, ExpectedCall):
+        return 0
+    if id(expected) not in known:  # one call may stand in several places
+        known[id(expected)] = 1 + nesting([*expected.args, *expected.kwargs.values()], known)
+    return known[id(expected)]
+
+
+def same(
+    expected: Any,
+    actual: Any,
+    root: Mapping[fx.Node, fx.Node],
+    operands: Sequence[fx.Node] = (),
+    known: dict[tuple[int, fx.Node], bool] | None = None,
+) -> bool:
     """Whether a program has a call as expected: the same op of the same operands with the same arguments.
 
-    ``operands`` are what stands at each :class:`Place`.
+    ``operands`` are what stands at each :class:`Place`, ``known`` the calls that were compared already.
     """
+    known = {} if known is None else known
     if isinstance(expected, Place):
         expected = operands[expected.number]
     if isinstance(expected, fx.Node):
@@ -279,12 +298,15 @@ def same(expected: Any, actual: Any, root: Mapping[fx.Node, fx.Node], operands: 
         actual = root.get(actual, actual)
         if actual.op != "call_function" or actual.target is not expected.op:
             return False
-        a, b = normal(expected.op, expected.args, expected.kwargs), normal(expected.op, actual.args, actual.kwargs)
-        return a.keys() == b.keys() and all(same(a[k], b[k], root, operands) for k in a)
+        key = id(expected), actual
+        if key not in known:
+            a, b = (normal(expected.op, each.args, each.kwargs) for each in (expected, actual))
+            known[key] = a.keys() == b.keys() and all(same(a[k], b[k], root, operands, known) for k in a)
+        return known[key]
     if isinstance(expected, (list, tuple)):
         if not isinstance(actual, (list, tuple)) or len(expected) != len(actual):
             return False
-        return all(same(a, b, root, operands) for a, b in zip(expected, actual, strict=True))
+        return all(same(a, b, root, operands, known) for a, b in zip(expected, actual, strict=True))
     if isinstance(expected, float) and expected != expected:
         return isinstance(actual, float) and actual != actual
     return not isinstance(actual, fx.Node) and type(expected) is type(actual) and bool(expected == actual)

@@ -38,5 +38,7 @@ class Proof:
     """The placement for which each random mask is drawn."""
     deduced: dict[Hashable, Known] = field(default_factory=dict)
     """What follows from calls: one call stands in several programs of a rank."""
+    reach: dict[int, int] = field(default_factory=dict)
+    """For each rank, how many calls stand one behind the other in what a rule writes for an op."""
     nodes: int = 0
     collectives: int = 0

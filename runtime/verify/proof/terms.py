@@ -19,6 +19,7 @@ from shardfx.ir.capture.forms.canonical import convert_call
 from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_name, substitute
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.rules.by_pieces import choices
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, justified, small
 
@@ -258,12 +259,18 @@ class _Reader:
             return made
         if made in self.planned or any(t in self.known for t in made):
             return made
-        key = (node.op, frozen(substitute(node.args, lambda v: v.type)), frozen(dict(node.kwargs)))
-        if key not in self.checked:
-            self.checked[key] = self._justified(node, entry.expand)
-            self.universe.trusted += not small(node)
-        traced = self.checked[key]
-        return made if traced is None else self._taken_apart(traced, node, of, apart | {node.op})
+        held = self.universe.specs.get(of[node.operands[0]], ())
+        for expand in choices(entry.expand, node, held, self.graph.mesh):
+            key = (node.op, expand, frozen(substitute(node.args, lambda v: v.type)), frozen(dict(node.kwargs)))
+            if key not in self.checked:
+                self.checked[key] = self._justified(node, expand)
+                self.universe.trusted += not small(node)
+            traced = self.checked[key]
+            if traced is not None:
+                made = self._taken_apart(traced, node, of, apart | {node.op})
+            if all(t is None or t in self.known for t in made):
+                break
+        return made
 
     def _justified(self, node: Node, expand: Any) -> torch.fx.GraphModule | None:
         try:

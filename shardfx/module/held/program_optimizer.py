@@ -16,8 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.compiled import Compiled
 from shardfx.gradients import gradients_of
+from shardfx.ir.capture.update.loss_scale import SCALE
 from shardfx.ir.capture.update.step_trace import RATE
-from shardfx.ir.capture.update.written import HeldState
+from shardfx.ir.capture.update.stepped import HeldState
 from shardfx.ir.errors import Error
 
 from .state import ModelState
@@ -81,9 +82,23 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 for state in states:
                     if state.name not in store.states:
                         store.begin(state.name, name if state.start == "parameter" else float(state.start))
-            for name, start in self.update.counts.items():
-                store.begin(name, start)
+        self.begin_counts()
         self._began = True
+
+    def begin_counts(self) -> None:
+        """Make the states that are no parameter's, if they are not there: a scale of the loss is read in every call."""
+        for name, count in self.update.counts.items():
+            if name not in self.held.store.states:
+                self.held.store.begin(name, count.start)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied by in the next step, where that adapts (:class:`shardfx.LossScale`); else None.
+        Under ``torchrun`` all ranks ask it."""
+        if SCALE not in self.update.counts:
+            return None
+        self.begin_counts()
+        return float(self.held.store.whole(SCALE))
 
     def options(self) -> dict[str, torch.Tensor]:
         """The rates of the moment, by the names of the program's inputs.
@@ -183,9 +198,9 @@ class ProgramOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for name, value in new.items():
                 self.held.store.fill(name, value.to(self.held.store.states[name][0].dtype))
-            for name in self.update.counts:
-                stepped = float(state_dict.get("counts", {}).get(name, 1.0))
-                self.held.store.fill(name, torch.tensor(stepped, dtype=torch.float64))
+            for name, count in self.update.counts.items():
+                said = float(state_dict.get("counts", {}).get(name, count.unsaid))
+                self.held.store.fill(name, torch.tensor(said, dtype=torch.float64))
         self._load_groups(state_dict.get("param_groups", ()))
 
     def _check(self, name: str, state: HeldState, value: torch.Tensor, other: torch.Tensor | None) -> None:
