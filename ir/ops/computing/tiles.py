@@ -3,12 +3,12 @@
     y[n c p q]          = shardfx.avg_pool_tile(x[n c h w], windows.., places, counted, divisor)
     gx[n c h w]         = shardfx.avg_pool_tile_backward(gy[n c p q], x, windows.., counted, divisor)
     y[n c p q], indices = shardfx.max_pool_tile(x[n c h w], kernel, stride, dilation, at, size, first, places)
-    gx[n c h w]         = shardfx.max_pool_tile_backward(gy[n c p q], x, indices, at, size)
+    gx[n c h w]         = shardfx.max_pool_tile_backward(gy[n c p q], x, indices, at, size, inside)
 
 ``at`` says where in the image, of ``size``, the rows begin that a rank holds (or makes), in every dim; ``first`` where
 its first window begins, ``begin`` which of all windows that is, and ``places`` how many windows it has. What a window
 reaches beyond the held rows is padding: of an image these rows are there, as far as it has them. Indices count through
-the whole image. Needs torch alone.
+the whole image; ``inside`` says that all lie in the rows that are made. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _library.define(
     "max_pool_tile(Tensor x, int[] kernel, int[] stride, int[] dilation, int[] at, int[] size, int[] first,"
     " int[] places) -> (Tensor, Tensor)"
 )
-_library.define("max_pool_tile_backward(Tensor grad, Tensor x, Tensor indices, int[] at, int[] size) -> Tensor")
+_library.define(
+    "max_pool_tile_backward(Tensor grad, Tensor x, Tensor indices, int[] at, int[] size, bool inside) -> Tensor"
+)
 _WINDOWS = "int[] kernel, int[] stride, int[] padding, int[] at, int[] size, int[] begin"
 _library.define(f"avg_pool_tile(Tensor x, {_WINDOWS}, int[] places, bool counted, int? divisor) -> Tensor")
 _library.define(f"avg_pool_tile_backward(Tensor grad, Tensor x, {_WINDOWS}, bool counted, int? divisor) -> Tensor")
@@ -60,10 +62,11 @@ def spans(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
 def by_dim(indices: Tensor, size: Sequence[int]) -> list[Tensor]:
     """The place in each dim of an element that is numbered through all of them."""
     found = []
-    for n in reversed(size):
-        found.append(indices % n)
-        indices = indices // n
-    return found[::-1]
+    for n in reversed(size[1:]):
+        above = torch.div(indices, n, rounding_mode="floor")
+        found.append(indices - above * n)
+        indices = above
+    return [indices, *found[::-1]]
 
 
 def number(places: Sequence[Tensor], size: Sequence[int]) -> Tensor:
@@ -72,6 +75,16 @@ def number(places: Sequence[Tensor], size: Sequence[int]) -> Tensor:
     for place, n in zip(places[1:], size[1:], strict=True):
         found = found * n + place
     return found
+
+
+def renumbered(indices: Tensor, size: Sequence[int], other: Sequence[int], further: Sequence[int]) -> Tensor:
+    """Elements of a box of a ``size`` as they are numbered in one of an ``other``, where they lie ``further`` on."""
+    start = 0
+    for n, more in zip(other, further, strict=True):
+        start = start * n + more
+    if list(size[1:]) == list(other[1:]):
+        return indices + start
+    return number(by_dim(indices, size), other) + start
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -92,8 +105,10 @@ def _max_pool(
     lengths = spans(kernel, stride, dilation, places)
     x = in_rows(x, at, first, lengths, lowest(x.dtype))
     y, indices = MAX_POOL[len(size)](x, kernel, stride, [0] * len(size), dilation, False)
-    inside = zip(by_dim(indices, lengths), first, size, strict=True)
-    return y, number([(place + f).clamp(0, n - 1) for place, f, n in inside], size)
+    if all(f >= 0 and f + length <= n for f, length, n in zip(first, lengths, size, strict=True)):
+        return y, renumbered(indices, lengths, size, first)
+    pairs = zip(by_dim(indices, lengths), first, size, strict=True)  # of what is lowest, padding may be the first
+    return y, number([(place + f).clamp(0, n - 1) for place, f, n in pairs], size)
 
 
 def _max_pool_meta(
@@ -110,8 +125,14 @@ def _max_pool_meta(
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
-def _max_pool_backward(grad: Tensor, x: Tensor, indices: Tensor, at: Sequence[int], size: Sequence[int]) -> Tensor:
+def _max_pool_backward(
+    grad: Tensor, x: Tensor, indices: Tensor, at: Sequence[int], size: Sequence[int], inside: bool
+) -> Tensor:
     lead, shape = x.shape[: -len(size)], x.shape[-len(size) :]
+    if inside:
+        flat = renumbered(indices, size, shape, [-a for a in at]).reshape(math.prod(lead), -1)
+        made = grad.new_zeros((math.prod(lead), math.prod(shape)))
+        return made.scatter_add_(1, flat, grad.reshape(math.prod(lead), -1)).reshape(x.shape)
     places = [place - a for place, a in zip(by_dim(indices, size), at, strict=True)]
     beside = torch.zeros_like(indices, dtype=torch.bool)
     for place, n in zip(places, shape, strict=True):
@@ -123,7 +144,9 @@ def _max_pool_backward(grad: Tensor, x: Tensor, indices: Tensor, at: Sequence[in
     return made[:, :rest].reshape(*lead, *shape)
 
 
-def _max_pool_backward_meta(grad: Tensor, x: Tensor, indices: Tensor, at: Sequence[int], size: Sequence[int]) -> Tensor:
+def _max_pool_backward_meta(
+    grad: Tensor, x: Tensor, indices: Tensor, at: Sequence[int], size: Sequence[int], inside: bool
+) -> Tensor:
     return grad.new_empty(x.shape)
 
 

@@ -161,9 +161,16 @@ def largest_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> 
 
 def largest_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's rows, of the windows that read them: those name the elements that they found."""
-    size = list(emit.node.outs[0].shape[-spaces_of(emit.node) :])
-    made = tile(emit.result_bounds, 0, emit.node.outs[0], len(size))
-    return emit.call(max_pool_tile_backward, *args[:2], args[-1], made.at, size)
+    y, x = emit.node.operands[0], emit.node.outs[0]
+    space = spaces_of(emit.node)
+    size = list(x.shape[-space:])
+    read, made = tile(emit.operand_bounds, 0, y, space), tile(emit.result_bounds, 0, x, space)
+    reach = [
+        each.down.rows(start, length, each.size)
+        for each, start, length in zip(slides(emit.node, x.shape[-space:], y.shape[-space:]), *read, strict=True)
+    ]
+    inside = all(a <= first and first + n <= a + m for (first, n), a, m in zip(reach, *made, strict=True))
+    return emit.call(max_pool_tile_backward, *args[:2], args[-1], made.at, size, inside)
 
 
 def averaged_forms(dims: Sequence[Slide], seen: Sequence[Slide]) -> tuple[str, str, tuple[tuple[str, int], ...]]:
