@@ -10,7 +10,7 @@ can be executed, and outputs (results, loss, gradients, new buffer contents). It
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -128,12 +128,18 @@ class Guard:
     """What a value was for the example, where the model's code asked for it and went on accordingly.
 
     The program is the model for data that give the same. ``expected`` is what ``tolist()`` of the value gives; guards
-    ``of_loss`` stand in the loss, and do not concern the model's results.
+    ``of_loss`` stand in the loss, and do not concern the model's results. ``op`` is who would have raised: then it is
+    what that op wants of any data.
     """
 
     expected: Any
     where: Where = NOWHERE
     of_loss: bool = False
+    op: str = ""
+
+    def in_loss(self) -> Guard:
+        """The same guard, of the loss."""
+        return replace(self, of_loss=True)
 
     def concerns(self, kinds: Container[OutputKind]) -> bool:
         """Whether programs for outputs of these kinds go the way that this guard watches."""

@@ -36,14 +36,25 @@ def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None
     """
     for output, value in zip(outputs, out, strict=True):
         guard = output.guard
-        if guard is not None and not guard.holds(value := value.cpu()):
+        if guard is None or guard.holds(value := value.cpu()):
+            continue
+        where = "  ".join(part for part in (str(guard.where), guard.where.code) if part)
+        if guard.op:
             raise Error(
-                ELSEWHERE,
-                where="  ".join(part for part in (str(guard.where), guard.where.code) if part),
-                expected=f"{guard.expected!r:.200}, as for the example that was captured",
-                got=f"{value.tolist()!r:.200}",
-                remedy="parallelize the model once more, with an example that takes this way",
+                f"{guard.op} cannot be computed of these data",
+                where=where,
+                expected="matrices that it is defined for, in all of the batch",
+                got="at least one that is singular, or not positive definite",
+                remedy="call the model on one device, which says which; torch.linalg has forms such as inv_ex that "
+                "say it in a tensor",
             )
+        raise Error(
+            ELSEWHERE,
+            where=where,
+            expected=f"{guard.expected!r:.200}, as for the example that was captured",
+            got=f"{value.tolist()!r:.200}",
+            remedy="parallelize the model once more, with an example that takes this way",
+        )
 
 
 class Kept(NamedTuple):

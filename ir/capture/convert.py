@@ -24,6 +24,7 @@ from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
 
 from .forms.canonical import convert_call
+from .forms.checks import convert_effect, is_effect, is_token, of_targets
 from .sources import PREFIX, inherit_sources, source_of
 from .tape import content
 
@@ -53,7 +54,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
         builder.where = source_of(node)
         builder.phase = Phase.BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else Phase.FORWARD
         if node.op == "placeholder":
-            builder.env[node] = _placeholder(builder, node, names)
+            builder.env[node] = None if is_token(node) else _placeholder(builder, node, names)
         elif node.op == "get_attr":
             constant = getattr(gm, node.target)
             key = content(constant)
@@ -63,14 +64,17 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
             name = f"constant.{len(builder.graph.of_kind(InputKind.CONSTANT))}"
             type = TensorType(tuple(constant.shape), constant.dtype)
             builder.env[node] = constants[key or id(constant)] = builder.input(InputKind.CONSTANT, name, type, constant)
+        elif is_effect(node):
+            convert_effect(builder, node)
         elif node.op == "call_function":
-            builder.env[node] = convert_call(builder, node)
+            builder.env[node] = None if is_token(node) else convert_call(builder, node)
         elif node.op == "output":
             output = node
         else:
             raise Error(f"unexpected {node.op} in the captured graph", where=str(builder.where), got=node.format_node())
     assert output is not None
     _outputs(builder, output, names)
+    of_targets(builder.graph)
     _drop_settled(builder.graph)
     dead_code(builder.graph)
     inherit_sources(builder.graph, names.loss)

@@ -148,7 +148,7 @@ def capture(
         finite = skip_overflow(graph)
         if isinstance(scale, LossScale):
             update = replace(update, counts={**update.counts, **adapt(graph, finite, scale)})
-    guards = sum(output.guard is not None for output in graph.outputs)
+    guards = sum(output.guard is not None and not output.guard.op for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     apart = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
     graph.notes = [each for each in (*graph.notes, note, said, apart) if each]

@@ -292,14 +292,16 @@ def _read_output_spec(output: Output, line: Line, scope: ReadScope) -> None:
 def _write_expects(output: Output, scope: PrintScope) -> str | None:
     if output.guard is None:
         return None
-    return f" {write_argument(output.guard.expected, scope)}{' of loss' if output.guard.of_loss else ''}"
+    by = f" for {json.dumps(output.guard.op)}" if output.guard.op else ""
+    return f" {write_argument(output.guard.expected, scope)}{by}{' of loss' if output.guard.of_loss else ''}"
 
 
 def _read_expects(output: Output, line: Line, scope: ReadScope) -> None:
     expected = read_argument(line, scope)
+    op = json.loads(line.take("string", "in quotes the op that wants it")) if line.accept("for") else ""
     if of_loss := line.accept("of"):
         line.expect("loss")
-    output.guard = Guard(expected, of_loss=of_loss)
+    output.guard = Guard(expected, of_loss=of_loss, op=op)
 
 
 def _write_asked(output: Output, scope: PrintScope) -> str | None:

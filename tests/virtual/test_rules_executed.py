@@ -57,6 +57,21 @@ def test_a_sum_that_is_partial_over_two_axes_is_executed() -> None:
     assert pm.verify(), pm.verify().why
 
 
+def test_a_kernel_that_misreads_strides_is_given_none() -> None:
+    """That of ``embedding_bag`` takes indices for packed: one of every second element read others."""
+    x, index = torch.randn(6, 8, dtype=torch.float64), torch.arange(24).view(6, 4) % 6
+
+    class Bags(torch.nn.Module):
+        def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return F.embedding_bag(index, x * 2, mode="mean")
+
+    for specs in ({"args.0": COLUMNS}, {"args.1": ROWS}):
+        hints = sx.Hints(args=(x, index), specs=specs)
+        pm = sx.parallelize(Bags(), sx.Mesh(r=2), hints, virtual=True)
+        assert pm.verify(), pm.verify().why
+        assert torch.allclose(pm(x, index), F.embedding_bag(index, x * 2, mode="mean"))
+
+
 def test_what_is_given_stands_in_the_verdict_and_in_the_readme() -> None:
     verdict = planned(sx.rule(ops.numbered.default, "n! d -> n! d"), numbered, COLUMNS).verify()
     words = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())

@@ -133,7 +133,7 @@ RULES: tuple[RuleEntry, ...] = (
         linear="0",
         local=embedding_backward_local,
     ),
-    rule((aten._embedding_bag, aten._embedding_bag_forward_only), embedding_bag),
+    packed((aten._embedding_bag, aten._embedding_bag_forward_only), embedding_bag),
     packed(aten._embedding_bag_per_sample_weights_backward, "b! d, v! d, i, o!, i -> i", linear="0|1"),
     packed(aten._embedding_bag_backward, embedding_bag_backward),
     rule(aten.gather.default, gather, linear="0", local=own_part(2)),

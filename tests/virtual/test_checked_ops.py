@@ -1,0 +1,65 @@
+"""Ops that raise where their operands are not what they should be: on ranks they are an error, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.text import parse_graph, print_graph
+from tests.reference import rel_err
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linalg.inv": torch.linalg.inv,
+    "linalg.cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(4, dtype=x.dtype)),
+    "linalg.solve": lambda x: torch.linalg.solve(x, x.sum(-1)),
+}
+
+
+class Matrices(nn.Module):
+    """A matrix of each sample, and an op of it."""
+
+    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 16, dtype=torch.float64)
+        self.op = op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.layer(x).view(-1, 4, 4) + 3 * torch.eye(4, dtype=x.dtype))
+
+
+def loss(out: Tensor, scale: Tensor) -> Tensor:
+    return (out.sin() * torch.linalg.inv(scale)[0, 0]).sum()
+
+
+@pytest.mark.parametrize("name", [*list(OPS)[:2], pytest.param("linalg.solve", marks=pytest.mark.slow)])
+def test_they_equal_one_device_and_raise_where_it_raises(name: str) -> None:
+    torch.manual_seed(0)
+    x, scale = torch.randn(4, 6, dtype=torch.float64), 2 * torch.eye(2, dtype=torch.float64)
+    model = Matrices(OPS[name])
+    alone = copy.deepcopy(model)
+    hints = sx.Hints(args=(x,), loss=loss, targets=(scale,), specs={"args.0": "dp, -"})
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    text = print_graph(pm.after)
+    assert "expects False for " in text and print_graph(parse_graph(text)) == text
+    ours, theirs = pm(x, scale), loss(alone(x), scale)
+    ours.backward()
+    theirs.backward()
+    assert rel_err(ours, theirs) < 1e-12
+    assert all(rel_err(pm.full_grads()[key], p.grad) < 1e-9 for key, p in alone.named_parameters())
+    assert pm.verify(), pm.verify().why
+
+    with torch.no_grad():
+        pm(x)  # the check in the loss asks nothing of results
+    with pytest.raises(sx.Error, match=r"linalg\.inv cannot be computed of these data"):
+        pm(x, torch.zeros_like(scale))
+    if name != "linalg.inv":
+        return
+    zeros = {"layer.weight": torch.zeros(16, 6), "layer.bias": -3 * torch.eye(4).flatten()}
+    pm.load_full_state_dict({key: value.double() for key, value in zeros.items()})
+    with pytest.raises(sx.Error, match=r"linalg\.inv cannot be computed of these data"):
+        pm(x)
