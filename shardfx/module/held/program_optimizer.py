@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfx.compiled import Compiled
 from shardfx.gradients import gradients_of
 from shardfx.ir.capture.update.step_trace import RATE
-from shardfx.ir.capture.update.written import HeldState
+from shardfx.ir.capture.update.update import HeldState
 from shardfx.ir.errors import Error
 
 from .state import ModelState
