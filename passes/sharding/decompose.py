@@ -91,6 +91,13 @@ class Expander:
             args = substitute(node.args, next_tensor)
             kwargs = {k: substitute(a, next_tensor) for k, a in node.kwargs.items()}
             out = decomposition(*args, **kwargs)
-            return tuple(out) if isinstance(out, tuple) else out  # some give a named tuple, which is no op
+            if not isinstance(out, tuple):
+                return out
+            return tuple(map(_as_planned, out, node.results))  # some give a named tuple, which is no op
 
         return function
+
+
+def _as_planned(made: torch.Tensor | None, value: Value | None) -> torch.Tensor | None:
+    """A result in the dtype that the op gives: statistics of few bits are of many bits in a decomposition."""
+    return made if made is None or value is None else made.to(value.type.dtype)
