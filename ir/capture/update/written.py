@@ -9,8 +9,8 @@
       parameter w = %40 : [8, 4]
       state w.exp_avg = %30 : [8, 4]
 
-Each distinct step (group, shape, dtype) is traced once. What depends on no parameter (a count of steps, a bias
-correction) is computed once for the whole group, of one state that all its parameters name.
+Each distinct step (group, shape, dtype) is traced once (:mod:`.traces`). What depends on no parameter (a count of
+steps, a bias correction) is computed once for the whole group, of one state that all its parameters name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from .made_groups import Factory, Group, make_groups_of
 from .numbers import call_with_numbers, unknown_numbers
 from .shared_states import depending, shared_states
 from .started import Recipe, Small, Start, recipe, refusal
-from .step_trace import RATE, Traced, first_states, trace_step
+from .step_trace import RATE, Traced, says_nothing
+from .traces import Traces
 from .update import HeldState, Update, UpdateGroup
 
 aten = torch.ops.aten
@@ -116,7 +117,7 @@ class _Writer:
     counts: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.builder = _Once(self.graph)
+        self.builder, self.traces = _Once(self.graph), Traces()
         self.inputs = {given.name: given for given in self.graph.inputs}
 
     def group(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> UpdateGroup:
@@ -144,9 +145,10 @@ class _Writer:
         found = recipe(self.small, group.number, names)
         given = dict(group.optimizer.state.get(like, {}))
         try:
-            kept = first_states(group, like.shape, like.dtype, given, **found.options)
-            later = trace_step(group, like.shape, like.dtype, kept, **found.options)
-            first = trace_step(group, like.shape, like.dtype, kept, True, **found.options) if found.once else None
+            kept, later = self.traces.step(group, like.shape, like.dtype, given, found.options)
+            first = None
+            if found.once:
+                _, first = self.traces.step(group, like.shape, like.dtype, given, found.options, first=True)
         except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, KeyError) as error:
             raise refusal(group, error) from error
         return Step(found, later, first, kept, shared_states(later) if first is None else {})
@@ -219,7 +221,7 @@ class _Writer:
                 output = node.args[0]
             elif node.op == "get_attr":
                 builder.env[node] = builder.constant(traced.module, node.target)
-            elif node.op == "call_function" and not _says_nothing(node):
+            elif node.op == "call_function" and not says_nothing(node):
                 builder.shared = node not in open_
                 builder.where = _source(node, name.rpartition(".")[0] if node in open_ else "optimizer", group)
                 builder.env[node] = _converted(builder, node)
@@ -238,10 +240,6 @@ def _converted(builder: GraphBuilder, node: fx.Node) -> Any:
         if unknown_numbers(node.target, args, kwargs):
             return call_with_numbers(builder, node.target, args, kwargs)
     return convert_call(builder, node)
-
-
-def _says_nothing(node: fx.Node) -> bool:
-    return "profiler" in str(node.target)
 
 
 def _agreed(steps: Mapping[str, Step]) -> dict[str, Start]:
