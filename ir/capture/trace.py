@@ -44,11 +44,10 @@ from .intake.synchronised import alone
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
-from .update.clip import clip_gradients
-from .update.loss_scale import SCALE, adapt, skip_overflow, unscale_gradients
+from .update.behind import Behind
+from .update.loss_scale import SCALE
 from .update.made_groups import Factory
 from .update.stepped import Update
-from .update.written import write_update
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def capture(
 
         short = Shortened(traced)
         scale = compute.scale if compute is not None else None
-        if fold and optimizer is None and clip is None and scale is None:
+        if fold:
             short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
@@ -139,19 +138,12 @@ def capture(
             note = f"{TRACED_WHOLE} ({error.what})"
     hooks.check()
     _name_ties(graph, aliases)
-    if scale is not None and loss is not None:
-        unscale_gradients(graph, scale)
-    if clip is not None:
-        clip_gradients(graph, clip)
-    update = write_update(graph, optimizer, traced.named_parameters()) if optimizer is not None else None
-    if update is not None and scale is not None:
-        finite = skip_overflow(graph)
-        if isinstance(scale, LossScale):
-            update = replace(update, counts={**update.counts, **adapt(graph, finite, scale)})
+    behind = Behind(scale if loss is not None else None, clip, optimizer)
+    graph, update, apart = behind.write(graph, dict(traced.named_parameters()))
     guards = sum(output.guard is not None and not output.guard.op for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
-    apart = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
-    graph.notes = [each for each in (*graph.notes, note, said, apart) if each]
+    parts = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
+    graph.notes = [each for each in (*graph.notes, note, apart, said, parts) if each]
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update)
 
 

@@ -8,11 +8,11 @@ Each of them is the op, whatever the number: the pieces only say what is worth c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfx.ir.cut import Cut
+from shardfx.ir.cut import WHOLE, Cut
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
@@ -32,19 +32,22 @@ class ByPieces:
         return self.function(*args, pieces=self.pieces, **kwargs)
 
 
-def in_pieces(expand: Any, node: Node, rows: Cut, mesh: Mesh) -> Any:
-    """The decomposition of a node of which ranks hold the first operand's rows so."""
+def in_pieces(expand: Any, node: Node, cuts: Sequence[Cut], mesh: Mesh) -> Any:
+    """The decomposition of a node of whose first operand ranks hold so much of each dim. Where they hold tiles of an
+    image, that would gather it."""
     if not isinstance(expand, ByPieces):
         return expand
+    rows, tiled = next(iter(cuts), WHOLE), any(cuts[2:])
     size, pieces = node.operands[0].shape[0], mesh.extent(rows.axes)
-    plain = not rows.parts and size % pieces == 0 and size // pieces > 0 and pieces <= MOST
+    plain = not (rows.parts or tiled) and size % pieces == 0 and size // pieces > 0 and pieces <= MOST
     return replace(expand, pieces=pieces) if plain else expand
 
 
 def choices(expand: Any, node: Node, held: Iterable[Spec], mesh: Mesh) -> list[Any]:
     """The decompositions that somebody may have taken of a node whose first operand is held so, or was to be."""
     cuts = {axes for spec in held for n in range(1, 1 + len(spec.dims[0].axes)) for axes in _some(spec.dims[0], n)}
-    found = [in_pieces(expand, node, Cut(axes), mesh) for axes in sorted(cuts)] if isinstance(expand, ByPieces) else []
+    by_pieces = sorted(cuts) if isinstance(expand, ByPieces) else []
+    found = [in_pieces(expand, node, [Cut(axes)], mesh) for axes in by_pieces]
     return list(dict.fromkeys([*found, expand]))
 
 

@@ -290,10 +290,9 @@ def _read_output_spec(output: Output, line: Line, scope: ReadScope) -> None:
 
 
 def _write_expects(output: Output, scope: PrintScope) -> str | None:
-    if output.guard is None:
-        return None
-    by = f" for {json.dumps(output.guard.op)}" if output.guard.op else ""
-    return f" {write_argument(output.guard.expected, scope)}{by}{' of loss' if output.guard.of_loss else ''}"
+    guard = output.guard or Guard(None)
+    more = (f" for {json.dumps(guard.op)}" if guard.op else "") + (" of loss" if guard.of_loss else "")
+    return None if output.guard is None else f" {write_argument(guard.expected, scope)}{more}"
 
 
 def _read_expects(output: Output, line: Line, scope: ReadScope) -> None:

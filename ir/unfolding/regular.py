@@ -5,7 +5,7 @@ Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``; :mod:`.unfold
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -16,7 +16,8 @@ from shardfx.ir.graph import Graph, Input, Node, Phase, Value, substitute
 from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.repeat import Repeat
 
-from .twin import At, Parts, Row, Twin
+from .runs_behind import Stretch, in_order, stretches
+from .twin import BACKWARD, BEHIND, At, Parts, Row, Twin
 
 COMPARED = [f.name for f in fields(Node) if f.name not in ("args", "kwargs", "results", "where")]
 """What nodes alike have in common as it is."""
@@ -52,11 +53,12 @@ class BlocksAround:
         }
         around = repeat.around
         self.next = Twin(repeat, (around[1], *around[2:]), self.rows[1:], self.places, {})
+        self.stretches = self._stretches()
         self._check()
 
     def _blocks(self) -> list[Parts]:
         """The nodes of s, a, b and e: in the forward from a block's first one to the next block's first one, in the
-        backward likewise, the other way round."""
+        backward likewise, the other way round; from the first node of the update on those that say so."""
         around = self.repeat.around
         starts = {phase: self._starts(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)}
         ups = [starts[Phase.FORWARD].get(i, -1) for i in around]
@@ -65,18 +67,22 @@ class BlocksAround:
         if ups != sorted(set(ups)) or ups[0] < 0 or (training and (downs != sorted(set(downs)) or downs[0] < 0)):
             self.refuse("they do not follow one another", f"forward at {ups}, backward at {downs}")
         nodes = self.graph.nodes
-        ups.append(downs[0] if training else len(nodes))
-        downs.append(len(nodes))
+        end = next((i for i, node in enumerate(nodes) if node.phase is Phase.UPDATE), len(nodes))
+        ups.append(downs[0] if training else end)
+        downs.append(end)
         ahead = [nodes[start:end] for start, end in pairwise(ups)]
         back = [nodes[start:end] if training else [] for start, end in pairwise(downs)][::-1]
         for parts, phase in ((ahead[:3], Phase.FORWARD), (back[1:], Phase.BACKWARD)):
             for node in (node for part in parts for node in part):
                 if node.phase is not phase:
                     self.refuse(f"a node of the {node.phase} stands in the {phase}", node)
-        gone = [
-            sorted((n for n in self.gone if self.repeat.within(n.where.module) == i), key=self._kind) for i in around
-        ]
-        return list(zip(ahead, back, gone, strict=True))
+        behind = [self._of(nodes[end:], i) for i in around]
+        gone = [sorted(self._of(self.gone, i), key=self._kind) for i in around]
+        return list(zip(ahead, back, behind, gone, strict=True))
+
+    def _of(self, nodes: Iterable[Node], index: int) -> list[Node]:
+        """Those of the nodes that say that they belong to a block."""
+        return [node for node in nodes if self.repeat.within(node.where.module) == index]
 
     def _kind(self, node: Node) -> str:
         """What nodes at the same place of two blocks have in common, as a text."""
@@ -154,7 +160,8 @@ class BlocksAround:
     def _check_uses(self, inside: Mapping[Node, Node]) -> None:
         """What a makes is used by its neighbours alone, and by s as b's is by a; its inputs by itself alone."""
         own = {given.value for given in self.own_inputs(self.repeat.around[1])}
-        near = {node: one for node, one in zip(self.rows[0][1], self.a[1], strict=True) if node is not None}
+        beside = zip(self.rows[0][BACKWARD], self.a[BACKWARD], strict=True)
+        near = {node: one for node, one in beside if node is not None}
         after = set(inside.values())
         for node in self.graph.nodes:
             if node in inside or node in after:
@@ -164,6 +171,19 @@ class BlocksAround:
                     self.refuse("what one of them has is used further off", node)
                 if value.node in inside and self._moved(value) not in near[node].operands[position : position + 1]:
                     self.refuse("what one of them makes is used otherwise by the one before", node)
+
+    def _stretches(self) -> list[Stretch]:
+        """Those of a behind the backward."""
+        a, b = self.a[BEHIND], self.b[BEHIND]
+        found = stretches(self.graph.nodes, dict(zip(a, b, strict=True))) if a else []
+        if found is None or not in_order(found, self._like_beside):
+            self.refuse("behind the backward they do not follow one another", self.repeat)
+        return found
+
+    def _like_beside(self, node: Node) -> list[Node]:
+        """What a has behind the backward as those blocks beside it have that a node is made of."""
+        ats = [self.places[v.node] for v in node.operands if v.node in self.places]
+        return [self.a[BEHIND][at.place] for at in ats if at.part == BEHIND and at.delta]
 
     def _check_outputs(self, inside: Mapping[Node, Node]) -> None:
         """What a makes for the outside is for its own parameters and buffers, and b makes the same."""

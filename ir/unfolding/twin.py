@@ -9,8 +9,10 @@ from functools import cached_property
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.repeat import Repeat
 
-Parts = tuple[list[Node], list[Node], list[Node]]
-"""A block's nodes: of the forward, of the backward, and those that are gone from it."""
+Parts = tuple[list[Node], list[Node], list[Node], list[Node]]
+"""A block's nodes: of the forward, of the backward, of what stands behind (the update, and what leaves the program),
+and those that are gone from it."""
+FORWARD, BACKWARD, BEHIND, GONE = range(4)
 Row = tuple[Sequence[Node | None], ...]
 """The nodes of a block at the places of those of ``a``; None where it has no such node."""
 

@@ -1,4 +1,5 @@
-"""The blocks that a graph leaves out (:mod:`shardfx.ir.repeat`), put back: forward and backward, planned or not.
+"""The blocks that a graph leaves out (:mod:`shardfx.ir.repeat`), put back: forward, backward and update,
+planned or not.
 
 Of ``repeat layers 2..77`` four blocks are there: ``s, a | b, e``. If ``b`` is to ``a`` and ``e`` what ``a`` is to
 ``s`` and ``b`` (node by node, each operand at the same place of the same neighbour, placed alike and for the same
@@ -9,16 +10,19 @@ of parts that were all seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import chain, groupby
+from typing import TypeVar
 
 from shardfx.ir.graph import Graph, Input, Node, Output, Value, Where
 from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.repeat import Repeat
 
 from .regular import BlocksAround
-from .twin import Parts, Twin, Unfolded
+from .twin import BACKWARD, FORWARD, Parts, Twin, Unfolded
+
+T = TypeVar("T")
 
 
 def unfold(
@@ -102,15 +106,28 @@ class _Unfolding(BlocksAround):
                 twin.node(node).fill(node, twin.value)
         self._join(b, 0, new[-1])
         self._join(a, 1, new[0])
-        self._spread(twins)
-        ahead = [node for parts in new for node in parts[0]]
-        back = [node for parts in reversed(new) for node in parts[1]]
-        for nodes, before in ((ahead, b[0]), (back, a[1])):
+        self._give(twins)
+        ahead = [node for parts in new for node in parts[FORWARD]]
+        back = [node for parts in reversed(new) for node in parts[BACKWARD]]
+        for nodes, before in ((ahead, b[FORWARD]), (back, a[BACKWARD])):
             if nodes:
                 position = graph.nodes.index(before[0])
                 graph.nodes[position:position] = nodes
+        self._put_behind(twins)
         same = Twin(repeat, around, [self.rows[0], a, new[0]], self.places, {v: v for v in twins[0].inputs})
         return Unfolded(same, twins)
+
+    def _put_behind(self, twins: Sequence[Twin]) -> None:
+        """The copies' nodes behind the backward, each stretch of them where a's stands."""
+        nodes, done = self.graph.nodes, 0
+        found: list[Node] = []
+        for stretch in self.stretches:
+            copies = [[twin.node(node) for node in stretch.nodes] for twin in twins]
+            made = [*copies[::-1], stretch.nodes] if stretch.falls else [stretch.nodes, *copies]
+            start = nodes.index(stretch.nodes[0], done)
+            found += [*nodes[done:start], *chain.from_iterable(made)]
+            done = start + len(stretch.nodes)
+        self.graph.nodes = [*found, *nodes[done:]]
 
     def _blank(self, index: int) -> Parts:
         """Copies of a's nodes, without arguments."""
@@ -129,8 +146,8 @@ class _Unfolding(BlocksAround):
             self.draws[new] = self.repeat.path, index
             return new
 
-        ahead, back, gone = ([copy(n) for n in part] for part in self.a)
-        return ahead, back, gone
+        ahead, back, behind, gone = ([copy(n) for n in part] for part in self.a)
+        return ahead, back, behind, gone
 
     def _join(self, block: Parts, old: int, now: Parts) -> None:
         """Let the nodes of b use the last copy where they used a, and those of a the first one where they used b."""
@@ -146,22 +163,11 @@ class _Unfolding(BlocksAround):
         for node in (node for part in block for node in part):
             node.fill(node, change)
 
-    def _spread(self, twins: Sequence[Twin]) -> None:
-        """The inputs and outputs of the copies, behind those of a."""
-        a = self.repeat.around[1]
+    def _give(self, twins: Sequence[Twin]) -> None:
+        """The inputs and outputs of the copies, behind those of a; and their names of what all blocks have together."""
 
-        def each(things: Sequence[Any], make: Callable[[Twin, Any], Any]) -> list[Any]:
-            found: list[Any] = []
-            run: list[Any] = []
-            for thing in (*things, None):
-                if thing is not None and self.repeat.within(thing.name) == a:
-                    run.append(thing)
-                else:
-                    found += [make(twin, one) for twin in twins for one in run]
-                    run = []
-                if thing is not None:
-                    found.append(thing)
-            return found
+        def own(name: str) -> bool:
+            return self.repeat.within(name) == self.repeat.around[1]
 
         def give(twin: Twin, given: Input) -> Input:
             return replace(given, name=twin.name(given.name), value=twin.inputs[given.value])
@@ -169,5 +175,19 @@ class _Unfolding(BlocksAround):
         def give_back(twin: Twin, output: Output) -> Output:
             return replace(output, name=twin.name(output.name), value=twin.value(output.value))
 
-        self.graph.inputs = each(self.graph.inputs, give)
-        self.graph.outputs = each(self.graph.outputs, give_back)
+        for given in self.graph.inputs:
+            given.aliases = tuple(_spread(given.aliases, own, twins, Twin.name))
+        self.graph.inputs = _spread(self.graph.inputs, lambda given: own(given.name), twins, give)
+        self.graph.outputs = _spread(self.graph.outputs, lambda output: own(output.name), twins, give_back)
+
+
+def _spread(
+    things: Iterable[T], own: Callable[[T], bool], twins: Sequence[Twin], make: Callable[[Twin, T], T]
+) -> list[T]:
+    """Each stretch of what is a's ``own``, and behind it what stands for it in the copies, one after the other."""
+    found: list[T] = []
+    for mine, stretch in groupby(things, own):
+        run = list(stretch)
+        found += run
+        found += [make(twin, one) for twin in twins for one in run] if mine else []
+    return found

@@ -16,7 +16,7 @@ import torch
 from torch._decomp import decomposition_table
 
 from shardfx.ir.capture.splice import splice, trace_function
-from shardfx.ir.cut import WHOLE, Cut
+from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
@@ -61,8 +61,7 @@ class Expander:
         return parted
 
     def _replace(self, graph: Graph, node: Node, rewriter: Rewriter, cuts: Callable[[Value], Sequence[Cut]]) -> Parted:
-        rows = next(iter(cuts(node.operands[0])), WHOLE)
-        traced = self._trace(node, in_pieces(self._expand(node), node, rows, graph.mesh))
+        traced = self._trace(node, in_pieces(self._expand(node), node, cuts(node.operands[0]), graph.mesh))
         made, given = splice(traced, node.operands, like=node, mesh=graph.mesh)
         whole = self._parts_of.get(node, frozenset()) | {node.op}
         for each in made:
@@ -100,6 +99,13 @@ def as_function(node: Node, decomposition: Callable[..., Any]) -> Callable[..., 
         args = substitute(node.args, next_tensor)
         kwargs = {k: substitute(a, next_tensor) for k, a in node.kwargs.items()}
         out = decomposition(*args, **kwargs)
-        return tuple(out) if isinstance(out, tuple) else out  # some give a named tuple, which is no op
+        if not isinstance(out, tuple):
+            return out
+        return tuple(map(_as_planned, out, node.results))  # some give a named tuple, which is no op
 
     return function
+
+
+def _as_planned(made: torch.Tensor | None, value: Value | None) -> torch.Tensor | None:
+    """A result in the dtype that the op gives: statistics of few bits are of many bits in a decomposition."""
+    return made if made is None or value is None else made.to(value.type.dtype)

@@ -212,7 +212,8 @@ class _Sums:
 
     def _report_early(self) -> None:
         """Say of what is reduced before a node that is to be passed."""
-        for value in self._leads_behind(list(self.graph.values()), self._hanging):
+        late = self._leads_behind(list(self.graph.values()), self._hanging)
+        for value in (value for value in self.graph.values() if value in late):
             partial = value.spec is not None and value.spec.partial_axes
             if partial and value.node is not None and any(_reduces(node, value) for node in self.users[value]):
                 name, dtype = op_name(value.node.op), str(value.type.dtype).removeprefix("torch.")

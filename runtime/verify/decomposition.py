@@ -48,7 +48,8 @@ def justified(node: Node, expand: Any) -> torch.fx.GraphModule:
 def _traced(node: Node, decomposition: Callable[..., Any]) -> torch.fx.GraphModule:
     def function(*tensors: torch.Tensor) -> Any:
         args, kwargs = bind(node, tensors)
-        return _as_tuple(decomposition(*args, **kwargs))
+        made = zip(_as_tuple(decomposition(*args, **kwargs)), node.results, strict=False)
+        return tuple(x if x is None or v is None else x.to(v.type.dtype) for x, v in made)  # what the op itself gives
 
     return trace_on_meta(function, [value.type for value in node.operands])
 

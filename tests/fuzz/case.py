@@ -107,7 +107,8 @@ class Case:
     passes: tuple[str, ...]
     strict: bool
     memory: tuple[tuple[str, object], ...] = ()
-    """Hints on what a rank holds, and does in a step: ``zero``, ``recompute``, ``optimizer`` by name, ``clip``."""
+    """Hints on what a rank holds, and does in a step: ``zero``, ``recompute``, ``optimizer`` by name, ``clip``,
+    ``offload``, ``compute``."""
 
     def script(self) -> str:
         """The case as a program: it prints how its result differs from one device's."""
@@ -152,7 +153,8 @@ def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
     modules = sorted({name.rpartition(".")[0] for name, ndim, _ in named(net) if name.endswith(".weight") and ndim > 1})
     if rng.random() < 0.2 and modules and net.mode != "inference":
         found["recompute"] = tuple(rng.sample(modules, rng.randint(1, len(modules))))
-    return found | step(seed, net)
+    found |= step(seed, net)
+    return found | put_away(seed, net, "optimizer" in found) | precision(seed)
 
 
 def step(seed: int, net: Net) -> dict[str, object]:
@@ -163,6 +165,32 @@ def step(seed: int, net: Net) -> dict[str, object]:
     if rng.random() < 0.1 and net.mode != "inference":
         found["clip"] = rng.choice((0.01, 100.0))
     return found
+
+
+class Text(str):
+    """A value as a script has it."""
+
+    __repr__ = str.__str__
+
+
+def put_away(seed: int, net: Net, stepped: bool) -> dict[str, object]:
+    """What lies in another pool in every tenth case that trains."""
+    rng = random.Random(f"put away {seed}")
+    if rng.random() >= 0.1 or net.mode == "inference":
+        return {}
+    known = ["activations", "parameters", *(["optimizer"] if stepped else [])]
+    what = tuple(rng.sample(known, rng.randint(1, len(known))))
+    how = f"to={rng.choice(('host', 'host', 'disk'))!r}, ahead={rng.choice((0, 1, 8))}, least={rng.choice((1, 12))}"
+    return {"offload": Text(f"(sx.Offload({what!r}, {how}),)")}
+
+
+def precision(seed: int) -> dict[str, object]:
+    """The dtype in which every tenth case computes."""
+    rng = random.Random(f"precision {seed}")
+    if rng.random() >= 0.1:
+        return {}
+    sums = rng.choice(("", "", ", reduce=torch.float64"))
+    return {"compute": Text(f"sx.Compute(torch.float32{sums})" if sums else "torch.float32")}
 
 
 def draw_net(seed: int) -> Net:

@@ -21,7 +21,6 @@ from shardfx.ir.mesh import Mesh
 
 from .case import Case, Net
 
-TOLERANCE = 1e-9
 OURS = ("graph is wrong", "verif", "failed:")
 """Words of errors that are no caller's: a pass that broke the graph, or raised."""
 
@@ -96,7 +95,7 @@ def check(case: Case, captures: Captures, verify: bool = False) -> Outcome:
         found = scope["differences"](given[0], pm, *given[1:])
     except Exception as error:
         return failure(error)
-    wrong = {what: error for what, error in found.items() if not error < TOLERANCE}
+    wrong = {what: error for what, error in found.items() if not error < scope["CLOSE"]}
     if wrong:
         what = next(iter(wrong))
         text = ", ".join(f"{what} by {error:.1e}" for what, error in wrong.items())

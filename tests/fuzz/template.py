@@ -95,15 +95,37 @@ OPTIMIZERS = {
 }
 
 
+CLOSE = 1e-3 if "compute" in OPTIONS else 1e-9
+"""How far apart what is compared may be, of its largest number: sums are in another order."""
+
+
+def cast(tree):
+    """The floating tensors of a nest as the hints say that is computed."""
+    asked = OPTIONS.get("compute")
+    dtype = asked.dtype if isinstance(asked, sx.Compute) else asked
+    floating = lambda x: dtype is not None and isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+    return torch.utils._pytree.tree_map(lambda x: x.to(dtype) if floating(x) else x, tree)
+
+
+def run(model, args, kwargs):
+    """One device's results, in the dtype of the hints; what has statistics computes as it is."""
+    as_they_are = [m for m in model.modules() if getattr(m, "track_running_stats", False)]
+    for norm in as_they_are:
+        norm.forward = lambda x, norm=norm: cast(type(norm).forward(norm, x.double()))
+    kept = {id(p) for norm in as_they_are for p in norm.parameters()}
+    weights = {name: p if id(p) in kept else cast(p) for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, weights, cast(args), cast(kwargs), tie_weights=True)
+
+
 def clipped(model):
     if "clip" in OPTIONS:
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIONS["clip"])
 
 
-def parallel(model, args, kwargs, targets):
+def parallel(model, args, kwargs, targets, **other):
     given = dict(loss=None if MODE == "inference" else loss, targets=() if MODE == "inference" else targets)
     specs = {k: v for k, v in SPECS.items() if MODE != "inference" or not k.startswith("targets")}
-    options = {**OPTIONS, "optimizer": OPTIMIZERS.get(OPTIONS.get("optimizer"))}
+    options = {**OPTIONS, "optimizer": OPTIMIZERS.get(OPTIONS.get("optimizer")), **other}
     hints = sx.Hints(args=args, kwargs=kwargs, specs=specs, **given, **options)
     return sx.parallelize(model.train(MODE in ("train", "both")), MESH, hints)
 
@@ -114,11 +136,11 @@ def differences(model, pm, args, kwargs, targets):
     found = {}
     if MODE == "inference":
         with torch.no_grad():
-            ours, theirs = pm(*args, **kwargs), alone(*args, **kwargs)
+            ours, theirs = pm(*args, **kwargs), run(alone, args, kwargs)
         for i, (a, b) in enumerate(zip(tensors(ours), tensors(theirs), strict=True)):
             found[f"result {i}"] = apart(a, b)
         return found
-    ours, theirs = pm(*args, *targets, **kwargs), loss(alone(*args, **kwargs), *targets)
+    ours, theirs = pm(*args, *targets, **kwargs), loss(run(alone, args, kwargs), *targets)
     ours.backward(), theirs.backward()
     clipped(alone)
     found["loss"] = apart(ours, theirs)
@@ -126,6 +148,12 @@ def differences(model, pm, args, kwargs, targets):
     for name, parameter in alone.named_parameters():
         if parameter.grad is not None:
             found[f"gradient of {name}"] = apart(grads[name], parameter.grad)
+    if "offload" in OPTIONS:  # which changes no number
+        here = parallel(model, args, kwargs, targets, offload=())
+        held = here(*args, *targets, **kwargs)
+        held.backward()
+        same = {"loss": torch.equal(held, ours), **{n: torch.equal(g, grads[n]) for n, g in here.full_grads().items()}}
+        found |= {f"{name} without offload": 0.0 if equal else float("inf") for name, equal in same.items()}
     state = pm.full_state_dict()
     for name, buffer in alone.named_buffers():
         found[f"buffer {name}"] = apart(state[name], buffer)
@@ -134,12 +162,12 @@ def differences(model, pm, args, kwargs, targets):
         sure = {name: torch.ones(p.shape, dtype=torch.bool) for name, p in alone.named_parameters()}
         for i in range(2):
             optimizer.zero_grad()
-            ours, theirs = pm.step(*args, *targets, **kwargs), loss(alone(*args, **kwargs), *targets)
+            ours, theirs = pm.step(*args, *targets, **kwargs), loss(run(alone, args, kwargs), *targets)
             theirs.backward(), clipped(alone)
             grads = {name: p.grad.abs() for name, p in alone.named_parameters() if p.grad is not None}
             most = max([0.0, *(grad.max().item() for grad in grads.values() if grad.numel())])
             for name, grad in grads.items():
-                known = grad > 1e-8 * most  # a gradient that is rounding is divided by rounding
+                known = grad > 10 * CLOSE * most  # a gradient that is rounding is divided by rounding
                 sure[name] &= known
                 if OPTIONS["optimizer"] == "Adafactor" and grad[~known].any():
                     sure[name][...] = False  # each element is divided by the norm of them all
@@ -151,7 +179,7 @@ def differences(model, pm, args, kwargs, targets):
     if MODE == "both":
         pm.eval(), alone.eval()
         with torch.no_grad():
-            ours, theirs = pm(*args, **kwargs), alone(*args, **kwargs)
+            ours, theirs = pm(*args, **kwargs), run(alone, args, kwargs)
         for i, (a, b) in enumerate(zip(tensors(ours), tensors(theirs), strict=True)):
             found[f"result {i} in evaluation"] = apart(a, b)
     return found
@@ -165,7 +193,7 @@ if __name__ == "__main__":
     found = differences(given[0], pm, *given[1:])
     for name, error in found.items():
         print(f"{error:8.1e}  {name}")
-    equal = max(found.values()) < 1e-9
+    equal = max(found.values()) < CLOSE
     print("equal" if equal else "DIFFERENT")
     raise SystemExit(not equal)
 '''

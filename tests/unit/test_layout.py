@@ -47,7 +47,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.capture": (*ONE_OP, "ir.capture.forms", "ir.capture.intake", "ir.capture.update", "ir.unfolding"),
     "ir.capture.forms": (*ONE_OP, "ir.capture"),
     "ir.capture.intake": (*ONE_OP, "ir.capture"),
-    "ir.capture.update": (*ONE_OP, "ir.capture", "ir.capture.forms"),
+    "ir.capture.update": (*ONE_OP, "ir.capture", "ir.capture.forms", "ir.unfolding"),
     "ir.capture.patterns": (*ONE_OP, "ir.capture"),
     "ir.oracle": (*RULES, "ir.oracle.running"),
     "ir.oracle.running": (*RULES, "ir.oracle"),

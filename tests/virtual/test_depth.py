@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 import shardfx as sx
 from shardfx.ir.capture.trace import capture
+from shardfx.ir.capture.update.made_groups import Parameters
 from tests.plans import MESHES, plan
+from tests.stepped import KINDS
 from tests.zoo import Case, make
 
 DEPTH = 7
@@ -51,6 +56,101 @@ def test_the_plan_is_the_same(name: str, how: str, monkeypatch: pytest.MonkeyPat
     assert short.plan == whole.plan
     for value in [*(given.name for given in short.after.inputs), *(f"%{node.name}" for node in short.after.nodes[::9])]:
         assert str(short.explain(value)) == str(whole.explain(value))
+
+
+class Block(torch.nn.Module):
+    """A norm and a product, each with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = torch.nn.LayerNorm(6), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.fc(self.norm(x)))
+
+
+def chain(kind: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """Seven blocks between two products."""
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*[kind() for _ in range(7)])
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), blocks, torch.nn.Linear(6, 2)).double()
+
+
+def decayed(params: Any) -> torch.optim.Optimizer:
+    """Two groups, each through all blocks."""
+    decay, rest = ([p for p in params.named.values() if (p.ndim > 1) is wide] for wide in (True, False))
+    return torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+
+
+def by_layer(params: Any) -> torch.optim.Optimizer:
+    """Deeper blocks learn faster."""
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(params)], momentum=0.9)
+
+
+X, Y = torch.linspace(-1, 1, 32).reshape(8, 4).double(), torch.linspace(0, 1, 16).reshape(8, 2).double()
+STEPPED: dict[str, dict[str, Any]] = {
+    "clip": {"clip": 0.1},
+    "products alone": {"clip": 0.1},
+    "AdamW, clip, zero 1": {"optimizer": KINDS["AdamW"], "clip": 0.1, "zero": 1},
+    "two groups, zero 3": {"optimizer": decayed, "zero": 3, "clip": 0.1},
+    "another first step": {"optimizer": KINDS["dampening"]},
+    "norms": {"optimizer": KINDS["Lamb"], "zero": 1},
+    "a scale": {"optimizer": KINDS["AdamW"], "clip": 0.1, "compute": sx.Compute(torch.float16, scale=64.0)},
+    "offload": {"optimizer": KINDS["AdamW"], "zero": 1, "offload": ("optimizer", "parameters")},
+}
+
+
+def deep_step(kind: Callable[[], torch.nn.Module] = Block, mesh: str = "dp2tp2", **more: Any) -> sx.ParallelModule:
+    cut = kind is Block and "tp" in mesh
+    specs = {"args.0": "dp, -", "targets.0": "dp, -"} | ({"1.*.fc.weight": "tp, -"} if cut else {})
+    loss = torch.nn.functional.mse_loss
+    hints = sx.Hints(args=(X,), targets=(Y,), loss=loss, specs=specs, zero_min=0, **more)
+    return sx.parallelize(chain(kind), MESHES[mesh], hints, virtual=True)
+
+
+QUICK = "two groups, zero 3"
+
+
+@pytest.mark.parametrize("how", [QUICK, *(pytest.param(h, marks=pytest.mark.slow) for h in STEPPED if h != QUICK)])
+def test_the_update_of_equal_blocks_is_planned_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = partial(torch.nn.Linear, 6, 6) if how == "products alone" else Block
+    short = deep_step(of, **STEPPED[how])
+    monkeypatch.setattr("shardfx.compile.capture", partial(capture, fold=False))
+    whole = deep_step(of, **STEPPED[how])
+    graphs = short._compiled.captured, whole._compiled.captured
+    assert graphs[0].graph.repeats and graphs[0].update == graphs[1].update
+    assert str(short.before) == str(whole.before)
+    plans = [re.sub(r"^note .*\n", "", str(pm.after), flags=re.MULTILINE) for pm in (short, whole)]
+    assert plans[0] == plans[1]
+    assert not any("one by one" in note for note in short.after.notes)
+
+
+@pytest.mark.parametrize("optimizer", [decayed, pytest.param(by_layer, marks=pytest.mark.slow)])
+def test_deep_models_are_stepped_as_on_one_device(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Also where the optimizer tells blocks apart."""
+    pm, alone = deep_step(mesh="dp2", optimizer=optimizer, clip=0.1, zero=1), chain(Block)
+    apart = any("one by one" in note and "stepped otherwise" in note for note in pm.after.notes)
+    assert apart is (optimizer is by_layer) is not bool(pm._compiled.captured.graph.repeats)
+    named = Parameters(dict(alone.named_parameters()))
+    stepped = optimizer(named)
+    for _ in range(3):
+        stepped.zero_grad()
+        torch.nn.functional.mse_loss(alone(X), Y).backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        stepped.step()
+        pm.step(X, Y)
+    for name, value in pm.full_state_dict().items():
+        torch.testing.assert_close(value, alone.get_parameter(name).detach(), rtol=1e-9, atol=1e-9)
+    names = [set(group["params"]) for group in pm.optimizer.state_dict()["param_groups"]]
+    assert [len(each) for each in names] == [len(group["params"]) for group in stepped.param_groups]
+    assert pm.verify()
+
+
+def test_the_norm_of_all_gradients_is_a_few_transfers_however_deep_the_model() -> None:
+    """The sums of squares travel together, those over the same axes."""
+    pm = deep_step(optimizer=KINDS["AdamW"], clip=0.1, zero=1)
+    sums = [n for n in pm.after.nodes if str(n.op) == "comm.all_reduce" and n.phase.value == "update"]
+    assert len(sums) == len({tuple(node.kwargs["axes"]) for node in sums}) > 0
 
 
 WHOLE = (torch.ops.aten._native_batch_norm_legit_functional.default, torch.ops.aten._native_batch_norm_legit.default)

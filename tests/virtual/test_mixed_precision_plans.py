@@ -77,6 +77,16 @@ def test_gradients_are_reduced_as_hinted(compute: Any, reduce: Any, dtype: torch
         assert gradients == {BF16} and pm.verify()
 
 
+def test_a_norm_is_taken_apart_in_few_bits() -> None:
+    """Its statistics are in the dtype in which the kernel gives them, for its backward takes them so."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)), torch.randn(4, 8)
+    specs = {"args.0": "dp, -", "0.weight": "tp, -"}
+    hints = sx.Hints(args=(x,), targets=(x[:, :4],), loss=F.mse_loss, specs=specs, compute=BF16)
+    pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints, virtual=True)
+    assert not any("layer_norm" in str(node.op) for node in pm.after.nodes) and pm.verify()
+    torch.testing.assert_close(pm(x, x[:, :4]), F.mse_loss(model(x), x[:, :4]), rtol=0.05, atol=0)
+
+
 def test_what_is_summed_earlier_is_said() -> None:
     """The gradient of a weight that is normalised is no sum of terms behind its norm."""
     model = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))

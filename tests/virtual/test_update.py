@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import shardfx as sx
+from shardfx.ir.capture.update.step_trace import Traced, trace_step
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.module.programs import STEP, TRAIN
 from tests.plans import MESHES, plan
@@ -150,6 +151,38 @@ def test_the_text_of_a_step_is_read_back() -> None:
         pm = small_plan(KINDS["dampening"], MESHES["dp2tp2"], zero=zero, clip=1.0)
         for graph in (pm.before, pm.after):
             assert print_graph(parse_graph(print_graph(graph))) == print_graph(graph)
+
+
+class ByRows(torch.optim.Optimizer):
+    """Elementwise, by a number that it asks of the shape."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"] / len(p))
+
+
+@pytest.mark.parametrize(("factory", "traces"), [(KINDS["AdamW"], 2), (KINDS["two"], 6), (ByRows, 8)])
+def test_a_step_that_asks_for_no_shape_is_traced_once(
+    factory: Any, traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small and as it is; others for each of the four shapes. What is written is the same."""
+    shapes = []
+
+    def noting(group: Any, shape: Any, *args: Any, **options: Any) -> Traced:
+        shapes.append(shape)
+        return trace_step(group, shape, *args, **options)
+
+    monkeypatch.setattr("shardfx.ir.capture.update.traces.trace_step", noting)
+    pm = small_plan(factory, MESHES["dp2"])
+    assert len(shapes) == traces
+    losses, params, _ = alone(factory, 2)
+    assert apart(pm, losses, params) < 1e-12
+    monkeypatch.setattr(Traced, "is_pointwise", False)
+    assert str(small_plan(factory, MESHES["dp2"]).before) == str(pm.before) and len(shapes) == traces + 8
 
 
 def test_a_rank_module_holds_the_whole_step() -> None:

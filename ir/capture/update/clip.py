@@ -5,7 +5,8 @@
     %43 = aten.clamp(max_norm / (%40 + 1e-6), max=1)                  as torch.nn.utils.clip_grad_norm_ has it
     %44 = aten.mul(%w's gradient, %43)                                what leaves, and what is stepped with
 
-On ranks that hold pieces the sums are partial, and one small all-reduce makes the norm.
+On ranks that hold pieces the sums are partial, and one small all-reduce for
+each set of axes makes the norm.
 """
 
 from __future__ import annotations
@@ -36,21 +37,27 @@ def clip_gradients(graph: Graph, most: float) -> None:
     ratio = builder.add(aten.mul.Tensor, (builder.add(aten.reciprocal.default, (norm,)), float(most)))
     scale = builder.add(aten.clamp.default, (ratio, None, 1.0))
     for output in outputs:
-        builder.where = Where(output.name.rpartition(".")[0])
+        builder.where = _of(output)
         output.value = builder.add(aten.mul.Tensor, (output.value, scale), output.value.type)
     graph.rename()
 
 
 def sum_of_squares(builder: GraphBuilder, outputs: Sequence[Output]) -> Value:
-    """The sum of the squares of all that leaves."""
-    total: Value | None = None
+    """The sum of the squares of all that leaves: the squares first, so that their reductions travel together."""
+    squares = []
     for output in outputs:
-        builder.where = Where(output.name.rpartition(".")[0])
-        square = _square(builder, output.value)
-        builder.where = Where(MODULE)
-        total = square if total is None else builder.add(aten.add.Tensor, (total, square))
-    assert total is not None
+        builder.where = _of(output)
+        squares.append(_square(builder, output.value))
+    total: Value = squares[0]
+    for output, square in zip(outputs[1:], squares[1:], strict=True):
+        builder.where = _of(output)
+        total = builder.add(aten.add.Tensor, (total, square))
+    builder.where = Where(MODULE)
     return total
+
+
+def _of(output: Output) -> Where:
+    return Where(output.name.rpartition(".")[0])
 
 
 def _square(builder: GraphBuilder, gradient: Value) -> Value:

@@ -19,7 +19,8 @@ from torch import nn
 from shardfx.ir.errors import Error
 
 from .made_groups import WHERE, Factory, Group, make_groups_of
-from .step_trace import RATE, Traced, first_states, trace_step
+from .step_trace import RATE, Traced
+from .traces import Traces
 
 SHARES = (1.0,) * 4 + (0.5,) * 4
 """Of the rate, in each step that is tried."""
@@ -56,6 +57,7 @@ class Small:
             for name, parameter in named.items()
         }
         self.groups = self._made(factory, self.named, groups)
+        self.traces = Traces()
         held = {name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in self.named.items()}
         stepped = self._made(factory, held, groups)
         self.rates = [[float(group.options.get(RATE, 0.0)) * share for share in SHARES] for group in groups]
@@ -156,8 +158,7 @@ def _recipe(small: Small, group: Group, names: Sequence[str], options: Mapping[s
     states = group.optimizer.state
     like = small.named[names[0]]
     given = dict(states.get(like, {}))
-    held = first_states(group, like.shape, like.dtype, given, **options)
-    later = trace_step(group, like.shape, like.dtype, held, **options)
+    _, later = small.traces.step(group, like.shape, like.dtype, given, options)
     known = {name: _content(value, like, group) for name, value in given.items() if name in later.names}
     numbers = [v for v in group.options.values() if isinstance(v, float)]
     choices: list[Start] = [0.0, 1.0, "parameter", *dict.fromkeys(v for v in numbers if v not in (0.0, 1.0))]
@@ -168,7 +169,7 @@ def _recipe(small: Small, group: Group, names: Sequence[str], options: Mapping[s
         apart = _apart(small, group, names, starts, later)
         if not apart:
             return Recipe(options, starts)
-    first = trace_step(group, like.shape, like.dtype, held, first=True, **options) if not given else None
+    first = small.traces.step(group, like.shape, like.dtype, given, options, first=True)[1] if not given else None
     starts = dict.fromkeys(later.names, 0.0)
     if first is None or (apart := _apart(small, group, names, starts, later, first)):
         raise Error(

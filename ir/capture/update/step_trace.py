@@ -12,10 +12,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -44,6 +45,66 @@ class Traced:
     numbers: Mapping[str, type]
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
+    shape: tuple[int, ...]
+    """Of the parameter."""
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether each number of what it gives is made of the numbers at the same place, and of what is 0-d."""
+        nodes = [n for n in self.module.graph.nodes if n.op not in ("placeholder", "output") and not says_nothing(n)]
+        held = [value for node in nodes for value in pytree.tree_leaves(node.meta.get("val"))]
+        shapes = [*self.shapes.values(), *(tuple(v.shape) for v in held if isinstance(v, torch.Tensor))]
+        return set(shapes) <= {(), self.shape} and all(map(_is_pointwise, nodes))
+
+    def at(self, shape: Sequence[int]) -> Traced:
+        """The same pointwise step of a parameter of another shape."""
+        if tuple(shape) == self.shape:
+            return self
+
+        def moved(held: Any) -> Any:
+            if isinstance(held, torch.Tensor) and tuple(held.shape) == self.shape:
+                return torch.empty(tuple(shape), dtype=held.dtype, device="meta")
+            return held
+
+        graph = torch.fx.Graph()
+        places: dict[torch.fx.Node, torch.fx.Node] = {}
+        graph.output(graph.graph_copy(self.module.graph, places))
+        graph.set_codegen(self.module.graph._codegen)  # by which it takes a list of states
+        for node in graph.nodes:
+            node.meta["val"] = pytree.tree_map(moved, node.meta.get("val"))
+        shapes = {name: tuple(shape) if held else () for name, held in self.shapes.items()}
+        module = torch.fx.GraphModule(self.module, graph)
+        return replace(self, module=module, shapes=shapes, shape=tuple(shape))
+
+
+def says_nothing(node: torch.fx.Node) -> bool:
+    """Whether a node computes nothing: torch notes there how long a step takes."""
+    return "profiler" in str(node.target)
+
+
+def _is_pointwise(node: torch.fx.Node) -> bool:
+    op = node.target
+    if node.op != "call_function":
+        return False  # a constant tensor
+    return isinstance(op, torch._ops.OpOverload) and (torch.Tag.pointwise in op.tags or op in OF_ONE_NUMBER)
+
+
+aten = torch.ops.aten
+OF_ONE_NUMBER = frozenset(
+    {
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.copy_.default,
+        aten.detach.default,
+        aten.full_like.default,
+        aten.lift_fresh_copy.default,
+        aten.ones_like.default,
+        aten.scalar_tensor.default,
+        aten.zeros_like.default,
+        aten._local_scalar_dense.default,
+    }
+)
+"""Ops without a tag that give at each place what their operand's number there makes, or what is the same everywhere."""
 
 
 @contextmanager
@@ -85,6 +146,8 @@ class Watched(TorchFunctionMode):
     def __init__(self, file: str) -> None:
         super().__init__()
         self.file = file
+        self.asked = False
+        """Whether a number was asked of a tensor that has dims: its shape, or a part of that."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fx_traceback.has_preserved_node_meta():
@@ -97,11 +160,20 @@ class Watched(TorchFunctionMode):
             op = getattr(getattr(torch.ops.aten, name, None), "default", None)
             if op is not None and op.has_kernel_for_dispatch_key(COMPOSITE):
                 return args[0].copy_(getattr(args[0], name[:-1])(*args[1:], **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, (int, float, tuple, list)) and not isinstance(found, bool):
+            self.asked |= any(isinstance(arg, torch.Tensor) and arg.dim() > 0 for arg in args)
+        return found
 
 
 def lone_step(
-    group: Group, p: torch.Tensor, grad: torch.Tensor, rate: Any, states: States, options: Mapping[str, Any]
+    group: Group,
+    p: torch.Tensor,
+    grad: torch.Tensor,
+    rate: Any,
+    states: States,
+    options: Mapping[str, Any],
+    watched: Watched,
 ) -> States:
     """Step one parameter as if it were the only one of the group, in place; gives its states."""
     kind = type(group.optimizer)
@@ -115,18 +187,20 @@ def lone_step(
     if states:
         lone.state[p] = dict(states)
     p.grad = grad
-    with Watched(group.where.file):
+    with watched:
         lone.step()
     return dict(lone.state[p])
 
 
-def first_states(group: Group, shape: Sequence[int], dtype: torch.dtype, given: States, **options: Any) -> States:
+def first_states(
+    group: Group, shape: Sequence[int], dtype: torch.dtype, given: States, watched: Watched, **options: Any
+) -> States:
     """The states that a first step leaves of a parameter of this shape; tensors have no content."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode, as_compiled():
         p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
         faked = {name: _fake(mode, value) for name, value in given.items()}
-        return lone_step(group, p, grad, torch.empty((), dtype=torch.float64), faked, options)
+        return lone_step(group, p, grad, torch.empty((), dtype=torch.float64), faked, options, watched)
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
@@ -134,7 +208,13 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def trace_step(
-    group: Group, shape: Sequence[int], dtype: torch.dtype, states: States, first: bool = False, **options: Any
+    group: Group,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    states: States,
+    first: bool,
+    watched: Watched,
+    **options: Any,
 ) -> Traced:
     """Trace a step on a parameter that has ``states`` (tensors without content, or numbers); ``first``: on one that has
     none yet, which gives them."""
@@ -147,7 +227,7 @@ def trace_step(
 
     def step(p: torch.Tensor, grad: torch.Tensor, rate: torch.Tensor, given: list[torch.Tensor]) -> list[torch.Tensor]:
         start = {} if first else {**fixed, **dict(zip(names, given, strict=True))}
-        left = lone_step(group, p, grad, rate, start, options)
+        left = lone_step(group, p, grad, rate, start, options, watched)
         return [p, *(_tensor(left[name], dtypes[name]) for name in names)]
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -157,7 +237,7 @@ def trace_step(
         given = [torch.empty(shapes[name], dtype=dtypes[name]) for name in names]
         made = make_fx(torch.func.functionalize(step), decompositions(), tracing_mode="fake")
         module = made(p, grad, rate, given)
-    return Traced(module, names, numbers, dtypes, shapes)
+    return Traced(module, names, numbers, dtypes, shapes, tuple(shape))
 
 
 def held_as(value: Any) -> torch.dtype:

@@ -9,13 +9,13 @@
       parameter w = %40 : [8, 4]
       state w.exp_avg = %30 : [8, 4]
 
-Each distinct step (group, shape, dtype) is traced once. What depends on no parameter (a count of steps, a bias
-correction) is computed once for the whole group, of one state that all its parameters name.
+Each distinct step (group, shape, dtype) is traced once (:mod:`.traces`). What depends on no parameter (a count of
+steps, a bias correction) is computed once for the whole group, of one state that all its parameters name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +29,14 @@ from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value,
 from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
 
+from .left_out import check_alike, states_of_all, stepped_names
 from .made_groups import Factory, Group, make_groups_of
 from .numbers import call_with_numbers, unknown_numbers
+from .shared_states import depending, shared_states
 from .started import Recipe, Small, Start, recipe, refusal
-from .step_trace import RATE, Traced, first_states, trace_step
+from .step_trace import RATE, Traced, says_nothing
 from .stepped import Count, HeldState, Update, UpdateGroup
+from .traces import Traces
 
 aten = torch.ops.aten
 
@@ -50,28 +53,32 @@ class Step:
     """States that depend on no parameter, and how they change."""
 
 
-def write_update(graph: Graph, factory: Factory, model: Iterable[tuple[str, nn.Parameter]]) -> Update:
+def write_update(graph: Graph, factory: Factory, model: Mapping[str, nn.Parameter]) -> Update:
     """Write the step of the optimizers that ``factory`` makes into a captured graph that has gradients.
 
     Args:
-        graph: captured, with all its blocks.
-        model: the model's parameters with their names.
+        graph: captured, with gradients.
+        model: the model's parameters by their names, also of the blocks that the graph leaves out.
 
     Raises:
         Error: the optimizer cannot be traced, or does something else than its trace.
+        Irregular: the graph leaves out blocks that the optimizer tells apart from those that are there.
     """
     with FakeTensorMode():
         parameters = {
-            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad) for name, p in model
+            name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+            for name, p in model.items()
         }
     groups = make_groups_of(factory, parameters)
+    check_alike(groups, graph.repeats)
     trained = {output.name: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
-    small = Small(factory, parameters, groups, trained)
+    stepped = [name for group in groups for name in stepped_names(group, trained, graph.repeats)]
+    small = Small(factory, parameters, groups, stepped)
     writer = _Writer(graph, trained, small)
     made = tuple(writer.group(group, parameters) for group in groups)
     dead_code(graph)
     graph.rename()
-    return Update(made, writer.states, writer.counts)
+    return Update(made, states_of_all(stepped, writer.states, graph.repeats), writer.counts)
 
 
 class _Once(GraphBuilder):
@@ -82,6 +89,15 @@ class _Once(GraphBuilder):
         self.graph, self.phase = graph, Phase.UPDATE
         self.shared = False
         self._known: dict[Any, Any] = {}
+        self._constants: dict[tuple[fx.GraphModule, str], Value] = {}
+
+    def constant(self, module: fx.GraphModule, name: str) -> Value:
+        """A constant of a traced step: the same for all parameters that are stepped so."""
+        if (module, name) not in self._constants:
+            number, constant = len(self.graph.of_kind(InputKind.CONSTANT)), getattr(module, name)
+            type = TensorType(tuple(constant.shape), constant.dtype)
+            self._constants[module, name] = self.input(InputKind.CONSTANT, f"constant.{number}", type, constant)
+        return self._constants[module, name]
 
     def _append(self, op: Any, args: tuple[Any, ...], types: Any, kwargs: dict[str, Any]) -> Any:
         if not self.shared:
@@ -101,7 +117,7 @@ class _Writer:
     counts: dict[str, Count] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.builder = _Once(self.graph)
+        self.builder, self.traces = _Once(self.graph), Traces()
         self.inputs = {given.name: given for given in self.graph.inputs}
 
     def group(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> UpdateGroup:
@@ -121,19 +137,21 @@ class _Writer:
         held: dict[str, Value] = {}
         for name in names:
             self._write(name, group, steps[name], rate, agreed, held)
-        return UpdateGroup(group.kind, group.options, tuple(names), rate.name if rate is not None else "")
+        stepped = stepped_names(group, self.trained, self.graph.repeats)
+        return UpdateGroup(group.kind, group.options, stepped, rate.name if rate is not None else "")
 
     def _step(self, group: Group, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Step:
         like = parameters[names[0]]
         found = recipe(self.small, group.number, names)
         given = dict(group.optimizer.state.get(like, {}))
         try:
-            kept = first_states(group, like.shape, like.dtype, given, **found.options)
-            later = trace_step(group, like.shape, like.dtype, kept, **found.options)
-            first = trace_step(group, like.shape, like.dtype, kept, True, **found.options) if found.once else None
+            kept, later = self.traces.step(group, like.shape, like.dtype, given, found.options)
+            first = None
+            if found.once:
+                _, first = self.traces.step(group, like.shape, like.dtype, given, found.options, first=True)
         except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, KeyError) as error:
             raise refusal(group, error) from error
-        return Step(found, later, first, kept, _shared(later) if first is None else {})
+        return Step(found, later, first, kept, shared_states(later) if first is None else {})
 
     def _write(
         self,
@@ -167,6 +185,7 @@ class _Writer:
         if step.first is not None:
             began = self._apply(name, group, step.first, before, set())
             count = self._count(group)
+            self.builder.where = Where(name.rpartition(".")[0], group.where.file, group.where.line)
             pairs = zip(began, new, strict=True)
             new = [self.builder.add(aten.where.self, (count, one, other)) for one, other in pairs]
         self.graph.outputs.append(Output(OutputKind.PARAMETER, name, new[0]))
@@ -193,7 +212,7 @@ class _Writer:
     ) -> list[Value]:
         """The nodes of a traced step on these values; gives the new ones."""
         builder = self.builder
-        open_ = _depending(traced, agreed)
+        open_ = depending(traced, agreed)
         places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
         builder.env = dict(zip(places, given, strict=True))
         output: Any = None
@@ -201,8 +220,8 @@ class _Writer:
             if node.op == "output":
                 output = node.args[0]
             elif node.op == "get_attr":
-                builder.env[node] = _constant(builder, getattr(traced.module, node.target))
-            elif node.op == "call_function" and not _says_nothing(node):
+                builder.env[node] = builder.constant(traced.module, node.target)
+            elif node.op == "call_function" and not says_nothing(node):
                 builder.shared = node not in open_
                 builder.where = _source(node, name.rpartition(".")[0] if node in open_ else "optimizer", group)
                 builder.env[node] = _converted(builder, node)
@@ -221,48 +240,6 @@ def _converted(builder: GraphBuilder, node: fx.Node) -> Any:
         if unknown_numbers(node.target, args, kwargs):
             return call_with_numbers(builder, node.target, args, kwargs)
     return convert_call(builder, node)
-
-
-def _says_nothing(node: fx.Node) -> bool:
-    return "profiler" in str(node.target)
-
-
-def _constant(builder: GraphBuilder, constant: torch.Tensor) -> Value:
-    name = f"constant.{len(builder.graph.of_kind(InputKind.CONSTANT))}"
-    return builder.input(InputKind.CONSTANT, name, TensorType(tuple(constant.shape), constant.dtype), constant)
-
-
-def _depending(traced: Traced, agreed: set[str]) -> set[fx.Node]:
-    """The nodes that depend on a parameter, its gradient, or a state of its own."""
-    places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-    own = [place for place, key in zip(places[3:], traced.names, strict=True) if key not in agreed]
-    found = {*places[:2], *own}
-    for node in traced.module.graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _shared(traced: Traced) -> dict[str, str]:
-    """The states that depend on no parameter, and how each changes, as a text that is the same where that is."""
-    (output,) = (node for node in traced.module.graph.nodes if node.op == "output")
-    new = dict(zip(traced.names, output.args[0][1:], strict=True))
-    shared = {key for key in traced.names if traced.shapes[key] == ()}
-    while True:
-        depending = _depending(traced, shared)
-        fewer = {key for key in shared if new[key] not in depending}
-        if fewer == shared:
-            places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-            names = dict(zip(places, ("p", "grad", "rate", *traced.names), strict=True))
-            return {key: _said(new[key], names) for key in shared}
-        shared = fewer
-
-
-def _said(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    if node in names:
-        return names[node]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _said(each, names))
-    return f"{node.target}{args}{kwargs}"
 
 
 def _agreed(steps: Mapping[str, Step]) -> dict[str, Start]:
