@@ -8,7 +8,8 @@ rewriter.apply()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .builder import infer
@@ -44,7 +45,8 @@ class Rewriter:
         self._end: list[Node] = []
         self._erased: set[Node] = set()
         self._global: dict[Value, Value] = {}
-        self._local: dict[tuple[Value, Node | Output], Value] = {}
+        self._local: dict[tuple[Value, Node | Output], dict[int | None, Value]] = {}
+        """Of a user's operands, by their places; None: of all."""
 
     @staticmethod
     def make(
@@ -174,16 +176,23 @@ class Rewriter:
         """Take ``node`` out; what used its results must be given others (:meth:`replace`)."""
         self._erased.add(node)
 
-    def replace(self, old: Value, new: Value, users: Iterable[Node | Output] | None = None) -> None:
-        """Use ``new`` for ``old``: everywhere in the old graph, or in ``users`` only.
+    def replace(
+        self,
+        old: Value,
+        new: Value,
+        users: Iterable[Node | Output] | None = None,
+        at: Iterable[int] | None = None,
+    ) -> None:
+        """Use ``new`` for ``old``: everywhere in the old graph, or in ``users`` only; ``at`` some of their operands.
 
         A node that is inserted keeps what it was made with (``new`` may be made of ``old``), unless that is erased.
         """
         if users is None:
             self._global[old] = new
         else:
+            places = [None] if at is None else list(at)
             for user in users:
-                self._local[old, user] = new
+                self._local.setdefault((old, user), {}).update(dict.fromkeys(places, new))
 
     def apply(self) -> bool:
         """Make the changes; says whether there were any."""
@@ -214,17 +223,19 @@ class Rewriter:
             add(extra)
         old = set(self.graph.nodes)
         for node in nodes:
+            numbers = itertools.count()
 
-            def change(value: Value, node: Node = node) -> Value:
-                if (value, node) in self._local:
-                    return final(self._local[value, node])
+            def change(value: Value, node: Node = node, places: Iterator[int] = numbers) -> Value:
+                place, told = next(places), self._local.get((value, node), {})
+                if place in told or None in told:
+                    return final(told[place if place in told else None])
                 return final(value) if node in old or value.node in self._erased else value
 
             node.args = substitute(node.args, change)
             if node.kwargs:
                 node.kwargs = {key: substitute(arg, change) for key, arg in node.kwargs.items()}
         for output in self.graph.outputs:
-            output.value = final(self._local.get((output.value, output), output.value))
+            output.value = final(next(iter(self._local.get((output.value, output), {}).values()), output.value))
         self.graph.nodes = nodes
         return True
 

@@ -19,6 +19,9 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Context, Pass
 
+Use = tuple[Node | Output, int]
+"""Who uses a value, and as which operand."""
+
 
 @dataclass(frozen=True)
 class DuplicateViews(Pass):
@@ -30,9 +33,9 @@ class DuplicateViews(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         users = graph.users()
         rewriter = Rewriter(graph)
-        asked: dict[Value, dict[Spec, list[Node | Output]]] = {}
+        asked: dict[Value, dict[Spec, list[Use]]] = {}
         for output, spec in graph.output_specs().items():
-            asked.setdefault(output.value, {}).setdefault(spec, []).append(output)
+            asked.setdefault(output.value, {}).setdefault(spec, []).append((output, 0))
         for node in reversed(graph.nodes):
             made = [node]
             shared = len(asked.get(node.outs[0], ())) > 1 or any(len(users[v]) > 1 for v in node.operands)
@@ -40,8 +43,8 @@ class DuplicateViews(Pass):
                 made = _copies(node, asked.get(node.outs[0], {}), context, rewriter)
             for each in made:
                 assert each.strategy is not None
-                for value, spec in zip(each.operands, each.strategy.operands, strict=True):
-                    asked.setdefault(value, {}).setdefault(spec, []).append(each)
+                for place, (value, spec) in enumerate(zip(each.operands, each.strategy.operands, strict=True)):
+                    asked.setdefault(value, {}).setdefault(spec, []).append((each, place))
         changed = rewriter.apply()
         graph.rename()
         return changed
@@ -54,7 +57,7 @@ def _moves(node: Node, context: Context) -> bool:
     return entry.free and node.operands[0].type.numel == node.outs[0].type.numel
 
 
-def _copies(node: Node, asked: dict[Spec, list[Node | Output]], context: Context, rewriter: Rewriter) -> list[Node]:
+def _copies(node: Node, asked: dict[Spec, list[Use]], context: Context, rewriter: Rewriter) -> list[Node]:
     """One node per placement that users ask for; the node itself serves those that no copy can."""
     rule = context.cache.rule(node)
     value, made = node.outs[0], [node]
@@ -68,7 +71,8 @@ def _copies(node: Node, asked: dict[Spec, list[Node | Output]], context: Context
         copy.strategy, copy.why = found, node.why
         copy.outs[0].spec = spec
         rewriter.after(node, copy)
-        rewriter.replace(value, copy.outs[0], users)
+        for user, place in users:
+            rewriter.replace(value, copy.outs[0], [user], at=[place])
         made.append(copy)
     served = [spec for spec in asked if any(n.outs[0].spec == spec for n in made)]
     if value.spec not in asked and len(served) == len(asked) and len(made) > 1:

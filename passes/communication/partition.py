@@ -89,8 +89,8 @@ class Copies:
             copy = self._at.get(spec) or self._make(spec, leaves)
             if copy is self.value:
                 continue
-            for user, _ in needs[spec]:
-                self._rewriter.replace(self.value, copy, [user])
+            for user, places in needs[spec]:
+                self._rewriter.replace(self.value, copy, [user], places)
 
     def _sources(self, target: Spec) -> list[Spec]:
         """Copies to start from: once the value is reduced, never the partial sum again; and no rows that overlap."""

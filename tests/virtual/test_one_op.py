@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import op_name
+from tests.reference import rel_err
 
 KINDS = {
     "nearest": {"scale_factor": 2},
@@ -122,3 +124,29 @@ def test_a_weight_of_given_norms_is_cut(dim: int, spec: str, whole: bool) -> Non
     model, x = nn.Sequential(made, nn.Tanh()).double(), torch.randn(4, 8, dtype=torch.float64)
     ops = beside_one_device(model, (x,), sx.Mesh(tp=2), {"0.parametrizations.weight.original1": spec})
     assert ("aten._weight_norm_interface_backward" in ops) == whole and "comm.all_gather" not in ops
+
+
+SQUARES: dict[str, Any] = {
+    "a square": lambda x: x @ x,
+    "a power": lambda x: torch.linalg.matrix_power(x, 3),
+    "of a view": lambda x: (lambda y: y @ y)(x.view(3, 2, 6).reshape(6, 6)),
+    "attention": lambda x: F.scaled_dot_product_attention(*(x.view(1, 6, 6),) * 3)[0],
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_a_value_may_be_two_operands_that_are_cut_in_two_ways(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+    hints = sx.Hints(args=(x,), loss=lambda out: out.sin().sum(), specs={"args.0": "dp, -"})
+
+    class Squared(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return SQUARES[name](2 * x)
+
+    pm = sx.parallelize(Squared(), sx.Mesh(dp=2), hints, virtual=True)
+    given, alone = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    ours, theirs = pm(given), SQUARES[name](2 * alone).sin().sum()
+    ours.backward(), theirs.backward()
+    assert rel_err(ours, theirs) < 1e-12 and rel_err(given.grad, alone.grad) < 1e-10
+    assert pm.verify(), pm.verify().why
