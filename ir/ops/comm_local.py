@@ -159,9 +159,8 @@ def halo(emit: RankEmit) -> list[Any]:
     x, view = emit.args[0], site.local_view(site.source)
     if moved.is_silent:
         for dim, (first, _), (start, length) in zip(dims, moved.held[me], moved.needed[me], strict=True):
-            if length != view[dim]:
-                before, view[dim] = list(view), length
-                x = emit.call(pack.take, x, before, dim, start - first, length, list(view))
+            before, view[dim] = list(view), length  # also where that is all: what is held is then held otherwise
+            x = emit.call(pack.take, x, before, dim, start - first, length, list(view))
         return [x]
 
     def within(box: Box | None) -> list[list[int]]:

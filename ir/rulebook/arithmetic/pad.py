@@ -43,13 +43,18 @@ def padded_constant(node: Node) -> ShardingRule:
 
 
 def padded_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
-    """A rank's rows: those of x that it holds, and padding at the border of the whole."""
+    """A rank's rows: those of x that it holds, and padding at the border of the whole. It is the same op on every rank
+    that holds some, so that the proof knows its result, which may be ``x`` itself."""
     x, _, *value = args
     stretches = []
     for dim, front in before(emit.node).items():
         (start, length), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
         stretches.append(Stretch(dim, start, start + length, first - front, first - front + count))
-    return fitted(emit, x, stretches, *value)
+    if any(each.kept == (0, 0) for each in stretches):
+        return fitted(emit, x, stretches, *value)
+    by_dim = {each.dim: (each.start - each.first, each.last - each.end) for each in stretches}
+    pads = [n for dim in reversed(range(min(by_dim), len(emit.node.outs[0].shape))) for n in by_dim.get(dim, (0, 0))]
+    return emit.call(aten.constant_pad_nd.default, x, pads, *value)
 
 
 RULES: tuple[RuleEntry, ...] = (
