@@ -25,6 +25,7 @@ from shardfx.ir.spec import TensorType
 
 from .forms.canonical import convert_call
 from .forms.checks import convert_effect, is_effect, is_token, of_targets
+from .forms.factored import check_rows
 from .sources import PREFIX, inherit_sources, source_of
 from .tape import content
 
@@ -67,6 +68,7 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
         elif is_effect(node):
             convert_effect(builder, node)
         elif node.op == "call_function":
+            check_rows(node, str(builder.where))
             builder.env[node] = None if is_token(node) else convert_call(builder, node)
         elif node.op == "output":
             output = node

@@ -31,6 +31,7 @@ from .convert import Names, convert
 from .decisions import with_numbers
 from .decomposed import decompositions
 from .forms.compute import Compute
+from .forms.factored import lay_row_by_row
 from .forms.loss_scaling import LossScale
 from .forms.parts_of_batch import normalise_by_parts
 from .forms.wide_statistics import take_wide_statistics
@@ -183,12 +184,13 @@ def _trace(
             with with_numbers() if program.guard else nullcontext(), own.noting():
                 exported = torch.export.export(program, tensors, strict=False).module()
             reject_unknown_shapes(exported, program.guard)
-            unlike = check_as_eager(program, exported, tensors, program.guard)
+            unlike = check_as_eager(program, exported, tensors, program.guard, compute is not None)
             names = replace(names, guards=program.results.guards)
             keep_whole(exported)
             if batch_parts > 1:
                 normalise_by_parts(exported, batch_parts)
             take_wide_statistics(exported)
+            lay_row_by_row(exported)
             own.restore(exported)
             joint = aot_export_joint_with_descriptors(
                 stack, exported, tensors, decompositions=decompositions(), _record_nn_module_stack=True

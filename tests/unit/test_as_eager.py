@@ -60,3 +60,20 @@ def test_an_example_that_the_model_does_not_take_is_said_to_be_one() -> None:
     ids = torch.full((4, 3), 1000)
     pm = sx.parallelize(nn.Embedding(10, 4), MESH, sx.Hints(args=(ids,), loss=torch.mean))
     assert "does not run on its example" in str(pm.report())
+
+
+def test_a_model_that_does_not_run_in_another_dtype_is_refused() -> None:
+    """Its buffer stays what it is, and takes what is computed along; a fake product would not have minded."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4, dtype=torch.float64)
+            self.register_buffer("centre", torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x - self.centre)
+
+    hints = sx.Hints(args=(torch.randn(4, 4, dtype=torch.float64),), compute=torch.float32)
+    with pytest.raises(sx.Error, match="does not run in the dtype in which it is to compute"):
+        sx.parallelize(Centred(), MESH, hints)

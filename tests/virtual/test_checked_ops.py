@@ -63,3 +63,35 @@ def test_they_equal_one_device_and_raise_where_it_raises(name: str) -> None:
     pm.load_full_state_dict({key: value.double() for key, value in zeros.items()})
     with pytest.raises(sx.Error, match=r"linalg\.inv cannot be computed of these data"):
         pm(x)
+
+
+FACTORED: dict[str, Callable[[Tensor], Tensor]] = {
+    "det of a slice": lambda x: torch.linalg.det(x[:, :6]),
+    "slogdet": lambda x: torch.linalg.slogdet(x[:, :6] + torch.eye(6, dtype=x.dtype))[1],
+    "solve": lambda x: torch.linalg.solve(x[:, :6].T + torch.eye(6, dtype=x.dtype), x),
+}
+
+
+@pytest.mark.parametrize("name", FACTORED)
+@pytest.mark.parametrize("specs", [{"args.0": "r, -"}, {"weight": "r, -"}], ids=["rows", "columns"])
+def test_gradients_of_what_is_factored_do_not_hang_on_how_it_lies(name: str, specs: dict[str, str]) -> None:
+    """Kernels factor a matrix or the transposed one, as it lies in memory: gathered columns lie otherwise than rows."""
+    torch.manual_seed(0)
+    x, layer = torch.randn(6, 7, dtype=torch.float64), nn.Linear(7, 8, bias=False, dtype=torch.float64)
+
+    class Factored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(layer.weight.detach().clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return FACTORED[name](x @ self.weight.T).sin().sum()
+
+    model, alone = Factored(), Factored()
+    hints = sx.Hints(args=(x,), loss=lambda out: out, specs=specs)
+    pm = sx.parallelize(model, sx.Mesh(r=2), hints, virtual=True)
+    ours, theirs = pm(x), alone(x)
+    ours.backward()
+    theirs.backward()
+    assert rel_err(ours, theirs) < 1e-12 and rel_err(pm.full_grads()["weight"], alone.weight.grad) < 1e-9
+    assert pm.verify(), pm.verify().why

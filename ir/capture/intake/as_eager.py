@@ -22,15 +22,19 @@ MOST = 2**24
 it is traced with numbers, which is a run already."""
 
 
-def check_as_eager(program: nn.Module, exported: nn.Module, given: tuple[Tensor, ...], guarded: bool) -> str:
+def check_as_eager(
+    program: nn.Module, exported: nn.Module, given: tuple[Tensor, ...], guarded: bool, recast: bool = False
+) -> str:
     """Compare the results of ``program`` (loss first, where there is one) with those of what was traced of it.
 
     Nothing is compared where weights or examples have no content, and where the model is random and differs: by the
     same seed both draw the same numbers where they draw them by the same calls. The result says so of this, and where
-    the model does not run on its example (token ids that were never set, say); else it is empty.
+    the model does not run on its example (token ids that were never set, say); else it is empty. ``recast``: it is to
+    compute in another dtype than its parameters'.
 
     Raises:
-        Error: they differ: naming the result and the two numbers.
+        Error: they differ: naming the result and the two numbers; or the model does not run in the dtype in which it is
+            to compute.
     """
     everything = [*program.parameters(), *program.buffers(), *given]
     if any(isinstance(each, FakeTensor) or each.device.type != "cpu" for each in everything):
@@ -41,6 +45,8 @@ def check_as_eager(program: nn.Module, exported: nn.Module, given: tuple[Tensor,
         eager, random = _run(copied(program, {}), given, ())
     except Exception as error:
         kind = type(error).__name__
+        if isinstance(error, RuntimeError) and recast and "dtype" in str(error):
+            raise _mixed(error) from error
         return f"the model does not run on its example, so what was traced was not compared with it ({kind}: {error})"
     traced, _ = _run(exported, given, exported.buffers())
     for place, (ours, theirs) in enumerate(zip(traced, eager, strict=False)):
@@ -49,6 +55,17 @@ def check_as_eager(program: nn.Module, exported: nn.Module, given: tuple[Tensor,
                 return "the model draws random numbers, others when it is traced: what was traced could not be compared"
             raise _other(place, ours, theirs)
     return ""
+
+
+def _mixed(error: RuntimeError) -> Error:
+    return Error(
+        "the model does not run in the dtype in which it is to compute",
+        where="Hints(compute=...)",
+        expected="a model that casts what it keeps in another dtype, such as a buffer, before it multiplies by it",
+        got=str(error).splitlines()[0],
+        remedy="register such buffers in that dtype, or cast them in forward; or name the modules that compute as they "
+        "are: Compute(..., keep=...)",
+    )
 
 
 def _other(place: int, ours: Tensor, theirs: Tensor) -> Error:
