@@ -1,7 +1,8 @@
 """Llama-3-70B's shapes on dp=8 x tp=8, planned without weights: from the module to one rank's program.
 
-    python -m benchmarks.plan_scale [--layers 80]
+    python -m benchmarks.plan_scale [--layers 80] [--update]
 
+With ``--update`` the step of AdamW, clipping and ``zero=1`` are in the program.
 Prints the seconds of each step and the most memory that the process ever held. Aim: under 6 s and 0.6 GB on 2 cores
 that are not shared.
 """
@@ -32,6 +33,8 @@ SPECS = {
     "model.layers.*.mlp.up_proj.weight": "tp, -",
     "model.layers.*.mlp.down_proj.weight": "-, tp",
 }
+
+UPDATE: dict[str, Any] = {"optimizer": torch.optim.AdamW, "clip": 1.0, "zero": 1}
 
 
 def loss(out, y):
@@ -64,10 +67,13 @@ def llama(layers: int, batch: int) -> tuple[LlamaForCausalLM, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=80)
-    layers = parser.parse_args().layers
+    parser.add_argument("--update", action="store_true", help="with the optimizer's step, clipping and zero=1")
+    given = parser.parse_args()
+    layers, more = given.layers, UPDATE if given.update else {}
     model, x = llama(layers, batch=8)
     started, busy = time.perf_counter(), time.process_time()
-    pm = sx.parallelize(model, sx.Mesh(dp=8, tp=8), sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS))
+    hints = sx.Hints(args=(x,), loss=loss, targets=(x,), specs=SPECS, **more)
+    pm = sx.parallelize(model, sx.Mesh(dp=8, tp=8), hints)
     ready = time.perf_counter()
     pm.rank_program(0)
     done, busy, held = time.perf_counter(), time.process_time() - busy, most_memory()
