@@ -24,13 +24,19 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Shards:
-    """The distinct pieces of a value: their boxes in the sub-dims of its shape, and which rank holds which."""
+    """The distinct pieces of a value: their boxes in the sub-dims of its shape, and which rank holds which.
+
+    Where a dim is cut over an axis of time, a rank has its boxes of all turns, one behind the other along that dim:
+    ``over`` are these dims and the numbers of turns.
+    """
 
     shape: tuple[int, ...]
     view: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[tuple[Box, ...], ...]
     by_rank: tuple[int, ...]
     local_shapes: tuple[tuple[int, ...], ...]
+    turn_shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    over: tuple[tuple[int, int], ...] = ()
 
     @property
     def count(self) -> int:
@@ -49,31 +55,69 @@ class Shards:
 
     def cut(self, whole: torch.Tensor, piece: int) -> torch.Tensor:
         """A piece of a whole tensor: a view where that is possible."""
-        return cut_box(whole, self.view, self.boxes[piece], self.local_shapes[piece])
+        boxes = zip(self.boxes[piece], self.turn_shapes[piece], strict=True)
+        parts = [cut_box(whole, self.view, box, shape) for box, shape in boxes]
+        for dim, count in reversed(self.over):
+            parts = [torch.cat(parts[at : at + count], dim) for at in range(0, len(parts), count)]
+        return parts[0]
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole from all distinct pieces, in order."""
-        if self.count == 1:
+        if self.count == 1 and not self.over:
             return pieces[0].reshape(self.shape)
         whole = pieces[0].new_empty(self.view)
-        for box, piece in zip(self.boxes, pieces, strict=True):
-            region = tuple(slice(start, start + length) for start, length in box)
-            whole[region] = piece.reshape([length for _, length in box])
+        for number, piece in enumerate(pieces):
+            for box, part in zip(self.boxes[number], self._by_turn(number, piece), strict=True):
+                region = tuple(slice(start, start + length) for start, length in box)
+                whole[region] = part.reshape([length for _, length in box])
         return whole.reshape(self.shape)
+
+    def _by_turn(self, number: int, piece: torch.Tensor) -> list[torch.Tensor]:
+        """What a piece has of each turn."""
+        parts, shapes = [piece], [self.turn_shapes[number]]
+        for place, (dim, count) in enumerate(self.over):
+            inner = len(shapes[0]) // count
+            turns = [[each[at : at + inner] for at in range(0, len(each), inner)] for each in shapes]
+            sizes = [[_together(turn, self.over[place + 1 :])[dim] for turn in each] for each in turns]
+            parts = [piece for part, each in zip(parts, sizes, strict=True) for piece in part.split(each, dim)]
+            shapes = [turn for each in turns for turn in each]
+        return parts
+
+
+def _together(shapes: Sequence[tuple[int, ...]], over: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The shape of the pieces of all turns, one behind the other."""
+    for dim, count in reversed(over):
+        groups = [shapes[at : at + count] for at in range(0, len(shapes), count)]
+        shapes = [(*each[0][:dim], sum(shape[dim] for shape in each), *each[0][dim + 1 :]) for each in groups]
+    return shapes[0]
 
 
 @lru_cache(maxsize=4096)
 def _shards(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Shards:
-    boxes: dict[Box, int] = {}
+    boxes: dict[tuple[Box, ...], int] = {}
     by_rank, shapes = [], []
+    axes, over = _over(spec, mesh)
     for rank in range(mesh.size):
-        coords = mesh.coords(rank)
-        box = spec.box(shape, mesh, coords)
-        if box not in boxes:
-            boxes[box] = len(boxes)
-            shapes.append(spec.local_shape(shape, mesh, coords))
-        by_rank.append(boxes[box])
-    return Shards(shape, spec.sub_shape(shape), tuple(boxes), tuple(by_rank), tuple(shapes))
+        turns = mesh.along(mesh.coords(rank), axes)
+        found = tuple(spec.box(shape, mesh, at) for at in turns)
+        if found not in boxes:
+            boxes[found] = len(boxes)
+            shapes.append(tuple(spec.local_shape(shape, mesh, at) for at in turns))
+        by_rank.append(boxes[found])
+    local = tuple(_together(each, over) for each in shapes)
+    return Shards(shape, spec.sub_shape(shape), tuple(boxes), tuple(by_rank), local, tuple(shapes), over)
+
+
+def _over(spec: Spec, mesh: Mesh) -> tuple[list[str], tuple[tuple[int, int], ...]]:
+    """The axes of time that cut some dim, outermost first; and of each the dim, and how many turns it has."""
+    found = [(dim, a) for a in mesh.axes if a.time for dim, cut in enumerate(spec.dims) if a.name in cut.axes]
+    return [axis.name for _, axis in found], tuple((dim, axis.size) for dim, axis in found)
+
+
+def held_shape(spec: Spec, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """What a rank holds of an input or an output: where turns have pieces, all of them, one behind the other."""
+    axes, over = _over(spec, mesh)
+    return _together([spec.local_shape(shape, mesh, at) for at in mesh.along(mesh.coords(rank), axes)], over)
 
 
 def cut_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[int]) -> torch.Tensor:
@@ -88,9 +132,8 @@ def cut_box(whole: torch.Tensor, view: Sequence[int], box: Box, shape: Sequence[
 
 def cut_local(whole: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
     """What one rank holds of a whole tensor."""
-    coords = mesh.coords(rank)
-    shape = tuple(whole.shape)
-    return cut_box(whole, spec.sub_shape(shape), spec.box(shape, mesh, coords), spec.local_shape(shape, mesh, coords))
+    shards = Shards.of(spec, whole.shape, mesh)
+    return shards.cut(whole, shards.by_rank[rank])
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -16,9 +16,9 @@ every call, as in all steps but the first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.shards import held_shape
 
 from .amounts import Cost, Work
 from .call_facts import before_communication, called, group_of, is_memory
@@ -83,13 +84,13 @@ def values(program: RankProgram) -> dict[str, Any]:
 
 
 def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None) -> _Walk:
-    mesh, coords = program.mesh, program.mesh.coords(program.rank)
+    mesh = program.mesh
     parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
     walk = _Walk(mesh, parameters, exchanged, fakes)
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
-        shape = given.value.spec.local_shape(given.value.shape, mesh, coords)
+        shape = held_shape(given.value.spec, given.value.shape, mesh, program.rank)
         walk.give(node, shape, given.value.type.dtype, given.pool.partition(":")[0])
     nodes = {given.value: node for node, given in places.items()}
     for together in neighbours(program.planned().values(), program.inputs):
@@ -156,6 +157,8 @@ class _Walk:
         self.inside: list[int] = []
         self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
+        self.turns: list[int] = []
+        """Of the loops that are open: how many turns each has."""
         self._received: dict[_Block, _Block] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
@@ -183,14 +186,14 @@ class _Walk:
                 tensor.block.used_in = planned.phase
         for sent in sent_by(node):
             self.held[sent].block.last = at
-        if node.target is operator.getitem:
-            self.held[node] = args[0][args[1]]
+        row = row_of(node.target)
+        if node.target is operator.getitem or (row is not None and row.turns in NO_TENSORS):
+            self.held[node] = args[0][args[1]] if row is None or not row.turns else self._turn(row, args)
             self.costs.append(NOTHING)
             self.inside.append(0)
             return
         given = change(args, _layout, _Tensor), change(kwargs, _layout, _Tensor)
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
-        row = row_of(node.target)
         pool = row.pool if row is not None else ""
         fresh = [_Block(nbytes, at, at, planned, kept=is_memory(node), pool=pool) for nbytes in made.fresh]
         self.blocks += fresh
@@ -208,7 +211,18 @@ class _Walk:
             self.costs.append(self._carried(row, operands, pool))
             return
         group = group_of(node)
-        self.costs.append(self._work(node, made, operands) if group is None else self._sent(node, group, args[0]))
+        cost = self._work(node, made, operands) if group is None else self._sent(node, group, args[0])
+        self.costs.append(cost * prod(self.turns) if self.turns else cost)
+
+    def _turn(self, row: LocalOp, args: Sequence[Any]) -> int:
+        """The number of the first turn, and numbers of it: it holds as much as any other."""
+        if row.turns == "opens":
+            self.turns.append(args[1])
+        elif row.turns == "closes":
+            self.turns.pop()
+        else:
+            return int(row.function(*args))
+        return 0
 
     def _exchange(self, node: fx.Node, at: int, operands: list[_Tensor], fresh: list[_Block]) -> None:
         """The memory of a reduce-scatter that runs as an exchange: what is received is there until it was summed."""
@@ -294,6 +308,8 @@ class _Walk:
 
 
 NOTHING = Cost()
+NO_TENSORS = ("opens", "closes", "number")
+"""What is done in turns, and gives no tensor."""
 
 
 def _layout(tensor: _Tensor) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import fx
 from . import memory_ops, pack
 from .pools import transfer
 from .table import LocalOp, Written
+from .time import turns
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -91,6 +93,22 @@ POOLS = (
 )
 """Between the device's memory and the pools beside it."""
 
+TURNS = (
+    LocalOp("time.turns", turns.turns, turns="opens"),
+    LocalOp("time.done", turns.done, turns="closes"),
+    LocalOp("time.at", turns.at, turns="number"),
+    LocalOp("time.pick", turns.pick, turns="number"),
+    LocalOp("time.piece", turns.piece, shares=True, moves=True),
+    LocalOp("memory.filled", memory_ops.filled),
+    LocalOp("time.add", turns.add, into=0, reads_into=True, turns="collects"),
+    LocalOp("time.greatest", turns.greatest, into=0, reads_into=True, turns="collects"),
+    LocalOp("time.least", turns.least, into=0, reads_into=True, turns="collects"),
+    LocalOp("time.put", turns.put, into=0, turns="collects"),
+)
+"""What is done once for each turn of a time axis, and what leaves it (:mod:`.turns`)."""
+COLLECTING = {"sum": (turns.add, 0.0), "max": (turns.greatest, -inf), "min": (turns.least, inf)}
+"""By reduction: what collects it over turns, and what that begins with."""
+
 POINTWISE = (
     aten.abs.default,
     aten.add.Tensor,
@@ -142,7 +160,7 @@ OTHER = (
 )
 
 LOCAL_OPS: dict[Any, LocalOp] = {
-    row.function: row for row in (*STARTS, *PACKING, *MEMORY, *POOLS, *OVER.values(), *OTHER)
+    row.function: row for row in (*STARTS, *PACKING, *MEMORY, *POOLS, *TURNS, *OVER.values(), *OTHER)
 }
 """The rows by their function."""
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}

@@ -31,6 +31,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tens
     return torch.empty(list(shape), dtype=dtype, device=device)
 
 
+def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Memory of one value everywhere: what turns collect into."""
+    return torch.full(list(shape), value, dtype=dtype, device=device)
+
+
 def part(flat: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
     """The place of a tensor in flat memory: ``offset`` elements behind the begin of each of ``pieces`` ranks' parts.
 

@@ -47,6 +47,8 @@ class Redistribution:
     """Finds and remembers the cheapest sequences of steps on one mesh."""
 
     mesh: Mesh
+    each: bool = False
+    """What turns have shares of is reduced in each of them, and then collected."""
     _known: dict[tuple[TensorType, Spec, Spec], tuple[Step, ...]] = field(default_factory=dict)
 
     def steps(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
@@ -65,6 +67,8 @@ class Redistribution:
     def cost(self, op: OwnOp, axes: Sequence[str], local_bytes: float) -> float:
         """Seconds of one collective; ``local_bytes`` of the whole (gathered or unreduced) local value."""
         ranks = self.mesh.extent(axes)
+        if any(self.mesh[axis].time for axis in axes):
+            return SLICE_SECONDS
         return self.mesh.link(axes).seconds(*op.sent(local_bytes, ranks)) or SLICE_SECONDS
 
     def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
@@ -93,7 +97,7 @@ class Redistribution:
                 if after in done:
                     continue
                 big = self._local_numel(view, state[0]) * scale * itemsize
-                cost = self.cost(op, axes, big)
+                cost = self.cost(op, axes, big) * self._turns(state)
                 spec = coarsen(type.shape, view, Spec(tuple(Cut(a) for a in after[0]), after[1]), self.mesh)
                 step = Step(op, axes, spec, dim, to, reduce, None if plain else view, cost)
                 heapq.heappush(queue, (seconds + cost, next(counter), after, (*path, step)))
@@ -139,7 +143,22 @@ class Redistribution:
     def _local_numel(self, view: Sequence[int], dims: Sequence[tuple[str, ...]]) -> float:
         return math.prod(size / self.mesh.extent(axes) for size, axes in zip(view, dims, strict=True))
 
+    def _turns(self, state: _State) -> int:
+        """How often a step from there is done: what hangs on a turn is sent in each."""
+        axes = {axis for dim in state[0] for axis in dim} | {axis for axis, _ in state[1]}
+        return self.mesh.extent(axis for axis in axes if self.mesh[axis].time) if not self.each else 1
+
     def _moves(
+        self, state: _State, goal: _State
+    ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
+        """The steps that lead nearer; over an axis of time values are collected and taken apart, and nothing else."""
+        for move in self._any_moves(state, goal):
+            op, axes = move[:2]
+            over = [self.mesh[axis].time for axis in axes]
+            if not any(over) or (len(axes) == 1 and op in (all_gather, all_reduce, shard)):
+                yield move
+
+    def _any_moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
         """The steps that lead nearer: gather any minor axes; cut only what the goal cuts next."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,9 @@ from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
 from .devices import CPU, hangs_on_device, on_device
+from .looped.in_turns import Loop, in_turns, time_axes
+from .looped.loops import Loops
+from .looped.turn_numbers import of_every_turn
 from .rank_program import RankProgram
 
 aten = torch.ops.aten
@@ -83,13 +86,20 @@ def lower(
             remedy="lower pm.after, or run the pass",
         )
     inputs, nodes, outputs = select(graph, kinds)
-    lowering = Lowering(graph, rank, book, device=device)
-    for given in inputs:
-        lowering.placeholder(given)
-    for node in nodes:
-        lowering.node(node)
-    lowering.fx.output(tuple(lowering.result(output) for output in outputs))
-    return RankProgram(rank, graph.mesh, lowering.fx, tuple(inputs), tuple(outputs))
+    steps = in_turns(nodes, outputs, graph.mesh)
+
+    def written(turns: Mapping[str, int]) -> fx.Graph:
+        """The program as it is in one turn of each axis of time."""
+        lowering = Lowering(graph, rank, book, device=device, turns=turns)
+        for given in inputs:
+            lowering.placeholder(given)
+        for step in steps:
+            lowering.step(step)
+        lowering.fx.output(tuple(lowering.result(output) for output in outputs))
+        return lowering.fx
+
+    made = of_every_turn(written, graph.mesh) if any(isinstance(step, Loop) for step in steps) else written({})
+    return RankProgram(rank, graph.mesh, made, tuple(inputs), tuple(outputs))
 
 
 @dataclass
@@ -104,10 +114,12 @@ class Lowering:
     taken: set[str] = field(default_factory=set)
     current: Node | None = None
     device: torch.device = CPU
+    turns: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mesh = self.graph.mesh
-        self.coords = self.mesh.coords(self.rank)
+        self.coords = {**dict.fromkeys(time_axes(self.mesh), 0), **self.mesh.coords(self.rank), **self.turns}
+        self.loops = Loops(self)
         self._shapes: dict[tuple[Any, Spec], tuple[int, ...]] = {}
 
     def placeholder(self, given: Input) -> None:
@@ -150,12 +162,20 @@ class Lowering:
             self._shapes[key] = spec.local_shape(value.shape, self.mesh, self.coords)
         return self._shapes[key]
 
+    def step(self, step: Node | Loop) -> None:
+        """Write a node, or what is done in turns."""
+        if isinstance(step, Loop):
+            self.loops.write(step)
+        else:
+            self.node(step)
+
     def node(self, node: Node) -> None:
         """Write this rank's version of a node."""
         self.current = node
         if isinstance(node.op, OwnOp):
             emit = LocalEmit(node, self.mesh, self.coords, self, tuple(self.env[v] for v in node.operands), {})
-            self.env.update(zip(node.outs, node.op.local(emit), strict=True))
+            made = self.loops.collected(emit) if self.loops.collects(node) else node.op.local(emit)
+            self.env.update(zip(node.outs, made, strict=True))
             return
         entry = self.book.entry(node.op)
         use = self.dense[Contiguous.ANY if entry is None else entry.contiguous]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.ops.local_ops import sent_by
+from shardfx.ir.ops.local_ops import row_of, sent_by
 
 from .rank_program import RankProgram
 from .sharing import destination
@@ -91,17 +91,25 @@ class _Writer:
     def source(self) -> Source:
         inputs = [node.name for node in self.nodes if node.op == "placeholder"]
         self._add(None, f"def program({', '.join(inputs)}):")
-        dying = self._dying()
+        dying, indent = self._dying(), "    "
         for node in self.nodes:
             if node.op == "placeholder":
                 continue
-            self._add(node, f"    {self._statement(node)}")
-            if self.watch is not None and node.op == "call_function":
+            row = row_of(node.target) if node.op == "call_function" else None
+            part = row.turns if row is not None else ""
+            if part == "opens":
+                self._add(node, f"{indent}for {node.name} in range({node.args[1]}):")
+                indent += "    "
+            elif part == "closes":
+                indent = indent[:-4]
+            else:
+                self._add(node, f"{indent}{self._statement(node)}")
+            if self.watch is not None and node.op == "call_function" and part in ("", "collects"):
                 operands = "".join(f"{used.name}, " for used in node.all_input_nodes)
-                self._add(node, f"    {self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
+                self._add(node, f"{indent}{self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
             gone = [name for name in dying.get(node, ()) if name not in inputs]
             if gone and node.op != "output":
-                self._add(node, f"    {' = '.join(gone)} = None")
+                self._add(node, f"{indent}{' = '.join(gone)} = None")
         if self.forms.ask is not None:
             self._add(None, "    yield")  # a coroutine, whether it asks for something or not
         text, file = "\n".join(self.lines) + "\n", f"<shardfx program {next(_number)}>"

@@ -118,7 +118,7 @@ class _Walk:
         if row is None and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             self._fail(f"{target} changes a tensor in place", node, expected="an op that does not, or a destination")
         read = row is not None and (row.reads_into or (isinstance(row.into, str) and into in node.args))
-        keeps = () if into is None or read else (into,)
+        keeps = (() if into is None or read else (into,)) if row is None or row.turns != "closes" else node.args[2]
         for used in node.all_input_nodes:
             if used in keeps:
                 continue

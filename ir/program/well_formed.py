@@ -48,9 +48,18 @@ class Slot:
             return isinstance(arg, (list, tuple)) and all(
                 isinstance(each, fx.Node) or (each is None and self.optional) for each in arg
             )
+        arg = _numbered(arg)
         if self.kind in (NUMBER, NUMBERS):
             return _numbers(arg) if self.kind == NUMBERS else _number(arg)
         return not _holds_a_node(arg)
+
+
+def _numbered(arg: Any) -> Any:
+    """An argument with a number in the place of each number of a turn."""
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_numbered(each) for each in arg)
+    row = row_of(arg.target) if isinstance(arg, fx.Node) and arg.op == "call_function" else None
+    return 0 if row is not None and row.turns in ("opens", "number") else arg
 
 
 def malformed(node: fx.Node) -> str:

@@ -61,11 +61,29 @@ def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Co
     data, users, mesh = data_axes(graph), graph.users(), graph.mesh
     for value in parameters:
         assert value.hint is not None
+        check_stored(value, mesh)
         layouts = list(value.hint.dims)
         for d, cut in enumerate(layouts) if value not in exact else ():
             layouts[d] = fused_layout(value, d, cut, set(cut.axes) - data, context.cache, users, mesh)
         value.spec = Spec(tuple(layouts))
         value.hint = as_used(value.spec, data, value, mesh)
+
+
+def check_stored(value: Value, mesh: Mesh) -> None:
+    """What is stored is stored by ranks.
+
+    Raises:
+        Error: a parameter is cut over an axis of time.
+    """
+    over = [axis for axis in value.hint.axes if mesh[axis].time] if value.hint is not None else []
+    if over:
+        raise Error(
+            f"a parameter is cut over {over[0]!r}, an axis of time",
+            where=f"hint {value.hinted_by!r}",
+            expected="axes of ranks: each rank has what it stores in all turns",
+            got=str(value.hint),
+            remedy=f"cut an input, or the output of a module, over {over[0]!r}",
+        )
 
 
 def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context) -> bool:
@@ -149,14 +167,6 @@ def as_spec(hint: Any, mesh: Mesh, ndim: int, name: str) -> Spec:
         raise Error("a spec does not have one entry per dim", where=where, expected=f"{ndim} dims", got=str(spec))
     if spec.partial:
         raise Error("a hint cannot ask for a partial value", where=where, expected="cut or whole dims", got=str(spec))
-    for axis in spec.axes:
-        if mesh[axis].time:
-            raise Error(
-                f"mesh axis {axis!r} is an axis of time",
-                where=where,
-                expected="axes of ranks; time axes come with pipelines",
-                got=str(spec),
-            )
     return spec
 
 

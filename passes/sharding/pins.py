@@ -42,9 +42,8 @@ def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
         if twice is not None:
             raise Error(f"a hint names {kind} {twice!r} twice", where=where, expected=f"each {kind} once", got=got)
     for axis in axes:
-        if axis not in mesh.names or mesh[axis].time:
-            what = "is an axis of time" if axis in mesh.names else "is unknown"
-            raise Error(f"mesh axis {axis!r} {what}", where=where, expected=f"axes of ranks of {mesh!r}", got=got)
+        if axis not in mesh.names:
+            raise Error(f"mesh axis {axis!r} is unknown", where=where, expected=f"axes of {mesh!r}", got=got)
 
 
 def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool = False) -> None:

@@ -78,7 +78,7 @@ class _Sums:
         self.ends |= {value for value in self.graph.values() if value.hint is not None}
         self.late = {node for node in self.graph.nodes if node.attrs.get(SUMS_BEHIND)}
         self.of_batch = _of_batch(self.graph) if self.late else set()
-        changed = [self._axis(axis.name) for axis in self.graph.mesh.space if axis.size > 1]
+        changed = [self._axis(axis.name) for axis in self.graph.mesh.axes if axis.size > 1]
         self._report_early()
         return any(changed)
 

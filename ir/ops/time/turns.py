@@ -1,0 +1,80 @@
+"""Turns: what a rank does several times in a step, once for each turn of an axis of time.
+
+    total = memory.filled([8, 6], 0, torch.float32)
+    turn = time.turns('mb', 4, [w, x, total])          what stands between is done 4 times; of what was made before,
+        rows = time.at(turn, 0, 16)                    this much is used
+        part = time.piece(x, 0, rows, 16)
+        grad = aten.mm(part, w)
+        sum = time.add(total, grad)                    leaves the turns: it is read behind them only
+    done = time.done(turn, [w, x], [total])
+    sent = c10d.all_reduce(sum, ...)
+
+Who writes Python writes a loop (:mod:`shardfx.ir.program.source`); as a ``GraphModule`` the turns are a module of
+their own, called by :func:`repeat`. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def turns(axis: str, count: int, around: Sequence[Tensor]) -> NoReturn:
+    """The begin of turns, and the number of the turn; ``around`` is what they use of what was made before."""
+    raise RuntimeError(f"the {count} turns of {axis} are a loop: it is written by the engine")
+
+
+def done(turn: int, around: Sequence[Tensor], into: Sequence[Tensor]) -> NoReturn:
+    """The end of turns: until then all that they use stays, and the memory ``into`` which they collect."""
+    raise RuntimeError("turns are a loop: it is written by the engine")
+
+
+def at(turn: int, first: int, step: int) -> int:
+    """A number that grows by ``step`` from turn to turn."""
+    return first + turn * step
+
+
+def pick(turn: int, table: Sequence[int]) -> int:
+    """A number of this turn's own."""
+    return table[turn]
+
+
+def piece(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A turn's part of an input that holds those of all turns, one behind the other."""
+    return x.narrow(dim, start, length)
+
+
+def add(total: Tensor, x: Tensor) -> Tensor:
+    """The sum over the turns so far, in the memory of ``total``."""
+    return total.add_(x)
+
+
+def greatest(most: Tensor, x: Tensor) -> Tensor:
+    """The maximum over the turns so far, in the memory of ``most``."""
+    return torch.maximum(most, x, out=most)
+
+
+def least(most: Tensor, x: Tensor) -> Tensor:
+    """The minimum over the turns so far, in the memory of ``most``."""
+    return torch.minimum(most, x, out=most)
+
+
+def put(whole: Tensor, x: Tensor, dims: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """A turn's part at its place in what all turns make together."""
+    place = whole
+    for dim, start, length in zip(dims, starts, lengths, strict=True):
+        place = place.narrow(dim, start, length)
+    place.copy_(x.reshape(place.shape))
+    return whole
+
+
+def repeat(unit: Callable[..., Any], count: int, *around: Any) -> Any:
+    """Call a module once for each turn; gives what its last turn gives: what all of them have collected."""
+    out = None
+    for turn in range(count):
+        out = unit(turn, *around)
+    return out

@@ -1,0 +1,131 @@
+"""One text for all turns: the numbers that differ between them become calls of the turn's number.
+
+    turn 0    pack.take(x, [32, 8], 0, 0, 8, [8, 8])
+    turn 1    pack.take(x, [32, 8], 0, 8, 8, [8, 8])         at = time.at(turn, 0, 8)
+    turn 3    pack.take(x, [32, 8], 0, 24, 8, [8, 8])   ->   pack.take(x, [32, 8], 0, at, 8, [8, 8])
+
+The program is written as it is in the first, the second and the last turn of each axis; what grows evenly between them
+is a line. Where turns are not alike (the last has fewer rows), it is written for each turn, and the number is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.time import turns
+
+from .in_turns import time_axes
+
+Written = Callable[[Mapping[str, int]], fx.Graph]
+Path = tuple[Any, ...]
+
+
+def of_every_turn(written: Written, mesh: Mesh) -> fx.Graph:
+    """The program for all turns; ``written`` gives it as it is in one turn of each axis.
+
+    Raises:
+        Error: turns differ in what they call, not in numbers alone.
+    """
+    made = written({})
+    for axis in reversed(time_axes(mesh)):
+        if (count := mesh[axis].size) > 1:
+            _Merge(made, axis, count, written).run()
+    return made
+
+
+class _Merge:
+    def __init__(self, made: fx.Graph, axis: str, count: int, written: Written) -> None:
+        self.graph, self.axis, self.count, self.written = made, axis, count, written
+        self.nodes = [node for node in made.nodes if node.target not in (turns.at, turns.pick)]
+        self.known: dict[tuple[Any, ...], fx.Node] = {}
+
+    def run(self) -> None:
+        ends = {0: self._numbers(0), 1: self._numbers(1), self.count - 1: self._numbers(self.count - 1)}
+        varying = [place for place, first in ends[0].items() if any(each[place] != first for each in ends.values())]
+        lines: dict[Path, tuple[Any, ...]] = {}
+        for place in varying:
+            first, second, last = (ends[turn][place] for turn in (0, 1, self.count - 1))
+            even = all(type(each) is int for each in (first, second, last))
+            if not even or last != first + (second - first) * (self.count - 1):
+                break
+            lines[place] = (turns.at, first, second - first)
+        else:
+            self._put(lines)
+            return
+        tables = [self._numbers(turn) for turn in range(self.count)]
+        self._put({place: (turns.pick, tuple(table[place] for table in tables)) for place in tables[0]})
+
+    def _numbers(self, turn: int) -> dict[Path, Any]:
+        """Everything that is no value among the arguments in one turn, by its place."""
+        graph = self.written({self.axis: turn})
+        others = [node for node in graph.nodes if node.target not in (turns.at, turns.pick)]
+        if [(n.op, n.target) for n in others] != [(n.op, n.target) for n in self.nodes]:
+            mine, theirs = next(
+                ((a, b) for a, b in zip(self.nodes, others, strict=False) if a.target != b.target),
+                (self.nodes[-1], others[-1]),
+            )
+            planned = mine.meta.get("shardfx")
+            raise Error(
+                f"turn {turn} of {self.axis!r} calls something else than turn 0",
+                where=str(planned.where) if isinstance(planned, Node) else mine.name,
+                expected=str(mine.target),
+                got=str(theirs.target),
+                remedy="choose a number of turns that divides what they cut",
+            )
+        found: dict[Path, Any] = {}
+        for place, node in enumerate(others):
+            _gather(node.args, (place, "args"), found)
+            _gather(node.kwargs, (place, "kwargs"), found)
+        return found
+
+    def _put(self, calls: Mapping[Path, tuple[Any, ...]]) -> None:
+        """Write the numbers that differ as calls, just before who takes them."""
+        begin = None
+        by_node: dict[int, dict[Path, tuple[Any, ...]]] = {}
+        for (place, *rest), call in calls.items():
+            if call[0] is turns.at or len(set(call[1])) > 1:
+                by_node.setdefault(place, {})[tuple(rest)] = call
+        for place, node in enumerate(self.nodes):
+            if node.target is turns.turns and node.args[0] == self.axis:
+                begin, self.known = node, {}
+            for path, call in by_node.get(place, {}).items():
+                assert begin is not None
+                number = self._number(begin, node, call)
+                if path[0] == "args":
+                    node.args = _replaced(node.args, path[1:], number)
+                else:
+                    node.kwargs = _replaced(node.kwargs, path[1:], number)
+
+    def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...]) -> fx.Node:
+        key = (begin, *call)
+        if key not in self.known:
+            with self.graph.inserting_before(before):
+                self.known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
+        return self.known[key]
+
+
+def _gather(arg: Any, path: Path, found: dict[Path, Any]) -> None:
+    if isinstance(arg, (list, tuple)):
+        found[(*path, "size")] = len(arg)
+        for i, each in enumerate(arg):
+            _gather(each, (*path, i), found)
+    elif isinstance(arg, Mapping):
+        for key, each in arg.items():
+            _gather(each, (*path, key), found)
+    else:
+        found[path] = arg.name if isinstance(arg, fx.Node) else arg
+
+
+def _replaced(nest: Any, path: Path, new: Any) -> Any:
+    if not path:
+        return new
+    if isinstance(nest, Mapping):
+        return {key: _replaced(each, path[1:], new) if key == path[0] else each for key, each in nest.items()}
+    changed = [_replaced(each, path[1:], new) if i == path[0] else each for i, each in enumerate(nest)]
+    return changed if isinstance(nest, list) else tuple(changed)
