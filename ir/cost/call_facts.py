@@ -20,7 +20,7 @@ def group_of(node: fx.Node) -> str | None:
 def is_memory(node: fx.Node) -> bool:
     """Whether a call gives memory, and no value: nothing is read or written."""
     row = row_of(node.target)
-    return row is not None and row.memory
+    return row is not None and row.memory and not row.filled
 
 
 def called(node: fx.Node) -> str:

@@ -99,7 +99,7 @@ TURNS = (
     LocalOp("time.at", turns.at, turns="number"),
     LocalOp("time.pick", turns.pick, turns="number"),
     LocalOp("time.piece", turns.piece, shares=True, moves=True),
-    LocalOp("memory.filled", memory_ops.filled),
+    LocalOp("memory.filled", memory_ops.filled, memory=True, filled=True),
     LocalOp("time.add", turns.add, into=0, reads_into=True, turns="collects"),
     LocalOp("time.greatest", turns.greatest, into=0, reads_into=True, turns="collects"),
     LocalOp("time.least", turns.least, into=0, reads_into=True, turns="collects"),

@@ -137,7 +137,7 @@ class LocalOp:
         moves: elements only move: it can be executed on element numbers.
         plain: of the arguments, the call that gives the same value in memory of its own, or the operand that is it
             already; None where this call is such a one.
-        memory: the result is memory, and no value.
+        memory: the result is memory, and no value. ``filled``: of a content that what is collected goes on from.
         holds: what it sends stays in memory until it was waited for.
         adjoins: the result is the operands themselves where they lie one behind the other, and a copy elsewhere.
         pool: what the result lies in, where that is not the device's memory.
@@ -157,6 +157,7 @@ class LocalOp:
     moves: bool = False
     plain: Plain | None = None
     memory: bool = False
+    filled: bool = False
     holds: bool = False
     adjoins: bool = False
     pool: str = ""

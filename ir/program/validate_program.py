@@ -32,7 +32,7 @@ from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
 from .well_formed import OVER, malformed
 
-PLACES = ("memory.part", "memory.join")
+PLACES = ("memory.part", "memory.join", "time.turns", "time.done")
 """What takes memory as memory."""
 Slot = tuple[int, int, int]
 """Of flat memory: pieces, first element of each, elements in each."""
@@ -139,7 +139,8 @@ class _Walk:
                     expected="memory.to_device of it, and memory.arrived",
                 )
             source = self.share.row(used)
-            if source is not None and source.memory and not (row is not None and row.name in PLACES):
+            goes_on = row is not None and row.turns == "collects" and used is into and self._filled(used)
+            if source is not None and source.memory and not goes_on and not (row is not None and row.name in PLACES):
                 self._fail(f"{used.name} is read, which is memory without content", node)
         if row is not None and row.name == "memory.part":
             self._part(node)
@@ -152,6 +153,12 @@ class _Walk:
         if row is not None:
             self._pool(node, row)
         self._define(node)
+
+    def _filled(self, memory: fx.Node) -> bool:
+        """Whether memory has content to go on from."""
+        source = memory.args[0] if memory.target is memory_ops.part else memory
+        row = self.share.row(source) if isinstance(source, fx.Node) else None
+        return row is not None and row.filled
 
     def _pool(self, node: fx.Node, row: LocalOp) -> None:
         """Which pool the result of a call lies in: that of its row, or of the operand that it is or is written into."""

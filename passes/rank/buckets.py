@@ -21,7 +21,10 @@ from torch import fx
 
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.time import turns
+from shardfx.ir.program.looped.regions import regions
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import destination
 
 from .rank_pass import RankContext, RankPass
 
@@ -39,6 +42,7 @@ class Buckets(RankPass):
         """Make the buckets."""
         coords, changed = program.mesh.coords(program.rank), False
         nodes = list(program.graph.nodes)
+        inside = regions(nodes)
         order = {node: place for place, node in enumerate(nodes)}
         for node in nodes:
             made = node.meta.get("shardfx")
@@ -49,13 +53,28 @@ class Buckets(RankPass):
             tensors, pieces = node.args
             if len(set(tensors)) != len(tensors) or any(each.op == "placeholder" for each in tensors):
                 continue
+            collected = [_collected(each, node) for each in tensors]
+            if any(collected) != all(collected) or any(inside[each] != inside[node] for each in tensors if not all(collected)):
+                continue
             shapes = [v.spec.local_shape(v.shape, program.mesh, coords) for v in made.operands if v.spec is not None]
             if len(shapes) != len(tensors):
                 continue
-            first = min(tensors, key=order.__getitem__)
+            first = min((_made(each) for each in tensors), key=order.__getitem__)
             _bucket(program.graph, node, tensors, first, shapes, pieces, made.operands[0].type.dtype, context.device)
             changed = True
         return changed
+
+
+def _made(tensor: fx.Node) -> fx.Node:
+    """Where the memory of a tensor is made: that of a sum over turns is there before them."""
+    into = destination(tensor) if tensor.target is turns.add else None
+    return tensor if into is None else into
+
+
+def _collected(tensor: fx.Node, flat: fx.Node) -> bool:
+    """Whether a tensor is a sum over turns, in memory of its own, that is used for nothing but ``flat``."""
+    into = _made(tensor)
+    return into is not tensor and into.target is memory_ops.filled and list(tensor.users) == [flat]
 
 
 def _bucket(
@@ -76,11 +95,22 @@ def _bucket(
         made.meta["shardfx"] = flat.meta["shardfx"]
         return made
 
+    collected = _made(tensors[0]) is not tensors[0]
     with graph.inserting_before(first):
-        memory = call(memory_ops.empty, [sum(sizes) * pieces], dtype, device)
+        if collected:
+            memory = call(memory_ops.filled, [sum(sizes) * pieces], 0.0, dtype, device)
+        else:
+            memory = call(memory_ops.empty, [sum(sizes) * pieces], dtype, device)
     written, at = [], 0
     for tensor, shape, size in zip(tensors, shapes, sizes, strict=True):
-        if tensor.target is aten.mm.default and list(tensor.users) == [flat]:
+        if collected:
+            filled = _made(tensor)
+            with graph.inserting_before(filled):
+                part = call(memory_ops.part, memory, pieces, at, list(shape))
+            filled.replace_all_uses_with(part)
+            graph.erase_node(filled)
+            into = tensor
+        elif tensor.target is aten.mm.default and list(tensor.users) == [flat]:
             with graph.inserting_before(tensor):
                 part = call(memory_ops.part, memory, pieces, at, list(shape))
                 a, b = tensor.args

@@ -118,6 +118,8 @@ class PlanProof:
     device: torch.device
     counts: Counter[str]
     fakes: FakeCalls = field(default_factory=FakeCalls)
+    turned: bool = False
+    """Some ranks are turns of one, whose programs are not written each on its own."""
 
     @property
     def ranks(self) -> range:
@@ -154,7 +156,7 @@ class PlanProof:
             return numbers.of_graph(proof)
         for task in self.tasks:
             self.counts["outputs"] += len(task.outputs) * len(self.ranks)
-        if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
+        if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after) and not self.turned:
             fault, number = self._many(proof)
         else:
             fault, number = self._each(proof)

@@ -13,10 +13,12 @@ import torch
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.devices import CPU
+from shardfx.ir.program.looped.in_turns import time_axes
 from shardfx.ir.rules.book import RuleBook
 
 from .claims import other_claim
 from .fault import Fault
+from .of_turns import of_turns
 from .plan_proof import Asked, Broken, PlanProof, Task
 from .sample import compare, shrink_plan
 
@@ -125,6 +127,12 @@ def verify(
     if unknown:
         raise Error(f"no rank {unknown[0]} on this mesh", where="verify(modules=...)", expected=f"0 .. {mesh.size - 1}")
     how = "shown on random float64 numbers" if run else "proven"
+    turned = bool(time_axes(mesh))
+    if turned:
+        try:
+            before, after, asked = of_turns(before, after, asked)
+        except Broken as broken:
+            return Verdict.of(broken.fault, how=how, checked={"ranks": mesh.size})
     names = tuple(each.name for each in asked)
     claim = other_claim(before, after)
     if claim is not None:
@@ -147,6 +155,7 @@ def verify(
         stored,
         device,
         counts,
+        turned=turned,
     )
     try:
         fault = proof.shown() if run else proof.proven()

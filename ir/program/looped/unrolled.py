@@ -1,0 +1,370 @@
+"""A program with turns as programs without: one for each turn, as if turns were ranks.
+
+    turn = time.turns('mb', 4, ...)                  of turn 2, where mb is an axis of ranks:
+        at = time.at(turn, 0, 16)
+        part = time.piece(x, 0, at, 16)              (what turn 2 has of x is all that there is)
+        grad = aten.mm(part, w)                      grad = aten.mm(x, w)
+        sum = time.add(total, grad)                  sum = c10d.all_reduce(grad, 'sum', 'mb4.dp2/mb@1')
+    done = time.done(turn, ...)                      wait = c10d.wait_tensor(sum)
+
+What a rank collects over its turns is what so many ranks would reduce or gather. So what is proven of ranks is proven of
+turns: that each is there once, with its own rows, and is added once. What is no such program is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.graph import Graph, Node
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.local_ops import COLLECTING, row_of
+from shardfx.ir.ops.time import turns
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.shards import Shards
+from shardfx.ir.spec import Spec
+
+from .in_turns import time_axes
+
+c10d = torch.ops._c10d_functional
+REDUCTION = {collect: (reduce, first) for reduce, (collect, first) in COLLECTING.items()}
+
+
+class NotTurns(Exception):
+    """Of a program whose turns are not those of its plan: what is wrong, and at which node."""
+
+    def __init__(self, what: str, node: fx.Node) -> None:
+        super().__init__(what)
+        self.what, self.node = what, node
+
+
+def as_ranks(mesh: Mesh) -> Mesh:
+    """The mesh on which each turn is a rank of its own."""
+    return Mesh(links={axis.name: axis.link for axis in mesh.axes}, **{axis.name: axis.size for axis in mesh.axes})
+
+
+def graph_of_ranks(graph: Graph) -> Graph:
+    """The planned graph where each turn is a rank of its own."""
+    made = graph.copy()
+    made.mesh = as_ranks(graph.mesh)
+    return made
+
+
+def unrolled(program: RankProgram, graph: Graph, rank: int) -> RankProgram:
+    """What one rank of the mesh without turns does, of the program of the rank that it is a turn of.
+
+    Args:
+        graph: :func:`graph_of_ranks` of the planned graph.
+        rank: of its mesh.
+
+    Raises:
+        NotTurns: turns are left out or done twice, take other rows than their own, or something leaves them uncollected.
+    """
+    return _Unrolling(program, graph, rank).run()
+
+
+class _Unrolling:
+    def __init__(self, program: RankProgram, graph: Graph, rank: int) -> None:
+        self.program, self.planned, self.rank = program, graph, rank
+        self.coords = graph.mesh.coords(rank)
+        self.fx = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.inputs = {given.name: given for given in graph.inputs}
+        self.place_of = {value.name: node for node in graph.nodes for value in node.outs}
+        self.sources = dict(
+            zip((n for n in program.graph.nodes if n.op == "placeholder"), program.inputs, strict=True)
+        )
+        self.taken: dict[fx.Node, frozenset[str]] = {}
+        """Of an input that holds pieces of several turns, and of parts of it: the axes over which it is taken."""
+        self.open: list[fx.Node] = []
+        self.inside: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.left: set[fx.Node] = set()
+        self.memory: set[fx.Node] = set()
+        """What turns go on from."""
+
+    def run(self) -> RankProgram:
+        for node in self.program.graph.nodes:
+            self.inside[node] = tuple(self.open)
+            if node.op == "placeholder":
+                self.env[node] = self.fx.node_copy(node)
+                self.taken[node] = frozenset()
+            elif node.op == "output":
+                self._output(node)
+            elif node.op == "get_attr":
+                self.env[node] = self.fx.node_copy(node)
+            else:
+                self._call(node)
+        if self.open:
+            raise NotTurns("turns begin here and do not end", self.open[-1])
+        of = {(given.kind, given.name): given for given in self.planned.inputs}
+        to = {(output.kind, output.name): output for output in self.planned.outputs}
+        return replace(
+            self.program,
+            rank=self.rank,
+            mesh=self.planned.mesh,
+            graph=self.fx,
+            inputs=tuple(of[given.kind, given.name] for given in self.program.inputs),
+            outputs=tuple(to[output.kind, output.name] for output in self.program.outputs),
+        )
+
+    def _call(self, node: fx.Node) -> None:
+        row = row_of(node.target)
+        part = row.turns if row is not None else ""
+        if part == "opens":
+            self._opens(node)
+        elif part == "closes":
+            if not self.open or node.args[0] is not self.open[-1]:
+                raise NotTurns("turns end here that did not begin last", node)
+            self.open.pop()
+        elif part == "number":
+            self.env[node] = row.function(*(self._number(arg, node) for arg in node.args))  # type: ignore[union-attr]
+        elif part == "collects":
+            self._collects(node)
+        elif node.target is turns.piece:
+            self._piece(node)
+        elif node.target is memory_ops.filled or (node.target is memory_ops.part and node.args[0] not in self.env):
+            self.memory.add(node)
+        elif node.target is memory_ops.join and node.args[0] in self.memory:
+            self._copied(node, pack.flatten, node.args[1:])
+        else:
+            self._copied(node)
+
+    def _opens(self, node: fx.Node) -> None:
+        axis, count = node.args[:2]
+        mesh = self.program.mesh
+        if axis not in time_axes(mesh) or mesh[str(axis)].size != count:
+            raise NotTurns(f"{count} turns of {axis!r}, where the mesh is {mesh!r}", node)
+        if any(other.args[0] == axis for other in self.open):
+            raise NotTurns(f"turns of {axis!r} within turns of {axis!r}", node)
+        self.open.append(node)
+        self.env[node] = self.coords[str(axis)]
+
+    def _number(self, arg: Any, node: fx.Node) -> Any:
+        def known(each: fx.Node) -> Any:
+            if each not in self.env or isinstance(self.env[each], fx.Node) or not self._reaches(each):
+                raise NotTurns(f"{each.name} is no number of these turns", node)
+            return self.env[each]
+
+        return fx.map_arg(arg, known)
+
+    def _reaches(self, used: fx.Node) -> bool:
+        """Whether a value may be used here: it was made in turns that are not over."""
+        return self.inside[used] == tuple(self.open[: len(self.inside[used])])
+
+    def _copied(self, node: fx.Node, target: Any = None, args: Any = None) -> None:
+        args = node.args if args is None else args
+        fx.map_arg((args, node.kwargs), lambda used: self._usable(used, node))
+        given, named = fx.map_arg((args, node.kwargs), self.env.__getitem__)
+        row = row_of(node.target)
+        if row is not None and row.group is not None:
+            given = (*given[: row.group], self._group(node, str(given[row.group])), *given[row.group + 1 :])
+        self.env[node] = self._make(node, target or node.target, given, named)
+
+    def _group(self, node: fx.Node, name: str) -> str:
+        """The group of this turn's rank with the same turns of others."""
+        mesh, own = self.program.mesh, name.partition("/")[2].partition("@")[0].split(".")
+        if not set(own) <= set(mesh.names) or name != mesh.group_name(self.program.rank, own):
+            raise NotTurns(f"{name} is no group of rank {self.program.rank}", node)
+        return self.planned.mesh.group_name(self.rank, own)
+
+    def _usable(self, used: fx.Node, node: fx.Node) -> None:
+        if used not in self.env:
+            raise NotTurns(f"{used.name} is memory that turns collect into, and is used otherwise", node)
+        if used in self.left:
+            if any(loop in self.open for loop in self.inside[used]):
+                raise NotTurns(f"{used.name} is used in the turns that collect it", node)
+        elif not self._reaches(used):
+            raise NotTurns(f"{used.name} is used behind its turns, which do not collect it", node)
+        if used in self.taken and (missing := self._turned(used) - self.taken[used]):
+            raise NotTurns(f"{used.name} holds what all turns of {', '.join(sorted(missing))} have, and is used whole", node)
+
+    def _turned(self, node: fx.Node) -> frozenset[str]:
+        """The axes of time over which an input is cut."""
+        source = node
+        while source.op != "placeholder":
+            source = source.args[0]  # type: ignore[assignment]
+        spec = self.sources[source].value.spec
+        return frozenset(axis for axis in time_axes(self.program.mesh) if spec is not None and axis in spec.axes)
+
+    def _make(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        made = self.fx.call_function(target, args, dict(kwargs or {}))
+        made.meta = dict(like.meta)
+        planned = like.meta.get("shardfx")
+        if isinstance(planned, Node) and planned.outs:
+            made.meta["shardfx"] = self.place_of.get(planned.outs[0].name, planned)
+        return made
+
+    # ---- what comes in ------------------------------------------------------------------------------------------
+
+    def _piece(self, node: fx.Node) -> None:
+        """A turn's own rows of an input."""
+        source, dim, start, length = node.args
+        if not isinstance(source, fx.Node) or source not in self.taken or not self._reaches(source):
+            raise NotTurns(f"{node.name} is a turn's part of what is no input", node)
+        start, length = self._number((start, length), node)
+        left = [loop for loop in self.open if loop.args[0] in self._turned(source) - self.taken[source]]
+        origin = source
+        while origin.op != "placeholder":
+            origin = origin.args[0]  # type: ignore[assignment]
+        spec, shape = self.sources[origin].value.spec, self.sources[origin].value.shape
+        assert spec is not None
+        over = next((loop for loop in left if dim < len(spec.dims) and loop.args[0] in spec.dims[dim].axes), None)
+        if over is None:
+            raise NotTurns(f"{node.name} takes a part of dim {dim}, which these turns do not cut", node)
+        axis = str(over.args[0])
+        expected = own_rows(spec, shape, self.program.mesh, self.program.rank, self.coords, axis, dim)
+        if (start, length) != expected:
+            raise NotTurns(f"turn {self.coords[axis]} takes rows {start}, {length} of {origin.name}, not {expected}", node)
+        self.env[node] = self.env[source]
+        self.taken[node] = self.taken[source] | {axis}
+
+    # ---- what leaves --------------------------------------------------------------------------------------------
+
+    def _collects(self, node: fx.Node) -> None:
+        memory, x = node.args[:2]
+        if not isinstance(memory, fx.Node) or not isinstance(x, fx.Node) or not self.open:
+            raise NotTurns(f"{node.name} collects what is not done in turns", node)
+        self._usable(x, node)
+        others = [user for user in memory.users if user is not node and not _frames(user)]
+        depth = len(self.inside[memory])
+        if others or self.inside[memory] != tuple(self.open[:depth]) or depth == len(self.open):
+            raise NotTurns(f"{memory.name} is not memory that these turns alone collect into", node)
+        collected = self.open[depth:]
+        self.left.add(node)
+        self.inside[node] = tuple(self.open)
+        if node.target is turns.put:
+            self._put(node, memory, collected)
+            return
+        reduce, first = REDUCTION[node.target]
+        source: Any = memory.args[0] if memory.target is memory_ops.part else memory
+        begins = source.args[1] if source.target is memory_ops.filled else None
+        if len(collected) != 1 or begins is None or (begins != first and abs(first) == 0.0):
+            raise NotTurns(f"{node.name} goes on from what {memory.name} holds, not from {first}", node)
+        axis = str(collected[0].args[0])
+        group = self.planned.mesh.group_name(self.rank, [axis])
+        sent = self._make(node, c10d.all_reduce.default, (self.env[x], reduce, group))
+        self.env[node] = self._make(node, c10d.wait_tensor.default, (sent,))
+
+    def _put(self, node: fx.Node, memory: fx.Node, collected: list[fx.Node]) -> None:
+        """What each turn makes, one behind the other, or at its place in the whole."""
+        x, dims, starts, lengths = node.args[1:]
+        dims, starts, lengths = (self._number(arg, node) for arg in (dims, starts, lengths))
+        self.env[node] = _Put(self.env[x], list(dims), list(starts), list(lengths), node, memory)  # type: ignore[index]
+        output = self._leaves(node)
+        if output is None:
+            self.env[node] = self._gathered(node, memory, collected, list(dims), list(starts), list(lengths))
+
+    def _leaves(self, node: fx.Node) -> Any:
+        """The output that a node is, where that is cut over time."""
+        given: Any = self.program.result().args[0]
+        for output, result in zip(self.program.outputs, given, strict=False):
+            spec = output.value.spec
+            if result is node and spec is not None and any(axis in spec.axes for axis in time_axes(self.program.mesh)):
+                return output
+        return None
+
+    def _gathered(
+        self, node: fx.Node, memory: fx.Node, collected: list[fx.Node], dims: list[int], starts: list[int], lengths: list[int]
+    ) -> fx.Node:
+        """The parts of all turns together: what so many ranks would gather."""
+        planned = node.meta.get("shardfx")
+        if len(collected) != 1 or len(dims) != 1 or not isinstance(planned, Node):
+            raise NotTurns(f"{node.name} puts parts of several axes together", node)
+        axis, dim = str(collected[0].args[0]), dims[0]
+        whole = list(memory.args[0])  # type: ignore[arg-type]
+        rows = [self._rows(node, collected[0], turn) for turn in range(int(collected[0].args[1]))]  # type: ignore[call-overload]
+        at = 0
+        for turn, (start, length) in enumerate(rows):
+            if start != at:
+                raise NotTurns(f"turn {turn} puts its part at {start}, where {at} is the next place", node)
+            at += length
+        if at != whole[dim]:
+            raise NotTurns(f"turns put {at} rows into {memory.name}, which has {whole[dim]}", node)
+        per = max(length for _, length in rows)
+        view = [*whole[:dim], lengths[0], *whole[dim + 1 :]]
+        packed = self._make(node, pack.pack, (self.env[node].x, view, dim, per))
+        group = self.planned.mesh.group_name(self.rank, [axis])
+        sent = self._make(node, c10d.all_gather_into_tensor.default, (packed, len(rows), group))
+        wait = self._make(node, c10d.wait_tensor.default, (sent,))
+        return self._make(node, pack.unpack_gathered, (wait, per, [length for _, length in rows], dim, whole))
+
+    def _rows(self, node: fx.Node, loop: fx.Node, turn: int) -> tuple[int, int]:
+        """Where another turn puts its part."""
+
+        def number(arg: Any) -> Any:
+            if not isinstance(arg, fx.Node):
+                return arg
+            if arg is loop:
+                return turn
+            if arg.target in (turns.at, turns.pick):
+                return arg.target(*(number(each) if isinstance(each, fx.Node) else each for each in arg.args))  # type: ignore[operator]
+            return self.env[arg]
+
+        starts, lengths = node.args[3:5]
+        return number(starts[0]), number(lengths[0])  # type: ignore[index]
+
+    def _output(self, node: fx.Node) -> None:
+        given: Any = node.args[0]
+        results = []
+        for output, result in zip(self.program.outputs, given, strict=False):
+            made = self.env.get(result) if isinstance(result, fx.Node) else result
+            spec = output.value.spec
+            if isinstance(made, _Put):
+                made = self._own_part(output, made)
+            elif isinstance(result, fx.Node) and result not in self.taken:
+                self._usable(result, node)
+            assert spec is not None
+            results.append(made)
+        self.fx.output(tuple(results))
+
+    def _own_part(self, output: Any, made: _Put) -> Any:
+        """What this turn has put, where it is the output's own place for it."""
+        spec, shape = output.value.spec, output.value.shape
+        shards = Shards.of(spec, shape, self.program.mesh)
+        expected = own_place(spec, shape, self.program.mesh, self.coords)
+        found = dict(zip(made.dims, zip(made.starts, made.lengths, strict=True), strict=True))
+        if found != expected or list(made.memory.args[0]) != list(shards.local_shapes[shards.by_rank[self.program.rank]]):
+            raise NotTurns(f"a turn's part of {output.kind} {output.name} is put at {found}, not {expected}", made.node)
+        return made.x
+
+
+class _Put:
+    """A turn's part of an output."""
+
+    def __init__(
+        self, x: Any, dims: list[int], starts: list[int], lengths: list[int], node: fx.Node, memory: fx.Node
+    ) -> None:
+        self.x, self.dims, self.starts, self.lengths = x, dims, starts, lengths
+        self.node, self.memory = node, memory
+
+
+def _frames(node: fx.Node) -> bool:
+    row = row_of(node.target)
+    return row is not None and row.turns in ("opens", "closes")
+
+
+def own_rows(
+    spec: Spec, shape: tuple[int, ...], mesh: Mesh, rank: int, coords: Mapping[str, int], axis: str, dim: int
+) -> tuple[int, int]:
+    """Where a turn's rows lie among those that a rank holds of a dim in all turns of an axis, and of those within."""
+    inner = [a for a in time_axes(mesh) if a in spec.dims[dim].axes and mesh.order(a) > mesh.order(axis)]
+    lengths = [
+        sum(spec.local_shape(shape, mesh, at)[dim] for at in mesh.along(turn, inner)) for turn in mesh.along(coords, [axis])
+    ]
+    return sum(lengths[: coords[axis]]), lengths[coords[axis]]
+
+
+def own_place(spec: Spec, shape: tuple[int, ...], mesh: Mesh, coords: Mapping[str, int]) -> dict[int, tuple[int, int]]:
+    """By dim that turns cut: where a turn's part lies in what the rank gives."""
+    found = {}
+    for dim, cut in enumerate(spec.dims):
+        over = [axis for axis in time_axes(mesh) if axis in cut.axes]
+        if over:
+            start = sum(own_rows(spec, shape, mesh, 0, coords, axis, dim)[0] for axis in over)
+            found[dim] = start, spec.local_shape(shape, mesh, coords)[dim]
+    return found
