@@ -45,6 +45,7 @@ from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
 from shardfx.runtime.verify.claims import without_content
 
+from .accumulate import specs_in_turns, with_turns
 from .compiled import Compiled
 from .hints import Hints
 from .plan import PlannedSpecs
@@ -194,6 +195,7 @@ def compile_model(
 ) -> Compiled:
     """Capture ``model`` and run the passes. Links that the mesh does not state are those of the machine."""
     passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
+    mesh = with_turns(mesh, hints)
     with no_collection():
         captured = capture_model(model, mesh, hints)
         if isinstance(hints.specs, PlannedSpecs):
@@ -222,8 +224,8 @@ def plan_graph(
     if captured.graph.repeats and may_leave_out(passes) and on_pass is None:
         graph = own_constants(captured.graph.copy())
         context = new_context(hints, graph, rules)
-        why = why_whole(graph, hints.specs) or why_whole(graph, context.cuts)
-        context.specs, context.cuts = (of_those_there(graph, given) for given in (hints.specs, context.cuts))
+        why = why_whole(graph, context.specs) or why_whole(graph, context.cuts)
+        context.specs, context.cuts = (of_those_there(graph, given) for given in (context.specs, context.cuts))
         if not why:
             try:
                 run_passes(graph, passes, context)
@@ -249,4 +251,5 @@ def own_constants(graph: Graph) -> Graph:
 def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     """What the passes begin with."""
     planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
-    return Context(rules, Redistribution(graph.mesh), specs=hints.specs, cuts={**planned, **hints.cuts})
+    each = hints.reduce == "each" or (hints.reduce == "auto" and hints.zero >= 2)
+    return Context(rules, Redistribution(graph.mesh, each), specs=specs_in_turns(graph.mesh, hints), cuts={**planned, **hints.cuts})

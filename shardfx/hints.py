@@ -87,6 +87,11 @@ class Hints:
             under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
             proves. Running statistics take the mean over the parts, and are all that is sent for it. By default
             statistics are those of the whole batch.
+        accumulate: in how many turns a rank does its part of the batch, one behind the other: so many micro-batches,
+            whose gradients are added. Loss and gradients are those of the whole batch. It is the short form of an
+            axis of time in the mesh, ``Mesh(mb=sx.Time(4), dp=2)``, which cuts batches first: ``"mb dp, -"``.
+        reduce: when gradients of turns are reduced among ranks: ``"last"``, once behind all turns; ``"each"``, in each
+            turn, so that a rank adds up its pieces alone; ``"auto"``: in each with ``zero`` 2 and 3, else at last.
 
     Example::
 
@@ -119,8 +124,8 @@ class Hints:
     clip: float | None = None
     compute: Compute | torch.dtype | None = None
     offload: Sequence[str | Offload] = ()
-    accumulate: int = field(default=1, metadata=LATER)
-    reduce: str = field(default="auto", metadata=LATER)
+    accumulate: int = 1
+    reduce: str = "auto"
     pipeline: Any = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
@@ -219,6 +224,8 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda given: isinstance(given, (tuple, list)) and _are((str, Offload), given),
         "a tuple of 'activations', 'optimizer', 'parameters', or of shardfx.Offload",
     ),
+    "accumulate": (lambda given: type(given) is int and given >= 1, "a number of turns, at least 1"),
+    "reduce": (lambda given: given in ("last", "each", "auto"), "'last', 'each' or 'auto'"),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),
 }
 """What a field may be, and that in words."""

@@ -28,7 +28,7 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 FUSED = (comm.all_gather, comm.all_reduce, comm.reduce_scatter)
-Key = tuple[OwnOp, tuple[str, ...], torch.dtype, str, str]
+Key = tuple[OwnOp, tuple[str, ...], torch.dtype, str, str, tuple[str, ...]]
 
 
 PARTS, LEAST = 4, 1e6
@@ -107,7 +107,7 @@ class FuseComm(Pass):
             return None
         value = node.operands[0]
         kind = node.kwargs.get("reduce", "")
-        return node.op, tuple(node.kwargs["axes"]), value.type.dtype, kind, group or node.phase.value
+        return node.op, tuple(node.kwargs["axes"]), value.type.dtype, kind, group or node.phase.value, _turns(value, graph)
 
     def _limits(self, graph: Graph, named: dict[Node, str]) -> dict[Key, float]:
         """The most bytes of a bucket."""
@@ -200,6 +200,12 @@ def _of_batch(graph: Graph) -> list[Node]:
         elif isinstance(node.op, OwnOp):
             found.append(node)
     return found
+
+
+def _turns(value: Value, graph: Graph) -> tuple[str, ...]:
+    """The axes of time over which each turn has another piece or share of a value: then it travels in each."""
+    spec = value.spec
+    return () if spec is None else tuple(a.name for a in graph.mesh.axes if a.time and a.name in (*spec.axes, *spec.partial_axes))
 
 
 def _simple(node: Node, graph: Graph) -> bool:

@@ -174,7 +174,7 @@ class _Loops:
         for node in reversed(self.nodes):
             if node not in self.turned or node in self.ending:
                 continue
-            given = {value for value in node.outs if value in self.wanted} if last else set()
+            given = {v for v in node.outs if v in self.wanted and hangs_on(self.axis, v)} if last else set()
             ends |= given
             if given:
                 kept.add(node)

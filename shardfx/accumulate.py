@@ -1,0 +1,74 @@
+"""``Hints(accumulate=4)``: an axis of time that cuts the batch, outermost, as if mesh and hints had said so.
+
+>>> hints = Hints(args=(x,), specs={"args.0": "dp, -"}, accumulate=4)
+>>> mesh = with_turns(Mesh(dp=2), hints)
+>>> mesh, specs_in_turns(mesh, hints)["args.0"]
+(Mesh(mb=Time(4), dp=2), [.{mb,dp}, .])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardfx.hints import Hints
+from shardfx.ir.capture.model_and_loss import leaf_names
+from shardfx.ir.cut import Cut
+from shardfx.ir.errors import Error
+from shardfx.ir.mesh import Mesh, Time
+from shardfx.ir.names import pattern
+from shardfx.ir.spec import Spec
+from shardfx.passes.sharding.bind_hints import as_spec
+
+from .plan import PlannedSpecs
+
+
+NAMES = ("mb", "micro_batch", "accumulate")
+"""What the axis is called: the first of these that the mesh does not have."""
+
+
+def with_turns(mesh: Mesh, hints: Hints) -> Mesh:
+    """The mesh with the axis that ``accumulate`` asks for, outermost."""
+    if hints.accumulate == 1:
+        return mesh
+    axes: dict[str, Any] = {next(name for name in NAMES if name not in mesh.names): Time(hints.accumulate)}
+    axes |= {each.name: Time(each.size) if each.time else each.size for each in mesh.axes}
+    return Mesh(links={each.name: each.link for each in mesh.axes}, **axes)
+
+
+def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
+    """The specs of hints on such a mesh: the axis stands in front of those that cut the leading dim of an input, or
+    else cuts that of the first input.
+
+    Raises:
+        Error: no input has a batch to cut.
+    """
+    if hints.accumulate == 1 or isinstance(hints.specs, PlannedSpecs):
+        return hints.specs
+    axis = mesh.axes[0].name
+    leaves = leaf_names(hints.args, hints.kwargs, hints.targets)
+    inputs = {name: leaf.ndim for name, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    specs, found = dict(hints.specs), False
+    for text, given in hints.specs.items():
+        ndim = next((dims for name, dims in inputs.items() if pattern(text).fullmatch(name)), None)
+        spec = as_spec(given, mesh, ndim, text) if ndim is not None else None
+        if spec is not None and spec.dims[0].axes and not any(mesh[a].time for a in spec.dims[0].axes):
+            specs[text], found = _before(axis, spec), True
+    if found:
+        return specs
+    first = next((name for name in inputs if not any(pattern(text).fullmatch(name) for text in specs)), None)
+    if first is None:
+        raise Error(
+            "there is no batch to cut into turns",
+            where=f"Hints(accumulate={hints.accumulate})",
+            expected='an input whose leading dim is the batch: specs={"args.0": "dp, -"}',
+            got=f"inputs {', '.join(inputs) or 'without dims'}",
+            remedy="say which dim it is: Mesh(mb=sx.Time(4), ...), and mb in the specs of inputs",
+        )
+    return {**specs, first: _before(axis, Spec.whole(inputs[first]))}
+
+
+def _before(axis: str, spec: Spec) -> Spec:
+    return spec.with_dim(0, Cut((axis, *spec.dims[0].axes)))
