@@ -54,7 +54,7 @@ class Site:
     @cached_property
     def members(self) -> list[dict[str, int]]:
         """Where the ranks of the group stand."""
-        return [self.mesh.coords(r) for r in self.mesh.group(self.rank, self.axes)]
+        return self.mesh.along(self.emit.coords, self.axes)
 
     def _on(self, spec: Spec) -> Spec:
         """A spec of the value on its view."""

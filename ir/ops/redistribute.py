@@ -38,6 +38,7 @@ class Step:
 
 
 _State = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
+EARLY = 10**9
 SLICE_SECONDS = 1e-8
 """A local slice sends nothing; this only makes a shorter path win a tie."""
 
@@ -97,7 +98,7 @@ class Redistribution:
                 if after in done:
                     continue
                 big = self._local_numel(view, state[0]) * scale * itemsize
-                cost = self.cost(op, axes, big) * self._turns(state)
+                cost = self.cost(op, axes, big) * self._turns(state, axes)
                 spec = coarsen(type.shape, view, Spec(tuple(Cut(a) for a in after[0]), after[1]), self.mesh)
                 step = Step(op, axes, spec, dim, to, reduce, None if plain else view, cost)
                 heapq.heappush(queue, (seconds + cost, next(counter), after, (*path, step)))
@@ -143,10 +144,15 @@ class Redistribution:
     def _local_numel(self, view: Sequence[int], dims: Sequence[tuple[str, ...]]) -> float:
         return math.prod(size / self.mesh.extent(axes) for size, axes in zip(view, dims, strict=True))
 
-    def _turns(self, state: _State) -> int:
-        """How often a step from there is done: what hangs on a turn is sent in each."""
-        axes = {axis for dim in state[0] for axis in dim} | {axis for axis, _ in state[1]}
-        return self.mesh.extent(axis for axis in axes if self.mesh[axis].time) if not self.each else 1
+    def _turns(self, state: _State, over: Sequence[str]) -> int:
+        """How often a step from there is done: what hangs on a turn is sent in each. Where sums are to be reduced in
+        each turn, what is collected before counts as dear instead."""
+        partial = {axis for axis, _ in state[1]}
+        if self.each:
+            early = any(self.mesh[axis].time for axis in over) and any(not self.mesh[axis].time for axis in partial)
+            return EARLY if early else 1
+        axes = {axis for dim in state[0] for axis in dim} | partial
+        return self.mesh.extent(axis for axis in axes if self.mesh[axis].time)
 
     def _moves(
         self, state: _State, goal: _State

@@ -232,11 +232,15 @@ def add_once(emit: Emit) -> Any:
     made = emit.node.strategy
     assert made is not None
     held = made.operands[0].axes
-    if any(
-        emit.operand_held(t, d).first
+    apart = [
+        (t, d)
         for t, spec in enumerate(made.operands[1:], 1)
         for d, cut in enumerate(spec.dims)
         if not set(cut.axes) <= set(held)
-    ):
-        return emit.call(emit.node.op, emit.call(aten.zeros_like.default, emit.args[0]), *emit.args[1:], **emit.kwargs)
-    return emit.call(emit.node.op, *emit.args, **emit.kwargs)
+    ]
+    if not apart:
+        return emit.call(emit.node.op, *emit.args, **emit.kwargs)
+    others = any(emit.operand_held(t, d).first for t, d in apart)  # a number: all ranks and turns run one program
+    away = emit.call(aten.full.default, [], int(others), dtype=torch.bool)
+    once = emit.call(aten.masked_fill.Scalar, emit.args[0], away, 0)
+    return emit.call(emit.node.op, once, *emit.args[1:], **emit.kwargs)

@@ -50,7 +50,7 @@ def piece(x: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 def add(total: Tensor, x: Tensor) -> Tensor:
     """The sum over the turns so far, in the memory of ``total``."""
-    return total.add_(x)
+    return total.add_(x if x.shape == total.shape else x.reshape(total.shape))
 
 
 def greatest(most: Tensor, x: Tensor) -> Tensor:
