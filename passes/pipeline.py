@@ -20,6 +20,7 @@ from .base import Context, Pass, PassError, check_requires
 from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
 from .memory import CastAgain, GatherAgain, Offload, Recompute, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
+from .time import Turns
 from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
@@ -37,6 +38,7 @@ ORDER: tuple[type[Pass], ...] = (
     CastAgain,
     FuseComm,
     Order,
+    Turns,
     Offload,
 )
 """The built-in passes, in the order in which they run."""

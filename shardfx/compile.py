@@ -33,6 +33,7 @@ from shardfx.passes import (
     Pass,
     Propagate,
     Recompute,
+    Turns,
     Zero,
     arrange,
     check_order,
@@ -101,6 +102,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
         "cast-again": (CastAgain(),) if hints.compute is not None and hints.zero < 3 else (),
         "recompute": tuple(Recompute(each) if isinstance(each, str) else each for each in given),
+        "turns": (Turns(fetch=hints.zero == 3, strict=hints.strict),),
         "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }
 

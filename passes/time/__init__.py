@@ -3,5 +3,6 @@
 from .known_schedules import SCHEDULES, ScheduleMaker
 from .list_schedule import list_schedule
 from .make_schedule import make_schedule
+from .micro_batches import Turns
 
-__all__ = ["SCHEDULES", "ScheduleMaker", "list_schedule", "make_schedule"]
+__all__ = ["SCHEDULES", "ScheduleMaker", "Turns", "list_schedule", "make_schedule"]

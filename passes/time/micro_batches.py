@@ -1,0 +1,112 @@
+"""turns: what a rank does in turns can be done, and what of it is done twice; stored parameters are fetched in each turn.
+
+Where all turns must have made something before any goes on (the statistics of a batch norm, the sum by which a loss is
+divided), a loop of its own collects that. Of inputs alone it costs little. What takes parameters is a part of the
+forward, done twice: that is said, and where it would be done over and over it is an error.
+
+    %3 = comm.all_gather(%w, axes=[dp])       ->       %3 = comm.all_gather(%w, axes=[dp])  {each_turn=True}
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardfx.ir.cost.flops import flops_of
+from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.traits import is_heavy, uncast
+from shardfx.ir.program.looped.in_turns import EACH_TURN, Loop, in_turns, time_axes
+from shardfx.ir.program.lower import select
+from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+
+TRAINED = (OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER, OutputKind.PARAMETER, OutputKind.STATE)
+
+
+@dataclass(frozen=True)
+class Turns(Pass):
+    """Check that what is done in turns can be, without doing the forward over and over.
+
+    With ``fetch`` stored parameters are gathered in each turn, and not held whole from the first to the last. With
+    ``strict`` nothing may be done twice.
+    """
+
+    name: ClassVar[str] = "turns"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+
+    fetch: bool = False
+    strict: bool = False
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        if not time_axes(graph.mesh):
+            return False
+        changed = self.fetch and self._fetch(graph)
+        trained = any(output.kind in TRAINED for output in graph.outputs)
+        kinds = TRAINED if trained else (OutputKind.RESULT,)
+        _, nodes, outputs = select(graph, kinds)
+        self._check(graph, in_turns(nodes, outputs, graph.mesh))
+        return changed
+
+    def _fetch(self, graph: Graph) -> bool:
+        """Gather what is stored in pieces anew in each turn."""
+        stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+        gathers = [n for n in graph.nodes if n.op is comm.all_gather and all(uncast(v) in stored for v in n.operands)]
+        for node in gathers:
+            node.attrs = {**node.attrs, EACH_TURN: True}
+        return bool(gathers)
+
+    def _check(self, graph: Graph, steps: Sequence[Node | Loop]) -> None:
+        """Raise, or warn, where turns must be gone through more than once.
+
+        Raises:
+            Error: naming where all turns must meet.
+        """
+        for axis in time_axes(graph.mesh):
+            loops = [step for step in steps if isinstance(step, Loop) and step.axis == axis]
+            early = [loop for loop in loops[:-1] if any(_takes(node, graph) for node in loop.nodes())]
+            if early:
+                self._again(axis, early, loops, graph)
+        for step in steps:
+            if isinstance(step, Loop):
+                self._check(graph, step.steps)
+
+    def _again(self, axis: str, early: Sequence[Loop], loops: Sequence[Loop], graph: Graph) -> None:
+        meeting = next(node for node in reversed(early[0].nodes()) if axis in node.kwargs.get("axes", ()))
+        where = f"{meeting.where}  {meeting.where.code}"
+        work = {node: flops_of(node) for loop in loops for node in loop.nodes() if is_heavy(node)}
+        once = sum(work.values())
+        more = sum(work[node] for loop in loops for node in loop.nodes() if node in work) - once
+        if len(early) > 1 or self.strict:
+            times = f"{len(early)} times" if len(early) > 1 else "once"
+            raise Error(
+                f"all turns of {axis!r} must have come to this place {times} before any can go on",
+                where=where,
+                expected="turns that need of one another what inputs alone decide, such as how many targets count",
+                got=f"a value of the whole batch that parameters go into; {more:.3g} FLOPs would be done again",
+                remedy='of batch norms: Hints(batch_stats="turn"), statistics of each turn; else no turns, or '
+                "another axis of ranks",
+            )
+        text = (
+            f"turns of {axis} are gone through twice: {more / max(once, 1):.0%} of the arithmetic is done again, for at "
+            f"{where} all of them must have come so far before any can go on"
+        )
+        graph.notes.append(text)
+        warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
+def _takes(node: Node, graph: Graph) -> bool:
+    """Whether a parameter goes into a node."""
+    behind: set[Node] = set()
+    todo: list[Value] = list(node.operands)
+    stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+    while todo:
+        value = todo.pop()
+        if value in stored:
+            return True
+        if value.node is not None and value.node not in behind:
+            behind.add(value.node)
+            todo += value.node.operands
+    return False
