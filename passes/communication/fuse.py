@@ -64,6 +64,7 @@ class FuseComm(Pass):
         if self.mb <= 0 and not self.groups:
             return False
         _cast_last(graph)
+        _collect_last(graph)
         named = self._named(graph)
         rewriter = Rewriter(graph)
         for buckets, early in ((self._late(graph, named), False), (self._early(graph, named), True)):
@@ -206,6 +207,20 @@ def _turns(value: Value, graph: Graph) -> tuple[str, ...]:
     """The axes of time over which each turn has another piece or share of a value: then it travels in each."""
     spec = value.spec
     return () if spec is None else tuple(a.name for a in graph.mesh.axes if a.time and a.name in (*spec.axes, *spec.partial_axes))
+
+
+def _collect_last(graph: Graph) -> None:
+    """What is collected over turns is collected just before it is used: until then sums may travel together."""
+    waiting: list[Node] = []
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.op is comm.all_reduce and any(graph.mesh[axis].time for axis in node.kwargs["axes"]):
+            waiting.append(node)
+            continue
+        wanted = [each for each in waiting if any(value in node.operands for value in each.outs)]
+        nodes += [*wanted, node]
+        waiting = [each for each in waiting if each not in wanted]
+    graph.nodes = [*nodes, *waiting]
 
 
 def _simple(node: Node, graph: Graph) -> bool:

@@ -11,12 +11,14 @@ for when ``under_way`` later ones start.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.looped.regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -38,7 +40,7 @@ class Waits(RankPass):
         place = {node: float(i) for i, node in enumerate(nodes)}
         scatters = [node for node in nodes if _is(node, "c10d.reduce_scatter_tensor")]
         behind = dict(zip(scatters, scatters[self.under_way :], strict=False))
-        changed = False
+        inside, changed = regions(nodes), False
         for i, node in enumerate(nodes):
             if not _waits(node):
                 continue
@@ -47,14 +49,23 @@ class Waits(RankPass):
             if not users:
                 continue
             later = [behind[sent] for sent in node.all_input_nodes if sent in behind]
-            first = min([*users, *later], key=place.__getitem__)
-            if chain[-1].next is first:
+            first = _before_turns(min([*users, *later], key=place.__getitem__), node, inside)
+            if chain[-1].next is first or first in chain:
                 continue
             for each in chain:
                 first.prepend(each)
                 place[each] = place[first] - 0.5
             changed = True
         return changed
+
+
+def _before_turns(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Node:
+    """Where to wait at the latest for what started before turns, or in them: not in others, where it would be done in
+    each."""
+    here, there = inside[wait], inside[first]
+    if there[: len(here)] != here:
+        return wait  # its turns are over by then
+    return there[len(here)] if len(there) > len(here) else first
 
 
 def _behind(wait: fx.Node, following: list[fx.Node]) -> list[fx.Node]:
