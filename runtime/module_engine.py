@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.program.looped.regions import part_in_turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
 
@@ -104,7 +105,7 @@ class Stretches:
         self._at: fx.Node | None = None
         group: list[fx.Node] = []
         for node in self.nodes:
-            if Request.of(node) is not None:
+            if Request.of(node) is not None or part_in_turns(node) in ("opens", "closes"):
                 self._close(group, compiled)
                 self._steps.append(node)
                 group = []
@@ -133,8 +134,17 @@ class Stretches:
     def __call__(self, *inputs: Tensor) -> RankCoroutine:
         env: dict[fx.Node, Any] = dict(zip((n for n in self.nodes if n.op == "placeholder"), inputs, strict=True))
         last = {used: node for node in self.nodes for used in node.all_input_nodes}
-        for step in self._steps:
-            if isinstance(step, fx.Node):
+        at = 0
+        while at < len(self._steps):
+            step = self._steps[at]
+            at += 1
+            if isinstance(step, fx.Node) and part_in_turns(step):
+                again = self._next_turn(step, env)
+                if again is not None:
+                    at = self._steps.index(again) + 1
+                    continue
+                done = {step}
+            elif isinstance(step, fx.Node):
                 self._at, request, into = step, Request.of(step), destination(step)
                 assert request is not None
                 to = None if into is None else env[into]
@@ -147,6 +157,15 @@ class Stretches:
             for used in [used for used in env if last.get(used) in done]:
                 del env[used]
         return [env[node] for node in self.program.result().args[0]]  # type: ignore[union-attr,index]
+
+    def _next_turn(self, step: fx.Node, env: dict[fx.Node, Any]) -> fx.Node | None:
+        """Begin turns, or go on; gives where the next one begins, if there is one."""
+        if part_in_turns(step) == "opens":
+            env[step] = 0
+            return None
+        begin: Any = step.args[0]
+        env[begin] += 1
+        return begin if env[begin] < begin.args[1] else None
 
     def node_of(self, error: BaseException) -> fx.Node | None:
         """The first call of the stretch that raised."""

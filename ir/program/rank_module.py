@@ -92,7 +92,7 @@ class RankModule(fx.GraphModule):
     """The ``GraphModule`` of one rank's program."""
 
     @staticmethod
-    def of(graph: fx.Graph, rank: int, comments: Mapping[str, str], constants: Mapping[str, Any]) -> RankModule:
+    def of(graph: fx.Graph, comments: Mapping[str, str], constants: Mapping[str, Any], rank: int) -> RankModule:
         """A module of ``graph``, which becomes its own: the nodes then remember their :class:`Origin`."""
         origins: dict[Node, Origin] = {}
         for node in graph.nodes:
@@ -123,7 +123,7 @@ class RankModule(fx.GraphModule):
         def find(node: fx.Node) -> Callable[[], Any]:
             if node.op == "output":
                 return lambda: fx.map_arg(node.args[0], lambda each: known()[each.name])
-            return lambda: known()[node.name]
+            return lambda: known().get(node.name)
 
         for node in self.graph.nodes:
             node.meta = _Remarks(node.meta, find(node))
@@ -185,7 +185,7 @@ def _restore(
         given, named = fx.node.map_aggregate(args, node_of), fx.node.map_aggregate(kwargs, node_of)
         env[name] = graph.create_node(op, _target(op, target), given, named, name)
         env[name].meta.update(meta)
-    module = RankModule.of(graph, rank, comments, constants)
+    module = RankModule.of(graph, comments, constants, rank)
     return module.train(training)
 
 

@@ -17,7 +17,10 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, Node, Output
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.time import turns
 
+from .looped.nested import nested, opened
+from .looped.regions import part_in_turns
 from .rank_module import Origin, RankModule
 
 
@@ -48,7 +51,18 @@ class RankProgram:
 
     def into_module(self) -> RankModule:
         """The same of a program that nobody else has: its graph becomes the module's."""
-        return RankModule.of(self.graph, self.rank, self.comments(), self.constants)
+        comments = self.comments()
+        return RankModule.of(*self._with_units(self.graph, comments, self.constants), self.rank)
+
+    def _with_units(
+        self, graph: fx.Graph, comments: Mapping[str, str], constants: Mapping[str, Any]
+    ) -> tuple[fx.Graph, Mapping[str, str], Mapping[str, Any]]:
+        """A graph in which turns are calls of modules, the comments, and what a module of it holds."""
+        if not any(part_in_turns(node) for node in graph.nodes):
+            return graph, comments, constants
+        outer, units = nested(graph)
+        modules = {name: RankModule.of(*self._with_units(unit, comments, {}), self.rank) for name, unit in units.items()}
+        return outer, comments, {**constants, **modules}
 
     def comments(self) -> dict[str, str]:
         """What stands behind each line of code: where it comes from; of an input, how it is placed."""
@@ -141,6 +155,18 @@ def _inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pa
         if node.op == "call_function" and not callable(node.target):
             raise _not_a_call(path, node, repr(node.target))
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.target is turns.repeat:
+            unit = _attribute(module, str(args[0].target).removeprefix(path))
+            into.erase_node(args[0])
+            turned = [each for each in unit.graph.nodes if each.op == "placeholder"]
+
+            def write(
+                begin: fx.Node, unit: Any = unit, turned: Any = turned, args: Any = args, path: str = path
+            ) -> Any:
+                return _inlined(into, unit, dict(zip(turned, [begin, *args[3:]], strict=True)), path)
+
+            env[node] = opened(into, args[1], args[2], args[3:], write)
+            continue
         if node.op == "output":
             return args[0]
         if node.target is operator.getitem and args and isinstance(args[0], (tuple, list)):

@@ -72,8 +72,8 @@ def put(whole: Tensor, x: Tensor, dims: Sequence[int], starts: Sequence[int], le
     return whole
 
 
-def repeat(unit: Callable[..., Any], count: int, *around: Any) -> Any:
-    """Call a module once for each turn; gives what its last turn gives: what all of them have collected."""
+def repeat(unit: Callable[..., Any], axis: str, count: int, *around: Any) -> Any:
+    """The turns of an axis: call a module once for each turn; gives what its last turn gives: what all of them have collected."""
     out = None
     for turn in range(count):
         out = unit(turn, *around)

@@ -1,0 +1,89 @@
+"""Turns as modules: what a ``GraphModule`` of a program shows, and runs.
+
+    turns = time.turns('mb', 4, [w, x, total])
+        ...                                      ->   turns = time.repeat(self.each_mb_0, 'mb', 4, w, x, total)
+        sum = time.add(total, grad)                  sum = turns[0]
+    done = time.done(turns, [w, x], [total])
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from shardfx.ir.ops.time import turns
+
+from .regions import part_in_turns
+
+Units = dict[str, fx.Graph]
+
+
+def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units]:
+    """The graph with each of its outermost loops as one call, and the graphs of these calls by the attribute's name,
+    in which loops inside are loops still."""
+    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    found: Units = {} if units is None else units
+    nodes = list(graph.nodes)
+    at = 0
+    while at < len(nodes):
+        node = nodes[at]
+        if part_in_turns(node) != "opens":
+            env[node] = made.node_copy(node, env.__getitem__)
+            at += 1
+            continue
+        end = _end(nodes, at)
+        name = f"each_{node.args[0]}_{len(found)}"
+        found[name], left = _unit(nodes[at : end + 1])
+        around: Sequence[fx.Node] = node.args[2]  # type: ignore[assignment]
+        unit = made.get_attr(name)
+        given = (unit, *node.args[:2], *(env[each] for each in around))
+        call = made.create_node("call_function", turns.repeat, given, name=node.name)
+        for number, each in enumerate(left):
+            env[each] = made.create_node("call_function", operator.getitem, (call, number), name=each.name)
+            env[each].meta = dict(each.meta)
+        at = end + 1
+    return made, found
+
+
+def _end(nodes: Sequence[fx.Node], begin: int) -> int:
+    """The place of the end of the turns that begin at a place."""
+    depth = 0
+    for at in range(begin, len(nodes)):
+        part = part_in_turns(nodes[at])
+        depth += (part == "opens") - (part == "closes")
+        if depth == 0:
+            return at
+    raise AssertionError("turns begin and do not end")
+
+
+def _unit(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """What is done in a turn, and what of it is used behind: its results."""
+    begin, inside = nodes[0], set(nodes)
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    env[begin] = graph.placeholder("turn")
+    around: Sequence[fx.Node] = begin.args[2]  # type: ignore[assignment]
+    for each in around:
+        env[each] = graph.placeholder(each.name)
+    for node in nodes[1:-1]:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    left = [node for node in nodes if any(user not in inside for user in node.users)]
+    graph.output(tuple(env[node] for node in left))
+    return graph, left
+
+
+def opened(
+    graph: fx.Graph, axis: str, count: int, around: Sequence[fx.Node], write: Callable[[fx.Node], Sequence[fx.Node]]
+) -> Sequence[fx.Node]:
+    """Write turns into a graph: ``write`` writes what is done in one, of the turn's number; gives what it gives."""
+    begin = graph.call_function(turns.turns, (axis, count, list(around)))
+    results = write(begin)
+    into = [each for each in around if _collected(each)]
+    graph.call_function(turns.done, (begin, [each for each in around if each not in into], into))
+    return results
+
+
+def _collected(memory: fx.Node) -> bool:
+    return any(part_in_turns(user) == "collects" and user.args[0] is memory for user in memory.users)
+
