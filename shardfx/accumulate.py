@@ -24,7 +24,6 @@ from shardfx.passes.sharding.bind_hints import as_spec
 
 from .plan import PlannedSpecs
 
-
 NAMES = ("mb", "micro_batch", "accumulate")
 """What the axis is called: the first of these that the mesh does not have."""
 

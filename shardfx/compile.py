@@ -254,4 +254,5 @@ def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     """What the passes begin with."""
     planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
     each = hints.reduce == "each" or (hints.reduce == "auto" and hints.zero >= 2)
-    return Context(rules, Redistribution(graph.mesh, each), specs=specs_in_turns(graph.mesh, hints), cuts={**planned, **hints.cuts})
+    specs = specs_in_turns(graph.mesh, hints)
+    return Context(rules, Redistribution(graph.mesh, each), specs=specs, cuts={**planned, **hints.cuts})

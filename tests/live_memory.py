@@ -109,10 +109,13 @@ class LiveMemory(TorchDispatchMode):
             shown, self._inside = {}, 0
         made = {key: each for key, each in shown.items() if not (key in self._given or key in owned or key in beside)}
         owned.update(made)
-        held.behind[node.name] = before + alive(made)
-        held.beside[node.name] = alive(beside)
-        inside = self._inside if self.alone or group_of(node) is None else 0
-        held.during[node.name] = max(held.behind[node.name], before + inside)
+        there, inside = before + alive(made), self._inside if self.alone or group_of(node) is None else 0
+        for found, nbytes in (
+            (held.behind, there),
+            (held.beside, alive(beside)),
+            (held.during, max(there, before + inside)),
+        ):
+            found[node.name] = max(found.get(node.name, 0), nbytes)  # of all turns
         self._fresh, self._inside = {}, 0
 
     def _known(self, key: int) -> bool:

@@ -16,7 +16,7 @@ every call, as in all steps but the first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
@@ -176,6 +176,10 @@ class _Walk:
 
     def call(self, node: fx.Node) -> None:
         """One call: its operands are used, its results made."""
+        row = row_of(node.target)
+        if row is not None and row.turns in NO_TENSORS:
+            self._turn(node, row)
+            return
         at, planned = len(self.calls), node.meta.get("shardfx")
         self.calls.append(node)
         args, kwargs = (change(nest, self.held.__getitem__, fx.Node) for nest in (node.args, node.kwargs))
@@ -186,9 +190,8 @@ class _Walk:
                 tensor.block.used_in = planned.phase
         for sent in sent_by(node):
             self.held[sent].block.last = at
-        row = row_of(node.target)
-        if node.target is operator.getitem or (row is not None and row.turns in NO_TENSORS):
-            self.held[node] = args[0][args[1]] if row is None or not row.turns else self._turn(row, args)
+        if node.target is operator.getitem:
+            self.held[node] = args[0][args[1]]
             self.costs.append(NOTHING)
             self.inside.append(0)
             return
@@ -214,15 +217,16 @@ class _Walk:
         cost = self._work(node, made, operands) if group is None else self._sent(node, group, args[0])
         self.costs.append(cost * prod(self.turns) if self.turns else cost)
 
-    def _turn(self, row: LocalOp, args: Sequence[Any]) -> int:
-        """The number of the first turn, and numbers of it: it holds as much as any other."""
+    def _turn(self, node: fx.Node, row: LocalOp) -> None:
+        """Turns begin or end, or a number of theirs: of the first one, which holds as much as any other."""
+        args: Any = change(node.args, self.held.__getitem__, fx.Node)
+        self.held[node] = int(row.function(*args)) if row.turns == "number" else 0
         if row.turns == "opens":
             self.turns.append(args[1])
         elif row.turns == "closes":
             self.turns.pop()
-        else:
-            return int(row.function(*args))
-        return 0
+            for tensor in leaves(args, _Tensor):  # all that turns use is there until the last one is over
+                tensor.block.last = max(len(self.calls) - 1, tensor.block.born)
 
     def _exchange(self, node: fx.Node, at: int, operands: list[_Tensor], fresh: list[_Block]) -> None:
         """The memory of a reduce-scatter that runs as an exchange: what is received is there until it was summed."""

@@ -58,4 +58,6 @@ def is_comm(node: Node) -> bool:
 def turns_of(node: Node, mesh: Mesh) -> int:
     """How many times a node is done in a step: once for each turn of the time axes that what it takes hangs on."""
     spec: Spec | None = node.operands[0].spec if node.operands else None
-    return mesh.extent(axis for axis in ((*spec.axes, *spec.partial_axes) if spec is not None else ()) if mesh[axis].time)
+    return mesh.extent(
+        axis for axis in ((*spec.axes, *spec.partial_axes) if spec is not None else ()) if mesh[axis].time
+    )

@@ -61,7 +61,9 @@ class RankProgram:
         if not any(part_in_turns(node) for node in graph.nodes):
             return graph, comments, constants
         outer, units = nested(graph)
-        modules = {name: RankModule.of(*self._with_units(unit, comments, {}), self.rank) for name, unit in units.items()}
+        modules = {
+            name: RankModule.of(*self._with_units(unit, comments, {}), self.rank) for name, unit in units.items()
+        }
         return outer, comments, {**constants, **modules}
 
     def comments(self) -> dict[str, str]:

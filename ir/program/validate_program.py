@@ -28,6 +28,7 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
+from .looped.regions import part_in_turns
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
 from .well_formed import OVER, malformed
@@ -84,6 +85,9 @@ class _Walk:
         self.live: dict[fx.Node, list[fx.Node]] = {}
         """By root: the values there so far."""
         self.pending: set[fx.Node] = set()
+        self.open: list[fx.Node] = []
+        self.inside: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        """In which turns each call stands."""
         self.slots: dict[fx.Node, tuple[fx.Node, Slot]] = {}
         """Of parts, and of what was written into them: the flat memory and the place in it."""
 
@@ -110,15 +114,18 @@ class _Walk:
                 self._output(node)
             else:
                 self._call(node)
+        if self.open:
+            self._fail("turns begin here and do not end", self.open[-1])
 
     def _call(self, node: fx.Node) -> None:
         row = self.share.row(node)
+        self._turned(node)
         into = row.destination(node) if row is not None else None
         target = node.target
         if row is None and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             self._fail(f"{target} changes a tensor in place", node, expected="an op that does not, or a destination")
         read = row is not None and (row.reads_into or (isinstance(row.into, str) and into in node.args))
-        keeps = (() if into is None or read else (into,)) if row is None or row.turns != "closes" else node.args[2]
+        keeps: Any = (() if into is None or read else (into,)) if row is None or row.turns != "closes" else node.args[2]
         for used in node.all_input_nodes:
             if used in keeps:
                 continue
@@ -166,6 +173,28 @@ class _Walk:
         pool = row.pool or (self.away.get(source, "") if source is not None else "")
         if pool:
             self.away[node] = pool
+
+    def _turned(self, node: fx.Node) -> None:
+        """What turns use of what was made before them is there until the last one is over; what they make stays in
+        them, but for what they collect."""
+        part = part_in_turns(node)
+        if part == "closes" and (not self.open or node.args[0] is not self.open[-1]):
+            self._fail(f"{node.name} ends turns that did not begin last", node)
+        if part in ("opens", "closes"):
+            self.inside[node] = tuple(self.open)
+            self.open = [*self.open, node] if part == "opens" else self.open[:-1]
+            return
+        for used in node.all_input_nodes:
+            made = self.inside.get(used, ())
+            if part_in_turns(used) == "opens":
+                made = (*made, used)
+            if made != tuple(self.open[: len(made)]) and part_in_turns(used) != "collects":
+                self._fail(f"{used.name} is used behind its turns, which do not collect it", node)
+            for loop in self.open[len(made) :]:
+                around: Any = loop.args[2]
+                if used not in around:
+                    self._fail(f"{used.name} is used in turns that do not say so", node, expected=f"it in {loop.name}")
+        self.inside[node] = tuple(self.open)
 
     def _define(self, node: fx.Node) -> None:
         self.live.setdefault(self.share.root(node), []).append(node)

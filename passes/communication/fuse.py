@@ -108,7 +108,14 @@ class FuseComm(Pass):
             return None
         value = node.operands[0]
         kind = node.kwargs.get("reduce", "")
-        return node.op, tuple(node.kwargs["axes"]), value.type.dtype, kind, group or node.phase.value, _turns(value, graph)
+        return (
+            node.op,
+            tuple(node.kwargs["axes"]),
+            value.type.dtype,
+            kind,
+            group or node.phase.value,
+            _turns(value, graph),
+        )
 
     def _limits(self, graph: Graph, named: dict[Node, str]) -> dict[Key, float]:
         """The most bytes of a bucket."""
@@ -206,7 +213,11 @@ def _of_batch(graph: Graph) -> list[Node]:
 def _turns(value: Value, graph: Graph) -> tuple[str, ...]:
     """The axes of time over which each turn has another piece or share of a value: then it travels in each."""
     spec = value.spec
-    return () if spec is None else tuple(a.name for a in graph.mesh.axes if a.time and a.name in (*spec.axes, *spec.partial_axes))
+    return (
+        ()
+        if spec is None
+        else tuple(a.name for a in graph.mesh.axes if a.time and a.name in (*spec.axes, *spec.partial_axes))
+    )
 
 
 def _collect_last(graph: Graph) -> None:
@@ -217,8 +228,12 @@ def _collect_last(graph: Graph) -> None:
         if node.op is comm.all_reduce and any(graph.mesh[axis].time for axis in node.kwargs["axes"]):
             waiting.append(node)
             continue
-        wanted = [each for each in waiting if any(value in node.operands for value in each.outs)]
-        nodes += [*wanted, node]
+        wanted, needed = [], set(node.operands)
+        for each in reversed(waiting):
+            if needed.intersection(each.outs):
+                wanted.append(each)
+                needed.update(each.operands)
+        nodes += [*reversed(wanted), node]
         waiting = [each for each in waiting if each not in wanted]
     graph.nodes = [*nodes, *waiting]
 

@@ -22,6 +22,7 @@ from torch import fx
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.looped.in_turns import time_axes
 from shardfx.ir.program.looped.regions import regions
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
@@ -40,7 +41,8 @@ class Buckets(RankPass):
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Make the buckets."""
-        coords, changed = program.mesh.coords(program.rank), False
+        turn, changed = dict.fromkeys(time_axes(program.mesh), 0), False
+        coords = {**turn, **program.mesh.coords(program.rank)}
         nodes = list(program.graph.nodes)
         inside = regions(nodes)
         order = {node: place for place, node in enumerate(nodes)}
@@ -54,7 +56,9 @@ class Buckets(RankPass):
             if len(set(tensors)) != len(tensors) or any(each.op == "placeholder" for each in tensors):
                 continue
             collected = [_collected(each, node) for each in tensors]
-            if any(collected) != all(collected) or any(inside[each] != inside[node] for each in tensors if not all(collected)):
+            if any(collected) != all(collected) or any(
+                inside[each] != inside[node] for each in tensors if not all(collected)
+            ):
                 continue
             shapes = [v.spec.local_shape(v.shape, program.mesh, coords) for v in made.operands if v.spec is not None]
             if len(shapes) != len(tensors):

@@ -1,4 +1,4 @@
-"""turns: what a rank does in turns can be done, and what of it is done twice; stored parameters are fetched in each turn.
+"""turns: what a rank does in turns can be done, and what of it twice; stored parameters are fetched in each.
 
 Where all turns must have made something before any goes on (the statistics of a batch norm, the sum by which a loss is
 divided), a loop of its own collects that. Of inputs alone it costs little. What takes parameters is a part of the
@@ -90,8 +90,8 @@ class Turns(Pass):
                 "another axis of ranks",
             )
         text = (
-            f"turns of {axis} are gone through twice: {more / max(once, 1):.0%} of the arithmetic is done again, for at "
-            f"{where} all of them must have come so far before any can go on"
+            f"turns of {axis} are gone through twice: {more / max(once, 1):.0%} of the arithmetic is done again, for "
+            f"at {where} all of them must have come so far before any can go on"
         )
         graph.notes.append(text)
         warnings.warn(text, ShardfxWarning, stacklevel=2)

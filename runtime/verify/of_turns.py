@@ -79,4 +79,5 @@ class _Turned:
         except NotTurns as wrong:
             made = wrong.node.meta.get("shardfx")
             where = place(made) if isinstance(made, Node) else ""
-            raise Broken(Fault(wrong.what, "", self._rank(graph, rank), wrong.node.name, where, certain=True)) from wrong
+            fault = Fault(wrong.what, "", self._rank(graph, rank), wrong.node.name, where, certain=True)
+            raise Broken(fault) from wrong

@@ -20,6 +20,7 @@ import sympy
 from shardfx.ir.cost.storages import Footprint
 from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
 from shardfx.report.tables import render, table
 
@@ -201,7 +202,7 @@ class RankMemory:
     def _holder(self, given: Input) -> Holder:
         value, mesh = given.value, self.program.mesh
         assert value.spec is not None
-        shape = value.spec.local_shape(value.shape, mesh, mesh.coords(self.rank))
+        shape = held_shape(value.spec, value.shape, mesh, self.rank)
         nbytes = value.type.dtype.itemsize
         for size in shape:
             nbytes *= size

@@ -23,12 +23,12 @@ import torch
 Tensor = torch.Tensor
 
 
-def turns(axis: str, count: int, around: Sequence[Tensor]) -> NoReturn:
+def turns(axis: str, count: int, around: Any) -> NoReturn:
     """The begin of turns, and the number of the turn; ``around`` is what they use of what was made before."""
     raise RuntimeError(f"the {count} turns of {axis} are a loop: it is written by the engine")
 
 
-def done(turn: int, around: Sequence[Tensor], into: Sequence[Tensor]) -> NoReturn:
+def done(turn: int, around: Any, into: Any) -> NoReturn:
     """The end of turns: until then all that they use stays, and the memory ``into`` which they collect."""
     raise RuntimeError("turns are a loop: it is written by the engine")
 
@@ -73,7 +73,7 @@ def put(whole: Tensor, x: Tensor, dims: Sequence[int], starts: Sequence[int], le
 
 
 def repeat(unit: Callable[..., Any], axis: str, count: int, *around: Any) -> Any:
-    """The turns of an axis: call a module once for each turn; gives what its last turn gives: what all of them have collected."""
+    """The turns of an axis: call a module once for each; gives what the last one gives, which all have collected."""
     out = None
     for turn in range(count):
         out = unit(turn, *around)

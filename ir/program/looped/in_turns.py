@@ -1,9 +1,9 @@
 """Which nodes of a planned graph a rank does in turns, and in which order.
 
 A node whose tensors are cut, or partial, over an axis of time is done once for each turn; where a value becomes whole
-over the axis (a sum is complete, parts stand together) turns end. What must be whole *before* other turns begin, such as
-the number of targets that count, is collected in turns of its own, as late as it may be; what two such loops need is
-done in both of them.
+over the axis (a sum is complete, parts stand together) turns end. What must be whole *before* other turns begin, such
+as the number of targets that count, is collected in turns of its own, as late as it may be; what two such loops need
+is done in both of them.
 
     %1 = aten.ne(%y{mb})            mb: %1, %2, %3              the count of all turns
     %2 = aten.sum(%1) +{mb}         mb: %4, %5, ...             forward and backward

@@ -16,9 +16,11 @@ from shardfx.ir.ops.comm_local import Site
 from shardfx.ir.ops.local_ops import COLLECTING
 from shardfx.ir.ops.table import RankEmit
 from shardfx.ir.ops.time import turns
-
 from shardfx.ir.program.sharing import destination
-from .in_turns import Loop, hangs_on, time_axes
+from shardfx.ir.shards import held_shape
+
+from .in_turns import Loop, hangs_on
+from .rows import own_place, own_rows
 
 if TYPE_CHECKING:
     from shardfx.ir.program.lower import Lowering
@@ -85,34 +87,16 @@ class Loops:
             assert value.spec is not None
             for dim, cut in enumerate(value.spec.dims):
                 if loop.axis in cut.axes:
-                    lengths = self._lengths(value, dim, loop.axis)
-                    turn = self._to.coords[loop.axis]
-                    made = self._to.call(turns.piece, self._to.env[value], dim, sum(lengths[:turn]), lengths[turn])
-                    self._to.env[value] = made
-
-    def _lengths(self, value: Value, dim: int, axis: str) -> list[int]:
-        """What this rank has of a dim in each turn of an axis: in all turns of the axes within it."""
-        assert value.spec is not None
-        spec, here = value.spec, self._to.coords
-        inner = [a for a in time_axes(self.mesh) if a in spec.dims[dim].axes and self.mesh.order(a) > self.mesh.order(axis)]
-        return [
-            sum(spec.local_shape(value.shape, self.mesh, at)[dim] for at in self.mesh.along(turn, inner))
-            for turn in self.mesh.along(here, [axis])
-        ]
+                    rows = own_rows(value.spec, value.shape, self.mesh, self._to.coords, loop.axis, dim)
+                    self._to.env[value] = self._to.call(turns.piece, self._to.env[value], dim, *rows)
 
     def _give_out(self, value: Value) -> None:
         """What leaves the program as each turn makes it, behind that of the turns before."""
         assert value.spec is not None
-        to, shape = self._to, list(self._to.shape(value, value.spec))
-        dims, starts, lengths = [], [], []
-        for dim, cut in enumerate(value.spec.dims):
-            over = [axis for axis in time_axes(self.mesh) if axis in cut.axes]
-            if over:
-                by_axis = [self._lengths(value, dim, axis) for axis in over]
-                dims.append(dim)
-                starts.append(sum(sum(each[: to.coords[axis]]) for axis, each in zip(over, by_axis, strict=True)))
-                lengths.append(shape[dim])
-                shape[dim] = sum(by_axis[0])
+        to = self._to
+        place = own_place(value.spec, value.shape, self.mesh, to.coords)
+        dims, starts, lengths = list(place), [at[0] for at in place.values()], [at[1] for at in place.values()]
+        shape = list(held_shape(value.spec, value.shape, self.mesh, to.rank))
         outermost = next(axis for axis in self._open if hangs_on(axis, value))
         memory = self._before(outermost, memory_ops.empty, shape, value.type.dtype, str(to.device))
         made = to.call(turns.put, memory, to.env[value], dims, starts, lengths, gives=shape)
@@ -132,7 +116,7 @@ class Loops:
         opened, dtype, device = self._open[axis], out.type.dtype, emit.device
         if emit.node.op is comm.all_reduce:
             collect, first = COLLECTING[site.reduce]
-            memory = self._before(axis, memory_ops.filled, site.shape, _fitting(first, dtype), dtype, device)
+            memory = self._before(axis, memory_ops.filled, site.shape, fitting(first, dtype), dtype, device)
             made = emit.call(collect, memory, emit.args[0], gives=site.shape)
         else:
             whole = site.local_view(site.target)
@@ -151,7 +135,7 @@ class Loops:
             return self._to.call(target, *args)
 
 
-def _fitting(number: float, dtype: torch.dtype) -> float | int:
+def fitting(number: float, dtype: torch.dtype) -> float | int:
     """A number as elements of a dtype have it: the largest there is for infinity."""
     if dtype.is_floating_point:
         return number

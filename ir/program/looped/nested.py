@@ -1,9 +1,9 @@
 """Turns as modules: what a ``GraphModule`` of a program shows, and runs.
 
-    turns = time.turns('mb', 4, [w, x, total])
-        ...                                      ->   turns = time.repeat(self.each_mb_0, 'mb', 4, w, x, total)
-        sum = time.add(total, grad)                  sum = turns[0]
-    done = time.done(turns, [w, x], [total])
+turns = time.turns('mb', 4, [w, x, total])
+    ...                                      ->   turns = time.repeat(self.each_mb_0, 'mb', 4, w, x, total)
+    sum = time.add(total, grad)                  sum = turns[0]
+done = time.done(turns, [w, x], [total])
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
         end = _end(nodes, at)
         name = f"each_{node.args[0]}_{len(found)}"
         found[name], left = _unit(nodes[at : end + 1])
-        around: Sequence[fx.Node] = node.args[2]  # type: ignore[assignment]
+        around: Sequence[fx.Node] = node.args[2]
         unit = made.get_attr(name)
         given = (unit, *node.args[:2], *(env[each] for each in around))
         call = made.create_node("call_function", turns.repeat, given, name=node.name)
@@ -86,4 +86,3 @@ def opened(
 
 def _collected(memory: fx.Node) -> bool:
     return any(part_in_turns(user) == "collects" and user.args[0] is memory for user in memory.users)
-

@@ -5,7 +5,7 @@
     turn 3    pack.take(x, [32, 8], 0, 24, 8, [8, 8])   ->   pack.take(x, [32, 8], 0, at, 8, [8, 8])
 
 The program is written as it is in the first, the second and the last turn of each axis; what grows evenly between them
-is a line. Where turns are not alike (the last has fewer rows), it is written for each turn, and the number is looked up.
+is a line. Where turns are not alike (the last has fewer rows), it is written for each turn, and the number looked up.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.time import turns
 
 from .in_turns import time_axes
+from .regions import regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]
@@ -86,7 +87,7 @@ class _Merge:
 
     def _put(self, calls: Mapping[Path, tuple[Any, ...]]) -> None:
         """Write the numbers that differ as calls, just before who takes them."""
-        begin = None
+        begin, inside = None, regions(self.graph.nodes)
         by_node: dict[int, dict[Path, tuple[Any, ...]]] = {}
         for (place, *rest), call in calls.items():
             if call[0] is turns.at or len(set(call[1])) > 1:
@@ -96,18 +97,45 @@ class _Merge:
                 begin, self.known = node, {}
             for path, call in by_node.get(place, {}).items():
                 assert begin is not None
-                number = self._number(begin, node, call)
+                number = self._number(begin, node, call, inside[node])
+                if isinstance(old := _at((node.args, node.kwargs), path), fx.Node):
+                    number = self._on_top(old, number, call)
                 if path[0] == "args":
                     node.args = _replaced(node.args, path[1:], number)
                 else:
                     node.kwargs = _replaced(node.kwargs, path[1:], number)
 
-    def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...]) -> fx.Node:
-        key = (begin, *call)
+    def _on_top(self, inner: fx.Node, number: fx.Node, call: tuple[Any, ...]) -> fx.Node:
+        """A number that grows with the turns of this axis, and with those of one within it.
+
+        Raises:
+            Error: it does not grow evenly in both.
+        """
+        if call[0] is not turns.at or inner.target is not turns.at or call[1] != inner.args[1]:
+            raise Error(
+                f"a number of {inner.name} hangs unevenly on turns of two axes",
+                expected="numbers of turns that divide what they cut",
+                got=f"turns of {self.axis!r} that are not alike",
+            )
+        with self.graph.inserting_before(inner):
+            return self.graph.call_function(turns.at, (inner.args[0], number, inner.args[2]))
+
+    def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...], inside: tuple[fx.Node, ...]) -> fx.Node:
+        key = (inside, *call)
         if key not in self.known:
             with self.graph.inserting_before(before):
                 self.known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
+            for loop in inside[inside.index(begin) + 1 :]:
+                _say(loop, begin)
         return self.known[key]
+
+
+def _say(loop: fx.Node, turn: fx.Node) -> None:
+    """Turns use the number of the turn that they stand in."""
+    for end in (loop, *(user for user in loop.users if user.target is turns.done)):
+        *before, around = end.args[:3] if end is loop else end.args[:2]
+        if turn not in around:  # type: ignore[operator]
+            end.args = (*before, [*around, turn], *end.args[3 if end is loop else 2 :])  # type: ignore[misc]
 
 
 def _gather(arg: Any, path: Path, found: dict[Path, Any]) -> None:
@@ -120,6 +148,13 @@ def _gather(arg: Any, path: Path, found: dict[Path, Any]) -> None:
             _gather(each, (*path, key), found)
     else:
         found[path] = arg.name if isinstance(arg, fx.Node) else arg
+
+
+def _at(nests: tuple[Any, Any], path: Path) -> Any:
+    found = nests[0] if path[0] == "args" else nests[1]
+    for key in path[1:]:
+        found = found[key]
+    return found
 
 
 def _replaced(nest: Any, path: Path, new: Any) -> Any:

@@ -7,32 +7,33 @@
         sum = time.add(total, grad)                  sum = c10d.all_reduce(grad, 'sum', 'mb4.dp2/mb@1')
     done = time.done(turn, ...)                      wait = c10d.wait_tensor(sum)
 
-What a rank collects over its turns is what so many ranks would reduce or gather. So what is proven of ranks is proven of
-turns: that each is there once, with its own rows, and is added once. What is no such program is refused here.
+What a rank collects over its turns is what so many ranks would reduce or gather. So what is proven of ranks is proven
+of turns: that each is there once, with its own rows, and is added once. What is no such program is refused here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Graph, Node
+from shardfx.ir.graph import Graph, Node, Output
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.local_ops import COLLECTING, row_of
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.shards import Shards
-from shardfx.ir.spec import Spec
+from shardfx.ir.shards import held_shape
 
 from .in_turns import time_axes
+from .loops import fitting
+from .rows import own_place, own_rows
 
 c10d = torch.ops._c10d_functional
-REDUCTION = {collect: (reduce, first) for reduce, (collect, first) in COLLECTING.items()}
+REDUCTION: dict[Any, tuple[str, float]] = {collect: (reduce, first) for reduce, (collect, first) in COLLECTING.items()}
 
 
 class NotTurns(Exception):
@@ -48,42 +49,46 @@ def as_ranks(mesh: Mesh) -> Mesh:
     return Mesh(links={axis.name: axis.link for axis in mesh.axes}, **{axis.name: axis.size for axis in mesh.axes})
 
 
-def graph_of_ranks(graph: Graph) -> Graph:
-    """The planned graph where each turn is a rank of its own."""
-    made = graph.copy()
-    made.mesh = as_ranks(graph.mesh)
-    return made
-
-
 def unrolled(program: RankProgram, graph: Graph, rank: int) -> RankProgram:
     """What one rank of the mesh without turns does, of the program of the rank that it is a turn of.
 
     Args:
-        graph: :func:`graph_of_ranks` of the planned graph.
-        rank: of its mesh.
+        graph: the planned one, on the mesh :func:`as_ranks`.
+        rank: of this mesh.
 
     Raises:
-        NotTurns: turns are left out or done twice, take other rows than their own, or something leaves them uncollected.
+        NotTurns: turns are left out or done twice, take other rows than their own, or something leaves them that they
+            do not collect.
     """
     return _Unrolling(program, graph, rank).run()
+
+
+@dataclass
+class _Put:
+    """A turn's part of an output, where it lies in what the rank gives, and who puts it there."""
+
+    x: Any
+    place: dict[int, tuple[int, int]]
+    shape: list[int]
+    node: fx.Node
 
 
 class _Unrolling:
     def __init__(self, program: RankProgram, graph: Graph, rank: int) -> None:
         self.program, self.planned, self.rank = program, graph, rank
         self.coords = graph.mesh.coords(rank)
+        self.time = time_axes(program.mesh)
         self.fx = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
         self.inputs = {given.name: given for given in graph.inputs}
         self.place_of = {value.name: node for node in graph.nodes for value in node.outs}
-        self.sources = dict(
-            zip((n for n in program.graph.nodes if n.op == "placeholder"), program.inputs, strict=True)
-        )
+        self.sources = dict(zip((n for n in program.graph.nodes if n.op == "placeholder"), program.inputs, strict=True))
         self.taken: dict[fx.Node, frozenset[str]] = {}
         """Of an input that holds pieces of several turns, and of parts of it: the axes over which it is taken."""
         self.open: list[fx.Node] = []
         self.inside: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        self.left: set[fx.Node] = set()
+        self.left: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        """Of what is collected: the loops that collect it."""
         self.memory: set[fx.Node] = set()
         """What turns go on from."""
 
@@ -154,7 +159,8 @@ class _Unrolling:
 
     def _reaches(self, used: fx.Node) -> bool:
         """Whether a value may be used here: it was made in turns that are not over."""
-        return self.inside[used] == tuple(self.open[: len(self.inside[used])])
+        made = self.inside[used][: len(self.inside[used]) - len(self.left.get(used, ()))]
+        return made == tuple(self.open[: len(made)])
 
     def _copied(self, node: fx.Node, target: Any = None, args: Any = None) -> None:
         args = node.args if args is None else args
@@ -175,13 +181,13 @@ class _Unrolling:
     def _usable(self, used: fx.Node, node: fx.Node) -> None:
         if used not in self.env:
             raise NotTurns(f"{used.name} is memory that turns collect into, and is used otherwise", node)
-        if used in self.left:
-            if any(loop in self.open for loop in self.inside[used]):
-                raise NotTurns(f"{used.name} is used in the turns that collect it", node)
-        elif not self._reaches(used):
+        if any(loop in self.open for loop in self.left.get(used, ())):
+            raise NotTurns(f"{used.name} is used in the turns that collect it", node)
+        if not self._reaches(used):
             raise NotTurns(f"{used.name} is used behind its turns, which do not collect it", node)
         if used in self.taken and (missing := self._turned(used) - self.taken[used]):
-            raise NotTurns(f"{used.name} holds what all turns of {', '.join(sorted(missing))} have, and is used whole", node)
+            what = f"{used.name} holds what all turns of {', '.join(sorted(missing))} have, and is used whole"
+            raise NotTurns(what, node)
 
     def _turned(self, node: fx.Node) -> frozenset[str]:
         """The axes of time over which an input is cut."""
@@ -189,9 +195,11 @@ class _Unrolling:
         while source.op != "placeholder":
             source = source.args[0]  # type: ignore[assignment]
         spec = self.sources[source].value.spec
-        return frozenset(axis for axis in time_axes(self.program.mesh) if spec is not None and axis in spec.axes)
+        return frozenset(axis for axis in self.time if spec is not None and axis in spec.axes)
 
-    def _make(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+    def _make(
+        self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> fx.Node:
         made = self.fx.call_function(target, args, dict(kwargs or {}))
         made.meta = dict(like.meta)
         planned = like.meta.get("shardfx")
@@ -203,7 +211,8 @@ class _Unrolling:
 
     def _piece(self, node: fx.Node) -> None:
         """A turn's own rows of an input."""
-        source, dim, start, length = node.args
+        args: Any = node.args
+        source, dim, start, length = args
         if not isinstance(source, fx.Node) or source not in self.taken or not self._reaches(source):
             raise NotTurns(f"{node.name} is a turn's part of what is no input", node)
         start, length = self._number((start, length), node)
@@ -217,9 +226,10 @@ class _Unrolling:
         if over is None:
             raise NotTurns(f"{node.name} takes a part of dim {dim}, which these turns do not cut", node)
         axis = str(over.args[0])
-        expected = own_rows(spec, shape, self.program.mesh, self.program.rank, self.coords, axis, dim)
+        expected = own_rows(spec, shape, self.program.mesh, self.coords, axis, dim)
         if (start, length) != expected:
-            raise NotTurns(f"turn {self.coords[axis]} takes rows {start}, {length} of {origin.name}, not {expected}", node)
+            what = f"turn {self.coords[axis]} of {axis} takes {length} rows of {origin.name} from {start} on"
+            raise NotTurns(f"{what}, where its own are {expected[1]} from {expected[0]} on", node)
         self.env[node] = self.env[source]
         self.taken[node] = self.taken[source] | {axis}
 
@@ -235,63 +245,68 @@ class _Unrolling:
         if others or self.inside[memory] != tuple(self.open[:depth]) or depth == len(self.open):
             raise NotTurns(f"{memory.name} is not memory that these turns alone collect into", node)
         collected = self.open[depth:]
-        self.left.add(node)
-        self.inside[node] = tuple(self.open)
+        self.left[node] = tuple(collected)
         if node.target is turns.put:
             self._put(node, memory, collected)
             return
+        self.env[node] = self._summed(node, memory, self.env[x], collected)
+
+    def _summed(self, node: fx.Node, memory: fx.Node, x: Any, collected: list[fx.Node]) -> fx.Node:
+        """What so many ranks would reduce."""
         reduce, first = REDUCTION[node.target]
         source: Any = memory.args[0] if memory.target is memory_ops.part else memory
-        begins = source.args[1] if source.target is memory_ops.filled else None
-        if len(collected) != 1 or begins is None or (begins != first and abs(first) == 0.0):
-            raise NotTurns(f"{node.name} goes on from what {memory.name} holds, not from {first}", node)
-        axis = str(collected[0].args[0])
-        group = self.planned.mesh.group_name(self.rank, [axis])
-        sent = self._make(node, c10d.all_reduce.default, (self.env[x], reduce, group))
-        self.env[node] = self._make(node, c10d.wait_tensor.default, (sent,))
+        planned = node.meta.get("shardfx")
+        if len(collected) != 1 or source.target is not memory_ops.filled or not isinstance(planned, Node):
+            raise NotTurns(f"{node.name} goes on from what is no memory for sums of the plan", node)
+        _, begins, dtype = source.args[:3]
+        if dtype != planned.outs[0].type.dtype or begins != fitting(first, dtype):
+            what = f"{node.name} goes on from {begins} of {dtype}"
+            raise NotTurns(f"{what}, not from {first} of {planned.outs[0].type.dtype}", node)
+        group = self.planned.mesh.group_name(self.rank, [str(collected[0].args[0])])
+        sent = self._make(node, c10d.all_reduce.default, (x, reduce, group))
+        return self._make(node, c10d.wait_tensor.default, (sent,))
 
     def _put(self, node: fx.Node, memory: fx.Node, collected: list[fx.Node]) -> None:
         """What each turn makes, one behind the other, or at its place in the whole."""
-        x, dims, starts, lengths = node.args[1:]
+        args: Any = node.args
+        x, dims, starts, lengths = args[1:]
         dims, starts, lengths = (self._number(arg, node) for arg in (dims, starts, lengths))
-        self.env[node] = _Put(self.env[x], list(dims), list(starts), list(lengths), node, memory)  # type: ignore[index]
-        output = self._leaves(node)
-        if output is None:
-            self.env[node] = self._gathered(node, memory, collected, list(dims), list(starts), list(lengths))
-
-    def _leaves(self, node: fx.Node) -> Any:
-        """The output that a node is, where that is cut over time."""
-        given: Any = self.program.result().args[0]
-        for output, result in zip(self.program.outputs, given, strict=False):
-            spec = output.value.spec
-            if result is node and spec is not None and any(axis in spec.axes for axis in time_axes(self.program.mesh)):
-                return output
-        return None
-
-    def _gathered(
-        self, node: fx.Node, memory: fx.Node, collected: list[fx.Node], dims: list[int], starts: list[int], lengths: list[int]
-    ) -> fx.Node:
-        """The parts of all turns together: what so many ranks would gather."""
-        planned = node.meta.get("shardfx")
-        if len(collected) != 1 or len(dims) != 1 or not isinstance(planned, Node):
+        whole: Any = memory.args[0]
+        made = self.env[x]
+        if self._leaves(node):
+            place = dict(zip(dims, zip(starts, lengths, strict=True), strict=True))
+            self.env[node] = _Put(made, place, list(whole), node)
+        elif len(collected) == 1 and len(dims) == 1:
+            self.env[node] = self._gathered(node, made, collected[0], dims[0], list(whole), lengths[0])
+        else:
             raise NotTurns(f"{node.name} puts parts of several axes together", node)
-        axis, dim = str(collected[0].args[0]), dims[0]
-        whole = list(memory.args[0])  # type: ignore[arg-type]
-        rows = [self._rows(node, collected[0], turn) for turn in range(int(collected[0].args[1]))]  # type: ignore[call-overload]
-        at = 0
-        for turn, (start, length) in enumerate(rows):
+
+    def _leaves(self, node: fx.Node) -> bool:
+        """Whether a node is an output that is cut over time."""
+        given: Any = self.program.result().args[0]
+        return any(
+            result is node
+            and output.value.spec is not None
+            and any(axis in output.value.spec.axes for axis in self.time)
+            for output, result in zip(self.program.outputs, given, strict=False)
+        )
+
+    def _gathered(self, node: fx.Node, x: Any, loop: fx.Node, dim: int, whole: list[int], length: int) -> fx.Node:
+        """The parts of all turns together: what so many ranks would gather."""
+        axis, count = str(loop.args[0]), self.program.mesh[str(loop.args[0])].size
+        rows, at = [self._rows(node, loop, turn) for turn in range(count)], 0
+        for turn, (start, length_) in enumerate(rows):
             if start != at:
                 raise NotTurns(f"turn {turn} puts its part at {start}, where {at} is the next place", node)
-            at += length
+            at += length_
         if at != whole[dim]:
-            raise NotTurns(f"turns put {at} rows into {memory.name}, which has {whole[dim]}", node)
-        per = max(length for _, length in rows)
-        view = [*whole[:dim], lengths[0], *whole[dim + 1 :]]
-        packed = self._make(node, pack.pack, (self.env[node].x, view, dim, per))
+            raise NotTurns(f"turns put {at} rows into memory for {whole[dim]}", node)
+        per = max(length_ for _, length_ in rows)
+        packed = self._make(node, pack.pack, (x, [*whole[:dim], length, *whole[dim + 1 :]], dim, per))
         group = self.planned.mesh.group_name(self.rank, [axis])
-        sent = self._make(node, c10d.all_gather_into_tensor.default, (packed, len(rows), group))
+        sent = self._make(node, c10d.all_gather_into_tensor.default, (packed, count, group))
         wait = self._make(node, c10d.wait_tensor.default, (sent,))
-        return self._make(node, pack.unpack_gathered, (wait, per, [length for _, length in rows], dim, whole))
+        return self._make(node, pack.unpack_gathered, (wait, per, [length_ for _, length_ in rows], dim, whole))
 
     def _rows(self, node: fx.Node, loop: fx.Node, turn: int) -> tuple[int, int]:
         """Where another turn puts its part."""
@@ -302,11 +317,12 @@ class _Unrolling:
             if arg is loop:
                 return turn
             if arg.target in (turns.at, turns.pick):
-                return arg.target(*(number(each) if isinstance(each, fx.Node) else each for each in arg.args))  # type: ignore[operator]
+                function: Any = arg.target
+                return function(*map(number, arg.args))
             return self.env[arg]
 
-        starts, lengths = node.args[3:5]
-        return number(starts[0]), number(lengths[0])  # type: ignore[index]
+        args: Any = node.args
+        return number(args[3][0]), number(args[4][0])
 
     def _output(self, node: fx.Node) -> None:
         given: Any = node.args[0]
@@ -322,49 +338,20 @@ class _Unrolling:
             results.append(made)
         self.fx.output(tuple(results))
 
-    def _own_part(self, output: Any, made: _Put) -> Any:
+    def _own_part(self, output: Output, made: _Put) -> Any:
         """What this turn has put, where it is the output's own place for it."""
         spec, shape = output.value.spec, output.value.shape
-        shards = Shards.of(spec, shape, self.program.mesh)
-        expected = own_place(spec, shape, self.program.mesh, self.coords)
-        found = dict(zip(made.dims, zip(made.starts, made.lengths, strict=True), strict=True))
-        if found != expected or list(made.memory.args[0]) != list(shards.local_shapes[shards.by_rank[self.program.rank]]):
-            raise NotTurns(f"a turn's part of {output.kind} {output.name} is put at {found}, not {expected}", made.node)
+        assert spec is not None
+        place, held = (
+            own_place(spec, shape, self.program.mesh, self.coords),
+            held_shape(spec, shape, self.program.mesh, self.program.rank),
+        )
+        if made.place != place or tuple(made.shape) != held:
+            what = f"a turn's part of {output.kind} {output.name} is put at {made.place}, not {place}"
+            raise NotTurns(what, made.node)
         return made.x
-
-
-class _Put:
-    """A turn's part of an output."""
-
-    def __init__(
-        self, x: Any, dims: list[int], starts: list[int], lengths: list[int], node: fx.Node, memory: fx.Node
-    ) -> None:
-        self.x, self.dims, self.starts, self.lengths = x, dims, starts, lengths
-        self.node, self.memory = node, memory
 
 
 def _frames(node: fx.Node) -> bool:
     row = row_of(node.target)
     return row is not None and row.turns in ("opens", "closes")
-
-
-def own_rows(
-    spec: Spec, shape: tuple[int, ...], mesh: Mesh, rank: int, coords: Mapping[str, int], axis: str, dim: int
-) -> tuple[int, int]:
-    """Where a turn's rows lie among those that a rank holds of a dim in all turns of an axis, and of those within."""
-    inner = [a for a in time_axes(mesh) if a in spec.dims[dim].axes and mesh.order(a) > mesh.order(axis)]
-    lengths = [
-        sum(spec.local_shape(shape, mesh, at)[dim] for at in mesh.along(turn, inner)) for turn in mesh.along(coords, [axis])
-    ]
-    return sum(lengths[: coords[axis]]), lengths[coords[axis]]
-
-
-def own_place(spec: Spec, shape: tuple[int, ...], mesh: Mesh, coords: Mapping[str, int]) -> dict[int, tuple[int, int]]:
-    """By dim that turns cut: where a turn's part lies in what the rank gives."""
-    found = {}
-    for dim, cut in enumerate(spec.dims):
-        over = [axis for axis in time_axes(mesh) if axis in cut.axes]
-        if over:
-            start = sum(own_rows(spec, shape, mesh, 0, coords, axis, dim)[0] for axis in over)
-            found[dim] = start, spec.local_shape(shape, mesh, coords)[dim]
-    return found

@@ -1,0 +1,36 @@
+"""Which rows are a turn's own: of an input that a rank holds for all turns, and of an output that it gives for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import Spec
+
+from .in_turns import time_axes
+
+
+def own_rows(
+    spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int], axis: str, dim: int
+) -> tuple[int, int]:
+    """Start and length of a turn's rows among those of all turns of an axis, along a dim that it cuts.
+
+    ``coords`` says which turn, and which of the axes around; what a turn has is that of all turns of the axes within.
+    """
+    inner = [a for a in time_axes(mesh) if a in spec.dims[dim].axes and mesh.order(a) > mesh.order(axis)]
+    lengths = [
+        sum(spec.local_shape(shape, mesh, at)[dim] for at in mesh.along(turn, inner))
+        for turn in mesh.along(coords, [axis])
+    ]
+    return sum(lengths[: coords[axis]]), lengths[coords[axis]]
+
+
+def own_place(spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> dict[int, tuple[int, int]]:
+    """By dim that turns cut: start and length of a turn's part in what the rank gives for all turns."""
+    found = {}
+    for dim, cut in enumerate(spec.dims):
+        over = [axis for axis in time_axes(mesh) if axis in cut.axes]
+        if over:
+            start = sum(own_rows(spec, shape, mesh, coords, axis, dim)[0] for axis in over)
+            found[dim] = start, spec.local_shape(shape, mesh, coords)[dim]
+    return found
