@@ -3,6 +3,7 @@ machine; with the update of AdamW, too.
 
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp --compile]
     python -m benchmarks.step_time --only dp-update zero-update
+    python -m benchmarks.step_time --only turns             (four micro-batches; DDP's by no_sync)
 
 DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do. All variants live in the same two
 processes, one thread each, and take turns, round after round, so that a busy neighbour slows all of them alike. A
@@ -18,6 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from datetime import timedelta
 
@@ -34,14 +36,16 @@ import shardfx as sx
 from .models import GPT, Size, next_token
 
 RANKS = 2
+TURNS = 4
 PAIRS = {
     "dp": ("ours, dp", "DDP"),
     "zero": ("ours, zero 3", "FSDP2"),
     "tp": ("ours, tp", "DTensor TP"),
+    "turns": ("ours, 4 turns", "DDP, 4 turns"),
     "dp-update": ("ours, dp, step", "DDP, AdamW"),
     "zero-update": ("ours, zero 3, step", "FSDP2, AdamW"),
 }
-AIMS = {"dp": 1.05, "zero": 1.3, "tp": 1.5, "dp-update": 1.05, "zero-update": 1.3}
+AIMS = {"dp": 1.05, "turns": 1.1, "zero": 1.3, "tp": 1.5, "dp-update": 1.05, "zero-update": 1.3}
 MEGATRON = {
     **dict.fromkeys((f"layers.*.{n}.weight" for n in ("q", "k", "v", "fc1")), "tp, -"),
     **dict.fromkeys((f"layers.*.{n}.bias" for n in ("q", "k", "v", "fc1")), "tp"),
@@ -52,9 +56,11 @@ Step = Callable[[], Tensor]
 """Gives the loss; its ``backward()`` is still to come, unless the step is a whole one."""
 
 
-def ours(model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+def ours(
+    model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tensor, accumulate: int = 1
+) -> tuple[nn.Module, Step]:
     """Our plan of the model, and its step on the global batch."""
-    hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs)
+    hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs, accumulate=accumulate)
     pm = sx.parallelize(model, sx.Mesh(**{axis: RANKS}), hints)
     return pm, lambda: pm(x, y)
 
@@ -85,6 +91,21 @@ def theirs(module: nn.Module, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
     return module, lambda: next_token(module(x), y)
 
 
+def in_turns(module: DistributedDataParallel, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+    """Their way to accumulate: a mean of means, reduced in the last turn."""
+
+    def step() -> Tensor:
+        losses = []
+        for turn, (a, b) in enumerate(zip(x.chunk(TURNS), y.chunk(TURNS), strict=True)):
+            with module.no_sync() if turn < TURNS - 1 else nullcontext():
+                loss = next_token(module(a), b) / TURNS
+                loss.backward()
+                losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    return module, step
+
+
 def sharded(model: GPT) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer)
@@ -108,6 +129,10 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tup
     if "dp" in only:
         made["DDP"] = theirs(DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True), x[mine], y[mine])
         made["ours, dp"] = ours(model, "dp", BATCH, x, y)
+    if "turns" in only:
+        module = DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True)
+        made["DDP, 4 turns"] = in_turns(module, x[mine], y[mine])
+        made["ours, 4 turns"] = ours(model, "dp", BATCH, x, y, accumulate=TURNS)
     if "zero" in only:
         made["FSDP2"] = theirs(sharded(deepcopy(model)), x[mine], y[mine])
         made["ours, zero 3"] = ours(model, "dp", BATCH | stored, x, y)

@@ -39,6 +39,8 @@ class Step:
 
 _State = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
 EARLY = 10**9
+COLLECTED = 1.0
+"""What all turns make together ends them: that is done where it must be, and for nothing else."""
 SLICE_SECONDS = 1e-8
 """A local slice sends nothing; this only makes a shorter path win a tie."""
 
@@ -69,7 +71,7 @@ class Redistribution:
         """Seconds of one collective; ``local_bytes`` of the whole (gathered or unreduced) local value."""
         ranks = self.mesh.extent(axes)
         if any(self.mesh[axis].time for axis in axes):
-            return SLICE_SECONDS
+            return COLLECTED if op is not shard else SLICE_SECONDS
         return self.mesh.link(axes).seconds(*op.sent(local_bytes, ranks)) or SLICE_SECONDS
 
     def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:

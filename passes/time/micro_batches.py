@@ -74,8 +74,8 @@ class Turns(Pass):
                 self._check(graph, step.steps)
 
     def _again(self, axis: str, early: Sequence[Loop], loops: Sequence[Loop], graph: Graph) -> None:
-        meeting = next(node for node in reversed(early[0].nodes()) if axis in node.kwargs.get("axes", ()))
-        where = f"{meeting.where}  {meeting.where.code}"
+        meeting = _meeting(axis, early[0], graph)
+        where = "  ".join(filter(None, (str(meeting.where), meeting.where.code)))
         work = {node: flops_of(node) for loop in loops for node in loop.nodes() if is_heavy(node)}
         once = sum(work.values())
         more = sum(work[node] for loop in loops for node in loop.nodes() if node in work) - once
@@ -95,6 +95,12 @@ class Turns(Pass):
         )
         graph.notes.append(text)
         warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
+def _meeting(axis: str, loop: Loop, graph: Graph) -> Node:
+    """The first node of a loop that makes a value of all turns of what parameters go into."""
+    ends = [node for node in loop.nodes() if axis in node.kwargs.get("axes", ())]
+    return next(node for node in ends if _takes(node, graph))
 
 
 def _takes(node: Node, graph: Graph) -> bool:

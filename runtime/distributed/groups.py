@@ -63,8 +63,9 @@ def initialise(device_type: str) -> None:
 
 
 def axes_of(graph: Graph) -> list[Axes]:
-    """The sets of axes over which a graph talks, each once, in an order that is the same on all ranks."""
-    return sorted({tuple(n.kwargs["axes"]) for n in graph.nodes if isinstance(n.op, OwnOp) and n.kwargs.get("axes")})
+    """The sets of axes of ranks over which a graph talks, each once, in an order that is the same on all ranks."""
+    over = {tuple(n.kwargs["axes"]) for n in graph.nodes if isinstance(n.op, OwnOp) and n.kwargs.get("axes")}
+    return sorted(axes for axes in over if not any(graph.mesh[axis].time for axis in axes))
 
 
 def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:

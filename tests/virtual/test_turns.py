@@ -1,0 +1,358 @@
+"""Axes of time: loss and gradients of the whole batch, however many turns it is done in; proven turn by turn."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.cost.replay import replay
+from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.ir.ops.time import turns
+from shardfx.ir.program.program_text import parse_program
+from shardfx.module.programs import TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
+from tests.plans import plan, train_beside
+from tests.zoo import make
+
+slow = pytest.mark.slow
+HINTS: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
+    "2 turns": (sx.Mesh(dp=1), {"accumulate": 2}),
+    "5 turns of 8 rows": (sx.Mesh(dp=1), {"accumulate": 5}),
+    "dp2, 4 turns": (sx.Mesh(dp=2), {"accumulate": 4}),
+    "dp2 tp2, 3 turns": (sx.Mesh(dp=2, tp=2), {"accumulate": 3}),
+    "zero 1": (sx.Mesh(dp=2), {"accumulate": 2, "zero": 1, "zero_min": 0}),
+    "zero 2": (sx.Mesh(dp=2), {"accumulate": 2, "zero": 2, "zero_min": 0}),
+    "zero 3": (sx.Mesh(dp=2), {"accumulate": 3, "zero": 3, "zero_min": 0}),
+    "each": (sx.Mesh(dp=2), {"accumulate": 2, "reduce": "each"}),
+    "recompute": (sx.Mesh(dp=2), {"accumulate": 2, "recompute": "layers.*"}),
+}
+NAMES = ["mlp3", "gpt_fused", "llama", "unet", "moe_loop", "hf_gpt2", "hf_t5", "hf_bert", "hf_vit", "moe_mixtral"]
+QUICK = {
+    ("mlp3", "5 turns of 8 rows"),
+    ("mlp3", "dp2 tp2, 3 turns"),
+    ("gpt_fused", "dp2, 4 turns"),
+    ("unet", "2 turns"),
+    ("gpt_fused", "zero 2"),
+    ("gpt_fused", "zero 3"),
+    ("mlp3", "each"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=() if (name, how) in QUICK else slow)
+        for name in NAMES
+        for how in HINTS
+        if how != "recompute" or name in ("gpt_fused", "llama")
+    ],
+)
+def test_training_in_turns_equals_the_whole_batch_on_one_device(name: str, how: str) -> None:
+    mesh, hints = HINTS[how]
+    assert train_beside(name, mesh, **hints).worst < 1e-9
+
+
+@pytest.mark.parametrize("how", ["dp2, 4 turns", "zero 3", "5 turns of 8 rows"])
+def test_what_is_done_in_turns_is_proven(how: str) -> None:
+    mesh, hints = HINTS[how]
+    pm = plan(make("gpt_fused"), mesh, **hints)
+    verdict = pm.verify()
+    assert verdict, verdict
+    assert pm.verify(run=True)
+
+
+@pytest.mark.parametrize("how", ["dp2, 4 turns", "zero 3"])
+def test_a_turn_holds_what_a_run_holds(how: str) -> None:
+    mesh, hints = HINTS[how]
+    case = make("mlp3")
+    pm = plan(case, mesh, **hints)
+    held = held_in_a_step(pm, case)
+    for rank in range(pm.mesh.size):
+        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
+
+
+def test_many_turns_are_as_long_as_few() -> None:
+    case = make("mlp3")
+    few, many = (
+        sx.parallelize(
+            case.model,
+            sx.Mesh(dp=2),
+            sx.Hints(
+                args=(torch.zeros(512, 32, dtype=torch.float64),),
+                loss=case.loss,
+                targets=(torch.zeros(512, dtype=torch.int64),),
+                specs={"args.0": "dp, -"},
+                accumulate=count,
+            ),
+            virtual=True,
+        ).rank_program(1)
+        for count in (2, 256)
+    )
+    assert len(few.graph.nodes) == len(many.graph.nodes)
+    assert replay(many).cost.flops == replay(few).cost.flops > 0
+    assert replay(many).peak.nbytes < replay(few).peak.nbytes
+
+
+# ---- damaged programs
+
+
+def of(graph: fx.Graph, name: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is BY_NAME[name].function]
+
+
+def a_turn_less(graph: fx.Graph) -> None:
+    node = of(graph, "time.turns")[-1]
+    node.args = (node.args[0], node.args[1] - 1, node.args[2])
+
+
+def rows_of_the_first_turn(graph: fx.Graph) -> None:
+    node = of(graph, "time.at")[-1]
+    node.args = (node.args[0], node.args[1], 0)
+
+
+def rows_of_the_turn_before(graph: fx.Graph) -> None:
+    node = of(graph, "time.at")[-1]
+    node.args = (node.args[0], node.args[1] + node.args[2], -node.args[2])
+
+
+def added_twice(graph: fx.Graph) -> None:
+    node = of(graph, "time.add")[-1]
+    with graph.inserting_after(node):
+        again = graph.call_function(turns.add, (node, node.args[1]))
+    again.meta = dict(node.meta)
+    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+
+def stale(graph: fx.Graph) -> None:
+    node = of(graph, "memory.filled")[-1]
+    node.args = (node.args[0], 1.0, *node.args[2:])
+
+
+def rounder(graph: fx.Graph) -> None:
+    node = of(graph, "memory.filled")[-1]
+    node.args = (*node.args[:2], torch.float16, *node.args[3:])
+
+
+def the_last_turn_alone(graph: fx.Graph) -> None:
+    node = of(graph, "time.add")[-1]
+    node.replace_all_uses_with(node.args[1], delete_user_cb=lambda user: user.target is not turns.done)
+
+
+def collected_before_the_end(graph: fx.Graph) -> None:
+    node = of(graph, "time.add")[-1]
+    with graph.inserting_after(node):
+        read = graph.call_function(torch.ops.aten.neg.default, (node,))
+    read.meta = dict(node.meta)
+
+
+MUTANTS = [
+    a_turn_less,
+    rows_of_the_first_turn,
+    rows_of_the_turn_before,
+    added_twice,
+    stale,
+    rounder,
+    the_last_turn_alone,
+    collected_before_the_end,
+]
+
+
+@pytest.mark.parametrize("damage", MUTANTS)
+def test_damaged_turns_are_refused(damage: Callable[[fx.Graph], None]) -> None:
+    pm = plan(make("mlp3"), sx.Mesh(dp=2), accumulate=4)
+    program = pm.rank_program(1)
+    damage(program.graph)
+    verdict = pm.verify(modules={1: program.module()})
+    assert not verdict and verdict.why
+
+
+def test_a_program_with_turns_is_text_a_module_and_a_file() -> None:
+    pm = plan(make("mlp3"), sx.Mesh(dp=2), accumulate=4)
+    program = pm.rank_program(1)
+    assert str(parse_program(str(program), pm.after)) == str(program)
+    module = pm.rank_module(1)
+    again = pickle.loads(pickle.dumps(module))
+    assert "time_turns_repeat" in module.code
+    assert again.code == module.code == copy.deepcopy(module).code
+    assert pm.verify(modules={1: again})
+    pm.use(modules={1: again})
+    case = make("mlp3")
+    whole = case.loss(case.model(*case.args), *case.targets)
+    assert abs(pm(*case.args, *case.targets).item() - whole.item()) < 1e-12
+
+
+def test_compiled_turns_are_the_same_turns() -> None:
+    case = make("gpt_fused")
+    pm = plan(case, sx.Mesh(dp=2), accumulate=2)
+    loss = pm(*case.args, *case.targets)
+    pm.compile(backend="eager")
+    assert abs(pm(*case.args, *case.targets).item() - loss.item()) < 1e-12
+    assert pm.verify()
+
+
+# ---- chunks within a step
+
+
+class Language(nn.Module):
+    def __init__(self, vocabulary: int = 300, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.embed(x))))
+
+
+def next_tokens(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+def language() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randint(300, (4, 15))
+    y = torch.randint(300, (4, 15))
+    y[0, :11] = -100  # turns and ranks count otherwise
+    return Language().double(), x, y
+
+
+CHUNKS = {
+    "chunk": (sx.Mesh(dp=2, chunk=sx.Time(5)), {"args.0": "dp, -", "head": "dp, chunk, -"}),
+    "uneven": (sx.Mesh(dp=2, chunk=sx.Time(4)), {"args.0": "dp, -", "head": "dp, chunk, -"}),
+    "turns and chunks": (
+        sx.Mesh(dp=2, mb=sx.Time(2), chunk=sx.Time(5)),
+        {"args.0": "mb dp, -", "head": "mb dp, chunk, -"},
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CHUNKS)
+def test_logits_exist_a_chunk_at_a_time(how: str) -> None:
+    model, x, y = language()
+    mesh, specs = CHUNKS[how]
+
+    def planned(mesh: sx.Mesh, specs: dict[str, str]) -> sx.ParallelModule:
+        hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs)
+        return sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
+
+    pm, whole = planned(mesh, specs), planned(sx.Mesh(dp=2), {"args.0": "dp, -"})
+    loss = next_tokens(model(x), y)
+    loss.backward()
+    made = pm(x, y)
+    made.backward()
+    grads = pm.full_grads()
+    assert abs(made.item() - loss.item()) < 1e-12
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (grads[name] - parameter.grad).abs().max() < 1e-12
+    assert pm.verify()
+    assert pm.memory(0).footprint.peak.of("activations") < whole.memory(0).footprint.peak.of("activations") / 2
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_whole_step_in_turns(zero: int) -> None:
+    model, x, y = language()
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    pm = sx.parallelize(
+        model,
+        sx.Mesh(dp=2),
+        sx.Hints(
+            args=(x,),
+            loss=next_tokens,
+            targets=(y,),
+            specs={"args.0": "dp, -"},
+            accumulate=2,
+            zero=zero,
+            zero_min=0,
+            clip=0.1,
+            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        ),
+        virtual=True,
+    )
+    for _ in range(2):
+        loss = next_tokens(alone(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optimizer.step()
+        assert abs(pm.step(x, y).item() - loss.item()) < 1e-9
+    state = pm.full_state_dict()
+    assert all((state[name] - each).abs().max() < 1e-9 for name, each in alone.state_dict().items())
+    assert pm.verify()
+
+
+def test_results_are_put_together_again() -> None:
+    model, x, y = language()
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, accumulate=2)
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    with torch.no_grad():
+        assert (pm(x) - model(x)).abs().max() < 1e-12
+
+
+# ---- what cannot be done in turns
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.norm(self.first(x))))
+
+
+def in_turns(model: nn.Module, loss: Callable[..., Tensor], **hints: Any) -> sx.ParallelModule:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    given = sx.Hints(args=(x,), loss=loss, targets=(y,), **{"specs": {"args.0": "dp, -"}, "accumulate": 2, **hints})
+    return sx.parallelize(model, sx.Mesh(dp=2), given, virtual=True)
+
+
+def test_a_batch_norm_needs_all_turns_at_each_layer() -> None:
+    with pytest.raises(sx.Error, match=r"all turns of 'mb' must have come to this place") as error:
+        in_turns(Normed(), F.cross_entropy)
+    assert "norm  test_turns.py" in str(error.value) and "batch_stats" in str(error.value)
+
+
+def weighted(out: Tensor, y: Tensor) -> Tensor:
+    sure = out.softmax(-1).amax(-1)
+    return (F.cross_entropy(out, y, reduction="none") * sure).sum() / sure.sum()
+
+
+def test_what_all_turns_must_know_of_the_forward_is_done_twice_and_said() -> None:
+    model = nn.Linear(6, 3).double()
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(3, (8,))
+    hints = sx.Hints(args=(x,), loss=weighted, targets=(y,), specs={"args.0": "dp, -"}, accumulate=2)
+    with pytest.warns(sx.ShardfxWarning, match="gone through twice"):
+        pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints, virtual=True)
+    loss = weighted(model(x), y)
+    loss.backward()
+    made = pm(x, y)
+    made.backward()
+    assert abs(made.item() - loss.item()) < 1e-12
+    assert model.weight.grad is not None
+    assert (pm.full_grads()["weight"] - model.weight.grad).abs().max() < 1e-12
+    with pytest.raises(sx.Error, match="before any can go on"):
+        in_turns(nn.Linear(6, 3), weighted, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("hints", "said"),
+    [
+        ({"accumulate": 0}, "accumulate"),
+        ({"reduce": "never"}, "reduce"),
+        ({"specs": {"args.0": "dp, -", "weight": "mb, -"}}, "a parameter is cut over 'mb', an axis of time"),
+    ],
+)
+def test_hints_that_say_nothing_sensible(hints: dict[str, Any], said: str) -> None:
+    with pytest.raises(sx.Error, match=said):
+        in_turns(nn.Linear(6, 3), F.cross_entropy, **hints)
