@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.program.looped.regions import part_in_turns
+from shardfx.ir.program.looped.within_turns import part_in_turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
 

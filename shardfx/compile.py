@@ -46,11 +46,11 @@ from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
 from shardfx.runtime.verify.claims import without_content
 
-from .accumulate import specs_in_turns, with_turns
 from .compiled import Compiled
 from .hints import Hints
 from .plan import PlannedSpecs
 from .plugins import as_passes, as_rank_passes
+from .schedules.accumulate import specs_in_turns, with_turns
 
 
 def default_passes(hints: Hints) -> tuple[Pass, ...]:

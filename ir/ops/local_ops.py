@@ -105,7 +105,7 @@ TURNS = (
     LocalOp("time.least", turns.least, into=0, reads_into=True, turns="collects"),
     LocalOp("time.put", turns.put, into=0, turns="collects"),
 )
-"""What is done once for each turn of a time axis, and what leaves it (:mod:`.turns`)."""
+"""What is done once for each turn of a time axis, and what leaves it (:mod:`.time.turns`)."""
 COLLECTING = {"sum": (turns.add, 0.0), "max": (turns.greatest, -inf), "min": (turns.least, inf)}
 """By reduction: what collects it over turns, and what that begins with."""
 

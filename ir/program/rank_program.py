@@ -19,8 +19,8 @@ from shardfx.ir.graph import Input, Node, Output
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.time import turns
 
-from .looped.nested import nested, opened
-from .looped.regions import part_in_turns
+from .looped.turn_modules import nested, opened
+from .looped.within_turns import part_in_turns
 from .rank_module import Origin, RankModule
 
 

@@ -28,7 +28,7 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
-from .looped.regions import part_in_turns
+from .looped.within_turns import part_in_turns
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
 from .well_formed import OVER, malformed

@@ -23,7 +23,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.looped.in_turns import time_axes
-from shardfx.ir.program.looped.regions import regions
+from shardfx.ir.program.looped.within_turns import regions
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
 

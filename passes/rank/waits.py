@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.looped.regions import regions
+from shardfx.ir.program.looped.within_turns import regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 from shardfx.ir.graph import Graph, Node
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.program.looped.unrolled import NotTurns, as_ranks, unrolled
+from shardfx.ir.program.looped.collected import NotTurns
+from shardfx.ir.program.looped.unrolled import as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 
 from .fault import Fault, place

@@ -1,1 +1,1 @@
-"""Schedules of pipelines as people see them: simulated, drawn, on the command line."""
+"""Turns and schedules of pipelines as people say and see them: accumulated, simulated, drawn, on the command line."""

@@ -27,13 +27,13 @@ MAY_IMPORT = {
 """The folders at the top; ``shardfx`` may import all of them."""
 FOLDERS = ("shardfx", *MAY_IMPORT)
 
-RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools")
+RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
-PROGRAMS = (*GRAPHS, "ir.program")
+PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules"),  # the rewriter alone
     "ir.rules": ("ir",),
-    "ir.ops": ("ir", "ir.ops.pools"),
+    "ir.ops": ("ir", "ir.ops.pools", "ir.ops.time"),
     "ir.ops.pools": ("ir", "ir.ops"),
     "ir.schedule": ("ir",),
     "ir.text": GRAPHS,
@@ -41,7 +41,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.rulebook": ONE_OP,
     "ir.rulebook.arithmetic": (*ONE_OP, "ir.rulebook"),
     "ir.rulebook.movement": (*ONE_OP, "ir.rulebook", "ir.rulebook.arithmetic"),
-    "ir.program": (*ONE_OP, "ir.rulebook", "ir.text"),
+    "ir.program": (*ONE_OP, "ir.program.looped", "ir.rulebook", "ir.text"),
+    "ir.program.looped": (*GRAPHS, "ir.program"),
     "ir.cost": (*PROGRAMS, "ir.rules"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (*ONE_OP, "ir.capture.forms", "ir.capture.intake", "ir.capture.update", "ir.unfolding"),
@@ -60,12 +61,13 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "passes.communication",
         "passes.memory",
         "passes.sharding",
+        "passes.time",
     ),
     "passes.communication": (*ONE_OP, "passes"),
     "passes.memory": (*ONE_OP, "passes"),
     "passes.sharding": (*ONE_OP, "ir.capture", "ir.capture.forms", "passes"),
     "passes.rank": (*PROGRAMS, "passes"),
-    "passes.time": ("ir", "ir.schedule"),
+    "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
     "runtime": PROGRAMS,
     "runtime.virtual": (*PROGRAMS, "runtime"),
     "runtime.distributed": (*PROGRAMS, "runtime"),
@@ -101,7 +103,16 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "report",
         "visualize",
     ),
-    "schedules": ("ir", "ir.schedule", "passes.time", "report", "visualize"),
+    "schedules": (
+        "shardfx",
+        *ONE_OP,
+        "ir.capture",
+        "ir.schedule",
+        "passes.sharding",
+        "passes.time",
+        "report",
+        "visualize",
+    ),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
 }

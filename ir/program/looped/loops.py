@@ -20,7 +20,7 @@ from shardfx.ir.program.sharing import destination
 from shardfx.ir.shards import held_shape
 
 from .in_turns import Loop, hangs_on
-from .rows import own_place, own_rows
+from .own_rows import own_place, own_rows
 
 if TYPE_CHECKING:
     from shardfx.ir.program.lower import Lowering

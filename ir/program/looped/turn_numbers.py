@@ -21,7 +21,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.time import turns
 
 from .in_turns import time_axes
-from .regions import regions
+from .within_turns import regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]

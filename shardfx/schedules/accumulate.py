@@ -21,8 +21,7 @@ from shardfx.ir.mesh import Mesh, Time
 from shardfx.ir.names import pattern
 from shardfx.ir.spec import Spec
 from shardfx.passes.sharding.bind_hints import as_spec
-
-from .plan import PlannedSpecs
+from shardfx.plan import PlannedSpecs
 
 NAMES = ("mb", "micro_batch", "accumulate")
 """What the axis is called: the first of these that the mesh does not have."""

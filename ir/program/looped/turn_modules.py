@@ -15,7 +15,7 @@ from torch import fx
 
 from shardfx.ir.ops.time import turns
 
-from .regions import part_in_turns
+from .within_turns import part_in_turns
 
 Units = dict[str, fx.Graph]
 

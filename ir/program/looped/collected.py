@@ -1,0 +1,208 @@
+"""What turns collect, as what so many ranks would reduce or gather: a part of :mod:`.unrolled`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.graph import Graph, Node
+from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.local_ops import COLLECTING, row_of
+from shardfx.ir.ops.time import turns
+from shardfx.ir.program.rank_program import RankProgram
+
+from .in_turns import time_axes
+from .loops import fitting
+
+c10d = torch.ops._c10d_functional
+REDUCTION: dict[Any, tuple[str, float]] = {collect: (reduce, first) for reduce, (collect, first) in COLLECTING.items()}
+
+
+class NotTurns(Exception):
+    """Of a program whose turns are not those of its plan: what is wrong, and at which node."""
+
+    def __init__(self, what: str, node: fx.Node) -> None:
+        super().__init__(what)
+        self.what, self.node = what, node
+
+
+@dataclass
+class Put:
+    """A turn's part of an output, where it lies in what the rank gives, and who puts it there."""
+
+    x: Any
+    place: dict[int, tuple[int, int]]
+    shape: list[int]
+    node: fx.Node
+
+
+class Walk:
+    """A program with turns, walked as one of them: what is known so far."""
+
+    def __init__(self, program: RankProgram, graph: Graph, rank: int) -> None:
+        self.program, self.planned, self.rank = program, graph, rank
+        self.coords = graph.mesh.coords(rank)
+        self.time = time_axes(program.mesh)
+        self.fx = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.inputs = {given.name: given for given in graph.inputs}
+        self.place_of = {value.name: node for node in graph.nodes for value in node.outs}
+        self.sources = dict(zip((n for n in program.graph.nodes if n.op == "placeholder"), program.inputs, strict=True))
+        self.taken: dict[fx.Node, frozenset[str]] = {}
+        """Of an input that holds pieces of several turns, and of parts of it: the axes over which it is taken."""
+        self.open: list[fx.Node] = []
+        self.inside: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.left: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        """Of what is collected: the loops that collect it."""
+        self.memory: set[fx.Node] = set()
+        """What turns go on from."""
+
+    def _number(self, arg: Any, node: fx.Node) -> Any:
+        def known(each: fx.Node) -> Any:
+            if each not in self.env or isinstance(self.env[each], fx.Node) or not self._reaches(each):
+                raise NotTurns(f"{each.name} is no number of these turns", node)
+            return self.env[each]
+
+        return fx.map_arg(arg, known)
+
+    def _reaches(self, used: fx.Node) -> bool:
+        """Whether a value may be used here: it was made in turns that are not over."""
+        made = self.inside[used][: len(self.inside[used]) - len(self.left.get(used, ()))]
+        return made == tuple(self.open[: len(made)])
+
+    def _group(self, node: fx.Node, name: str) -> str:
+        """The group of this turn's rank with the same turns of others."""
+        mesh, own = self.program.mesh, name.partition("/")[2].partition("@")[0].split(".")
+        if not set(own) <= set(mesh.names) or name != mesh.group_name(self.program.rank, own):
+            raise NotTurns(f"{name} is no group of rank {self.program.rank}", node)
+        return self.planned.mesh.group_name(self.rank, own)
+
+    def _usable(self, used: fx.Node, node: fx.Node) -> None:
+        if used not in self.env:
+            raise NotTurns(f"{used.name} is memory that turns collect into, and is used otherwise", node)
+        if any(loop in self.open for loop in self.left.get(used, ())):
+            raise NotTurns(f"{used.name} is used in the turns that collect it", node)
+        if not self._reaches(used):
+            raise NotTurns(f"{used.name} is used behind its turns, which do not collect it", node)
+        if used in self.taken and (missing := self._turned(used) - self.taken[used]):
+            what = f"{used.name} holds what all turns of {', '.join(sorted(missing))} have, and is used whole"
+            raise NotTurns(what, node)
+
+    def _turned(self, node: fx.Node) -> frozenset[str]:
+        """The axes of time over which an input is cut."""
+        source = node
+        while source.op != "placeholder":
+            source = source.args[0]  # type: ignore[assignment]
+        spec = self.sources[source].value.spec
+        return frozenset(axis for axis in self.time if spec is not None and axis in spec.axes)
+
+    def _make(
+        self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> fx.Node:
+        made = self.fx.call_function(target, args, dict(kwargs or {}))
+        made.meta = dict(like.meta)
+        planned = like.meta.get("shardfx")
+        if isinstance(planned, Node) and planned.outs:
+            made.meta["shardfx"] = self.place_of.get(planned.outs[0].name, planned)
+        return made
+
+    # ---- what leaves --------------------------------------------------------------------------------------------
+
+    def collects(self, node: fx.Node) -> None:
+        """What a call collects over the turns around it, as ranks would reduce or gather it."""
+        memory, x = node.args[:2]
+        if not isinstance(memory, fx.Node) or not isinstance(x, fx.Node) or not self.open:
+            raise NotTurns(f"{node.name} collects what is not done in turns", node)
+        self._usable(x, node)
+        others = [user for user in memory.users if user is not node and not _frames(user)]
+        depth = len(self.inside[memory])
+        if others or self.inside[memory] != tuple(self.open[:depth]) or depth == len(self.open):
+            raise NotTurns(f"{memory.name} is not memory that these turns alone collect into", node)
+        collected = self.open[depth:]
+        self.left[node] = tuple(collected)
+        if node.target is turns.put:
+            self._put(node, memory, collected)
+            return
+        self.env[node] = self._summed(node, memory, self.env[x], collected)
+
+    def _summed(self, node: fx.Node, memory: fx.Node, x: Any, collected: list[fx.Node]) -> fx.Node:
+        """What so many ranks would reduce."""
+        reduce, first = REDUCTION[node.target]
+        source: Any = memory.args[0] if memory.target is memory_ops.part else memory
+        planned = node.meta.get("shardfx")
+        if len(collected) != 1 or source.target is not memory_ops.filled or not isinstance(planned, Node):
+            raise NotTurns(f"{node.name} goes on from what is no memory for sums of the plan", node)
+        _, begins, dtype = source.args[:3]
+        if dtype != planned.outs[0].type.dtype or begins != fitting(first, dtype):
+            what = f"{node.name} goes on from {begins} of {dtype}"
+            raise NotTurns(f"{what}, not from {first} of {planned.outs[0].type.dtype}", node)
+        group = self.planned.mesh.group_name(self.rank, [str(collected[0].args[0])])
+        sent = self._make(node, c10d.all_reduce.default, (x, reduce, group))
+        return self._make(node, c10d.wait_tensor.default, (sent,))
+
+    def _put(self, node: fx.Node, memory: fx.Node, collected: list[fx.Node]) -> None:
+        """What each turn makes, one behind the other, or at its place in the whole."""
+        args: Any = node.args
+        x, dims, starts, lengths = args[1:]
+        dims, starts, lengths = (self._number(arg, node) for arg in (dims, starts, lengths))
+        whole: Any = memory.args[0]
+        made = self.env[x]
+        if self._leaves(node):
+            place = dict(zip(dims, zip(starts, lengths, strict=True), strict=True))
+            self.env[node] = Put(made, place, list(whole), node)
+        elif len(collected) == 1 and len(dims) == 1:
+            self.env[node] = self._gathered(node, made, collected[0], dims[0], list(whole), lengths[0])
+        else:
+            raise NotTurns(f"{node.name} puts parts of several axes together", node)
+
+    def _leaves(self, node: fx.Node) -> bool:
+        """Whether a node is an output that is cut over time."""
+        given: Any = self.program.result().args[0]
+        return any(
+            result is node
+            and output.value.spec is not None
+            and any(axis in output.value.spec.axes for axis in self.time)
+            for output, result in zip(self.program.outputs, given, strict=False)
+        )
+
+    def _gathered(self, node: fx.Node, x: Any, loop: fx.Node, dim: int, whole: list[int], length: int) -> fx.Node:
+        """The parts of all turns together: what so many ranks would gather."""
+        axis, count = str(loop.args[0]), self.program.mesh[str(loop.args[0])].size
+        rows, at = [self._rows(node, loop, turn) for turn in range(count)], 0
+        for turn, (start, length_) in enumerate(rows):
+            if start != at:
+                raise NotTurns(f"turn {turn} puts its part at {start}, where {at} is the next place", node)
+            at += length_
+        if at != whole[dim]:
+            raise NotTurns(f"turns put {at} rows into memory for {whole[dim]}", node)
+        per = max(length_ for _, length_ in rows)
+        packed = self._make(node, pack.pack, (x, [*whole[:dim], length, *whole[dim + 1 :]], dim, per))
+        group = self.planned.mesh.group_name(self.rank, [axis])
+        sent = self._make(node, c10d.all_gather_into_tensor.default, (packed, count, group))
+        wait = self._make(node, c10d.wait_tensor.default, (sent,))
+        return self._make(node, pack.unpack_gathered, (wait, per, [length_ for _, length_ in rows], dim, whole))
+
+    def _rows(self, node: fx.Node, loop: fx.Node, turn: int) -> tuple[int, int]:
+        """Where another turn puts its part."""
+
+        def number(arg: Any) -> Any:
+            if not isinstance(arg, fx.Node):
+                return arg
+            if arg is loop:
+                return turn
+            if arg.target in (turns.at, turns.pick):
+                function: Any = arg.target
+                return function(*map(number, arg.args))
+            return self.env[arg]
+
+        args: Any = node.args
+        return number(args[3][0]), number(args[4][0])
+
+
+def _frames(node: fx.Node) -> bool:
+    row = row_of(node.target)
+    return row is not None and row.turns in ("opens", "closes")
