@@ -27,6 +27,7 @@ from shardfx.passes.rank import RankPass
 from shardfx.passes.time import make_schedule
 from shardfx.runtime.verify.verdict import Verdict
 from shardfx.scenes.file_readers import GeoTiff, Nifti
+from shardfx.scenes.predict import predict_scene
 from shardfx.scenes.tile_dataset import TileDataset
 from shardfx.scenes.whole_image import WholeImage
 from shardfx.schedules.timeline import Timeline, simulate
@@ -71,6 +72,7 @@ __all__ = [
     "make_schedule",
     "observes",
     "parallelize",
+    "predict_scene",
     "prove",
     "rule",
     "simulate",

@@ -22,6 +22,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.rules.book import RuleBook
 from shardfx.memory.formula import Sizes
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.plan import Plan, make_plan
@@ -35,7 +36,7 @@ from shardfx.runtime.verify.verdict import Verdict
 
 from .held.input_tile import tile_of
 from .held.state import ModelState
-from .held.tree import Root
+from .held.tree import Root, Tree
 from .place import Place
 from .programs import Programs
 from .variants import Variants
@@ -48,6 +49,7 @@ class PlannedModule(Root):
     _peers: Peers
     _place: Place
     _state: ModelState
+    _tree: Tree
     _variants: Variants
     _compiling: Mapping[str, Any] | None
 
@@ -166,6 +168,11 @@ class PlannedModule(Root):
         """The rank that this process is; None where all ranks are virtual, in this process."""
         return None if self._place.virtual else dist.get_rank()
 
+    @property
+    def rule_book(self) -> RuleBook:
+        """The op rules by which it was planned."""
+        return self._compiled.context.rules
+
     def agree_on(self, what: str, words: Mapping[str, str]) -> None:
         """All ranks are about to do the same, said in words by subject; all of them call it. ::
 
@@ -202,13 +209,23 @@ class PlannedModule(Root):
             )
         return tile_of(self.after, name, rank, halo)
 
+    def traced(self, *args: Any) -> Graph:
+        """The captured program of the model's results for other arguments (tensors on ``meta`` will do), in the mode
+        that the model is in now. Nothing is planned.
+
+        Raises:
+            Error: the model cannot be captured for them.
+        """
+        with no_collection():
+            return self._variants.trace(args, self._tree.training)
+
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
 
         Raises:
             Error: nothing has this name.
         """
-        return explain(self.after, self._compiled.context.rules, name)
+        return explain(self.after, self.rule_book, name)
 
     def draw(self, folder: str | Path, every_pass: bool = False) -> list[Path]:
         """Draw the program as ``before.svg`` and ``after.svg``, if wished also after each pass; gives the paths."""

@@ -116,6 +116,24 @@ def what_is_decoded_badly_is_an_error() -> None:
 
 
 @worker
+def a_scene_is_predicted_by_all(folder: str) -> None:
+    """Window by window; one process writes, and all know which windows are done."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3, padding=1)).double().eval()
+    x = torch.zeros(1, 3, 16, 24, dtype=torch.float64)
+    pm = sx.parallelize(model, sx.Mesh(h=2, w=2), sx.Hints(args=(x,), specs={"args.0": "-, -, h, w"}))
+    scene = torch.randn(3, 46, 24, dtype=torch.float64)
+    out, state = np.zeros((2, 23, 12)) if dist.get_rank() == 0 else None, Path(folder) / "state"
+    sx.predict_scene(pm, scene, out, state=state, progress=False)
+    if out is not None:
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(out), model(scene[None])[0], rtol=1e-9, atol=1e-9)
+    missing = Path(folder) / ("state" if dist.get_rank() else "none")
+    with pytest.raises(sx.Error, match="windows"):
+        sx.predict_scene(pm, scene, out, state=missing, progress=False)
+
+
+@worker
 def draws_that_differ_are_an_error() -> None:
     """Crops and turns of another seed on one rank would be another image's tiles."""
     pm = planned()

@@ -13,5 +13,6 @@ def test_each_rank_reads_its_tiles(tmp_path: Path) -> None:
         f"the_loop_is_that_of_virtual_ranks:{tmp_path}",
         "images_are_decoded_once",
         "what_is_decoded_badly_is_an_error",
+        f"a_scene_is_predicted_by_all:{tmp_path}",
         "draws_that_differ_are_an_error",
     )

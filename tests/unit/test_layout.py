@@ -102,7 +102,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "visualize",
     ),
     "schedules": ("ir", "ir.schedule", "passes.time", "report", "visualize"),
-    "scenes": ("ir", "module", "module.held", "runtime.distributed"),
+    "scenes": (*RULES, "module", "module.held", "runtime.distributed"),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
 }
