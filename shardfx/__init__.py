@@ -27,6 +27,7 @@ from shardfx.passes.rank import RankPass
 from shardfx.passes.time import make_schedule
 from shardfx.runtime.verify.verdict import Verdict
 from shardfx.scenes.file_readers import GeoTiff, Nifti
+from shardfx.scenes.margins import draw_tiles
 from shardfx.scenes.predict import predict_scene
 from shardfx.scenes.tile_dataset import TileDataset
 from shardfx.scenes.whole_image import WholeImage
@@ -69,6 +70,7 @@ __all__ = [
     "check_schedule",
     "default_passes",
     "default_rank_passes",
+    "draw_tiles",
     "make_schedule",
     "observes",
     "parallelize",

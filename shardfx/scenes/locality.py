@@ -54,18 +54,22 @@ class Locality:
     ragged: Node | None
 
 
-def follow(window: Graph, whole: Graph, rules: RuleBook, axes: Iterable[int], result: str) -> Locality:
+def follow(window: Graph, whole: Graph, rules: RuleBook, axes: Iterable[int], result: str | None) -> Locality:
     """Follow some dims (``axes``) of the model's image through a model, captured for a window and for the whole scene.
 
     Raises:
-        Error: the result of this name is not local: the op, where it stands in the model, and why.
+        Error: the result of this name (None: none is asked for) is not local: the op, where it stands in the model, and
+            why.
     """
-    if [str(node.op) for node in window.nodes] != [str(node.op) for node in whole.nodes]:
+    if any([*map(str, a)] != [*map(str, b)] for a, b in zip(_outline(window), _outline(whole), strict=True)):
         raise not_local(None, "it is another program for an image of the scene's size")
     known: dict[Value, Known] = {}
     for given, twin in zip(window.inputs, whole.inputs, strict=True):
         if given.kind is InputKind.SEED:
             known[given.value] = Far(None, "random numbers are drawn by their place")
+            continue
+        if given.constant is not None and not alike_constants(given.constant, twin.constant):
+            known[given.value] = Far(None, "a number that it holds is another where the image is larger")
             continue
         sizes = zip(given.value.shape, twin.value.shape, strict=True)
         own = given.kind is InputKind.ARGUMENT
@@ -80,7 +84,20 @@ def follow(window: Graph, whole: Graph, rules: RuleBook, axes: Iterable[int], re
         if node.outs and not isinstance(made := known[node.outs[0]], Far):
             rows = [part for parts in made for part in parts if isinstance(part, Rows)]
             layers.append(Layer(node, {part.axis: part for part in rows}))
-    return Locality(_dims(window, known, result), layers, follower.grid, follower.ragged)
+    dims = () if result is None else _dims(window, known, result)
+    return Locality(dims, layers, follower.grid, follower.ragged)
+
+
+def _outline(graph: Graph) -> tuple[list[Any], list[Any]]:
+    """What inputs there are, and which ops."""
+    return [given.kind for given in graph.inputs], [node.op for node in graph.nodes]
+
+
+def alike_constants(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    """Whether two captures hold the same numbers."""
+    if b is None or a.shape != b.shape:
+        return False
+    return a.is_meta or b.is_meta or torch.equal(a, b)
 
 
 def _more(window: Graph, whole: Graph) -> dict[int, int]:

@@ -217,6 +217,13 @@ class Largest(nn.Module):
         return nn.functional.max_pool2d(x, 2, return_indices=True)[1].double()
 
 
+class Counts(nn.Module):
+    """A number that is made of the size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / torch.tensor(x.shape[2])
+
+
 NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "global pool": (Squeeze, r"mean.* is not local: it takes all places of the image together"),
     "attention": (Attends, r"attention.* is not local"),
@@ -232,6 +239,7 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: nn.Dropout().train(), "random numbers are drawn by their place"),
     "places of maxima": (Largest, "max_pool2d.* is not local: it says where in the image something lies"),
     "unpooling": (Unpools, "max_.*pool2d.* is not local"),
+    "a size": (Counts, "is not local"),
     "a turn": (lambda: Turns(), "flip is not local: it needs all rows"),
 }
 
