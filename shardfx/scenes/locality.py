@@ -130,8 +130,8 @@ def not_local(node: Node | None, why: str) -> Error:
     )
 
 
-FILLS = ("aten.full", "aten.zeros", "aten.ones", "aten.full.default", "aten.zeros.default", "aten.ones.default")
-"""What is the same at all places."""
+UNIFORM = ("aten.full", "aten.zeros", "aten.ones", "aten.expand")
+"""What makes dims along which all is the same."""
 
 
 class Follower:
@@ -177,7 +177,7 @@ class Follower:
             try:
                 if tracked and rule.windows and not value.type.dtype.is_floating_point:
                     raise NotLocal("says where in the image something lies")
-                found[value] = self._result(rule, dims, factors, op_name(node.op) in FILLS, other)
+                found[value] = self._result(rule, dims, factors, op_name(node.op) in UNIFORM, other)
                 if numbers(node) != numbers(twin):
                     raise NotLocal("computes something else where the image is larger")
             except NotLocal as error:
@@ -200,7 +200,7 @@ class Follower:
         for dim, size in zip(dims, whole.shape, strict=True):
             made: Parts = ()
             for factor in dim:
-                made += factors.get(factor) or (Plain(rule.sizes[factor], filled or rule.moves_only),)
+                made += factors.get(factor) or (Plain(rule.sizes[factor], filled),)
             self._check(made, size, whole)
             found.append(made)
         return tuple(found)

@@ -65,6 +65,8 @@ def predict_scene(
     sizes = _sizes(pm, scene, image.shape, window)
     place, locality = _followed(pm, scene, sizes, result)
     parts, rows = locality.dims, {part.axis: part for part in locality.dims if isinstance(part, Rows)}
+    if parts[0].size != image.shape[0] or (image.shape[0] > 1 and 0 not in rows):
+        raise not_local(None, "the first dim of its result is not that of the images")
     by_dim = [
         spans(rows[dim], size, whole, locality.grid[dim], dim - 1) if size != whole else [whole_span(whole)]
         for dim, (size, whole) in enumerate(zip(sizes, scene.shape[1:], strict=True), 2)

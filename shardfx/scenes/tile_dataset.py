@@ -278,6 +278,14 @@ def wanted(pm: ParallelModule, names: Sequence[str], rank: int | None) -> list[W
                 remedy=f"cut both alike: Hints(specs={{{name!r}: ...}})",
             )
     batch = Batch(values[0].shape[0], mine.start, mine.stop)
+    if batch.start == batch.stop:
+        raise Error(
+            f"rank {rank} has no sample of a batch",
+            where=f"TileDataset(...), {names[0]}",
+            expected="a batch of a sample for each rank that it is cut over, at least",
+            got=f"{batch.size} samples",
+            remedy="a larger batch in Hints(args=...), or fewer ranks on that axis",
+        )
     return [
         Wanted(value.shape[1:], value.type.dtype, {r: pm.tile(name, r)[1:] for r in group}, batch)
         for name, value in zip(names, values, strict=True)

@@ -224,6 +224,24 @@ class Counts(nn.Module):
         return x / torch.tensor(x.shape[2])
 
 
+class Table(nn.Module):
+    """A table of numbers for each row, of which as many are taken as there are rows."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.rows, self.how = nn.Parameter(torch.randn(100, 1)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[2]
+        taken = self.rows[:n] if self.how == "slice" else self.rows.split([n, 100 - n])[0]
+        return x * taken
+
+
+class Whole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
 NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "global pool": (Squeeze, r"mean.* is not local: it takes all places of the image together"),
     "attention": (Attends, r"attention.* is not local"),
@@ -239,9 +257,19 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: nn.Dropout().train(), "random numbers are drawn by their place"),
     "places of maxima": (Largest, "max_pool2d.* is not local: it says where in the image something lies"),
     "unpooling": (Unpools, "max_.*pool2d.* is not local"),
+    "a table": (lambda: Table("slice"), "is not local"),
+    "another table": (lambda: Table("split"), "is not local"),
+    "samples that lie second": (Whole, "the first dim of its result is not that of the images"),
     "a size": (Counts, "is not local"),
     "a turn": (lambda: Turns(), "flip is not local: it needs all rows"),
 }
+
+
+class Masks(nn.Module):
+    """Something that is the same at all places, made for the size of the image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.full(x.shape[2:], 0.5, dtype=x.dtype) + torch.ones_like(x[:, :1]).expand(x.shape)
 
 
 class Turns(nn.Module):
@@ -260,6 +288,11 @@ def test_what_is_not_local_is_named(name: str) -> None:
         out = np.zeros(model(torch.zeros(2, 3, 48, 40, dtype=torch.float64)).shape[1:])
     with pytest.raises(sx.Error, match=said):
         sx.predict_scene(pm, image(3, 48, 40), out, progress=False)
+
+
+def test_what_is_alike_at_all_places_is_local() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Masks()).double()
+    check(model, planned(model, 24, 24, mesh=sx.Mesh(h=2)), image(3, 60, 40))
 
 
 def test_what_takes_the_whole_dim_may_do_so_where_windows_have_it() -> None:

@@ -239,6 +239,17 @@ def test_words_and_numbers(pm: sx.ParallelModule) -> None:
         sx.TileDataset([scene(12, 12)], pm)[1]
 
 
+def test_tiles_and_shares_that_are_empty() -> None:
+    tall = planned((3, 12), sx.Mesh(h=4), batch=1)
+    image, mask = scene(5, 12)
+    parts = [sx.TileDataset([(image, mask)], tall, crop=(3, 12), rank=rank) for rank in range(4)]
+    assert [part[0][0].shape[1] for part in parts] == [1, 1, 1, 0]
+    assert torch.equal(tiled("args.0", tall, [part[0][0] for part in parts]), torch.from_numpy(image[:, 1:4]))
+    few = planned((12, 12), sx.Mesh(dp=2), batch=1)
+    with pytest.raises(sx.Error, match="rank 1 has no sample of a batch"):
+        sx.TileDataset([scene(12, 12)], few, rank=1)
+
+
 def test_a_file_cut_short(pm: sx.ParallelModule, tmp_path: Path) -> None:
     mask = scene(900, 900)[1]
     np.zeros((3, 900, 900)).tofile(tmp_path / "image")
