@@ -3,7 +3,7 @@ much work virtual ranks do.
 
     python -m benchmarks.tiles [--size 1024 --wide 8 --rounds 5 --virtual]
 
-Both variants live in the same two processes, one thread each, and take turns, so that a busy neighbour slows both alike;
+Both variants live in the same two processes, one thread each, and take turns, so that a neighbour slows both alike;
 while one process has the whole image, the other waits. Printed are medians over the rounds: of the time on the clock,
 which needs two free cores, and of the processor time of the busier rank, which says what these would give.
 With ``--virtual``, in one process: all the work of 2 x 2 virtual ranks beside that of the whole image.

@@ -23,6 +23,7 @@ def test_the_gpt_trains_as_on_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_tiles_train_as_on_virtual_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
