@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,7 @@ from shardfx.module.held.input_tile import input_value
 
 from .reading import read_window
 from .tile_sampler import Batch, Draw, TileSampler
-from .turn import AUGMENT, ROT90, Turn, Window, drawn, number_below
+from .turn import AUGMENT, ROT90, Turn, Window, drawn, number_below, scales
 from .whole_image import Sharing, WholeImage, shared
 
 if TYPE_CHECKING:
@@ -54,19 +53,20 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
     takes as well, and ``batch_size`` is this rank's share of the batch: so the loop above is the same. ``data[3]`` is
     scene 3, cropped in the middle and as it lies.
 
-    The last dims of an input are space where they are the crop's, or all the k-th part or k-fold of it; others, such as
-    those of a label, are neither cropped nor turned.
+    The last dims of an input are space where they are the crop's; others, such as those of a label, are neither cropped
+    nor turned.
 
     Args:
         scenes: what there is. A scene that is named several times is cropped anew each time.
         pm: the plan, whose inputs have the size of a crop.
         names: the inputs that the arrays of a scene are.
-        crop: rows of the last dims; None: scenes have the size of the inputs. Inputs of another scale (a mask at a
-            quarter) are cropped at the same place.
+        crop: rows of the last dims; None: scenes have the size of the inputs.
         augment: ``hflip``, ``vflip``, ``dflip`` mirror the last, the last but one and the third last dim, ``rot90``
             turns by a multiple of 90 degrees, at random and for all ranks alike: a rank reads what its tile is made of
             then.
         rank: whose tiles they are; by default this process's.
+        scaled: names of inputs of another scale (a mask at a quarter), which are cropped at the same place.
+        labels: names of inputs that lie nowhere on the image, though their last dims look like it.
 
     Raises:
         Error: scenes that are smaller than a crop, or of other sizes where there is no crop; arrays that do not fit the
@@ -81,13 +81,19 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
         crop: Sequence[int] | None = None,
         augment: Sequence[str] = (),
         rank: int | None = None,
+        scaled: Sequence[str] = (),
+        labels: Sequence[str] = (),
     ) -> None:
         self._scenes, self._augment, self._pm = [tuple(scene) for scene in scenes], tuple(augment), pm
         self._rank = pm.this_rank if rank is None else rank
         self._names, self._wanted = tuple(names), wanted(pm, names, self._rank)
         self._batch, shape = self._wanted[0].batch, self._wanted[0].shape
         self._crop = shape[1:]
-        self._scales = [scales(each.shape, self._crop) for each in self._wanted]
+        asked = crop is not None or bool(augment)
+        self._scales = [
+            () if name in labels else scales(each.shape, self._crop, name, name in scaled, asked)
+            for name, each in zip(names, self._wanted, strict=True)
+        ]
         self._grid = [lcm(*(each[i].denominator for each in self._scales if each)) for i in range(len(self._crop))]
         self._passes = 0
         self._bytes = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
@@ -290,10 +296,3 @@ def wanted(pm: ParallelModule, names: Sequence[str], rank: int | None) -> list[W
         Wanted(value.shape[1:], value.type.dtype, {r: pm.tile(name, r)[1:] for r in group}, batch)
         for name, value in zip(names, values, strict=True)
     ]
-
-
-def scales(shape: tuple[int, ...], crop: tuple[int, ...]) -> tuple[Fraction, ...]:
-    """The scale of the last dims of an input, beside those of a crop; () where they are something else (a label)."""
-    space = shape[-len(crop) :]
-    found = [Fraction(a, b) for a, b in zip(space, crop, strict=True)] if len(space) == len(crop) else []
-    return tuple(found) if len(set(found)) == 1 and 1 in (found[0].numerator, found[0].denominator) else ()

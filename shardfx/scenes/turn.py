@@ -1,11 +1,15 @@
-"""What is done to a crop: mirrored, turned by right angles; and which part of it a tile of the result is made of."""
+"""What is done to a crop, mirrored and turned by right angles, which part of it a tile of the result is made of, and
+which inputs are crops of the image at all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
+
+from shardfx.ir.errors import Error
 
 Window = tuple[slice, ...]
 
@@ -57,3 +61,25 @@ def drawn(augment: Sequence[str], space: int, generator: torch.Generator) -> Tur
 def number_below(below: int, generator: torch.Generator) -> int:
     """A whole number, at random."""
     return int(torch.randint(below, (), generator=generator))
+
+
+def scales(shape: tuple[int, ...], crop: tuple[int, ...], name: str, scaled: bool, asked: bool) -> tuple[Fraction, ...]:
+    """The scale of the last dims of an input, beside those of a crop; () where they are something else (a label).
+
+    Raises:
+        Error: they may be either, and what is cropped or turned hangs on it.
+    """
+    space = shape[-len(crop) :]
+    found = [Fraction(a, b) for a, b in zip(space, crop, strict=True)] if len(space) == len(crop) else []
+    regular = len(set(found)) == 1 and 1 in (found[0].numerator, found[0].denominator)
+    if scaled or (asked and regular and found[0] != 1):
+        if not (scaled and regular):
+            raise Error(
+                f"is {name} an image of another scale?" if not scaled else f"{name} is of no scale beside the image",
+                where="TileDataset(scaled=..., labels=...)",
+                expected=f"the last {len(crop)} dims {crop}, or all by one factor smaller or larger",
+                got=shape,
+                remedy=f"scaled=({name!r},) if it is one, labels=({name!r},) if it is not",
+            )
+        return tuple(found)
+    return tuple(found) if regular and found[0] == 1 else ()

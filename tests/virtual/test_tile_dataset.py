@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import shardfx as sx
 from shardfx.scenes.tile_sampler import Draw
+from shardfx.scenes.turn import scales
 
 MESH = sx.Mesh(dp=2, h=2, w=2)
 SPECS = {"args.0": "dp, -, h, w", "targets.0": "dp, h, w"}
@@ -151,11 +152,19 @@ def test_a_mask_at_a_quarter_is_cropped_at_the_same_place() -> None:
     pm = sx.parallelize(model.double(), mesh, hints, virtual=True)
     image, place = np.zeros((3, 40, 52)), np.arange(130).reshape(10, 13)
     image[:] = np.repeat(np.repeat(place, 4, 0), 4, 1)
-    data = sx.TileDataset([(image, place)] * 8, pm, crop=(16, 16), augment=("rot90", "vflip"))
+    how: dict[str, Any] = {"crop": (16, 16), "scaled": ("targets.0",)}
+    data = sx.TileDataset([(image, place)] * 8, pm, augment=("rot90", "vflip"), **how)
     for image, mask in (data[draw] for draw in data.sampler()):
         assert torch.equal(image[0, ::4, ::4].long(), mask)
     with pytest.raises(sx.Error, match=r"scene 0 does not fit targets\.0"):
-        sx.TileDataset([(np.zeros((3, 40, 52)), np.zeros((10, 12)))], pm, crop=(16, 16))
+        sx.TileDataset([(np.zeros((3, 40, 52)), np.zeros((10, 12)))], pm, **how)
+    with pytest.raises(sx.Error, match=r"is targets\.0 an image of another scale?") as caught:
+        sx.TileDataset([(image, place)], pm, crop=(16, 16))
+    assert "labels=('targets.0',)" in str(caught.value)
+    fixed = sx.TileDataset([(image, place[:4, :4])], pm, crop=(16, 16), augment=("rot90",), labels=("targets.0",))
+    assert all(torch.equal(fixed[draw][1], torch.from_numpy(place[:4, :4])) for draw in fixed.sampler())
+    with pytest.raises(sx.Error, match=r"args\.0 is of no scale"):
+        scales((3, 16, 12), (16, 16), "args.0", True, True)
 
 
 def test_labels_and_volumes() -> None:
