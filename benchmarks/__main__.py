@@ -7,7 +7,7 @@ import sys
 
 BENCHMARKS = tuple(
     f"benchmarks.{name}"
-    for name in ("step_time", "collectives", "plan_scale", "verify_scale", "memory_table", "recompute_table", "mutants")
+    for name in "step_time collectives plan_scale verify_scale memory_table recompute_table tiles mutants".split()
 )
 
 

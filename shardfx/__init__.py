@@ -26,6 +26,11 @@ from shardfx.passes import Offload, Pass, Recompute
 from shardfx.passes.rank import RankPass
 from shardfx.passes.time import make_schedule
 from shardfx.runtime.verify.verdict import Verdict
+from shardfx.scenes.file_readers import GeoTiff, Nifti
+from shardfx.scenes.margins import draw_tiles
+from shardfx.scenes.predict import predict_scene
+from shardfx.scenes.tile_dataset import TileDataset
+from shardfx.scenes.whole_image import WholeImage
 from shardfx.schedules.timeline import Timeline, simulate
 
 from .api import parallelize, trace
@@ -38,11 +43,13 @@ __all__ = [
     "Action",
     "Compute",
     "Error",
+    "GeoTiff",
     "Hints",
     "Link",
     "LossScale",
     "Machine",
     "Mesh",
+    "Nifti",
     "Offload",
     "ParallelModule",
     "Pass",
@@ -54,16 +61,20 @@ __all__ = [
     "ShardfxWarning",
     "ShardingRule",
     "Spec",
+    "TileDataset",
     "Time",
     "Timeline",
     "Verdict",
+    "WholeImage",
     "check_rule",
     "check_schedule",
     "default_passes",
     "default_rank_passes",
+    "draw_tiles",
     "make_schedule",
     "observes",
     "parallelize",
+    "predict_scene",
     "prove",
     "rule",
     "simulate",

@@ -22,19 +22,21 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.rules.book import RuleBook
 from shardfx.memory.formula import Sizes
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.plan import Plan, make_plan
 from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
+from shardfx.runtime.peers import Peers
 from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
 
 from .held.input_tile import tile_of
 from .held.state import ModelState
-from .held.tree import Root
+from .held.tree import Root, Tree
 from .place import Place
 from .programs import Programs
 from .variants import Variants
@@ -44,8 +46,10 @@ class PlannedModule(Root):
     """A model with its plan, as far as one only looks at it."""
 
     _compiled: Compiled
+    _peers: Peers
     _place: Place
     _state: ModelState
+    _tree: Tree
     _variants: Variants
     _compiling: Mapping[str, Any] | None
 
@@ -159,6 +163,27 @@ class PlannedModule(Root):
     def _exchanged(self) -> float:
         return self._place.exchanged if self._compiling is None else inf
 
+    @property
+    def this_rank(self) -> int | None:
+        """The rank that this process is; None where all ranks are virtual, in this process."""
+        return None if self._place.virtual else dist.get_rank()
+
+    @property
+    def rule_book(self) -> RuleBook:
+        """The op rules by which it was planned."""
+        return self._compiled.context.rules
+
+    def agree_on(self, what: str, words: Mapping[str, str]) -> None:
+        """All ranks are about to do the same, said in words by subject; all of them call it. ::
+
+            pm.agree_on("reading", {"seed": "0"})
+
+        Raises:
+            Error: on every rank, with both sides, where ranks say different words.
+        """
+        with self._peers.calling():
+            self._peers.agree((what, *words.items()), lambda: {"runs": what, **words})
+
     def tile(self, name: str, rank: int | None = None, halo: int = 0) -> tuple[slice, ...]:
         """The part of an input that a rank reads, as slices of the whole: its tile of an image that is cut. ::
 
@@ -173,7 +198,8 @@ class PlannedModule(Root):
             Error: no input has this name; the rank reads several stretches of a dim; no rank is named, and there are
                 virtual ones.
         """
-        if rank is None and self._place.virtual:
+        rank = self.this_rank if rank is None else rank
+        if rank is None:
             raise Error(
                 "virtual ranks read a tile each",
                 where=f"pm.tile({name!r})",
@@ -181,7 +207,17 @@ class PlannedModule(Root):
                 got="none",
                 remedy=f"pm.tile({name!r}, rank=0)",
             )
-        return tile_of(self.after, name, dist.get_rank() if rank is None else rank, halo)
+        return tile_of(self.after, name, rank, halo)
+
+    def traced(self, *args: Any) -> Graph:
+        """The captured program of the model's results for other arguments (tensors on ``meta`` will do), in the mode
+        that the model is in now. Nothing is planned.
+
+        Raises:
+            Error: the model cannot be captured for them.
+        """
+        with no_collection():
+            return self._variants.trace(args, self._tree.training)
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter, ``args.N``, a module's ops or a value (``%12``) are cut as they are, back to the hints.
@@ -189,7 +225,7 @@ class PlannedModule(Root):
         Raises:
             Error: nothing has this name.
         """
-        return explain(self.after, self._compiled.context.rules, name)
+        return explain(self.after, self.rule_book, name)
 
     def draw(self, folder: str | Path, every_pass: bool = False) -> list[Path]:
         """Draw the program as ``before.svg`` and ``after.svg``, if wished also after each pass; gives the paths."""

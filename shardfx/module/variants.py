@@ -18,12 +18,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from shardfx.compile import capture_model
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.unfolding.unfold import whole
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.engine import Watch
 from shardfx.runtime.peers import Content, Peers
@@ -218,6 +220,13 @@ class Variants:
             del self.known[1]
         self.known.append((form, made))
         return made
+
+    def trace(self, args: tuple[Any, ...], training: frozenset[str]) -> Graph:
+        """The captured program of the model's results for other arguments, in a mode."""
+        for path, module in self.skeleton.named_modules():
+            module.training = path in training
+        hints = replace(self.hints, args=args, targets=(), loss=None, **UNSTEPPED)
+        return whole(capture_model(self.skeleton, self.known[0][1].compiled.after.mesh, hints).graph)
 
     def renew(self, make: Make) -> None:
         """Make all programs anew."""

@@ -113,6 +113,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "report",
         "visualize",
     ),
+    "scenes": (*RULES, "visualize", "module", "module.held", "runtime.distributed"),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
 }
@@ -123,6 +124,7 @@ IN_FUNCTIONS = {
     ("module.planned_module", "visualize"),  # needs Graphviz, which only pictures do
     ("memory.rank_memory", "visualize"),
     ("schedules.timeline", "visualize"),
+    ("scenes.margins", "visualize"),
     ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.place", "runtime.distributed.process_engine"),
     ("module.place", "runtime.distributed.process_peers"),

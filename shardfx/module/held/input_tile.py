@@ -6,9 +6,28 @@ from difflib import get_close_matches
 
 from shardfx.ir.cut import in_stretches
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind
+from shardfx.ir.graph import Graph, InputKind, Value
 
 GIVEN = (InputKind.ARGUMENT, InputKind.TARGET)
+
+
+def input_value(graph: Graph, name: str, where: str) -> Value:
+    """The value of an argument or a target.
+
+    Raises:
+        Error: no input has this name.
+    """
+    known = {given.name: given.value for given in graph.inputs if given.kind in GIVEN}
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        raise Error(
+            f"there is no input {name!r}",
+            where=where,
+            expected=f"one of {', '.join(known)}",
+            got=name,
+            remedy=f"did you mean {near[0]!r}?" if near else None,
+        )
+    return known[name]
 
 
 def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, ...]:
@@ -18,17 +37,7 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
     Raises:
         Error: no input has this name; a dim is cut so that the rank reads several stretches of it.
     """
-    known = {given.name: given.value for given in graph.inputs if given.kind in GIVEN}
-    if name not in known:
-        near = get_close_matches(name, known, 1)
-        raise Error(
-            f"there is no input {name!r}",
-            where=f"pm.tile({name!r})",
-            expected=f"one of {', '.join(known)}",
-            got=name,
-            remedy=f"did you mean {near[0]!r}?" if near else None,
-        )
-    value, mesh = known[name], graph.mesh
+    value, mesh = input_value(graph, name, f"pm.tile({name!r})"), graph.mesh
     coords = mesh.coords(rank)
     assert value.spec is not None
     found = []
