@@ -164,6 +164,17 @@ def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
     return size
 
 
+@lru_cache(maxsize=4096)
+def in_blocks(blocks: int, each: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether ranks that share so many blocks hold what those hold that share all elements: 16 for three ranks, and 8
+    blocks of two, are both 6, 6 and 4."""
+    if blocks % mesh.extent(axes) == 0:
+        return True
+    ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
+    pairs = ((bounds(blocks, axes, mesh, at), bounds(blocks * each, axes, mesh, at)) for at in ranks)
+    return all((start * each, length * each) == whole for (start, length), whole in pairs)
+
+
 def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
     """The cut made of ``parts``, in normal form: parts that can be one are one, one part of size 1 stands in front."""
     if any(part.size == 0 for part in parts):
@@ -176,7 +187,7 @@ def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
         if merged and merged[-1].size > 1:
             last = merged[-1]
             extent = mesh.extent(last.axes)
-            if extent == last.size or (not part.axes and last.size % extent == 0):
+            if extent == last.size or (not part.axes and in_blocks(last.size, part.size, last.axes, mesh)):
                 merged[-1] = Part(last.size * part.size, last.axes + part.axes)
                 continue
         merged.append(part)
@@ -229,6 +240,8 @@ def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cu
 
 def _split_axes(part: Part, size: int, mesh: Mesh) -> Part | None:
     """The major ``size`` elements' share of a larger part's axes, if the cut falls between whole elements."""
+    if in_blocks(size, part.size // size, part.axes, mesh):
+        return Part(size, part.axes)
     extent, taken = 1, 0
     for axis in part.axes:
         if extent == size or size % (extent * mesh[axis].size):

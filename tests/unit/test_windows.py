@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfx.ir.cut import Cut, Window, rows_for
+from shardfx.ir.cut import Cut, Part, Window, compound, project, rows_for
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
@@ -248,3 +248,11 @@ def test_an_exchange_starts_from_tiles_alone() -> None:
 def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(Error):
         parse_spec(text, TWO)
+
+
+def test_uneven_tiles_that_are_tiles_of_blocks_are_one_placement() -> None:
+    three = Mesh(h=3)
+    assert compound([Part(8, ("h",)), Part(2)], three) == Cut(("h",))  # 6, 6 and 4 of 16
+    assert project(Cut(("h",)), 16, (8, 2), three) == (Cut(("h",)), Cut())
+    assert compound([Part(4, ("h",)), Part(4)], three).parts  # 8, 4 and 4 of 16
+    assert project(Cut(("h",)), 16, (4, 4), three) is None
