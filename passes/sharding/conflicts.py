@@ -145,8 +145,9 @@ def parted(cut: Cut, dim: Dim, rule: ShardingRule, mesh: Mesh) -> tuple[Cut, ...
     found = project(cut, math.prod(sizes), sizes, mesh)
     if found is not None:
         return found
-    blocks = len(cut.parts) < 2 and rule.whole.issuperset(dim[1:]) and not any(mesh[axis].time for axis in cut.axes)
-    return (Cut(cut.axes) if blocks else WHOLE, *(WHOLE for _ in dim[1:]))
+    blocks, space = Cut(cut.axes), not cut.parts and not any(mesh[axis].time for axis in cut.axes)
+    fits = space and rule.whole.issuperset(dim[1:]) and feeds_all(blocks, sizes[0], mesh)
+    return (blocks if fits else WHOLE, *(WHOLE for _ in dim[1:]))
 
 
 def feeds_all(cut: Cut, size: int, mesh: Mesh) -> bool:
