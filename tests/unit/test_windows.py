@@ -18,6 +18,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.comm import halo
+from shardfx.ir.ops.computing import rings
 from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.soundness import Execution
 from shardfx.ir.rulebook import default_rules
@@ -159,6 +160,33 @@ def adaptive_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return aten._adaptive_avg_pool2d_backward.default, (torch.randn_like(op(x, sizes)), x)
 
 
+def slices(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size = draw.randint(2, 30)
+    start, end = sorted((draw.randint(0, size), draw.randint(0, size)))
+    return aten.slice.Tensor, (f(2, size, 3), 1, start, end, draw.randint(1, 4))
+
+
+def slice_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, *of) = slices(draw)
+    return aten.slice_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
+
+
+def ring(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size = draw.randint(2, 24)
+    front = draw.randint(0, size)
+    back = draw.choice((-front, draw.randint(0, size)))
+    if size + back <= 0:
+        raise ValueError("nothing of it stays")
+    x = f(2, size, 3)
+    return rings.ring, (x, x if front else None, x if back > 0 else None, 1, front, back)
+
+
+def ring_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size, front, back = draw.randint(2, 24), draw.randint(0, 2), draw.randint(0, 2)
+    y = f(2, size + front + back, 3)
+    return rings.ring_sum, (y, y if front else None, y if back else None, 1, front, back)
+
+
 KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "convolution": convolution,
     "weight gradient": weight_gradient,
@@ -173,6 +201,10 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "nearest gradient": nearest_gradient,
     "adaptive": adaptive,
     "adaptive gradient": adaptive_gradient,
+    "ring": ring,
+    "ring gradient": ring_gradient,
+    "slice": slices,
+    "slice gradient": slice_gradient,
 }
 
 
