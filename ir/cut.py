@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -148,31 +149,25 @@ def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[
 
 def in_stretches(cut: Cut) -> bool:
     """Whether ranks hold several stretches of the dim: a part is cut within another."""
-    before = 1
-    for part in cut.parts:
-        if part.axes and before > 1:
-            return True
-        before *= part.size
-    return False
+    before = itertools.accumulate((part.size for part in cut.parts), operator.mul, initial=1)
+    return any(part.axes and size > 1 for part, size in zip(cut.parts, before, strict=False))
 
 
 def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
     """The size of the smallest piece of a part that is cut over ``axes``: the last one's."""
-    for axis in axes:
-        n = mesh[axis].size
+    for n in (mesh[axis].size for axis in axes):
         size = chunk(size, n, n - 1)[1]
     return size
 
 
 @lru_cache(maxsize=4096)
 def in_blocks(blocks: int, each: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
-    """Whether ranks that share so many blocks hold what those hold that share all elements: 16 for three ranks, and 8
-    blocks of two, are both 6, 6 and 4."""
+    """Whether ranks that share so many blocks hold what those do that share all elements: 16, and 8 twos, 6, 6, 4."""
     if blocks % mesh.extent(axes) == 0:
         return True
     ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
-    pairs = ((bounds(blocks, axes, mesh, at), bounds(blocks * each, axes, mesh, at)) for at in ranks)
-    return all((start * each, length * each) == whole for (start, length), whole in pairs)
+    held = [(*bounds(blocks, axes, mesh, at), *bounds(blocks * each, axes, mesh, at)) for at in ranks]
+    return all((a * each, n * each) == (start, length) for a, n, start, length in held)
 
 
 def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
@@ -191,11 +186,7 @@ def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
                 merged[-1] = Part(last.size * part.size, last.axes + part.axes)
                 continue
         merged.append(part)
-    if not merged:
-        return WHOLE
-    if len(merged) == 1:
-        return Cut(merged[0].axes)
-    return Cut(tuple(a for p in merged for a in p.axes), tuple(merged))
+    return Cut(tuple(a for p in merged for a in p.axes), tuple(merged) if len(merged) > 1 else ())
 
 
 def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cut, ...] | None:

@@ -1,6 +1,6 @@
 """Which ops need a cut of space whole: said in a warning, or, where the user is strict, an error.
 
-args.0: dp, -, h, w     aten.reflection_pad2d needs d2, d3 whole: each rank gathers the image, and pads all of it
+args.0: dp, -, h, w     aten.adaptive_max_pool2d needs h0, h1 whole: each rank gathers the image, and pools all of it
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
                 where=f"{node.where}  {node.where.code}",
                 expected=f"ops that tiles will do for (strict=True); this one is {rule_text(rule)}",
                 got=f"a cut of {factors}",
-                remedy="use an op with windows (zero padding, say), or pass strict=False to gather it",
+                remedy="use an op with windows (a max-pool of fixed size, say), or pass strict=False to gather it",
             )
         text = f"{name} ({node.where} {node.where.code}) needs {factors} whole: what is cut over {over} is gathered"
         graph.notes.append(text)

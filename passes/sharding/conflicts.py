@@ -146,7 +146,7 @@ def parted(cut: Cut, dim: Dim, rule: ShardingRule, mesh: Mesh) -> tuple[Cut, ...
     if found is not None:
         return found
     blocks, space = Cut(cut.axes), not cut.parts and not any(mesh[axis].time for axis in cut.axes)
-    fits = space and rule.whole.issuperset(dim[1:]) and feeds_all(blocks, sizes[0], mesh)
+    fits = space and feeds_all(blocks, sizes[0], mesh)
     return (blocks if fits else WHOLE, *(WHOLE for _ in dim[1:]))
 
 

@@ -187,6 +187,17 @@ def ring_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return rings.ring_sum, (y, y if front else None, y if back else None, 1, front, back)
 
 
+def edges(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    name = draw.choice(("reflection", "replication"))
+    pads = [draw.randint(0, 1), 1, *(draw.randint(0, 4) for _ in range(2))]
+    return getattr(aten, f"{name}_pad2d").default, (f(1, 2, draw.randint(2, 20), 5), pads)
+
+
+def edges_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, pads) = edges(draw)
+    return getattr(aten, f"{op._opname}_backward").default, (torch.randn_like(op(x, pads)), x, pads)
+
+
 KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "convolution": convolution,
     "weight gradient": weight_gradient,
@@ -203,6 +214,8 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "adaptive gradient": adaptive_gradient,
     "ring": ring,
     "ring gradient": ring_gradient,
+    "edges": edges,
+    "edges gradient": edges_gradient,
     "slice": slices,
     "slice gradient": slice_gradient,
 }

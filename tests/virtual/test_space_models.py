@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import shardfx as sx
 from tests.space_nets import DeepLab, Pyramid, ResNet18, Swin, UNet3d, convnext, segformer
@@ -77,3 +78,39 @@ def test_a_stride_over_tiles_that_it_does_not_divide() -> None:
     pm = trained(net, image(1, 3, 26, 8), MESHES["3x1"])
     assert {op for op in ops(pm) if op.startswith("comm.")} == {"comm.halo", "comm.all_reduce"}
     assert pm.verify()
+
+
+class Between(nn.Module):
+    """Something between two convolutions."""
+
+    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.two, self.what = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.what(torch.tanh(self.one(x))))
+
+
+WHAT: dict[str, Callable[[Tensor], Tensor]] = {
+    "circular": lambda x: F.pad(x, (2, 1, 0, 3), mode="circular"),
+    "reflect": lambda x: F.pad(x, (2, 1, 0, 3), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (2, 1, 0, 3), mode="replicate"),
+    "roll": lambda x: x.roll((3, -2), (2, 3)),
+    "crop": lambda x: x[:, :, 2:-1, 1:],
+    "every third": lambda x: x[:, :, 1::2, ::3],
+    "differences": lambda x: x[:, :, 1:] - x[:, :, :-1],
+    "area": lambda x: F.interpolate(x, size=(10, 9), mode="area"),
+    "nearest": lambda x: F.interpolate(x, size=(23, 20), mode="nearest"),
+    "nearest-exact": lambda x: F.interpolate(x, size=(11, 9), mode="nearest-exact"),
+    "means of all": lambda x: x * F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (3, 2)).mean(),
+    "shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
+}
+SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest")}
+
+
+@pytest.mark.parametrize("mesh", [pytest.param("2x2", marks=pytest.mark.slow), "3x1"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WHAT])
+def test_rows_from_elsewhere(name: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    pm = trained(Between(WHAT[name]), image(1, 3, 17, 13), MESHES[mesh])
+    assert pm.verify() and "comm.all_gather" not in ops(pm)

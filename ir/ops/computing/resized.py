@@ -1,13 +1,15 @@
 """Images in other sizes, tile by tile: each row of a rank's tile is a sum of a few rows of the image.
 
     y[n c p q]  = shardfx.resize_tile(x[n c h w], at, size, first, places, steps, kind)
-    gx[n c h w] = shardfx.resize_tile_backward(gy[n c p q], at, size, shape, first, steps, kind)
+    gx[n c h w] = shardfx.resize_tile_backward(gy[n c p q], at, size, shape, first, steps, kind, x)
 
 ``at`` says where in the image, of ``size``, the rows begin that a rank holds (or makes), in every dim, ``first`` where
 those of the result do, and ``places`` how many these are. Row o lies at ``o * step`` of the image, or, of kind
 ``linear`` and ``cubic``, at ``(o + 0.5) * step - 0.5``; kinds ``aligned linear`` and ``aligned cubic`` are those of
 ``align_corners=True``. Of kind ``nearest`` and ``exact nearest`` it is one row of the image, of kind ``mean`` the mean
-of those from ``o * step`` to ``(o + 1) * step``. Needs torch alone.
+of those from ``o * step`` to ``(o + 1) * step``. Of kinds ``mirrored`` and ``repeated`` the image is padded, by so many
+rows in front as ``step`` says: by its own rows, backwards, or by the one at the border. Of the image itself, which
+torch's ops may be given beside a gradient, nothing is read. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ _library.define(
     "resize_tile(Tensor x, int[] at, int[] size, int[] first, int[] places, float[] steps, str kind) -> Tensor"
 )
 _library.define(
-    "resize_tile_backward(Tensor grad, int[] at, int[] size, int[] shape, int[] first, float[] steps, str kind)"
-    " -> Tensor"
+    "resize_tile_backward(Tensor grad, int[] at, int[] size, int[] shape, int[] first, float[] steps, str kind,"
+    " Tensor? like=None) -> Tensor"
 )
 aten = torch.ops.aten
 NEAREST = {
@@ -41,6 +43,9 @@ def taps(
     weight of each; none where it is one."""
     if kind in NEAREST:
         yield nearest(size, step, kind, dim, space, like)[first : first + count], None
+        return
+    if kind in PADDED:
+        yield PADDED[kind](torch.arange(first, first + count, device=like.device) - round(step), size), None
         return
     if kind == "mean":
         yield from averaged(first, count, size, step, like)
@@ -65,6 +70,19 @@ def nearest(size: int, step: float, kind: str, dim: int, space: int, like: Tenso
     shape[dim], sizes[dim] = size, round(size / step)
     found: Tensor = NEAREST[kind][space - 1](rows.view(shape), sizes)
     return found.flatten().to(torch.int64)
+
+
+def mirrored(row: Tensor, size: int) -> Tensor:
+    """Rows before the first, and behind the last, seen in a mirror that stands on it."""
+    return (size - 1 - (size - 1 - row.abs()).abs()).clamp(0, size - 1)
+
+
+def repeated(row: Tensor, size: int) -> Tensor:
+    """The first row for all before it, the last for all behind."""
+    return row.clamp(0, size - 1)
+
+
+PADDED = {"mirrored": mirrored, "repeated": repeated}
 
 
 def averaged(first: int, count: int, size: int, step: float, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -134,6 +152,7 @@ def _backward(
     first: Sequence[int],
     steps: Sequence[float],
     kind: str,
+    like: Tensor | None = None,
 ) -> Tensor:
     for dim, (start, n, length, begin, step) in enumerate(zip(at, size, shape, first, steps, strict=True), -len(at)):
         wide = list(grad.shape)
@@ -154,6 +173,7 @@ def _backward_meta(
     first: Sequence[int],
     steps: Sequence[float],
     kind: str,
+    like: Tensor | None = None,
 ) -> Tensor:
     return grad.new_empty((*grad.shape[: -len(at)], *shape))
 

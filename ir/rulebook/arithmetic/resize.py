@@ -181,7 +181,9 @@ def backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) ->
     space = spaces_of(emit.node)
     held, made = tile(emit.operand_bounds, 0, y, space), tile(emit.result_bounds, 0, x, space)
     size, steps = list(x.shape[-space:]), _steps(emit.node, x.shape[-space:], y.shape[-space:])
-    return emit.call(resize_tile_backward, args[0], made.at, size, made.lengths, held.at, steps, kind_of(emit.node))
+    beside = args[1:2] if len(emit.node.operands) > 1 else ()
+    options = (made.at, size, made.lengths, held.at, steps, kind_of(emit.node))
+    return emit.call(resize_tile_backward, args[0], *options, *beside)
 
 
 def _steps(node: Node, x: Sequence[int], y: Sequence[int]) -> list[float]:
