@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import shardfx as sx
+from shardfx.runtime.debug.collective_counts import count_collectives
 from tests.space_nets import DeepLab, Pyramid, ResNet18, Swin, UNet3d, convnext, segformer
 
-from .test_space import UNet, image, ops, trained
+from .test_space import UNet, energy, image, ops, specs, trained
 
 MESHES = {
     "h": sx.Mesh(h=2),
@@ -114,3 +115,65 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     torch.manual_seed(0)
     pm = trained(Between(WHAT[name]), image(1, 3, 17, 13), MESHES[mesh])
     assert pm.verify() and "comm.all_gather" not in ops(pm)
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "3x1"])
+def test_an_exchange_sends_the_bytes_of_the_formula(mesh: str) -> None:
+    """Of a 3 x 3 convolution a rank sends a row to each side, a column, and the corners."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 5, padding=2)).double()
+    x, sizes = image(1, 3, 20, 12), {axis.name: axis.size for axis in MESHES[mesh].axes}
+    pm = sx.parallelize(net, MESHES[mesh], sx.Hints(args=(x,), specs=specs(MESHES[mesh])), virtual=True)
+    with count_collectives() as counts:
+        pm(x)
+
+    found = 0
+    for channels, reach in ((3, 1), (4, 2)):
+        up, side = reach * min(sizes["h"] - 1, 2), reach * min(sizes["w"] - 1, 2)  # of the rank in the middle
+        h, w = -(-20 // sizes["h"]), -(-12 // sizes["w"])
+        found += 8 * channels * (up * w + side * h + up * side)
+    assert sum(count.nbytes for (op, _), count in counts.items() if op == "all_to_all_single") == found
+    halos = [node for node in pm.after.nodes if str(node.op) == "comm.halo"]
+    assert sum(node.op.sends(node, pm.after.mesh).nbytes for node in halos) == found
+
+
+def changed(program: fx.GraphModule, op: str, place: int, value: Callable[[Any], Any]) -> None:
+    """Change an argument of the first call of an op."""
+    node = next(each for each in program.graph.nodes if op in str(each.target))
+    node.args = (*node.args[:place], value(node.args[place]), *node.args[place + 1 :])
+
+
+DAMAGE: dict[str, tuple[str, Callable[[fx.GraphModule], None]]] = {
+    "rows of the other end are one further on": (
+        "circular",
+        lambda program: changed(program, "ring_tile", 4, lambda starts: [starts[0], starts[1] - 1, starts[2]]),
+    ),
+    "the other end is left out": (
+        "circular",
+        lambda program: changed(program, "ring_tile", 5, lambda lengths: [lengths[0], 0, 0]),
+    ),
+    "a border is repeated that is a mirror": (
+        "reflect",
+        lambda program: changed(program, "resize_tile", 6, lambda kind: "repeated"),
+    ),
+    "a tile is taken for the one before it": (
+        "nearest",
+        lambda program: changed(program, "resize_tile", 3, lambda first: [max(first[0] - 1, 0), *first[1:]]),
+    ),
+    "a row of a slice is another one": (
+        "every third",
+        lambda program: changed(program, "aten.slice.Tensor", 2, lambda start: start + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_rows_from_elsewhere_are_refused(name: str) -> None:
+    torch.manual_seed(0)
+    what, damage = DAMAGE[name]
+    x, mesh = image(1, 3, 17, 13), MESHES["3x1"]
+    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh))
+    pm = sx.parallelize(Between(WHAT[what]).double(), mesh, hints, virtual=True)
+    program = pm.rank_module(0 if "end" in name else 1)
+    damage(program)
+    program.recompile()
+    assert not pm.verify(modules={0 if "end" in name else 1: program})
