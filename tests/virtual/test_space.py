@@ -188,6 +188,12 @@ def test_strict_refuses_to_gather_a_cut_of_space() -> None:
     assert "gathered" not in str(caught.value) and "a max-pool of fixed size" in str(caught.value)
 
 
+def test_a_map_of_fewer_rows_than_ranks_is_no_mistake_of_an_op() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 4, 4, 4), nn.Conv2d(4, 2, 2, 2), nn.Conv2d(2, 2, 1))
+    assert trained(net, image(1, 3, 16, 8), MESHES["3x1"], strict=True).verify()
+
+
 # ---- what a rank reads -------------------------------------------------------------------------------------
 
 
