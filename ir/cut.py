@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -148,20 +149,25 @@ def bounds(size: int, axes: Iterable[str], mesh: Mesh, coords: Coords) -> tuple[
 
 def in_stretches(cut: Cut) -> bool:
     """Whether ranks hold several stretches of the dim: a part is cut within another."""
-    before = 1
-    for part in cut.parts:
-        if part.axes and before > 1:
-            return True
-        before *= part.size
-    return False
+    before = itertools.accumulate((part.size for part in cut.parts), operator.mul, initial=1)
+    return any(part.axes and size > 1 for part, size in zip(cut.parts, before, strict=False))
 
 
 def smallest(size: int, axes: Iterable[str], mesh: Mesh) -> int:
     """The size of the smallest piece of a part that is cut over ``axes``: the last one's."""
-    for axis in axes:
-        n = mesh[axis].size
+    for n in (mesh[axis].size for axis in axes):
         size = chunk(size, n, n - 1)[1]
     return size
+
+
+@lru_cache(maxsize=4096)
+def in_blocks(blocks: int, each: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether ranks that share so many blocks hold what those do that share all elements: 16, and 8 twos, 6, 6, 4."""
+    if blocks % mesh.extent(axes) == 0:
+        return True
+    ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
+    held = [(*bounds(blocks, axes, mesh, at), *bounds(blocks * each, axes, mesh, at)) for at in ranks]
+    return all((a * each, n * each) == (start, length) for a, n, start, length in held)
 
 
 def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
@@ -176,15 +182,11 @@ def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
         if merged and merged[-1].size > 1:
             last = merged[-1]
             extent = mesh.extent(last.axes)
-            if extent == last.size or (not part.axes and last.size % extent == 0):
+            if extent == last.size or (not part.axes and in_blocks(last.size, part.size, last.axes, mesh)):
                 merged[-1] = Part(last.size * part.size, last.axes + part.axes)
                 continue
         merged.append(part)
-    if not merged:
-        return WHOLE
-    if len(merged) == 1:
-        return Cut(merged[0].axes)
-    return Cut(tuple(a for p in merged for a in p.axes), tuple(merged))
+    return Cut(tuple(a for p in merged for a in p.axes), tuple(merged) if len(merged) > 1 else ())
 
 
 def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cut, ...] | None:
@@ -229,6 +231,8 @@ def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cu
 
 def _split_axes(part: Part, size: int, mesh: Mesh) -> Part | None:
     """The major ``size`` elements' share of a larger part's axes, if the cut falls between whole elements."""
+    if in_blocks(size, part.size // size, part.axes, mesh):
+        return Part(size, part.axes)
     extent, taken = 1, 0
     for axis in part.axes:
         if extent == size or size % (extent * mesh[axis].size):

@@ -1,10 +1,11 @@
 """Which ops need a cut of space whole: said in a warning, or, where the user is strict, an error.
 
-args.0: dp, -, h, w     aten.reflection_pad2d needs d2, d3 whole: each rank gathers the image, and pads all of it
+args.0: dp, -, h, w     aten.adaptive_max_pool2d needs h0, h1 whole: each rank gathers the image, and pools all of it
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 
@@ -27,15 +28,18 @@ def space_axes(graph: Graph) -> set[str]:
     }
 
 
-def gathered(node: Node, rule: ShardingRule, axes: set[str]) -> Mapping[str, str]:
-    """The factors that a node needs whole though an operand is cut there over some axes: each with its axes."""
+def gathered(node: Node, rule: ShardingRule, extents: Mapping[str, int]) -> Mapping[str, str]:
+    """The factors that a node needs whole though an operand is cut there over some axes: each with its axes. Where the
+    dim is of fewer blocks than there are ranks, no op could share it."""
     made, found = node.strategy, {}
     assert made is not None
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
         for dim, cut in enumerate(value.spec.dims if value.spec is not None else ()):
-            lost = [axis for axis in cut.axes if axis in axes and axis not in need.axes + need.partial_axes]
+            lost = [axis for axis in cut.axes if axis in extents and axis not in need.axes + need.partial_axes]
             whole = [factor for factor in dims[dim] if factor in rule.whole]
-            if lost and whole:
+            blocks = [rule.sizes[factor] for factor in dims[dim] if factor not in rule.whole]
+            few = blocks and math.prod(blocks) < math.prod(extents[axis] for axis in lost)
+            if lost and whole and not few:
                 found[" ".join(whole)] = ", ".join(lost)
     return found
 
@@ -46,10 +50,10 @@ def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
     Raises:
         Error: ``strict``, and there is one.
     """
-    axes, said = space_axes(graph), set()
-    for node in graph.nodes if axes else ():
+    extents, said = {axis: graph.mesh.extent((axis,)) for axis in space_axes(graph)}, set()
+    for node in graph.nodes if extents else ():
         rule = cache.rule(node)
-        found = gathered(node, rule, axes)
+        found = gathered(node, rule, extents)
         if not found or node.where in said:
             continue
         said.add(node.where)
@@ -61,7 +65,7 @@ def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
                 where=f"{node.where}  {node.where.code}",
                 expected=f"ops that tiles will do for (strict=True); this one is {rule_text(rule)}",
                 got=f"a cut of {factors}",
-                remedy="use an op with windows (zero padding, say), or pass strict=False to gather it",
+                remedy="use an op with windows (a max-pool of fixed size, say), or pass strict=False to gather it",
             )
         text = f"{name} ({node.where} {node.where.code}) needs {factors} whole: what is cut over {over} is gathered"
         graph.notes.append(text)

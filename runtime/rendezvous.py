@@ -61,8 +61,8 @@ RankCoroutine = Generator[Asked, list[Tensor], Sequence[Tensor]]
 that out of the list that it is sent, so that nobody else holds it while the rank goes on."""
 Perform = Callable[[Sequence[Request], Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
 """Does a collective on the tensors of a group's members: gives what each gets, in the memory that it wants it in."""
-listeners: list[Callable[[Request, Tensor, int], None]] = []
-"""Who is told of each collective: what is asked, what the first member sends, how many members there are."""
+listeners: list[Callable[[Sequence[tuple[Request, Tensor]]], None]] = []
+"""Who is told of each collective: what each member asks for, and sends."""
 
 
 class Groups:
@@ -138,7 +138,7 @@ def run(
             asked = [waiting.pop(member) for member in members]
             _check(members, asked)
             for listener in listeners:
-                listener(request, asked[0][1], len(members))
+                listener([each[:2] for each in asked])
             replies = [[made] for made in perform(*zip(*asked, strict=True))]
             asked.clear()  # what was sent is the ranks' to hold, or to let go
             for member, reply in zip(members, replies, strict=True):

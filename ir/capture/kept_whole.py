@@ -2,6 +2,7 @@
 
 aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
 aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
+aten.pad(x, [1, 2], "circular")   ->   shardfx.ring(x, x, x, -1, 1, 2)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfx.ir.ops.computing.rings import Ring
 from shardfx.ir.ops.fused_attention import attention
 
 aten = torch.ops.aten
@@ -113,8 +115,20 @@ def whole_resize(name: str) -> Callable[..., Any]:
     return resize
 
 
+def whole_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """``F.pad``: where edges meet it is one op for each dim."""
+    if mode != "circular":
+        padded: Tensor = aten.pad.default(x, pad, mode, value)
+        return padded
+    for i, (front, back) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        if front or back:
+            x = Ring.apply(x, -1 - i, front, back)  # type: ignore[no-untyped-call]
+    return x
+
+
 KEPT: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: whole_attention,
+    aten.pad.default: whole_pad,
     **{getattr(aten, name).vec: whole_resize(name) for name in RESIZED.split()},
 }
 """What each op of the exported program becomes."""

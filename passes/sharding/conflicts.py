@@ -9,14 +9,16 @@ larger tensor, or the factor whose choice sends fewer bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from shardfx.ir.cut import Cut, join, project, smallest, without
+from shardfx.ir.cut import WHOLE, Cut, join, project, smallest, without
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.reasons import Refused
+from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.rules.strategy import wished
 
 from .held import Held
@@ -78,8 +80,7 @@ class Conflicts:
             for d, dim in enumerate(dims):
                 if not held[d].axes:
                     continue
-                projected = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
-                for each, given in zip(dim, projected or (), strict=False):
+                for each, given in zip(dim, parted(held[d], dim, rule, mesh), strict=True):
                     factor, cut = wished(rule, each, given)
                     if cut.axes and factor not in rule.whole and feeds_all(cut, rule.sizes[factor], mesh):
                         strong = any(self.held.is_strong(value, a) for a in cut.axes)
@@ -135,6 +136,18 @@ class Conflicts:
             if given != held:
                 total += self.planner.seconds(value.type, given, held if held.axes else given.reduced())
         return total
+
+
+def parted(cut: Cut, dim: Dim, rule: ShardingRule, mesh: Mesh) -> tuple[Cut, ...]:
+    """The cuts of a dim's factors that a cut of it asks for. Tiles that end within a block are tiles of blocks then:
+    64 rows for three ranks, of which a window reads 4 at a time, are 16 blocks for three ranks."""
+    sizes = rule.dim_sizes(dim)
+    found = project(cut, math.prod(sizes), sizes, mesh)
+    if found is not None:
+        return found
+    blocks, space = Cut(cut.axes), not cut.parts and not any(mesh[axis].time for axis in cut.axes)
+    fits = space and feeds_all(blocks, sizes[0], mesh)
+    return (blocks if fits else WHOLE, *(WHOLE for _ in dim[1:]))
 
 
 def feeds_all(cut: Cut, size: int, mesh: Mesh) -> bool:

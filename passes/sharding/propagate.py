@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shardfx.ir.cut import Cut, project
+from shardfx.ir.cut import Cut
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, op_name
 from shardfx.ir.rules.sharding_rule import rule_text
@@ -25,7 +25,7 @@ from shardfx.passes.gathered_space import report_gathered_space
 from shardfx.passes.lost_work import report_lost_work, share_lost_work
 from shardfx.passes.update_placement import update_apart
 
-from .conflicts import Conflicts
+from .conflicts import Conflicts, parted
 from .decompose import Expander
 from .fixpoint import Propagation
 from .held import Held
@@ -119,8 +119,8 @@ def is_blocked(node: Node, state: Held) -> bool:
             continue
         for d, dim in enumerate(dims):
             if held[d].axes and any(f in rule.whole for f in dim):
-                projected = project(held[d], value.shape[d], rule.dim_sizes(dim), state.mesh)
-                if projected is None or any(c.axes and f in rule.whole for f, c in zip(dim, projected, strict=True)):
+                pieces = parted(held[d], dim, rule, state.mesh)
+                if not any(pieces) or any(c.axes and f in rule.whole for f, c in zip(dim, pieces, strict=True)):
                     return True
     return False
 

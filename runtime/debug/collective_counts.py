@@ -6,12 +6,13 @@
 
 Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank
 of the group sends, for the local tensors that the collective really has (padding included), by the formulas of
-:mod:`shardfx.ir.ops.sends`.
+:mod:`shardfx.ir.ops.sends`; of an exchange, in which each rank sends as much as it says, those of the rank that sends
+most (of a process, its own).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,13 @@ def count_collectives() -> Iterator[Counts]:
     """Count what runs in this process while the context is open."""
     counts = Counts()
 
-    def listen(request: Request, local: torch.Tensor, n: int) -> None:
-        counts.add(request.op, request.group, sent(request.op, local, n))
+    def listen(asked: Sequence[tuple[Request, torch.Tensor]]) -> None:
+        (request, local), n = asked[0], len(asked)
+        if request.op == EXCHANGE:
+            most = max(exchanged(each.args[1], i, tensor) for i, (each, tensor) in enumerate(asked))
+        else:
+            most = sent(request.op, local, n)
+        counts.add(request.op, request.group, most)
 
     listeners.append(listen)
     try:
@@ -78,6 +84,13 @@ def sent(op: str, local: torch.Tensor, n: int) -> float:
     return found.nbytes
 
 
+def exchanged(lengths: Sequence[int] | None, place: int, local: torch.Tensor) -> float:
+    """The bytes that a rank, at a place among its group, sends to others of what it puts into an exchange."""
+    assert lengths is not None, "programs say how much goes to whom"
+    return (sum(lengths) - lengths[place]) * local.itemsize
+
+
+EXCHANGE = "all_to_all_single"
 COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
 
 
@@ -97,7 +110,10 @@ class _Watch(TorchDispatchMode):
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             group = str(args[-1])
             n = dist.get_world_size(_resolve(group))
-            self._counts.add(op, group, sum(sent(op, tensor, n) for tensor in tensors))
+            if op == EXCHANGE:
+                self._counts.add(op, group, exchanged(args[2], dist.get_rank(_resolve(group)), tensors[0]))
+            else:
+                self._counts.add(op, group, sum(sent(op, tensor, n) for tensor in tensors))
         return func(*args, **(kwargs or {}))
 
 

@@ -20,7 +20,7 @@ import torch
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
-from shardfx.ir.ops.computing import grouped_product, moments, resized, tiles
+from shardfx.ir.ops.computing import grouped_product, moments, resized, rings, tiles
 from shardfx.ir.ops.local_ops import POOLS
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
@@ -85,6 +85,7 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
         {tiles.max_pool_tile, tiles.max_pool_tile_backward, tiles.avg_pool_tile, tiles.avg_pool_tile_backward},
     ),
     "resized": (resized.__file__, {resized.resize_tile, resized.resize_tile_backward}),
+    "rings": (rings.__file__, {rings.ring, rings.ring_sum, rings.ring_tile}),
     "moment_ops": (moments.__file__, {moments.piece_moments, moments.joined_moments}),
 }
 """Files that a program needs beside it, where they are, and the ops that they define."""

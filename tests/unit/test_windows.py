@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardfx.ir.cut import Cut, Window, rows_for
+from shardfx.ir.cut import Cut, Part, Window, compound, project, rows_for
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.comm import halo
+from shardfx.ir.ops.computing import rings
 from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.soundness import Execution
 from shardfx.ir.rulebook import default_rules
@@ -138,6 +139,65 @@ def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), aligned)
 
 
+def nearest(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    name = draw.choice(("upsample_nearest2d", "_upsample_nearest_exact2d"))
+    x = f(1, 2, draw.randint(1, 40), 3).to(draw.choice((torch.float32, torch.float64)))
+    return getattr(aten, name).default, (x, [draw.randint(1, 60), 4])
+
+
+def nearest_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes) = nearest(draw)
+    y = torch.randn_like(op(x.double(), sizes))
+    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape))
+
+
+def adaptive(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    return aten._adaptive_avg_pool2d.default, (f(1, 2, draw.randint(1, 60), 5), [draw.randint(9, 40), 3])
+
+
+def adaptive_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes) = adaptive(draw)
+    return aten._adaptive_avg_pool2d_backward.default, (torch.randn_like(op(x, sizes)), x)
+
+
+def slices(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size = draw.randint(2, 30)
+    start, end = sorted((draw.randint(0, size), draw.randint(0, size)))
+    return aten.slice.Tensor, (f(2, size, 3), 1, start, end, draw.randint(1, 4))
+
+
+def slice_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, *of) = slices(draw)
+    return aten.slice_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
+
+
+def ring(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size = draw.randint(2, 24)
+    front = draw.randint(0, size)
+    back = draw.choice((-front, draw.randint(0, size)))
+    if size + back <= 0:
+        raise ValueError("nothing of it stays")
+    x = f(2, size, 3)
+    return rings.ring, (x, x if front else None, x if back > 0 else None, 1, front, back)
+
+
+def ring_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size, front, back = draw.randint(2, 24), draw.randint(0, 2), draw.randint(0, 2)
+    y = f(2, size + front + back, 3)
+    return rings.ring_sum, (y, y if front else None, y if back else None, 1, front, back)
+
+
+def edges(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    name = draw.choice(("reflection", "replication"))
+    pads = [draw.randint(0, 1), 1, *(draw.randint(0, 4) for _ in range(2))]
+    return getattr(aten, f"{name}_pad2d").default, (f(1, 2, draw.randint(2, 20), 5), pads)
+
+
+def edges_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, pads) = edges(draw)
+    return getattr(aten, f"{op._opname}_backward").default, (torch.randn_like(op(x, pads)), x, pads)
+
+
 KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "convolution": convolution,
     "weight gradient": weight_gradient,
@@ -148,6 +208,16 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "pad": pad,
     "resize": resize,
     "resize gradient": resize_gradient,
+    "nearest": nearest,
+    "nearest gradient": nearest_gradient,
+    "adaptive": adaptive,
+    "adaptive gradient": adaptive_gradient,
+    "ring": ring,
+    "ring gradient": ring_gradient,
+    "edges": edges,
+    "edges gradient": edges_gradient,
+    "slice": slices,
+    "slice gradient": slice_gradient,
 }
 
 
@@ -248,3 +318,11 @@ def test_an_exchange_starts_from_tiles_alone() -> None:
 def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(Error):
         parse_spec(text, TWO)
+
+
+def test_uneven_tiles_that_are_tiles_of_blocks_are_one_placement() -> None:
+    three = Mesh(h=3)
+    assert compound([Part(8, ("h",)), Part(2)], three) == Cut(("h",))  # 6, 6 and 4 of 16
+    assert project(Cut(("h",)), 16, (8, 2), three) == (Cut(("h",)), Cut())
+    assert compound([Part(4, ("h",)), Part(4)], three).parts  # 8, 4 and 4 of 16
+    assert project(Cut(("h",)), 16, (4, 4), three) is None

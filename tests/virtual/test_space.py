@@ -170,22 +170,28 @@ def test_a_tile_smaller_than_the_halo_gets_rows_from_beyond_its_neighbour() -> N
 # ---- what tiles will not do for ----------------------------------------------------------------------------
 
 
-def mirrored() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.ReflectionPad2d(2), nn.Conv2d(2, 2, 3)).double()
+def adapted() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.AdaptiveMaxPool2d((5, 7)), nn.Conv2d(2, 2, 3)).double()
 
 
 def test_an_op_that_gathers_a_cut_of_space_is_named() -> None:
     x = image(1, 3, 12, 10)
-    with pytest.warns(sx.ShardfxWarning, match=r"reflection_pad2d .*1 .*what is cut over h, w is gathered"):
-        pm = trained(mirrored(), x, MESHES["2x2"])
-    assert any("reflection_pad2d" in warning for warning in pm.report().warnings)
+    with pytest.warns(sx.ShardfxWarning, match=r"adaptive_max_pool2d .*1 .*what is cut over h, w is gathered"):
+        pm = trained(adapted(), x, MESHES["2x2"])
+    assert any("adaptive_max_pool2d" in warning for warning in pm.report().warnings)
 
 
 def test_strict_refuses_to_gather_a_cut_of_space() -> None:
     given = sx.Hints(args=(image(1, 3, 12, 10),), specs=specs(MESHES["2x2"]), strict=True)
     with pytest.raises(sx.Error, match="needs space whole") as caught:
-        sx.parallelize(mirrored(), MESHES["2x2"], given, virtual=True)
-    assert "gathered" not in str(caught.value) and "zero padding" in str(caught.value)
+        sx.parallelize(adapted(), MESHES["2x2"], given, virtual=True)
+    assert "gathered" not in str(caught.value) and "a max-pool of fixed size" in str(caught.value)
+
+
+def test_a_map_of_fewer_rows_than_ranks_is_no_mistake_of_an_op() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 4, 4, 4), nn.Conv2d(4, 2, 2, 2), nn.Conv2d(2, 2, 1))
+    assert trained(net, image(1, 3, 16, 8), MESHES["3x1"], strict=True).verify()
 
 
 # ---- what a rank reads -------------------------------------------------------------------------------------

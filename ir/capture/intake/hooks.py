@@ -14,6 +14,9 @@ from shardfx.ir.capture.sources import is_user_file
 from .refusals import refuse_hook
 
 Hook = Callable[..., Any]
+LIBRARIES = ("transformers.utils.output_capturing",)
+"""Modules whose hooks are a part of what forward returns (a model has them once it was called), and are captured with
+it."""
 
 
 class WatchedHooks:
@@ -70,7 +73,9 @@ def _hooks(module: nn.Module) -> Iterable[Hook]:
 
 
 def _is_users(hook: Hook) -> bool:
-    """Whether somebody's own code is called, not torch's."""
+    """Whether somebody's own code is called, not torch's or a library's."""
     function = inspect.unwrap(hook)
+    if getattr(function, "__module__", "") in LIBRARIES:
+        return False
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code is not None and is_user_file(code.co_filename)

@@ -1,12 +1,15 @@
 """Images in other sizes, tile by tile: each row of a rank's tile is a sum of a few rows of the image.
 
     y[n c p q]  = shardfx.resize_tile(x[n c h w], at, size, first, places, steps, kind)
-    gx[n c h w] = shardfx.resize_tile_backward(gy[n c p q], at, size, shape, first, steps, kind)
+    gx[n c h w] = shardfx.resize_tile_backward(gy[n c p q], at, size, shape, first, steps, kind, x)
 
 ``at`` says where in the image, of ``size``, the rows begin that a rank holds (or makes), in every dim, ``first`` where
 those of the result do, and ``places`` how many these are. Row o lies at ``o * step`` of the image, or, of kind
 ``linear`` and ``cubic``, at ``(o + 0.5) * step - 0.5``; kinds ``aligned linear`` and ``aligned cubic`` are those of
-``align_corners=True``. Needs torch alone.
+``align_corners=True``. Of kind ``nearest`` and ``exact nearest`` it is one row of the image, of kind ``mean`` the mean
+of those from ``o * step`` to ``(o + 1) * step``. Of kinds ``mirrored`` and ``repeated`` the image is padded, by so many
+rows in front as ``step`` says: by its own rows, backwards, or by the one at the border. Of the image itself, which
+torch's ops may be given beside a gradient, nothing is read. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -21,15 +24,32 @@ _library.define(
     "resize_tile(Tensor x, int[] at, int[] size, int[] first, int[] places, float[] steps, str kind) -> Tensor"
 )
 _library.define(
-    "resize_tile_backward(Tensor grad, int[] at, int[] size, int[] shape, int[] first, float[] steps, str kind)"
-    " -> Tensor"
+    "resize_tile_backward(Tensor grad, int[] at, int[] size, int[] shape, int[] first, float[] steps, str kind,"
+    " Tensor? like=None) -> Tensor"
 )
+aten = torch.ops.aten
+NEAREST = {
+    "nearest": [getattr(aten, f"upsample_nearest{n}d").default for n in (1, 2, 3)],
+    "exact nearest": [getattr(aten, f"_upsample_nearest_exact{n}d").default for n in (1, 2, 3)],
+}
 SHARP = -0.75
 """The one number of torch's cubic interpolation."""
 
 
-def taps(first: int, count: int, size: int, step: float, kind: str, like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of an image of ``size`` of which ``count`` rows of the result are made, and the weight of each."""
+def taps(
+    first: int, count: int, size: int, step: float, kind: str, dim: int, space: int, like: Tensor
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The rows of an image of ``size`` of which ``count`` rows of the result are made, in one dim of several, and the
+    weight of each; none where it is one."""
+    if kind in NEAREST:
+        yield nearest(size, step, kind, dim, space, like)[first : first + count], None
+        return
+    if kind in PADDED:
+        yield PADDED[kind](torch.arange(first, first + count, device=like.device) - round(step), size), None
+        return
+    if kind == "mean":
+        yield from averaged(first, count, size, step, like)
+        return
     rows = torch.arange(first, first + count, dtype=torch.float64, device=like.device)
     place = rows * step if kind.startswith("aligned") else (rows + 0.5) * step - 0.5
     cubic = kind.endswith("cubic")
@@ -40,6 +60,39 @@ def taps(first: int, count: int, size: int, step: float, kind: str, like: Tensor
     weights = cubic_weights(part) if cubic else [1 - part, part]
     for offset, weight in enumerate(weights, -1 if cubic else 0):
         yield (row + offset).clamp(0, size - 1), weight
+
+
+def nearest(size: int, step: float, kind: str, dim: int, space: int, like: Tensor) -> Tensor:
+    """The one row of which each row of the whole result is made: asked of torch's own kernel, for kernels round where a
+    place lies between two rows, each in its way."""
+    rows = torch.arange(size, dtype=torch.float64 if like.dtype is torch.float64 else torch.float32, device=like.device)
+    shape, sizes = [1] * (space + 2), [1] * space
+    shape[dim], sizes[dim] = size, round(size / step)
+    found: Tensor = NEAREST[kind][space - 1](rows.view(shape), sizes)
+    return found.flatten().to(torch.int64)
+
+
+def mirrored(row: Tensor, size: int) -> Tensor:
+    """Rows before the first, and behind the last, seen in a mirror that stands on it."""
+    return (size - 1 - (size - 1 - row.abs()).abs()).clamp(0, size - 1)
+
+
+def repeated(row: Tensor, size: int) -> Tensor:
+    """The first row for all before it, the last for all behind."""
+    return row.clamp(0, size - 1)
+
+
+PADDED = {"mirrored": mirrored, "repeated": repeated}
+
+
+def averaged(first: int, count: int, size: int, step: float, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The rows of adaptive windows, the first of each, the second, ..., and one divided by how many there are."""
+    places = round(size / step)
+    rows = torch.arange(first, first + count, device=like.device)
+    start = torch.div(rows * size, places, rounding_mode="floor")
+    length = torch.div((rows + 1) * size + places - 1, places, rounding_mode="floor") - start
+    for offset in range((size + places - 1) // places + 1):
+        yield (start + offset).clamp(max=size - 1), (offset < length).to(like.dtype) / length
 
 
 def cubic_weights(part: Tensor) -> list[Tensor]:
@@ -64,13 +117,19 @@ def _resize(
     kind: str,
 ) -> Tensor:
     for dim, (start, n, begin, count, step) in enumerate(zip(at, size, first, places, steps, strict=True), -len(at)):
-        column = [1] * (-dim - 1)
-        found = x.new_zeros(())
-        for rows, weight in taps(begin, count, n, step, kind, x):
+        found: Tensor | None = None
+        for rows, weight in taps(begin, count, n, step, kind, dim, len(at), x):
             held = (rows - start).clamp(0, x.shape[dim] - 1)
-            found = found + x.index_select(dim, held) * weight.reshape(-1, *column)
+            part = weighted(x.index_select(dim, held), weight, dim)
+            found = part if found is None else found + part
+        assert found is not None
         x = found
     return x
+
+
+def weighted(x: Tensor, weight: Tensor | None, dim: int) -> Tensor:
+    """``x``, each row of a dim times its weight."""
+    return x if weight is None else x * weight.reshape(-1, *[1] * (-dim - 1))
 
 
 def _resize_meta(
@@ -93,14 +152,15 @@ def _backward(
     first: Sequence[int],
     steps: Sequence[float],
     kind: str,
+    like: Tensor | None = None,
 ) -> Tensor:
     for dim, (start, n, length, begin, step) in enumerate(zip(at, size, shape, first, steps, strict=True), -len(at)):
-        column, wide = [1] * (-dim - 1), list(grad.shape)
+        wide = list(grad.shape)
         wide[dim] = length + 1  # what other ranks have goes into one row more
         made = grad.new_zeros(wide)
-        for rows, weight in taps(begin, grad.shape[dim], n, step, kind, grad):
+        for rows, weight in taps(begin, grad.shape[dim], n, step, kind, dim, len(at), grad):
             beside = (rows < start) | (rows >= start + length)
-            made.index_add_(dim, (rows - start).masked_fill(beside, length), grad * weight.reshape(-1, *column))
+            made.index_add_(dim, (rows - start).masked_fill(beside, length), weighted(grad, weight, dim))
         grad = made.narrow(dim, 0, length)
     return grad.contiguous()
 
@@ -113,6 +173,7 @@ def _backward_meta(
     first: Sequence[int],
     steps: Sequence[float],
     kind: str,
+    like: Tensor | None = None,
 ) -> Tensor:
     return grad.new_empty((*grad.shape[: -len(at)], *shape))
 

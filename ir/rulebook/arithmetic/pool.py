@@ -1,13 +1,11 @@
-"""Pooling, resampling and what else works on the last dims as a picture.
+"""Pooling, and what else works on the last dims as a picture.
 
-Where the picture falls into blocks of its own (windows that stand side by side, nearest neighbours), ``h`` is
-``(g a)`` of the input and ``(g b)`` of the result, and ``g`` may be cut. Where windows overlap, a rank needs the rows
-that its own reach. Elsewhere these dims are whole.
+Where windows stand side by side, ``h`` is ``(p a)`` of the input, and ``p`` may be cut. Where they overlap, a rank
+needs the rows that its own reach. Elsewhere these dims are whole.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,9 +26,6 @@ from shardfx.ir.rules.windows import down, seeing, up
 aten = torch.ops.aten
 
 X, Y = "n.. h*#!", "n.. p*#!"
-A, B = "n.. (g a!)*#", "n.. (g b!)*#"
-Own = Callable[[Node, Shape, Shape], list[bool]]
-"""Of which of the last dims the windows lie in blocks of their own, between an ``x`` and a ``y`` of these sizes."""
 
 
 def side_by_side(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> bool:
@@ -42,35 +37,6 @@ def spread(given: Any, space: int, default: Sequence[int]) -> list[int]:
     """An argument such as a stride: one number for all dims, a list, or an empty list for the default."""
     found = list(given) if isinstance(given, (list, tuple)) else [given]
     return found * space if len(found) == 1 else found or list(default)
-
-
-def blocks(form: str, space: int, own: Own) -> Callable[[Node], ShardingRule]:
-    """The rule of forms in which a dim ``(g a!)`` of x becomes ``(g b!)`` of y: a block ``a`` a block ``b``.
-
-    Of a dim that does not fall into blocks ``g`` has size one.
-    """
-    parsed = template(form.replace("#", str(space)), "0|1>" if "," in form else "0")
-
-    def make(node: Node) -> ShardingRule:
-        first, made = node.operands[0].shape[-space:], node.outs[0].shape[-space:]
-        x, y = (first, made) if form.startswith(A) else (made, first)
-        parted = zip(x, y, own(node, x, y), strict=True)
-        return parsed(node, tuple((f"g{i}", math.gcd(a, b) if each else 1) for i, (a, b, each) in enumerate(parted)))
-
-    make.__name__ = form
-    return make
-
-
-def adaptive(node: Node, x: Shape, y: Shape) -> list[bool]:
-    """The windows of each block of ``h / gcd(h, p)`` elements lie in it."""
-    return [True] * len(x)
-
-
-def nearest(node: Node, x: Shape, y: Shape) -> list[bool]:
-    """A nearest neighbour lies in the same block, if the scale is that of the sizes."""
-    named = ("scales",) if len(x) == 1 else ("scales_d", "scales_h", "scales_w")[-len(x) :]
-    scales = [argument(node, name) for name in named]
-    return [s is None or a * s == b for a, b, s in zip(x, y, scales, strict=True)]
 
 
 class Tile(NamedTuple):
@@ -235,19 +201,10 @@ def grid_backward(node: Node) -> Template:
     return template(form, "0|1>" if argument(node, "interpolation_mode") == 1 else "0|1>1")
 
 
-def pictures(
-    names: str, form: str, *, spaces: tuple[int, ...] = (2, 3), own: Own | None = None, sized: str = "", **options: Any
-) -> Iterator[RuleEntry]:
-    """The rules of ops on pictures of some numbers of dims, which stand for ``#`` in their names and in the form.
-
-    Args:
-        own: the form is one of :func:`blocks`.
-        sized: the dims that the argument ``output_size`` is the size of.
-    """
-    for space in spaces:
-        follow = {"output_size": sized.replace("#", str(space))} if sized else None
-        made = blocks(form, space, own) if own is not None else form.replace("#", str(space))
-        yield rule(ops(names.replace("#", str(space))), made, sized=follow, **options)
+def pictures(names: str, form: str, **options: Any) -> Iterator[RuleEntry]:
+    """The rules of ops on pictures of two and of three dims, which stand for ``#`` in their names and in the form."""
+    for space in "23":
+        yield rule(ops(names.replace("#", space)), form.replace("#", space), **options)
 
 
 RULES: tuple[RuleEntry, ...] = (
@@ -272,23 +229,6 @@ RULES: tuple[RuleEntry, ...] = (
     *pictures("max_unpool#d", f"{X}, {X} -> {Y}", linear="0"),
     rule(ops("avg_pool2d avg_pool3d"), averaged, rows=averaged_rows),
     rule(ops("avg_pool2d_backward avg_pool3d_backward"), averaged_backward, rows=averaged_backward_rows),
-    *pictures("_adaptive_avg_pool#d", f"{A} -> {B}", own=adaptive, sized="(g b)*#"),
-    *pictures("_adaptive_avg_pool#d_backward", f"{B}, {A} -> {A}", own=adaptive),
-    *pictures(
-        "upsample_nearest#d.default _upsample_nearest_exact#d.default",
-        f"{A} -> {B}",
-        spaces=(1, 2, 3),
-        own=nearest,
-        sized="(g b)*#",
-    ),
-    *pictures(
-        "upsample_nearest#d_backward.default _upsample_nearest_exact#d_backward.default",
-        f"{B} -> {A}",
-        spaces=(1, 2, 3),
-        own=nearest,
-        sized="(g b)*#",
-        shape_arg=2,
-    ),
     *pictures("grid_sampler_#d", "n c h*#!, n p*# e! -> n c p*#", linear="0"),
     *(rule(ops(f"grid_sampler_{n}d_backward"), grid_backward) for n in (2, 3)),
     rule(aten.im2col, "n.. c h! w! -> n.. (c k!) l!", linear="0"),

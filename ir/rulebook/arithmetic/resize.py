@@ -1,9 +1,15 @@
-"""Interpolation: a row of the result is made of a few rows of the picture, which a rank needs of a cut picture."""
+"""Interpolation and adaptive means: a row of the result is made of a few rows of the picture, which a rank needs of a
+cut picture. Where rows are made block by block (twice as many nearest rows, means of each eight) ``h`` is ``(g a)`` of
+the picture and ``(g b)`` of the result, and ``g`` may be cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from shardfx.ir.cut import Window
 from shardfx.ir.graph import Node
@@ -19,36 +25,55 @@ from shardfx.ir.rules.windows import seeing
 
 from .pool import tile
 
+aten = torch.ops.aten
+
 REACH = {"linear": 1, "cubic": 2}
 """How many rows before and behind its place a row is made of."""
-SIZES = {
-    1: "upsample_linear1d",
-    2: "upsample_bilinear2d upsample_bicubic2d",
-    3: "upsample_trilinear3d",
+KINDS = {
+    "linear": "upsample_linear1d upsample_bilinear2d upsample_trilinear3d",
+    "cubic": "upsample_bicubic2d",
+    "nearest": "upsample_nearest1d upsample_nearest2d upsample_nearest3d",
+    "exact nearest": "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
+    "mean": "_adaptive_avg_pool2d _adaptive_avg_pool3d",
 }
 ANTIALIASED = "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+FEW = 8
+"""So many means or fewer are no rows that ranks share: they are sums of what ranks have."""
 
 
 class Resized(NamedTuple):
-    """One dim of ``size`` rows, of which ``places`` are made, ``reach`` of them before and behind each place."""
+    """One dim of ``size`` rows, of which ``places`` are made."""
 
     size: int
     places: int
-    reach: int
-    aligned: bool
+    kind: str
+
+    @property
+    def apart(self) -> bool:
+        """Whether rows are made of blocks, each of its own block, though some blocks may have more rows."""
+        if self.kind not in ("mean", "nearest", "exact nearest"):
+            return False
+        few = self.kind == "mean" and self.places <= FEW
+        return few or math.gcd(self.size, self.places) in (self.size, self.places)
 
     @property
     def step(self) -> float:
         """How far the places of two rows of the result are apart."""
-        if self.aligned:
+        if self.kind.startswith("aligned"):
             return (self.size - 1) / (self.places - 1) if self.places > 1 else 0.0
         return self.size / self.places
 
     @property
     def down(self) -> Window:
         """The rows of the picture that a row of the result is made of."""
-        before, behind = 1 - self.reach, self.reach
-        if self.aligned:
+        if self.kind == "mean":
+            return Window(self.places, self.size, self.places, 0, self.size - 1)
+        if self.kind.endswith("nearest"):
+            half, near = self._half(self.size), self._near(self.places)
+            return Window(self.places, self.size, self.places, half - near, half + near)
+        reach = REACH[self.kind.split()[-1]]
+        before, behind = 1 - reach, reach
+        if self.kind.startswith("aligned"):
             per = self.places - 1
             if per == 0:
                 return Window(self.places, 0, 1, before, behind)
@@ -59,8 +84,13 @@ class Resized(NamedTuple):
     @property
     def up(self) -> Window:
         """The rows of the result that a row of the picture is a part of: of places less than ``reach`` away."""
-        far = self.reach
-        if self.aligned:
+        if self.kind == "mean":
+            return Window(self.size, self.places, self.size, 0, self.places - 1)
+        if self.kind.endswith("nearest"):
+            half = self._half(self.places)
+            return Window(self.size, self.places, self.size, -half - self.size, self.places + self.size)
+        far = REACH[self.kind.split()[-1]]
+        if self.kind.startswith("aligned"):
             per, step = self.size - 1, self.places - 1
             if per == 0:
                 return Window(self.size, 0, 1, 0, self.places - 1)
@@ -68,58 +98,92 @@ class Resized(NamedTuple):
         per, half = 2 * self.size, self.places - self.size
         return Window(self.size, 2 * self.places, per, half - far * 2 * self.places, half + far * 2 * self.places)
 
+    def _half(self, step: int) -> int:
+        return step // 2 if self.kind.startswith("exact") else 0
+
+    def _near(self, row: int) -> int:
+        """Kernels round places: by less than a part of a row, and by less than one row of large pictures."""
+        return 1 if self.size * self.places < 1 << 22 else row
+
 
 def kind_of(node: Node) -> str:
     """``linear``, ``aligned cubic``: which rows, with which weights."""
-    aligned = has_argument(node.op, "align_corners") and argument(node, "align_corners")
-    return ("aligned " if aligned else "") + ("cubic" if "cubic" in str(node.op) else "linear")
+    name = str(node.op)
+    for kind, names in KINDS.items():
+        if any(f".{each}." in name or f".{each}_backward." in name for each in names.split()):
+            aligned = has_argument(node.op, "align_corners") and argument(node, "align_corners")
+            return f"aligned {kind}" if aligned else kind
+    raise AssertionError(name)
 
 
 def resized(node: Node, x: Shape, y: Shape) -> list[Resized] | None:
     """How the last dims of a picture become those of another; None where the scale is not that of the sizes."""
     kind, space = kind_of(node), len(x)
-    named = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
-    scales = [argument(node, name) for name in named]
-    aligned = kind.startswith("aligned")
-    if not aligned and any(s is not None and s * a != b for a, b, s in zip(x, y, scales, strict=True)):
+    scales: list[float | None] = [None] * space
+    if kind != "mean":
+        named = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
+        scales = [argument(node, name) for name in named]
+    told = [(a, b, s) for a, b, s in zip(x, y, scales, strict=True) if s is not None and not kind.startswith("aligned")]
+    if any(s * a != b or (kind.endswith("nearest") and 1 / s != a / b) for a, b, s in told):
         return None
-    return [Resized(a, b, REACH[kind.split()[-1]], aligned) for a, b in zip(x, y, strict=True)]
+    return [Resized(a, b, kind) for a, b in zip(x, y, strict=True)]
+
+
+def spaces_of(node: Node) -> int:
+    """How many dims the picture has."""
+    return next(n for n in (1, 2, 3) if f"{n}d" in str(node.op))
+
+
+def forms(found: Sequence[Resized]) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+    """The dims of picture and result: ``h`` and ``p``, or ``(g a!)`` and ``(g b!)`` where blocks are made of blocks."""
+    x = " ".join(f"(g{i} a{i}!)" if each.apart else f"h{i}" for i, each in enumerate(found))
+    y = " ".join(f"(g{i} b{i}!)" if each.apart else f"p{i}" for i, each in enumerate(found))
+    sizes = [(f"g{i}", math.gcd(each.size, each.places)) for i, each in enumerate(found) if each.apart]
+    return f"n.. {x}", f"n.. {y}", tuple(sizes)
 
 
 def forward(node: Node) -> ShardingRule:
     """``x[n.. h..] -> y[n.. p..]``, h as p needs it."""
-    space = node.operands[0].type.ndim - 2
-    found = resized(node, node.operands[0].shape[2:], node.outs[0].shape[2:])
-    mark = "!" if found is None else ""
-    made = template(f"n.. h*{space}{mark} -> n.. p*{space}{mark}", "0")(node)
-    return seeing(made, {f"h{i}": (f"p{i}", each.down) for i, each in enumerate(found or ())})
+    space = spaces_of(node)
+    found = resized(node, node.operands[0].shape[-space:], node.outs[0].shape[-space:])
+    if found is None:
+        return template(f"n.. h*{space}! -> n.. p*{space}!", "0")(node)
+    x, y, sizes = forms(found)
+    made = template(f"{x} -> {y}", "0")(node, sizes)
+    return seeing(made, {f"h{i}": (f"p{i}", each.down) for i, each in enumerate(found) if not each.apart})
 
 
 def backward(node: Node) -> ShardingRule:
-    """``gy[n.. p..] -> gx[n.. h..]``, p as h needs it."""
-    space = node.operands[0].type.ndim - 2
-    found = resized(node, node.outs[0].shape[2:], node.operands[0].shape[2:])
-    mark = "!" if found is None else ""
-    made = template(f"n.. p*{space}{mark} -> n.. h*{space}{mark}", "0")(node)
-    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(found or ())})
+    """``gy[n.. p..] -> gx[n.. h..]``, p as h needs it; of a picture of one row it is a sum of what ranks have."""
+    space = spaces_of(node)
+    found = resized(node, node.outs[0].shape[-space:], node.operands[0].shape[-space:])
+    if found is None:
+        return template(f"n.. p*{space}! -> n.. h*{space}!", "0")(node)
+    x, y, sizes = forms(found)
+    form = f"{y}, {x} -> {x}" if len(node.operands) > 1 else f"{y} -> {x}"
+    made = template(form, "0|1>" if len(node.operands) > 1 else "0")(node, sizes)
+    seen = {i: each for i, each in enumerate(found) if not each.apart and each.size > 1}
+    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in seen.items()})
 
 
 def forward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's rows of the result, of the rows of the picture that they are made of."""
     x, y = emit.node.operands[0], emit.node.outs[0]
-    space = x.type.ndim - 2
+    space = spaces_of(emit.node)
     held, made = tile(emit.operand_bounds, 0, x, space), tile(emit.result_bounds, 0, y, space)
-    size, steps = list(x.shape[2:]), _steps(emit.node, x.shape[2:], y.shape[2:])
+    size, steps = list(x.shape[-space:]), _steps(emit.node, x.shape[-space:], y.shape[-space:])
     return emit.call(resize_tile, args[0], held.at, size, made.at, made.lengths, steps, kind_of(emit.node))
 
 
 def backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A rank's rows of the picture's gradient, of the rows of the result that they are a part of."""
     y, x = emit.node.operands[0], emit.node.outs[0]
-    space = x.type.ndim - 2
+    space = spaces_of(emit.node)
     held, made = tile(emit.operand_bounds, 0, y, space), tile(emit.result_bounds, 0, x, space)
-    size, steps = list(x.shape[2:]), _steps(emit.node, x.shape[2:], y.shape[2:])
-    return emit.call(resize_tile_backward, args[0], made.at, size, made.lengths, held.at, steps, kind_of(emit.node))
+    size, steps = list(x.shape[-space:]), _steps(emit.node, x.shape[-space:], y.shape[-space:])
+    beside = args[1:2] if len(emit.node.operands) > 1 else ()
+    options = (made.at, size, made.lengths, held.at, steps, kind_of(emit.node))
+    return emit.call(resize_tile_backward, args[0], *options, *beside)
 
 
 def _steps(node: Node, x: Sequence[int], y: Sequence[int]) -> list[float]:
@@ -128,13 +192,47 @@ def _steps(node: Node, x: Sequence[int], y: Sequence[int]) -> list[float]:
     return [each.step for each in found]
 
 
+def mean(x: Tensor, size: Sequence[int]) -> Tensor:
+    """Adaptive means as products with a matrix for each dim: sums, of which each rank may have a part."""
+    for dim, places in enumerate(size, -len(size)):
+        x = torch.matmul(x.transpose(dim, -1), means(x, x.shape[dim], places).t()).transpose(dim, -1)
+    return x
+
+
+def mean_backward(space: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The gradient of :func:`mean`, of so many dims."""
+
+    def expand(grad: Tensor, x: Tensor) -> Tensor:
+        for dim in range(-space, 0):
+            weights = means(grad, x.shape[dim], grad.shape[dim])
+            grad = torch.matmul(grad.transpose(dim, -1), weights).transpose(dim, -1)
+        return grad
+
+    return expand
+
+
+def means(like: Tensor, size: int, places: int) -> Tensor:
+    """The weights of each row in each mean."""
+    row, place = torch.arange(size, device=like.device), torch.arange(places, device=like.device).unsqueeze(1)
+    start = torch.div(place * size, places, rounding_mode="floor")
+    end = torch.div((place + 1) * size + places - 1, places, rounding_mode="floor")
+    return ((row >= start) & (row < end)).to(like.dtype) / (end - start)
+
+
+def entries(name: str, kind: str) -> Iterator[RuleEntry]:
+    """The rules of one op and of its backward."""
+    space = next(n for n in (1, 2, 3) if f"{n}d" in name)
+    follow, averages = {"output_size": f"(g b p)*{space}"}, kind == "mean"
+    op, back = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
+    yield rule(op, forward, sized=follow, rows=forward_rows, expand=mean if averages else False)
+    if averages:
+        yield rule(back, backward, rows=backward_rows, expand=mean_backward(space))
+    else:
+        yield rule(back, backward, sized=follow, shape_arg=2, rows=backward_rows)
+
+
 RULES: tuple[RuleEntry, ...] = (
-    *(rule(ops(names), forward, rows=forward_rows) for names in SIZES.values()),
-    *(
-        rule(ops(f"{name}_backward"), backward, shape_arg=2, rows=backward_rows)
-        for names in SIZES.values()
-        for name in names.split()
-    ),
+    *(entry for kind, names in KINDS.items() for name in names.split() for entry in entries(name, kind)),
     rule(ops(ANTIALIASED), "n.. h*2! -> n.. p*2!", linear="0"),
     *(rule(ops(f"{name}_backward"), "n.. p*2! -> n.. h*2!", linear="0", shape_arg=2) for name in ANTIALIASED.split()),
 )

@@ -60,7 +60,6 @@ DIAGONAL, PLANE = "d.. q!", "d.. i@dim1! j@dim2!"
 
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.flip, flip, linear="0"),
-    rule(aten.roll, "d.. k@dims! -> d.. k@dims", linear="0"),
     rule((aten.tril, aten.triu), "n.. i! j! -> n.. i! j!", linear="0"),
     moves(aten.rot90, rot90),
     moves(aten.repeat, repeat, local=repeat_local),

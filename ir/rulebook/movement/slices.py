@@ -1,6 +1,7 @@
 """Parts of tensors, and tensors of parts: slice, select, split, cat, stack, and their gradients.
 
-A part that is one of the equal blocks of a dim keeps the cuts within the block: ``(c! k) -> k``. Else the dim is whole.
+A part that is one of the equal blocks of a dim keeps the cuts within the block: ``(c! k) -> k``. Of other slices a rank
+needs the rows that its own are. Elsewhere the dim is whole.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.cut import Window
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, moves, untouched
 from shardfx.ir.rules.book import RuleEntry, rule
-from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.local import Emit, nothing
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.template import template
+from shardfx.ir.rules.windows import seeing
 
 aten = torch.ops.aten
 
 WHOLE, BLOCKS, PART = "d.. k@dim!", "d.. (c! k)@dim", "d.. k@dim"
-REST = "d.. o@dim!"
+REST, ROWS = "d.. o@dim!", "d.. o@dim"
 
 
 def _range(node: Node, size: int) -> tuple[int, int, int]:
@@ -41,33 +46,63 @@ def _ends(node: Node) -> tuple[Value, Value]:
     return ends if node.op is aten.slice.Tensor else ends[::-1]
 
 
-def slice_(node: Node) -> str:
-    """Of a tensor a part; or into zeros a part is written."""
+def slice_(node: Node) -> str | ShardingRule:
+    """Of a tensor a part; or into zeros a part is written. Its rows are every so many of the whole, further on."""
     large, small = _ends(node)
-    dim = argument(node, "dim")
-    size = large.shape[dim]
-    if small.shape[dim] == size:
+    dim, back = argument(node, "dim"), large is not node.operands[0]
+    forms = [BLOCKS, PART]
+    if small.shape[dim] == large.shape[dim]:
         forms = [PART, PART]
-    else:
-        forms = [BLOCKS, PART] if _aligned(*_range(node, size), size) else [WHOLE, REST]
-    return " -> ".join(forms if large is node.operands[0] else reversed(forms))
+    elif 0 in small.shape:
+        forms = [WHOLE, REST]
+    elif not _aligned(*(asked := _range(node, large.shape[dim])), large.shape[dim]):
+        start, _, step = asked
+        made = template(f"{ROWS} -> {PART}" if back else f"{PART} -> {ROWS}", "0", moves_only=True)(node)
+        if back:
+            return seeing(made, {"o": ("k", Window(large.shape[dim], 1, step, step - 1 - start, -start))})
+        return seeing(made, {"k": ("o", Window(small.shape[dim], step, 1, start, start))})
+    return " -> ".join(reversed(forms) if back else forms)
 
 
 def slice_local(emit: Emit) -> Any:
     """The part of a rank's elements that is in the slice."""
-    large, _ = _ends(emit.node)
+    large, small = _ends(emit.node)
     dim = at_dim(emit, large)
     start, end, step = _range(emit.node, large.shape[dim])
     held, part = emit.operand_shape(0), emit.result_shape(0)
     back = large is not emit.node.operands[0]
     if (start, end, step) == (0, large.shape[dim], 1) and not back:
         return emit.args[0]
+    if not _aligned(start, end, step, large.shape[dim]) and small.shape[dim] != large.shape[dim] and part[dim]:
+        return _slice_back_rows(emit, dim, start, step) if back else _slice_rows(emit, dim, start, step)
     if back:
         held, part = part, held
     if _aligned(start, end, step, large.shape[dim]) and held[dim] != large.shape[dim]:
         start = start // (end - start) * part[dim]
         end = start + part[dim]
     return emit.call(emit.node.op, emit.args[0], *([list(held)] if back else []), dim, start, end, step)
+
+
+def _slice_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
+    """A rank's rows of the slice, of the rows that it holds."""
+    (at, _), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
+    begin = start + step * first - at
+    return emit.call(aten.slice.Tensor, emit.args[0], dim, begin, begin + step * (count - 1) + 1, step)
+
+
+def _slice_back_rows(emit: Emit, dim: int, start: int, step: int) -> Any:
+    """A rank's rows of what is written into zeros, of those rows of the slice that lie there."""
+    (at, held), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, dim)
+    begin = max(at, -((start - first) // step))
+    end = min(at + held, (first + count - 1 - start) // step + 1)
+    if begin >= end:
+        return nothing(emit, emit.args[0])
+    x = emit.args[0]
+    if (begin, end) != (at, at + held):
+        x = emit.call(aten.slice.Tensor, x, dim, begin - at, end - at)
+    row = start + step * begin - first
+    shape = list(emit.result_shape(0))
+    return emit.call(aten.slice_backward.default, x, shape, dim, row, row + step * (end - begin - 1) + 1, step)
 
 
 def _pieces(shapes: list[tuple[int, ...]], dim: int, ndim: int) -> tuple[str, str]:

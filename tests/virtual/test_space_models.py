@@ -1,0 +1,180 @@
+"""Models that people train, on tiles of an image: numbers are those of one device, proven, and little is gathered."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.runtime.debug.collective_counts import count_collectives
+from tests.space_nets import DeepLab, Pyramid, ResNet18, Swin, UNet3d, convnext, segformer
+
+from .test_space import UNet, energy, image, ops, specs, trained
+
+MESHES = {
+    "h": sx.Mesh(h=2),
+    "w": sx.Mesh(w=2),
+    "2x2": sx.Mesh(h=2, w=2),
+    "3x1": sx.Mesh(h=3, w=1),
+    "2x2x2": sx.Mesh(h=2, w=2, d=2),
+}
+
+
+class Net(NamedTuple):
+    """A model, the shape of its image, and on which meshes something of it is gathered: attention over the whole image,
+    maps of fewer rows than ranks."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    gathers: tuple[str, ...] = ()
+
+
+NETS = {
+    "unet": Net(UNet, (1, 3, 32, 40)),
+    "unet of odd sizes": Net(lambda: UNet("bilinear"), (2, 3, 20, 28)),
+    "resnet": Net(ResNet18, (2, 3, 61, 77), ("3x1",)),
+    "pyramid": Net(Pyramid, (1, 3, 57, 71), ("3x1",)),
+    "deeplab": Net(DeepLab, (2, 3, 33, 25)),
+    "swin": Net(Swin, (1, 3, 48, 32)),
+    "convnext": Net(convnext, (1, 3, 64, 64), ("3x1",)),
+    "segformer": Net(segformer, (1, 3, 64, 64), tuple(MESHES)),
+    "volume": Net(UNet3d, (1, 1, 12, 8, 8)),
+}
+
+
+def on_tiles(name: str, mesh: str) -> sx.ParallelModule:
+    torch.manual_seed(0)
+    net = NETS[name]
+    with warnings.catch_warnings():
+        if mesh in net.gathers:
+            warnings.simplefilter("ignore", sx.ShardfxWarning)
+        return trained(net.make(), image(*net.shape), MESHES[mesh], len(net.shape) - 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["h", "w", "2x2", "3x1"])
+@pytest.mark.parametrize("name", NETS)
+def test_models_train_on_tiles(name: str, mesh: str) -> None:
+    pm = on_tiles(name, mesh)
+    assert "comm.halo" in ops(pm) and pm.verify()
+    assert mesh in NETS[name].gathers or "comm.all_gather" not in ops(pm)
+
+
+@pytest.mark.slow
+def test_a_volume_is_cut_three_ways() -> None:
+    pm = on_tiles("volume", "2x2x2")
+    assert pm.verify() and "comm.all_gather" not in ops(pm)
+
+
+def test_a_stride_over_tiles_that_it_does_not_divide() -> None:
+    """16 rows for three ranks are no blocks of two: the rows at the seams are exchanged."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 4, 3, padding=1)
+    net = nn.Sequential(first, nn.AvgPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 2, 2))
+    pm = trained(net, image(1, 3, 26, 8), MESHES["3x1"])
+    assert {op for op in ops(pm) if op.startswith("comm.")} == {"comm.halo", "comm.all_reduce"}
+    assert pm.verify()
+
+
+class Between(nn.Module):
+    """Something between two convolutions."""
+
+    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.two, self.what = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.what(torch.tanh(self.one(x))))
+
+
+WHAT: dict[str, Callable[[Tensor], Tensor]] = {
+    "circular": lambda x: F.pad(x, (2, 1, 0, 3), mode="circular"),
+    "reflect": lambda x: F.pad(x, (2, 1, 0, 3), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (2, 1, 0, 3), mode="replicate"),
+    "roll": lambda x: x.roll((3, -2), (2, 3)),
+    "crop": lambda x: x[:, :, 2:-1, 1:],
+    "every third": lambda x: x[:, :, 1::2, ::3],
+    "differences": lambda x: x[:, :, 1:] - x[:, :, :-1],
+    "area": lambda x: F.interpolate(x, size=(10, 9), mode="area"),
+    "nearest": lambda x: F.interpolate(x, size=(23, 20), mode="nearest"),
+    "nearest-exact": lambda x: F.interpolate(x, size=(11, 9), mode="nearest-exact"),
+    "means of all": lambda x: x * F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (3, 2)).mean(),
+    "shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
+}
+SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest")}
+
+
+@pytest.mark.parametrize("mesh", [pytest.param("2x2", marks=pytest.mark.slow), "3x1"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WHAT])
+def test_rows_from_elsewhere(name: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    pm = trained(Between(WHAT[name]), image(1, 3, 17, 13), MESHES[mesh])
+    assert pm.verify() and "comm.all_gather" not in ops(pm)
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "3x1"])
+def test_an_exchange_sends_the_bytes_of_the_formula(mesh: str) -> None:
+    """Of a 3 x 3 convolution a rank sends a row to each side, a column, and the corners."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 5, padding=2)).double()
+    x, sizes = image(1, 3, 20, 12), {axis.name: axis.size for axis in MESHES[mesh].axes}
+    pm = sx.parallelize(net, MESHES[mesh], sx.Hints(args=(x,), specs=specs(MESHES[mesh])), virtual=True)
+    with count_collectives() as counts:
+        pm(x)
+
+    found = 0
+    for channels, reach in ((3, 1), (4, 2)):
+        up, side = reach * min(sizes["h"] - 1, 2), reach * min(sizes["w"] - 1, 2)  # of the rank in the middle
+        h, w = -(-20 // sizes["h"]), -(-12 // sizes["w"])
+        found += 8 * channels * (up * w + side * h + up * side)
+    assert sum(count.nbytes for (op, _), count in counts.items() if op == "all_to_all_single") == found
+    halos = [node for node in pm.after.nodes if str(node.op) == "comm.halo"]
+    assert sum(node.op.sends(node, pm.after.mesh).nbytes for node in halos) == found
+
+
+def changed(program: fx.GraphModule, op: str, place: int, value: Callable[[Any], Any]) -> None:
+    """Change an argument of the first call of an op."""
+    node = next(each for each in program.graph.nodes if op in str(each.target))
+    node.args = (*node.args[:place], value(node.args[place]), *node.args[place + 1 :])
+
+
+DAMAGE: dict[str, tuple[str, Callable[[fx.GraphModule], None]]] = {
+    "rows of the other end are one further on": (
+        "circular",
+        lambda program: changed(program, "ring_tile", 4, lambda starts: [starts[0], starts[1] - 1, starts[2]]),
+    ),
+    "the other end is left out": (
+        "circular",
+        lambda program: changed(program, "ring_tile", 5, lambda lengths: [lengths[0], 0, 0]),
+    ),
+    "a border is repeated that is a mirror": (
+        "reflect",
+        lambda program: changed(program, "resize_tile", 6, lambda kind: "repeated"),
+    ),
+    "a tile is taken for the one before it": (
+        "nearest",
+        lambda program: changed(program, "resize_tile", 3, lambda first: [max(first[0] - 1, 0), *first[1:]]),
+    ),
+    "a row of a slice is another one": (
+        "every third",
+        lambda program: changed(program, "aten.slice.Tensor", 2, lambda start: start + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_rows_from_elsewhere_are_refused(name: str) -> None:
+    torch.manual_seed(0)
+    what, damage = DAMAGE[name]
+    x, mesh = image(1, 3, 17, 13), MESHES["3x1"]
+    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh))
+    pm = sx.parallelize(Between(WHAT[what]).double(), mesh, hints, virtual=True)
+    program = pm.rank_module(0 if "end" in name else 1)
+    damage(program)
+    program.recompile()
+    assert not pm.verify(modules={0 if "end" in name else 1: program})
