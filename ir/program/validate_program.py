@@ -28,6 +28,7 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
+from .plain import written_out
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
 from .well_formed import OVER, malformed
@@ -75,6 +76,8 @@ class _Walk:
         self.program, self.after, self.ends = program, after, ends
         self.nodes = list(program.graph.nodes)
         self._form()
+        self.program = program = written_out(program)
+        self.nodes = list(program.graph.nodes)
         self.away: dict[fx.Node, str] = {}
         """In which pool values lie that are not in the device's memory."""
         self.share = Sharing(self.nodes)
