@@ -84,6 +84,7 @@ class Step:
     _engine: Engine | None = None
     _programs: dict[Kinds, dict[int, RankProgram]] = field(default_factory=dict)
     _shards: dict[str, Shards] = field(default_factory=dict)
+    _layouts: dict[Output, Shards] = field(default_factory=dict)
     _constants: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _written: WeakKeyDictionary[RankProgram, frozenset[str]] = field(default_factory=WeakKeyDictionary)
 
@@ -163,24 +164,35 @@ class Step:
                 raise
             for out in outs.values():
                 check_guards(first.outputs, out)
-            results: Results = {}
-            for i, output in enumerate(first.outputs):
-                pieces: dict[int, torch.Tensor] = {}
-                layout = self.layout(output)
-                for rank, out in sorted(outs.items()):
-                    if layout.by_rank[rank] not in pieces:
-                        pieces[layout.by_rank[rank]] = out[i]
-                        if output.kind.is_kept and not self._lies_there(output, rank, out[i]):
-                            self.store.commit(output.name, rank, out[i])
-                found = [pieces[index] for index in sorted(pieces)]
-                if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
-                    found = [self.store.as_gradient(output.name, piece) for piece in found]
-                results[output.kind, output.name] = found
+            return self._kept(first, outs, {} if len(programs) > 1 or kept.buffers else self._places(first, given))
+
+    def _kept(
+        self, program: RankProgram, outs: Mapping[int, Sequence[torch.Tensor]], places: Mapping[str, int]
+    ) -> Results:
+        """The distinct pieces of what ranks gave; what is to be stored is, where it does not lie there already, which
+        ``places`` say."""
+        results: Results = {}
+        ranks = sorted(outs)
+        for i, output in enumerate(program.outputs):
+            pieces: dict[int, torch.Tensor] = {}
+            by_rank = self.layout(output).by_rank
+            for rank in ranks:
+                if by_rank[rank] not in pieces:
+                    new = pieces[by_rank[rank]] = outs[rank][i]
+                    if output.kind.is_kept and places.get(output.name) != new.data_ptr():
+                        self.store.commit(output.name, rank, new)
+            found = [pieces[index] for index in sorted(pieces)] if len(pieces) > 1 else [*pieces.values()]
+            if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
+                found = [self.store.as_gradient(output.name, piece) for piece in found]
+            results[output.kind, output.name] = found
         return results
 
-    def _lies_there(self, output: Output, rank: int, new: torch.Tensor) -> bool:
-        """Whether new content was written where it is stored."""
-        return len(self.ranks) == 1 and self.store.piece(output.name, rank).data_ptr() == new.data_ptr()
+    @staticmethod
+    def _places(program: RankProgram, given: Mapping[int, Sequence[torch.Tensor]]) -> Mapping[str, int]:
+        """Where in memory the pieces of one rank lie that a step makes anew."""
+        ((_, tensors),) = given.items()
+        pairs = zip(program.inputs, tensors, strict=True)
+        return {each.name: tensor.data_ptr() for each, tensor in pairs if each.kind in HELD}
 
     @property
     def _runs_on(self) -> bool:
@@ -201,11 +213,10 @@ class Step:
 
     def layout(self, output: Output) -> Shards:
         """Which ranks hold which pieces of an output."""
-        key = f"{output.kind.value} {output.name}"
-        if key not in self._shards:
+        if output not in self._layouts:
             assert output.value.spec is not None
-            self._shards[key] = Shards.of(output.value.spec, output.value.shape, self.graph.mesh)
-        return self._shards[key]
+            self._layouts[output] = Shards.of(output.value.spec, output.value.shape, self.graph.mesh)
+        return self._layouts[output]
 
     def whole(self, output: Output, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole of an output."""

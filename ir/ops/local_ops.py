@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from . import memory_ops, pack
+from .computing.segment import segment
 from .pools import transfer
 from .table import LocalOp, Written
 from .time import turns
@@ -155,6 +156,7 @@ OVERWRITING: dict[Any, Any] = {op: row.function for op, row in OVER.items()}
 """By op the form that writes into ``out``."""
 
 OTHER = (
+    LocalOp("update.segment", segment, shares=True),
     LocalOp("c10d.wait_tensor", c10d.wait_tensor.default, shares=True, waits=True),
     LocalOp("getitem", operator.getitem, shares=True),
 )

@@ -1,4 +1,5 @@
-"""Which parameters lie side by side: those that are gathered together, so that nothing is copied before a gather."""
+"""What stores keep side by side: parameters that are gathered together, so that nothing is copied before a gather; and
+what an optimizer steps together, so that its step is computed on all of it at once."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shardfx.ir.graph import Input, InputKind, Node
-from shardfx.ir.ops.comm import all_gather
+from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.ops.comm import all_gather, all_reduce, reduce_scatter
 
 
 def neighbours(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Input, ...]]:
@@ -24,6 +25,40 @@ def neighbours(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Inp
             found.append(together)
             placed |= names
     return found
+
+
+def stepped_together(graph: Graph) -> list[tuple[Input, ...]]:
+    """The parameters, and for each kind of state the states, whose gradients are reduced together, in the order of
+    these; nothing where the program steps none. What is gathered together lies as :func:`neighbours` says."""
+    if all(output.kind is not OutputKind.PARAMETER for output in graph.outputs):
+        return []
+    inputs = {given.name: given for given in graph.inputs}
+    owned: dict[str, dict[str, Input]] = {}
+    for given in graph.of_kind(InputKind.STATE):
+        parameter, _, key = given.name.rpartition(".")
+        owned.setdefault(parameter, {})[key] = given
+    placed = {given.name for together in neighbours(graph.nodes, graph.inputs) for given in together}
+    made = {_as_made(o.value): o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in inputs}
+    found = []
+    for node in graph.nodes:
+        if node.op in (all_reduce, reduce_scatter):
+            names = [made[value] for value in node.outs if value in made]
+            keys = dict.fromkeys(key for name in names for key in owned.get(name, ()))
+            states = [[owned[name][key] for name in names if key in owned.get(name, ())] for key in keys]
+            for stepped in ([inputs[name] for name in names], *states):
+                apart = [each for each in stepped if each.name not in placed and not each.pool and each.value.shape]
+                alike = tuple(each for each in apart if each.value.type.dtype == apart[0].value.type.dtype)
+                if len(alike) > 1:
+                    found.append(alike)
+                    placed |= {each.name for each in alike}
+    return found
+
+
+def _as_made(gradient: Value) -> Value:
+    """A gradient as the backward makes it, before the step changes it."""
+    while gradient.node is not None and gradient.node.phase is Phase.UPDATE:
+        gradient = gradient.node.operands[0]
+    return gradient
 
 
 def side_by_side(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

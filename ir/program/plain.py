@@ -5,16 +5,23 @@
     %full = memory.join(%flat, [%grad], 1)        ->   %full = pack.flatten([%grad], 1)
     %sent = c10d.all_reduce_(%full, "sum", ...)        %sent = c10d.all_reduce(%full, "sum", ...)
 
+A segment of an optimizer's step is the calls that it stands for, member by member (:func:`written_out`).
+
 A valid program (:mod:`.validate_program`) computes what its plain form computes: who proves or reads values needs no
 more than this form. The forms stand in the rows (:mod:`shardfx.ir.ops.local_ops`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import fx
 
+from shardfx.ir.ops.computing.segment import Call, Ref, home, read_call, segment
 from shardfx.ir.ops.local_ops import row_of
 
+from .rank_module import ORIGINS
 from .rank_program import RankProgram
 
 
@@ -24,6 +31,7 @@ def plain(program: RankProgram, *, in_place: bool = False) -> RankProgram:
     ``in_place``: nobody needs ``program`` itself any more.
     """
     made = program if in_place else program.copy()
+    write_out(made)
     graph, memory = made.graph, list[fx.Node]()
     for node in list(graph.nodes):
         row = row_of(node.target) if node.op == "call_function" else None
@@ -40,3 +48,58 @@ def plain(program: RankProgram, *, in_place: bool = False) -> RankProgram:
     for node in reversed(memory):
         graph.erase_node(node)
     return made
+
+
+def written_out(program: RankProgram) -> RankProgram:
+    """The same program with each segment as the calls that it stands for; the same object where there is none."""
+    if all(node.target is not segment for node in program.graph.nodes):
+        return program
+    made = program.copy()
+    write_out(made)
+    return made
+
+
+def write_out(program: RankProgram) -> None:
+    """Put the calls of each segment in its place."""
+    for node in list(program.graph.nodes):
+        if node.target is segment:
+            _write_out(program.graph, node)
+
+
+def _write_out(graph: fx.Graph, node: fx.Node) -> None:
+    arguments: Any = node.args
+    texts, gives, members, tensors, scalars = arguments
+    calls, width = [read_call(text) for text in texts], len(tensors) // members
+    origins = node.meta.get(ORIGINS, [node.meta.get("shardfx")] * (members * len(calls)))
+    common = {Ref("s", i): scalar for i, scalar in enumerate(scalars)}
+    results: list[fx.Node] = []
+    with graph.inserting_before(node):
+        for member in range(members):
+            row = tensors[member * width : (member + 1) * width]
+            columns = {Ref("c", i): column for i, column in enumerate(row)}
+            its = origins[member * len(calls) : (member + 1) * len(calls)]
+            written = _member(graph, calls, {**common, **columns}, its)
+            results += [written[Ref("c", column)] for column in gives]
+    for user in list(node.users):
+        place: Any = user.args[1]
+        user.replace_all_uses_with(results[place])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _member(
+    graph: fx.Graph, calls: Sequence[Call], there: dict[Ref, fx.Node], origins: Sequence[Any]
+) -> dict[Ref, fx.Node]:
+    """Write the calls of one member, of the tensors that are there; gives what is written last in each memory."""
+    written: dict[Ref, fx.Node] = {}
+
+    def put(arg: Any) -> Any:
+        return there.get(arg, arg) if isinstance(arg, Ref) else arg
+
+    for number, (call, origin) in enumerate(zip(calls, origins, strict=True)):
+        args, kwargs = fx.node.map_aggregate(call.args, put), fx.node.map_aggregate(call.kwargs, put)
+        made = graph.call_function(call.op, args, kwargs)
+        made.meta["shardfx"] = origin
+        there[Ref("r", number)] = made
+        written[home(calls, Ref("r", number))] = made
+    return written

@@ -16,6 +16,9 @@ from torch import fx, nn
 
 from shardfx.ir.graph import Node, Where, op_name
 
+ORIGINS = "shardfx_calls"
+"""In the ``meta`` of a segment of a program: the planned nodes of its calls, member by member."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -96,6 +99,7 @@ class RankModule(fx.GraphModule):
         """A module of ``graph``, which becomes its own: the nodes then remember their :class:`Origin`."""
         origins: dict[Node, Origin] = {}
         for node in graph.nodes:
+            node.meta.pop(ORIGINS, None)
             made = node.meta.get("shardfx")
             if isinstance(made, Node):
                 origin = origins.get(made)

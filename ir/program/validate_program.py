@@ -29,6 +29,7 @@ from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
 from .looped.within_turns import part_in_turns
+from .plain import written_out
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
 from .well_formed import OVER, malformed
@@ -76,6 +77,8 @@ class _Walk:
         self.program, self.after, self.ends = program, after, ends
         self.nodes = list(program.graph.nodes)
         self._form()
+        self.program = program = written_out(program)
+        self.nodes = list(program.graph.nodes)
         self.away: dict[fx.Node, str] = {}
         """In which pool values lie that are not in the device's memory."""
         self.share = Sharing(self.nodes)

@@ -7,6 +7,7 @@ stand, and as many as there are. Whether the numbers among them are right is not
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import fx
 
+from shardfx.ir.ops.computing.segment import misfit, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, row_of
 
 OPS = ("placeholder", "get_attr", "call_function", "output")
@@ -73,9 +75,27 @@ def malformed(node: fx.Node) -> str:
     row = row_of(node.target)
     slots = _slots(node.target) if row is not None or isinstance(node.target, torch._ops.OpOverload) else None
     wrong = "" if slots is None else _misfit(node, slots)
+    if not wrong and node.target is segment:
+        return _no_segment(node)
     if not wrong and row is not None and row.group is not None and not isinstance(_at(node, row.group), str):
         return f"{node.name} names no group of ranks as its argument {row.group}"
     return wrong
+
+
+def _no_segment(node: fx.Node) -> str:
+    """What is wrong with a segment of an optimizer's step, and with what is taken of it."""
+    if node.kwargs:
+        return f"{node.name} takes its arguments by place"
+    arguments: Any = node.args
+    calls, gives, members, tensors, scalars = arguments
+    wrong = misfit(calls, gives, members, tensors, len(scalars))
+    if wrong:
+        return f"{node.name} is no segment: {wrong}"
+    results = range(len(gives) * members)
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[1] not in results:
+            return f"{user.name} takes another thing of {node.name} than one of its {len(results)} results"
+    return ""
 
 
 def _at(node: fx.Node, place: int) -> Any:

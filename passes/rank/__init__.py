@@ -6,9 +6,10 @@ from .in_place import InPlace
 from .overwrite import Overwrite
 from .own_outputs import OwnOutputs
 from .rank_pass import RankContext, RankPass, run_rank_passes
+from .segments import Segments
 from .waits import Waits
 
-ORDER: tuple[type[RankPass], ...] = (Waits, Buckets, GatherInto, InPlace, Overwrite, OwnOutputs)
+ORDER: tuple[type[RankPass], ...] = (Waits, Buckets, GatherInto, InPlace, Overwrite, OwnOutputs, Segments)
 BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
 
@@ -17,7 +18,7 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     if compiled:
         return (Waits(), OwnOutputs())
     gathers = (GatherInto(),) if device == "cpu" else ()
-    return (Waits(), Buckets(), *gathers, InPlace(), Overwrite(), OwnOutputs())
+    return (Waits(), Buckets(), *gathers, InPlace(), Overwrite(), OwnOutputs(), Segments())
 
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "OwnOutputs",
     "RankContext",
     "RankPass",
+    "Segments",
     "Waits",
     "built_in",
     "run_rank_passes",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind
 from shardfx.ir.ops.pools.transfer import finish, settled
-from shardfx.ir.program.neighbours import neighbours, side_by_side
+from shardfx.ir.program.neighbours import neighbours, side_by_side, stepped_together
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
 
@@ -48,6 +48,9 @@ class ProcessStore:
         self._states = [g for g in graph.inputs if g.kind is InputKind.STATE]
         self._cuts = any(_spec(given).axes for given in self._inputs)
         self._shards: dict[str, DTensorShard] = {}
+        self._stepped = stepped_together(graph)
+        self._places: dict[str, Tensor] = {}
+        """Memory for states that are yet to be made."""
         for given in (*self._inputs, *self._states):
             type_ = given.value.type
             self._shards[given.name] = DTensorShard.of(
@@ -90,9 +93,14 @@ class ProcessStore:
                 self.buffers[name] = [self.as_gradient(name, piece.clone())]
 
     def _side_by_side(self) -> dict[str, Tensor]:
-        """Memory for the parameters that are gathered together."""
+        """Memory for the parameters that are gathered, or stepped, together."""
+        stepped = [together for together in self._stepped if together[0].kind is InputKind.PARAMETER]
+        return self._lying_together([*neighbours(self.graph.nodes, self.graph.inputs), *stepped])
+
+    def _lying_together(self, groups: Sequence[Sequence[Input]]) -> dict[str, Tensor]:
+        """Memory for what lies one behind the other."""
         found: dict[str, Tensor] = {}
-        for together in neighbours(self.graph.nodes, self.graph.inputs):
+        for together in groups:
             shapes = [_spec(g).local_shape(g.value.shape, self.mesh, self.mesh.coords(self.rank)) for g in together]
             places = side_by_side(shapes, together[0].value.type.dtype, self.device)
             found |= {given.name: place for given, place in zip(together, places, strict=True)}
@@ -104,7 +112,7 @@ class ProcessStore:
 
     def piece(self, name: str, rank: int) -> Tensor:
         """This rank's piece, plain and local."""
-        return self._shards[name].unwrap(self._held(name)[0].detach())
+        return self._shards[name].unwrap(self._held(name)[0]).detach()
 
     def _held(self, name: str) -> Sequence[Tensor]:
         return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
@@ -129,7 +137,10 @@ class ProcessStore:
         else:
             shape = _spec(given).local_shape(type_.shape, self.mesh, coords)
             piece = torch.full(shape, start, dtype=type_.dtype)
-        piece = settled(piece, given.pool, self.device)
+        if name not in self._places:
+            self._places |= self._lying_together([each for each in self._stepped if given in each])
+        place = self._places.pop(name, None)
+        piece = settled(piece, given.pool, self.device) if place is None else place.copy_(piece)
         self.states[name] = [self._shards[name].wrap(piece) if _spec(given).axes else piece]
 
     def fill(self, name: str, whole: Tensor) -> None:

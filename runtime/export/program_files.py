@@ -20,7 +20,7 @@ import torch
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
-from shardfx.ir.ops.computing import grouped_product, moments, resized, rings, tiles
+from shardfx.ir.ops.computing import grouped_product, moments, resized, rings, segment, tiles
 from shardfx.ir.ops.local_ops import POOLS
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
@@ -28,7 +28,12 @@ from shardfx.runtime.distributed.groups import axes_of
 
 from .run_template import HEADER, README, RUN
 
-FILES = {"pack": "pack", "memory_ops": "memory_ops", "transfer": "pools_transfer"}
+FILES = {
+    "pack": "pack",
+    "memory_ops": "memory_ops",
+    "transfer": "pools_transfer",
+    "segments": "computing_segment",
+}
 """What our functions stand in, and how programs name it."""
 
 
@@ -79,6 +84,7 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
     "random_ops": (dropout.__file__, {dropout.dropout, dropout.draw}),
     "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
     "transfer": (transfer.__file__, {row.function for row in POOLS}),
+    "segments": (segment.__file__, {segment.segment}),
     "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),
     "tiles": (
         tiles.__file__,

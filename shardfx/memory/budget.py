@@ -86,6 +86,10 @@ def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:
     if hints.recompute is None:
         again += [{"recompute": pattern} for pattern in repeated_modules(compiled)]
     yield from ({**less, **more} for less in stored for more in again if less or more)
+    if not hints.offload:
+        away = {"offload": (*(("optimizer",) if compiled.captured.update is not None else ()), "activations")}
+        yield away
+        yield {**stored[-1], **again[-1], **away}
 
 
 def repeated_modules(compiled: Compiled) -> list[str]:

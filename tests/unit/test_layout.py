@@ -33,7 +33,7 @@ PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules"),  # the rewriter alone
     "ir.rules": ("ir",),
-    "ir.ops": ("ir", "ir.ops.pools", "ir.ops.time"),
+    "ir.ops": ("ir", "ir.ops.computing", "ir.ops.pools", "ir.ops.time"),
     "ir.ops.pools": ("ir", "ir.ops"),
     "ir.schedule": ("ir",),
     "ir.text": GRAPHS,

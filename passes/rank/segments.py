@@ -1,0 +1,238 @@
+"""segments: what an optimizer's step does to many parameters alike is one call.
+
+    mul = aten.mul.out(w, scale, out=w)              both = update.segment(["aten.mul.out(c0, s0, out=c0)",
+    new = aten.add.out(mul, grad_w, out=mul)                                "aten.add.out(r0, c1, out=r0)"],
+    mul_1 = aten.mul.out(b, scale, out=b)      ->                          [0], 2, [w, grad_w, b, grad_b], [scale])
+    new_1 = aten.add.out(mul_1, grad_b, out=mul_1)   new, new_1 = both[0], both[1]
+    return (new, new_1)                              return (new, new_1)
+
+Calls are put off until something needs what they give, so that those of one wait come together; none passes a wait, so
+that what arrives is used while the rest is under way. Only calls that compute elementwise, and over what they are
+given, are packed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from shardfx.ir.graph import Node, Phase, Value
+from shardfx.ir.ops.computing.segment import Ref, call_text, segment
+from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE, row_of
+from shardfx.ir.program.rank_module import ORIGINS
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import Sharing
+
+from .rank_pass import RankContext, RankPass
+
+PACKED = frozenset((*POINTWISE, *OVERWRITING.values()))
+NUMBERS = (bool, int, float)
+
+
+@dataclass(frozen=True)
+class Segments(RankPass):
+    """Compute elementwise steps of parameters that are stepped alike by one call."""
+
+    name: ClassVar[str] = "segments"
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Pack what is alike."""
+        return _Packing(program).run()
+
+
+@dataclass(eq=False)
+class _Member:
+    """The calls of one parameter, in order, and how many of them were put off so far."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    waiting: int = 0
+
+
+class _Packing:
+    def __init__(self, program: RankProgram) -> None:
+        self.program, self.coords = program, program.mesh.coords(program.rank)
+        self.nodes = list(program.graph.nodes)
+        self.share = Sharing(self.nodes)
+        self.values: dict[fx.Node, Value] = {}
+        """What calls take, as it was planned."""
+        self.members: dict[fx.Node, _Member] = {}
+        self.waiting: dict[_Member, None] = {}
+        """Those of which calls are put off."""
+        self.order: list[fx.Node] = []
+        self.changed = False
+
+    def run(self) -> bool:
+        self._find_members()
+        for node in self.nodes:
+            member = self.members.get(node)
+            if member is not None:
+                member.waiting += 1
+                self.waiting[member] = None
+                continue
+            if self.waiting and self._needs(node):
+                self._pack([*self.waiting])
+            elif (row := row_of(node.target)) is not None and row.waits:
+                self._pack([each for each in self.waiting if each.waiting == len(each.nodes)])
+            self.order.append(node)
+        if self.changed:
+            self._arrange()
+        return self.changed
+
+    def _find_members(self) -> None:
+        """Calls are together that take what one another gives."""
+        for node in self.nodes:
+            if not self._elementwise(node):
+                continue
+            found = list(dict.fromkeys(self.members[used] for used in node.all_input_nodes if used in self.members))
+            member = found[0] if found else _Member()
+            for other in found[1:]:
+                member.nodes += other.nodes
+                self.members.update(dict.fromkeys(other.nodes, member))
+            member.nodes.append(node)
+            self.members[node] = member
+        place = {node: i for i, node in enumerate(self.nodes)}
+        for member in dict.fromkeys(self.members.values()):
+            member.nodes.sort(key=place.__getitem__)
+
+    def _needs(self, node: fx.Node) -> bool:
+        """Whether a call takes what those give that are put off, or writes over what they take."""
+        if node.op == "output":
+            return True
+        put_off = [each for member in self.waiting for each in member.nodes[: member.waiting]]
+        if not set(put_off).isdisjoint(node.all_input_nodes):
+            return True
+        row = row_of(node.target)
+        into = row.destination(node) if row is not None else None
+        return into is not None and self.share.root(into) in {
+            self.share.root(used) for each in put_off for used in each.all_input_nodes
+        }
+
+    def _elementwise(self, node: fx.Node) -> bool:
+        """Whether a call of the step computes each element of operands of one shape, and of numbers, alone."""
+        planned = node.meta.get("shardfx")
+        if node.op != "call_function" or node.target not in PACKED or not isinstance(planned, Node):
+            return False
+        if planned.phase is not Phase.UPDATE or OVERWRITING.get(planned.op, planned.op) is not OVERWRITING.get(
+            node.target, node.target
+        ):
+            return False
+        given = (*node.args, *(arg for key, arg in node.kwargs.items() if key != "out"))
+        if len(node.args) != len(planned.args) or not all(isinstance(arg, (fx.Node, *NUMBERS)) for arg in given):
+            return False
+        takes = {arg: value for arg, value in zip(node.args, planned.args, strict=True) if isinstance(arg, fx.Node)}
+        shape = self._shape(planned.outs[0])
+        if not shape or any(not isinstance(value, Value) for value in takes.values()):
+            return False
+        if any(value.shape and self._shape(value) != shape for value in takes.values()):
+            return False
+        self.values |= takes
+        return True
+
+    def _shape(self, value: Value) -> tuple[int, ...]:
+        assert value.spec is not None
+        return torch.Size(value.spec.local_shape(value.shape, self.program.mesh, self.coords))
+
+    def _pack(self, members: Sequence[_Member]) -> None:
+        """Put what was put off where it stands now: alike members as one call, others as they were."""
+        alike: dict[Any, list[_Form]] = {}
+        apart = self._apart(members)
+        for member in members:
+            del self.waiting[member]
+            form = _form(member.nodes, self.values) if apart and member.waiting == len(member.nodes) else None
+            if form is not None:
+                alike.setdefault(form.key, []).append(form)
+                continue
+            self.order += member.nodes[: member.waiting]
+            rest = _Member(member.nodes[member.waiting :])
+            self.members.update(dict.fromkeys(rest.nodes, rest))
+        for forms in alike.values():
+            if len(forms) == 1:
+                self.order += forms[0].nodes
+            else:
+                self._segment(forms)
+
+    def _apart(self, members: Sequence[_Member]) -> bool:
+        """Whether no member takes what another one writes."""
+        roots: dict[fx.Node, set[_Member]] = {}
+        written: set[fx.Node] = set()
+        for member in members:
+            for node in member.nodes[: member.waiting]:
+                for used in node.all_input_nodes:
+                    roots.setdefault(self.share.root(used), set()).add(member)
+                into = node.kwargs.get("out")
+                written |= {self.share.root(into)} if isinstance(into, fx.Node) else set()
+        return all(len(roots[root]) == 1 for root in written)
+
+    def _segment(self, forms: Sequence[_Form]) -> None:
+        graph, form = self.program.graph, forms[0]
+        tensors = [column for each in forms for column in each.columns]
+        made = graph.call_function(segment, (form.calls, form.gives, len(forms), tensors, form.scalars))
+        origins = [node.meta["shardfx"] for each in forms for node in each.nodes]
+        made.meta.update({"shardfx": origins[0], ORIGINS: origins})
+        self.order.append(made)
+        for number, each in enumerate(forms):
+            inside = set(each.nodes)
+            for place, result in enumerate(each.results):
+                got = graph.call_function(operator.getitem, (made, number * len(each.results) + place))
+                got.meta = dict(result.meta)
+                result.replace_all_uses_with(got, lambda user, inside=inside: user not in inside)  # type: ignore[misc]
+                self.order.append(got)
+            for node in reversed(each.nodes):
+                graph.erase_node(node)
+        self.changed = True
+
+    def _arrange(self) -> None:
+        """Let the graph's nodes stand in the new order."""
+        cursor = self.program.graph._root
+        for node in self.order:
+            if cursor.next is not node:
+                cursor.append(node)
+            cursor = node
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The calls of a member as they stand in a segment; ``key`` is the same for members that are stepped alike."""
+
+    nodes: Sequence[fx.Node]
+    calls: list[str]
+    gives: list[int]
+    columns: list[fx.Node]
+    scalars: list[fx.Node]
+    results: list[fx.Node]
+    key: Any
+
+
+def _form(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value]) -> _Form | None:
+    """The form of a member; None: what others need of it does not lie where a column does."""
+    refs, home = dict[fx.Node, Ref](), dict[fx.Node, fx.Node]()
+    columns, scalars, calls = list[fx.Node](), list[fx.Node](), list[str]()
+    last: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(nodes):
+        for used in node.all_input_nodes:
+            if used not in refs:
+                group, kind = (columns, "c") if values[used].shape else (scalars, "s")
+                refs[used] = Ref(kind, len(group))
+                group.append(used)
+        args, kwargs = ([_put(a, refs) for a in each] for each in (node.args, node.kwargs.values()))
+        calls.append(call_text(node.target, args, dict(zip(node.kwargs, kwargs, strict=True))))
+        into = node.kwargs.get("out")
+        home[node] = home.get(into, into) if isinstance(into, fx.Node) else node
+        refs[node] = Ref("r", number)
+        last[home[node]] = node
+    inside = set(nodes)
+    results = [node for node in nodes if not inside.issuperset(node.users)]
+    if any(home[node] not in columns or last[home[node]] is not node for node in results):
+        return None
+    gives = [columns.index(home[node]) for node in results]
+    dtypes = tuple([values[column].type.dtype for column in columns])
+    return _Form(nodes, calls, gives, columns, scalars, results, (*calls, *gives, *scalars, dtypes))
+
+
+def _put(arg: Any, refs: Mapping[fx.Node, Ref]) -> Any:
+    return refs[arg] if isinstance(arg, fx.Node) else arg
