@@ -46,6 +46,7 @@ from .joint.joint_graph import joint_graph
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
+from .shells import Outcomes
 from .update.behind import Behind
 from .update.loss_scale import SCALE
 from .update.made_groups import Factory
@@ -110,6 +111,7 @@ def capture(
         )
     with ExitStack() as stack:
         stack.enter_context(alone())
+        stack.enter_context(no_library_of_cpus())
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
         traced, tensors = on_cpu(hooks.model, tensors, stack, guard)
@@ -130,7 +132,9 @@ def capture(
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = Names(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
-        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
+        trace = partial(
+            _trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute, outcomes=short.outcomes
+        )
         graph, note = trace(program(short.model), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
@@ -172,6 +176,7 @@ def _trace(
     names: Names,
     batch_parts: int,
     compute: Compute | None,
+    outcomes: Outcomes | None,
 ) -> Graph:
     """The graph of a program's forward and backward."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -179,10 +184,9 @@ def _trace(
     try:
         with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
-            stack.enter_context(no_library_of_cpus())
             own = OwnGradients()
             with with_numbers() if program.guard else nullcontext(), own.noting():
-                exported = torch.export.export(program, tensors, strict=False).module()
+                exported = torch.export.export(program, tensors, strict=False).module(check_guards=False)
             reject_unknown_shapes(exported, program.guard)
             unlike = check_as_eager(program, exported, tensors, program.guard, compute is not None)
             names = replace(names, guards=program.results.guards)
@@ -192,7 +196,7 @@ def _trace(
             take_wide_statistics(exported)
             lay_row_by_row(exported)
             own.restore(exported)
-            graph = convert(_joint(exported, tensors, stack), mesh, names)
+            graph = convert(_joint(exported, tensors, outcomes, stack), mesh, names)
         graph.notes = [unlike] if unlike else []
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
@@ -203,13 +207,15 @@ def _trace(
         raise explain(error, program.model, program.loss, program.guard) from error
 
 
-def _joint(exported: torch.fx.GraphModule, tensors: tuple[torch.Tensor, ...], stack: ExitStack) -> torch.fx.GraphModule:
+def _joint(
+    exported: torch.fx.GraphModule, tensors: tuple[torch.Tensor, ...], outcomes: Outcomes | None, stack: ExitStack
+) -> torch.fx.GraphModule:
     """The forward and the backward of an exported program, functional."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
 
     table = decompositions()
     try:
-        return joint_graph(exported, tensors, table)
+        return joint_graph(exported, tensors, table, outcomes)
     except Exception:  # AOTAutograd writes more, or says what stands in the way of that
         made = aot_export_joint_with_descriptors(
             stack, exported, tensors, decompositions=table, _record_nn_module_stack=True

@@ -84,9 +84,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of each trace, why it was left to AOTAutograd, or that it was not."""
     said: list[str] = []
 
-    def noted(exported: fx.GraphModule, tensors: Sequence[Tensor], table: Any) -> fx.GraphModule:
+    def noted(exported: fx.GraphModule, tensors: Sequence[Tensor], *known: Any) -> fx.GraphModule:
         try:
-            made = joint_graph(exported, tensors, table)
+            made = joint_graph(exported, tensors, *known)
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
             raise

@@ -35,22 +35,23 @@ from .call_writer import Beyond, CallWriter
 
 NAMES_AND_LINES = ("nn_module_stack", "stack_trace")
 """What a node says of where it comes from."""
-GUARDS = "_guards_fn"
-"""What torch.export calls first, to compare the inputs with the examples."""
 
 
 def joint_graph(
-    exported: fx.GraphModule, tensors: Sequence[Tensor], table: Mapping[Any, Callable[..., Any]]
+    exported: fx.GraphModule,
+    tensors: Sequence[Tensor],
+    table: Mapping[Any, Callable[..., Any]],
+    outcomes: Outcomes | None = None,
 ) -> fx.GraphModule:
     """The graph of an exported program and of the gradients of its first result, where that has any.
 
     Its placeholders and its output say by AOTAutograd's descriptors what they are; ``table`` says which ops are taken
-    apart.
+    apart, and ``outcomes`` what is known of calls already.
 
     Raises:
         Beyond: the program is not functional, or more than its tensors' forms must be known.
     """
-    outcomes = Outcomes((*exported.parameters(), *exported.buffers(), *tensors))
+    outcomes = outcomes or Outcomes((*exported.parameters(), *exported.buffers(), *tensors))
     writer = CallWriter(outcomes, table)
     run = _Run(writer, outcomes)
     given: dict[Any, Tensor] = {}
@@ -134,7 +135,7 @@ class _Run:
                 env[node] = self._call(node.target, args, kwargs)
             elif node.op == "output":
                 return fx.map_arg(node.args[0], env.__getitem__)
-            elif node.target != GUARDS:
+            else:
                 raise Beyond(f"{node.op} {node.target}")
         raise Beyond("a module without a result")
 
