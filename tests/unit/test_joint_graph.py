@@ -147,8 +147,9 @@ def test_what_is_functional_is_written_here(of: str, written: list[str], monkeyp
         (lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True), "batch_norm"),
         (lambda x: torch.view_as_real(torch.fft.fft(x).conj() * 2)[..., 0], "complex"),
         (lambda x: x.as_strided((4, 6), (1, 4)), "aten.as_strided"),
+        (lambda x: x @ torch.linalg.inv(x.t() @ x + torch.eye(6)), "effect"),
     ],
-    ids=["a part in place", "in another form", "a batch norm", "statistics of no module", "conjugated", "as it lies"],
+    ids=["a part in place", "in another form", "a batch norm", "statistics of no module", "conjugated", "as it lies", "raises"],
 )
 def test_what_is_not_is_left_to_autograd(
     between: Any, why: str, written: list[str], monkeypatch: pytest.MonkeyPatch

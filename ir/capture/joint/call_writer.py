@@ -128,6 +128,8 @@ class CallWriter(TorchDispatchMode):
         if found is None:
             if func.overloadpacket in NOT_HERE or not TAGS.isdisjoint(func.tags):
                 raise Beyond(str(func))
+            if not func._schema.returns and func is not aten._assert_tensor_metadata.default:
+                raise Beyond(f"{func}, which is called for its effect")
             apart = func in self._table or autograd_would_have_decomposed(func, leaves)
             found = self._written[func, len(leaves)] = not apart
         return found
