@@ -149,7 +149,7 @@ def test_what_is_functional_is_written_here(of: str, written: list[str], monkeyp
         (lambda x: x.as_strided((4, 6), (1, 4)), "aten.as_strided"),
         (lambda x: x @ torch.linalg.inv(x.t() @ x + torch.eye(6)), "effect"),
     ],
-    ids=["a part in place", "in another form", "a batch norm", "statistics of no module", "conjugated", "as it lies", "raises"],
+    ids=["a part in place", "another form", "a batch norm", "statistics", "conjugated", "as it lies", "raises"],
 )
 def test_what_is_not_is_left_to_autograd(
     between: Any, why: str, written: list[str], monkeypatch: pytest.MonkeyPatch
@@ -157,6 +157,13 @@ def test_what_is_not_is_left_to_autograd(
     found, expected = texts(monkeypatch, Model(between), torch.rand(4, 6), loss=lambda y: y.square().mean())
     assert len(written) == 1 and written[0].startswith("Beyond: ") and why in written[0]
     assert found == expected
+
+
+def test_a_tensor_that_is_no_part_of_the_model_is_refused(written: list[str]) -> None:
+    scale = torch.rand(6)
+    with pytest.raises(sx.Error, match="no input, parameter or buffer"):
+        trace.capture(Model(lambda x: x * scale), sx.Mesh(dp=2), args=(torch.rand(4, 6),))
+    assert written == ["Beyond: a tensor that nothing gives"]
 
 
 def test_a_loss_without_gradients_has_no_backward(written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

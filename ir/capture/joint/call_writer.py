@@ -35,6 +35,8 @@ NOT_HERE = {
 }
 """Ops that see how tensors lie in memory, of which shells have no more than strides; and those that write into running
 statistics though their schemas do not say so."""
+LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+"""By which the code's ``torch.tensor([1.0, 2.0])`` becomes a tensor of the program."""
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 """Ops that ask for numbers, or change tensors that are there."""
 
@@ -43,8 +45,7 @@ class CallWriter(TorchDispatchMode):
     """Writes every op that is called to ``graph``, as often as it is called; ``meta`` says what a node is told of where
     it comes from.
 
-    Tensors that were never seen are constants of the code: ``constants`` has them, by the name that the graph gets them
-    by.
+    ``constants`` has those that the code makes of numbers, by the name that the graph gets them by.
     """
 
     def __init__(self, outcomes: Outcomes, table: Mapping[Any, Callable[..., Any]]) -> None:
@@ -70,23 +71,18 @@ class CallWriter(TorchDispatchMode):
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that gives a tensor."""
-        return self._nodes[id(self.shell_of(tensor))]
+        if id(tensor) not in self._nodes:
+            raise Beyond("a tensor that nothing gives")
+        return self._nodes[id(tensor)]
 
-    def shell_of(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor: itself, or a shell of a constant of the code."""
-        if id(tensor) in self._nodes:
-            return tensor
-        if id(tensor) in self._shells:
-            return self._shells[id(tensor)]
-        if isinstance(tensor, FakeTensor):
-            raise Beyond("a tensor whose origin was not seen")
-        if tensor.requires_grad:
-            raise Beyond("a constant of the code with a gradient")
+    def _lift(self, tensor: Tensor) -> None:
+        """Take a tensor that the code makes of numbers for a constant."""
+        if isinstance(tensor, FakeTensor) or tensor.requires_grad or id(tensor) in self._shells:
+            return
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor
         shell = self._shells[id(tensor)] = self._outcomes.shell(tensor)
         self.stand_for(shell, self._noted(self.graph.get_attr(name)))
-        return shell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,8 +91,9 @@ class CallWriter(TorchDispatchMode):
                 made = self._table.get(func, func.decompose)(*args, **kwargs)
             if made is not NotImplemented:
                 return made
-        if func is aten.lift_fresh.default:
+        if func in LIFTS:
             func = aten.lift_fresh_copy.default
+            self._lift(args[0])
         changed = args[0] if func._schema.is_mutable else None
         if changed is not None:
             func = self._functional(func, changed)
@@ -148,8 +145,8 @@ class CallWriter(TorchDispatchMode):
     def _given(self, arg: Any) -> tuple[Any, Any]:
         """Arguments with shells in place of constants, and with nodes in place of tensors."""
         if isinstance(arg, Tensor):
-            shell = self.shell_of(arg)
-            return shell, self._nodes[id(shell)]
+            shell = self._shells.get(id(arg), arg)
+            return shell, self.node_of(shell)
         if isinstance(arg, (list, tuple)):
             both = [self._given(each) for each in arg]
             kind = list if isinstance(arg, list) else tuple
