@@ -148,8 +148,9 @@ def test_what_is_functional_is_written_here(of: str, written: list[str], monkeyp
         (lambda x: torch.view_as_real(torch.fft.fft(x).conj() * 2)[..., 0], "complex"),
         (lambda x: x.as_strided((4, 6), (1, 4)), "aten.as_strided"),
         (lambda x: x @ torch.linalg.inv(x.t() @ x + torch.eye(6)), "effect"),
+        (torch.sgn, "aten._efficientzerotensor"),
     ],
-    ids=["a part in place", "another form", "a batch norm", "statistics", "conjugated", "as it lies", "raises"],
+    ids="a_part_in_place another_form a_batch_norm statistics conjugated as_it_lies raises zeros".split(),
 )
 def test_what_is_not_is_left_to_autograd(
     between: Any, why: str, written: list[str], monkeypatch: pytest.MonkeyPatch

@@ -32,9 +32,10 @@ NOT_HERE = {
     aten.native_batch_norm,
     aten.cudnn_batch_norm,
     aten.miopen_batch_norm,
+    aten._efficientzerotensor,
 }
-"""Ops that see how tensors lie in memory, of which shells have no more than strides; and those that write into running
-statistics though their schemas do not say so."""
+"""Ops that see how tensors lie in memory, of which shells have no more than strides; those that write into running
+statistics though their schemas do not say so; and zeros that are known to be, of which a product with infinity is."""
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """By which the code's ``torch.tensor([1.0, 2.0])`` becomes a tensor of the program."""
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.inplace_view}
