@@ -230,7 +230,7 @@ def plan_graph(
         context.specs, context.cuts = (of_those_there(graph, given) for given in (context.specs, context.cuts))
         if not why:
             try:
-                run_passes(graph, passes, context)
+                run_passes(graph, passes, context, each_validated=False)
                 return graph, context
             except Error as error:  # if blocks are not the reason, it is raised again, and then knows all their names
                 why = error.what

@@ -32,6 +32,8 @@ class Shortened:
     model: nn.Module
     repeats: tuple[Repeat, ...] = ()
     note: str = ""
+    outcomes: Outcomes | None = None
+    """What its calls gave, where it was run."""
 
 
 def find_repeats(
@@ -51,10 +53,10 @@ def find_repeats(
         tape = record(model, tensors, forward, lists, outcomes)
         repeats = [r for path in lists if (r := tape.repeat(path)) is not None and _untied(r, aliases)]
         if not repeats:
-            return Shortened(model)
+            return Shortened(model, outcomes=outcomes)
         short = shorten(model, repeats)
         if record(short, tensors, forward, lists, outcomes).calls == tape.without(repeats):
-            return Shortened(short, tuple(repeats))
+            return Shortened(short, tuple(repeats), outcomes=outcomes)
         why = "without some of its equal blocks the model calls other ops"
     except Exception as error:  # the whole model is captured then, which says what stands in the way of that
         why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"

@@ -1,8 +1,8 @@
 """Capture: from a user's module to one functional graph of forward, loss and backward.
 
-``torch.export`` (non-strict) keeps the names of modules and lines; AOTAutograd then writes the backward beside
-the forward; :mod:`shardfx.ir.builder` turns that into our IR. Nothing is computed: weights may be fake, or on
-``meta``, and examples may be fake.
+``torch.export`` (non-strict) keeps the names of modules and lines; the backward is then written beside the forward,
+by :mod:`.joint.joint_graph` or by AOTAutograd; :mod:`shardfx.ir.builder` turns that into our IR. Nothing is computed:
+weights may be fake, or on ``meta``, and examples may be fake.
 
     >>> captured = capture(model, Mesh(dp=2), args=(x,), loss=F.cross_entropy, targets=(y,))
     >>> print(captured.graph)
@@ -42,9 +42,11 @@ from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import explain, reject_loss, reject_unknown_shapes
 from .intake.synchronised import alone
+from .joint.joint_graph import joint_graph
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
+from .shells import Outcomes
 from .update.behind import Behind
 from .update.loss_scale import SCALE
 from .update.made_groups import Factory
@@ -109,6 +111,7 @@ def capture(
         )
     with ExitStack() as stack:
         stack.enter_context(alone())
+        stack.enter_context(no_library_of_cpus())
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
         traced, tensors = on_cpu(hooks.model, tensors, stack, guard)
@@ -129,7 +132,9 @@ def capture(
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = Names(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
-        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
+        trace = partial(
+            _trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute, outcomes=short.outcomes
+        )
         graph, note = trace(program(short.model), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
@@ -171,18 +176,17 @@ def _trace(
     names: Names,
     batch_parts: int,
     compute: Compute | None,
+    outcomes: Outcomes | None,
 ) -> Graph:
     """The graph of a program's forward and backward."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     try:
         with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
-            stack.enter_context(no_library_of_cpus())
             own = OwnGradients()
             with with_numbers() if program.guard else nullcontext(), own.noting():
-                exported = torch.export.export(program, tensors, strict=False).module()
+                exported = torch.export.export(program, tensors, strict=False).module(check_guards=False)
             reject_unknown_shapes(exported, program.guard)
             unlike = check_as_eager(program, exported, tensors, program.guard, compute is not None)
             names = replace(names, guards=program.results.guards)
@@ -192,10 +196,7 @@ def _trace(
             take_wide_statistics(exported)
             lay_row_by_row(exported)
             own.restore(exported)
-            joint = aot_export_joint_with_descriptors(
-                stack, exported, tensors, decompositions=decompositions(), _record_nn_module_stack=True
-            )
-            graph = convert(joint.graph_module, mesh, names)
+            graph = convert(_joint(exported, tensors, outcomes, stack), mesh, names)
         graph.notes = [unlike] if unlike else []
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
@@ -204,3 +205,20 @@ def _trace(
         raise
     except Exception as error:
         raise explain(error, program.model, program.loss, program.guard) from error
+
+
+def _joint(
+    exported: torch.fx.GraphModule, tensors: tuple[torch.Tensor, ...], outcomes: Outcomes | None, stack: ExitStack
+) -> torch.fx.GraphModule:
+    """The forward and the backward of an exported program, functional."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
+
+    table = decompositions()
+    try:
+        return joint_graph(exported, tensors, table, outcomes)
+    except Exception:  # AOTAutograd writes more, or says what stands in the way of that
+        made = aot_export_joint_with_descriptors(
+            stack, exported, tensors, decompositions=table, _record_nn_module_stack=True
+        )
+    joint: torch.fx.GraphModule = made.graph_module
+    return joint

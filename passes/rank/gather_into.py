@@ -33,8 +33,9 @@ class GatherInto(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Give gathers destinations."""
         changed = False
-        share = Sharing(program.graph.nodes)
-        for node in list(program.graph.nodes):
+        nodes = list(program.graph.nodes)
+        share = Sharing(nodes if any(node.target is pack.flatten for node in nodes) else ())
+        for node in nodes:
             made = node.meta.get("shardfx")
             if not isinstance(made, Node) or not made.operands:
                 continue

@@ -41,7 +41,8 @@ class Overwrite(RankPass):
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Give results the memory of operands."""
-        if any(output.guard is not None for output in program.outputs):
+        steps = any(output.kind.is_stepped for output in program.outputs)
+        if not steps or any(output.guard is not None for output in program.outputs):
             return False
         return _Overwriting(program).run()
 

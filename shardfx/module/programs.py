@@ -124,7 +124,8 @@ class Programs:
     def made(self, graph: Graph, rank: int, kinds: Kinds) -> RankProgram:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
         context = RankContext(graph, self.device)
-        made = program_of(context, rank, kinds, self.compiled.context.rules, self.rank_passes)
+        with no_collection():
+            made = program_of(context, rank, kinds, self.compiled.context.rules, self.rank_passes)
         self.notes.update(dict.fromkeys(context.notes))
         return made
 

@@ -1,0 +1,1 @@
+"""Forward and backward as one graph of functional ops."""

@@ -1,0 +1,180 @@
+"""Forward and backward as one graph: written in one run where the program is functional, and as AOTAutograd has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.capture import trace
+from shardfx.ir.capture.joint.call_writer import Beyond
+from shardfx.ir.capture.joint.joint_graph import joint_graph
+from shardfx.ir.text import print_graph
+from tests.zoo import make
+
+
+class Model(nn.Module):
+    """Two layers and what a function makes between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+class Tied(Model):
+    """Its layers have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh)
+        self.last.weight = self.first.weight
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().mean()
+    return x / scale
+
+
+def in_place(x: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    made.add_(x.relu_()).mul_(2.0)
+    return made + x
+
+
+def part_in_place(x: Tensor) -> Tensor:
+    made = x + 1
+    made[:, 0].mul_(2.0)
+    return made
+
+
+def cast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ x.t()).float() @ x
+
+
+def frozen() -> Model:
+    model = Model(torch.relu)
+    model.first.requires_grad_(False)
+    return model
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of each trace, why it was left to AOTAutograd, or that it was not."""
+    said: list[str] = []
+
+    def noted(exported: fx.GraphModule, tensors: Sequence[Tensor], *known: Any) -> fx.GraphModule:
+        try:
+            made = joint_graph(exported, tensors, *known)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+            raise
+        said.append("here")
+        return made
+
+    monkeypatch.setattr(trace, "joint_graph", noted)
+    return said
+
+
+def texts(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *args: Any, loss: Any, targets: Any = ()) -> list[str]:
+    """The captured graph, and the one that AOTAutograd alone writes."""
+
+    def captured() -> str:
+        return print_graph(trace.capture(model, sx.Mesh(dp=2), args=args, loss=loss, targets=targets).graph)
+
+    found = [captured()]
+
+    def left(*_: Any) -> fx.GraphModule:
+        raise Beyond("everything")
+
+    monkeypatch.setattr(trace, "joint_graph", left)
+    return [*found, captured()]
+
+
+FUNCTIONAL: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Model(torch.relu),
+    "used twice": lambda: Model(lambda x: x * x.sigmoid() + x),
+    "taken apart": lambda: Model(lambda x: F.huber_loss(x, x.detach() * 2, reduction="none") + x.var(dim=0)),
+    "several results": lambda: Model(lambda x: torch.cat([part * (n + 1) for n, part in enumerate(x.split(2, 1))], 1)),
+    "views": lambda: Model(lambda x: x.t().reshape(2, -1).unflatten(1, (3, -1)).flatten().view(-1, 6)),
+    "in place": lambda: Model(in_place),
+    "without gradients": lambda: Model(without_gradients),
+    "constants": lambda: Model(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])),
+    "attention": lambda: Model(lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]),
+    "dropout": lambda: Model(lambda x: F.dropout(x, 0.3) + torch.rand_like(x)),
+    "of its own": lambda: Model(Doubled.apply),
+    "autocast": lambda: Model(cast),
+    "tied": Tied,
+    "frozen": frozen,
+}
+
+
+@pytest.mark.parametrize("of", FUNCTIONAL)
+def test_what_is_functional_is_written_here(of: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.rand(4, 6, requires_grad=True)
+    found, expected = texts(monkeypatch, FUNCTIONAL[of](), x, loss=F.mse_loss, targets=(torch.rand(4, 6),))
+    assert written == ["here"]
+    assert "backward:" in found and found == expected
+
+
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (part_in_place, "aten.mul_.Tensor"),
+        (lambda x: torch.ones(4, 6).mul_(x.double()) * x, "in another form"),
+        (nn.BatchNorm1d(6), "aten.add_.Tensor"),
+        (lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True), "batch_norm"),
+        (lambda x: torch.view_as_real(torch.fft.fft(x).conj() * 2)[..., 0], "complex"),
+        (lambda x: x.as_strided((4, 6), (1, 4)), "aten.as_strided"),
+        (lambda x: x @ torch.linalg.inv(x.t() @ x + torch.eye(6)), "effect"),
+        (torch.sgn, "aten._efficientzerotensor"),
+    ],
+    ids="a_part_in_place another_form a_batch_norm statistics conjugated as_it_lies raises zeros".split(),
+)
+def test_what_is_not_is_left_to_autograd(
+    between: Any, why: str, written: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, expected = texts(monkeypatch, Model(between), torch.rand(4, 6), loss=lambda y: y.square().mean())
+    assert len(written) == 1 and written[0].startswith("Beyond: ") and why in written[0]
+    assert found == expected
+
+
+def test_a_tensor_that_is_no_part_of_the_model_is_refused(written: list[str]) -> None:
+    scale = torch.rand(6)
+    with pytest.raises(sx.Error, match="no input, parameter or buffer"):
+        trace.capture(Model(lambda x: x * scale), sx.Mesh(dp=2), args=(torch.rand(4, 6),))
+    assert written == ["Beyond: a tensor that nothing gives"]
+
+
+def test_a_loss_without_gradients_has_no_backward(written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(torch.relu).requires_grad_(False)
+    found, expected = texts(monkeypatch, model, torch.rand(4, 6), loss=lambda y: y.mean())
+    assert written == ["here"] and "backward:" not in found and found == expected
+
+
+@pytest.mark.parametrize("model", ["hf_gpt2_dropout", "hf_t5", "hf_vit", "moe_qwen3", "unet"])
+def test_models_of_the_zoo_are_written_here(model: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(model)
+    trace.capture(case.model, sx.Mesh(dp=2), args=case.args, kwargs=case.kwargs, loss=case.loss, targets=case.targets)
+    assert written == ["here"]
