@@ -37,8 +37,8 @@ ORDER: tuple[type[Pass], ...] = (
     GatherAgain,
     CastAgain,
     FuseComm,
-    Order,
     Turns,
+    Order,
     Offload,
 )
 """The built-in passes, in the order in which they run."""

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
 from shardfx.ir.ops.computing import grouped_product, moments, resized, rings, segment, tiles
-from shardfx.ir.ops.local_ops import POOLS
+from shardfx.ir.ops.local_ops import POOLS, TURNS
 from shardfx.ir.ops.pools import transfer
+from shardfx.ir.ops.time import turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
 
@@ -33,16 +35,16 @@ FILES = {
     "memory_ops": "memory_ops",
     "transfer": "pools_transfer",
     "segments": "computing_segment",
+    "time_turns": "time_turns",
 }
 """What our functions stand in, and how programs name it."""
 
 
 def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state: Mapping[str, torch.Tensor]) -> None:
     """Write one rank's program, and what it starts from."""
-    code = program.module().graph.python_code("self").src.strip("\n")
+    code = "\n\n\n".join(functions(program.module(), "forward"))
     for file, named in FILES.items():
         code = re.sub(rf"\bshardfx_ir_ops_{named}_(\w+)", rf"{file}.\1", code)
-    code = code.replace("def forward(self, ", "def forward(").replace("def forward(self)", "def forward()")
     imports = [f"import {file}" for file in FILES if f"{file}." in code]
     imports += [
         f"import {file}  # defines ops of torch.ops.shardfx" for file in own_files(program) if file not in FILES
@@ -62,6 +64,17 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
     )
     (folder / f"rank{rank}.py").write_text(header + code + "\n", encoding="utf-8")
     torch.save(dict(state), folder / f"rank{rank}.pt")
+
+
+def functions(module: fx.GraphModule, name: str) -> list[str]:
+    """The code of a module as a function, behind those of the modules that it calls for each turn."""
+    code, found = module.graph.python_code("self").src.strip("\n"), []
+    for node in module.graph.nodes:
+        unit = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(unit, fx.GraphModule):
+            found += functions(unit, f"{name}_{node.target}")
+            code = code.replace(f"self.{node.target}\n", f"{name}_{node.target}\n")
+    return [*found, re.sub(r"^def forward\(self(, )?", f"def {name}(", code)]
 
 
 def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
@@ -84,6 +97,7 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
     "random_ops": (dropout.__file__, {dropout.dropout, dropout.draw}),
     "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
     "transfer": (transfer.__file__, {row.function for row in POOLS}),
+    "time_turns": (turns.__file__, {row.function for row in TURNS}),
     "segments": (segment.__file__, {segment.segment}),
     "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),
     "tiles": (

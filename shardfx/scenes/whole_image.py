@@ -132,7 +132,7 @@ class Sharing:
         where = f"rank {self.group[0]}, which decodes it for ranks {', '.join(map(str, self.group))}"
         try:
             parts = [f"{key}/{i}" for i in range(int(self.store.get(key)))]
-            made = torch.load(io.BytesIO(b"".join(self.store.get(part) for part in parts)))
+            made = torch.load(io.BytesIO(b"".join(self.store.get(part) for part in parts)), weights_only=True)
             for part in (key, *parts):
                 self.store.delete_key(part)
         except dist.DistError as error:
