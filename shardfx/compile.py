@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardfx.ir.capture.forms.compute import Compute
+from shardfx.ir.capture.forms.parts_of_batch import ONE, BatchParts
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.cost.machine import Machine
@@ -176,16 +177,30 @@ def capture_model(model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, h
     )
 
 
-def batch_parts(mesh: Mesh, hints: Hints) -> int:
-    """Into how many parts, each with statistics of its own, hints cut the batch: the leading dims of inputs."""
+def batch_parts(mesh: Mesh, hints: Hints) -> BatchParts:
+    """The parts, each with statistics of its own, into which hints cut the batch: the leading dims of inputs.
+
+    Raises:
+        Error: turns are to have their own, and are no stretches of the batch.
+    """
     if hints.batch_stats is None:
-        return 1
+        return ONE
     axes: dict[str, None] = {}
     for name, leaf in leaf_names(hints.args, hints.kwargs, ()):
-        for text, given in hints.specs.items() if isinstance(leaf, torch.Tensor) and leaf.ndim else ():
+        for text, given in specs_in_turns(mesh, hints).items() if isinstance(leaf, torch.Tensor) and leaf.ndim else ():
             if pattern(text).fullmatch(name):
                 axes |= dict.fromkeys(as_spec(given, mesh, leaf.ndim, text).dims[0].axes)
-    return mesh.extent(axes)
+    if hints.batch_stats == "local":
+        return BatchParts(mesh.extent(axes))
+    turns = [axis for axis in axes if mesh[axis].time]
+    if list(axes)[: len(turns)] != turns:
+        raise Error(
+            "a turn's part of the batch is no stretch of it",
+            where="Hints(batch_stats='turn')",
+            expected=f"axes of time in front: {' '.join([*turns, *(axis for axis in axes if axis not in turns)])}",
+            got=" ".join(axes),
+        )
+    return BatchParts(mesh.extent(turns), one_by_one=True)
 
 
 def compile_model(

@@ -86,7 +86,8 @@ class Hints:
         batch_stats: ``"local"``: in training a batch norm has the statistics of each rank's own part of the batch, as
             under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
             proves. Running statistics take the mean over the parts, and are all that is sent for it. By default
-            statistics are those of the whole batch.
+            statistics are those of the whole batch. ``"turn"``: of each turn's part, over all ranks; running
+            statistics are what one turn after the other makes of them.
         accumulate: in how many turns a rank does its part of the batch, one behind the other: so many micro-batches,
             whose gradients are added. Loss and gradients are those of the whole batch. It is the short form of an
             axis of time in the mesh, ``Mesh(mb=sx.Time(4), dp=2)``, which cuts batches first: ``"mb dp, -"``.
@@ -185,7 +186,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
     "cuts": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
     "check_inputs": (lambda given: isinstance(given, bool) or given == "broadcast", "True or False, or 'broadcast'"),
-    "batch_stats": (lambda given: given in (None, "local"), "None, for the whole batch's, or 'local'"),
+    "batch_stats": (lambda given: given in (None, "local", "turn"), "None, for the whole batch's, 'local' or 'turn'"),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
     "guard": (lambda given: isinstance(given, bool), "True or False"),
     "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),

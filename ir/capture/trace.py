@@ -33,7 +33,7 @@ from .decomposed import decompositions
 from .forms.compute import Compute
 from .forms.factored import lay_row_by_row
 from .forms.loss_scaling import LossScale
-from .forms.parts_of_batch import normalise_by_parts
+from .forms.parts_of_batch import ONE, BatchParts, normalise_by_parts
 from .forms.wide_statistics import take_wide_statistics
 from .forms.wide_sums import sum_gradients_in
 from .intake.as_eager import check_as_eager
@@ -81,7 +81,7 @@ def capture(
     guard: bool = False,
     optimizer: Factory | None = None,
     clip: float | None = None,
-    batch_parts: int = 1,
+    batch_parts: BatchParts = ONE,
     compute: Compute | None = None,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
@@ -91,7 +91,7 @@ def capture(
         clip: what the norm of all gradients may be at the most (see :mod:`.update.clip`).
         fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
         guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
-        batch_parts: batch norms normalise so many parts of the batch apart (see :mod:`.forms.parts_of_batch`).
+        batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.forms.parts_of_batch`).
         compute: in which dtype the model computes, and its gradients are summed (see :mod:`.forms.compute`).
 
     Raises:
@@ -148,7 +148,8 @@ def capture(
     graph, update, apart = behind.write(graph, dict(traced.named_parameters()))
     guards = sum(output.guard is not None and not output.guard.op for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
-    parts = f"batch norms normalise each of {batch_parts} parts of the batch apart" if batch_parts > 1 else ""
+    apart_ = batch_parts.count > 1
+    parts = f"batch norms normalise each of {batch_parts.count} parts of the batch apart" if apart_ else ""
     graph.notes = [each for each in (*graph.notes, note, apart, said, parts) if each]
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update)
 
@@ -174,7 +175,7 @@ def _trace(
     tensors: tuple[torch.Tensor, ...],
     mesh: Mesh,
     names: Names,
-    batch_parts: int,
+    batch_parts: BatchParts,
     compute: Compute | None,
     outcomes: Outcomes | None,
 ) -> Graph:
@@ -191,7 +192,7 @@ def _trace(
             unlike = check_as_eager(program, exported, tensors, program.guard, compute is not None)
             names = replace(names, guards=program.results.guards)
             keep_whole(exported)
-            if batch_parts > 1:
+            if batch_parts.count > 1:
                 normalise_by_parts(exported, batch_parts)
             take_wide_statistics(exported)
             lay_row_by_row(exported)

@@ -154,7 +154,8 @@ class Programs:
                 torch.device(self.device),
             )
         if compiled.hints.batch_stats is not None:
-            verdict = replace(verdict, claim=f"{verdict.claim} with batch norms of each rank's part of the batch")
+            whose = "rank" if compiled.hints.batch_stats == "local" else "turn"
+            verdict = replace(verdict, claim=f"{verdict.claim} with batch norms of each {whose}'s part of the batch")
         return with_rules(verdict, compiled.after, compiled.context.rules)
 
     def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[Asked]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shardfx.ir.graph import Graph, factors_text, op_name
 from shardfx.ir.oracle.planned.plan_check import check_plan
+from shardfx.ir.program.looped.unrolled import as_ranks
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleBook
 from shardfx.runtime.verify.fault import Fault, place
@@ -25,7 +26,7 @@ def with_rules(verdict: Verdict, graph: Graph, rules: RuleBook) -> Verdict:
     """The verdict on a planned graph, with what executing its rules says: a wrong rule makes it false."""
     if not verdict:
         return verdict
-    found = check_plan(graph, rules, default_rules())
+    found = check_plan(replace(graph, mesh=as_ranks(graph.mesh)), rules, default_rules())
     counts = {"shares executed": found.executed, "executed before": found.known}
     left_out = [f"the rule of {op}: {why}" for op, why in sorted(found.left_out.items())]
     verdict = replace(

@@ -108,7 +108,7 @@ class Case:
     strict: bool
     memory: tuple[tuple[str, object], ...] = ()
     """Hints on what a rank holds, and does in a step: ``zero``, ``recompute``, ``optimizer`` by name, ``clip``,
-    ``offload``, ``compute``."""
+    ``offload``, ``compute``, ``accumulate``."""
 
     def script(self) -> str:
         """The case as a program: it prints how its result differs from one device's."""
@@ -154,7 +154,7 @@ def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
     if rng.random() < 0.2 and modules and net.mode != "inference":
         found["recompute"] = tuple(rng.sample(modules, rng.randint(1, len(modules))))
     found |= step(seed, net)
-    return found | put_away(seed, net, "optimizer" in found) | precision(seed)
+    return found | put_away(seed, net, "optimizer" in found) | precision(seed) | turns(seed)
 
 
 def step(seed: int, net: Net) -> dict[str, object]:
@@ -165,6 +165,14 @@ def step(seed: int, net: Net) -> dict[str, object]:
     if rng.random() < 0.1 and net.mode != "inference":
         found["clip"] = rng.choice((0.01, 100.0))
     return found
+
+
+def turns(seed: int) -> dict[str, object]:
+    """Micro-batches in every sixth case."""
+    rng = random.Random(f"turns {seed}")
+    if rng.random() >= 0.17:
+        return {}
+    return {"accumulate": rng.choice((2, 2, 3, 5)), "reduce": rng.choice(("auto", "last", "each"))}
 
 
 class Text(str):

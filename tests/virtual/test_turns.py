@@ -257,3 +257,29 @@ def test_what_all_turns_must_know_of_the_forward_is_done_twice_and_said() -> Non
 def test_hints_that_say_nothing_sensible(hints: dict[str, Any], said: str) -> None:
     with pytest.raises(sx.Error, match=said):
         in_turns(nn.Linear(6, 3), F.cross_entropy, **hints)
+
+
+def test_batch_norms_of_each_turn_are_those_of_a_loop_over_turns() -> None:
+    torch.manual_seed(0)
+    model = Normed().double()
+    x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
+    hints = sx.Hints(
+        args=(x,),
+        loss=F.cross_entropy,
+        targets=(y,),
+        specs={"args.0": "dp, -"},
+        accumulate=3,
+        batch_stats="turn",
+    )
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints, virtual=True)
+    made = pm(x, y)
+    made.backward()
+    for a, b in zip(x.chunk(3), y.chunk(3), strict=True):
+        (F.cross_entropy(model(a), b) / 3).backward()
+    grads, state = pm.full_grads(), pm.full_state_dict()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (grads[name] - parameter.grad).abs().max() < 1e-12
+    for name in ("norm.running_mean", "norm.running_var"):
+        assert (state[name] - model.get_buffer(name)).abs().max() < 1e-12
+    assert pm.verify()

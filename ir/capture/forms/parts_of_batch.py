@@ -2,12 +2,14 @@
 
     batch_norm(x[8, C])   ->   batch_norm(x[4, 2 C]), the parts side by side: part 0's channels, then part 1's
 
-Running statistics take the mean of the parts' (for a variance: the mean within parts). Where the batch is cut over the
-ranks into these parts, that mean is all that is sent.
+Running statistics take the mean of the parts' (for a variance: the mean within parts), or, where the parts are turns,
+what one turn after the other makes of them. Where the batch is cut over the ranks into these parts, that is all that is
+sent.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +20,22 @@ from shardfx.ir.errors import Error
 aten = torch.ops.aten
 
 
-class NormByParts:
-    """``aten.batch_norm`` in training, of so many parts of the batch apart."""
+@dataclass(frozen=True)
+class BatchParts:
+    """Into how many equal parts batch norms take a batch apart; ``one_by_one``: the parts are turns."""
 
-    def __init__(self, parts: int) -> None:
-        self.parts, self.__name__ = parts, "batch_norm_by_parts"
+    count: int = 1
+    one_by_one: bool = False
+
+
+ONE = BatchParts()
+
+
+class NormByParts:
+    """``aten.batch_norm`` in training, of the parts of the batch apart."""
+
+    def __init__(self, parts: BatchParts) -> None:
+        self.parts, self.one_by_one, self.__name__ = parts.count, parts.one_by_one, "batch_norm_by_parts"
 
     def __call__(
         self,
@@ -46,7 +59,7 @@ class NormByParts:
         if rows % self.parts:
             raise Error(
                 "a batch norm of each part of the batch wants equal parts",
-                where="Hints(batch_stats='local')",
+                where=f"Hints(batch_stats={'turn' if self.one_by_one else 'local'!r})",
                 expected=f"a multiple of {self.parts} rows",
                 got=rows,
                 remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",
@@ -58,11 +71,21 @@ class NormByParts:
         out: Tensor = aten.batch_norm.default(beside, *own, training, *how)
         for kept, new in zip((mean, var), own[2:], strict=True):
             if kept is not None and new is not None:
-                kept.copy_(new.reshape(self.parts, channels).mean(0))
+                kept.copy_(self._kept(kept, new.reshape(self.parts, channels), float(how[0])))
         return out.reshape(each, self.parts, channels, *rest).transpose(0, 1).reshape(x.shape)
 
 
-def normalise_by_parts(exported: torch.fx.GraphModule, parts: int) -> None:
+    def _kept(self, old: Tensor, by_part: Tensor, momentum: float) -> Tensor:
+        """The running statistics, from what each part alone makes of the old ones."""
+        if not self.one_by_one:
+            return by_part.mean(0)
+        left = 1.0 - momentum
+        weights = [left ** (self.parts - 1 - turn) for turn in range(self.parts)]
+        late = by_part * torch.tensor(weights, dtype=old.dtype, device=old.device).unsqueeze(1)
+        return late.sum(0) + old * (left**self.parts - left * sum(weights))
+
+
+def normalise_by_parts(exported: torch.fx.GraphModule, parts: BatchParts) -> None:
     """Have the batch norms of an exported program do so."""
     for node in exported.graph.nodes:
         if node.target is aten.batch_norm.default:
