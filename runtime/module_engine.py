@@ -147,7 +147,8 @@ class Stretches:
             elif isinstance(step, fx.Node):
                 self._at, request, into = step, Request.of(step), destination(step)
                 assert request is not None
-                to = None if into is None else env[into]
+                numbers = {n.name: env[n] for n in step.all_input_nodes if part_in_turns(n) in ("opens", "number")}
+                request, to = request.of_turn(numbers) if numbers else request, None if into is None else env[into]
                 env[step] = (yield request, env[step.args[0]], to).pop()  # type: ignore[index]
                 del to
                 done = {step}

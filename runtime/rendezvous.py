@@ -8,7 +8,7 @@ node and source line instead of hanging; and so is a rank whose program raises, 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,11 @@ class Request:
         args = tuple(tuple(arg) if isinstance(arg, (list, tuple)) else arg for arg in node.args[1 : row.group])
         name = KINDS.get(row.name, row.name).removeprefix("c10d.")
         return Request(name, args, str(node.args[row.group]), node.name, str(made.where) if made is not None else "")
+
+    def of_turn(self, numbers: Mapping[str, int]) -> Request:
+        """The same with numbers in the place of calls for them, which each turn has of its own."""
+        args = fx.node.map_aggregate(self.args, lambda arg: numbers[arg.name] if isinstance(arg, fx.Node) else arg)
+        return replace(self, args=args)  # type: ignore[arg-type]
 
     def same(self, other: Request) -> bool:
         """Whether two ranks ask for the same; in an exchange each has its own sizes."""

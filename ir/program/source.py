@@ -24,6 +24,7 @@ from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of, sent_by
 
+from .looped.within_turns import part_in_turns
 from .rank_program import RankProgram
 from .sharing import destination
 
@@ -39,7 +40,8 @@ class Forms:
     Args:
         instead: function -> what is called in its place.
         ask: of a node, what a coroutine yields beside its first operand and the memory that its result goes into
-            (it takes the result out of the list that it is sent); None where it calls the function itself.
+            (it takes the result out of the list that it is sent), with ``of_turn`` where numbers of a turn are in it;
+            None where it calls the function itself.
     """
 
     instead: Mapping[Any, Callable[..., Any]] = field(default_factory=dict)
@@ -142,8 +144,10 @@ class _Writer:
         asked = self.forms.ask(node) if self.forms.ask is not None else None
         if asked is not None:
             into = destination(node)
-            at = "None" if into is None else into.name
-            return f"{node.name} = (yield {self._name(asked)}, {self._text(node.args[0])}, {at}).pop()"
+            at, request = "None" if into is None else into.name, self._name(asked)
+            if numbers := [used.name for used in node.all_input_nodes if part_in_turns(used) in ("opens", "number")]:
+                request += ".of_turn({" + ", ".join(f"{name!r}: {name}" for name in numbers) + "})"
+            return f"{node.name} = (yield {request}, {self._text(node.args[0])}, {at}).pop()"
         function = self.forms.instead.get(node.target, node.target)
         parts = [self._text(a) for a in node.args] + [f"{k}={self._text(a)}" for k, a in node.kwargs.items()]
         return f"{node.name} = {self._name(function)}({', '.join(parts)})"

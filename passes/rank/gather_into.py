@@ -43,7 +43,7 @@ class GatherInto(RankPass):
             if node.target is c10d.all_gather_into_tensor.default and "shape" in node.meta:
                 memory = _before(node, memory_ops.empty, list(node.meta["shape"]), dtype, context.device)
                 _swap(node, memory_ops.all_gather_into, node.args, {"out": memory})
-            elif node.target is pack.unflatten and node.args[2] != 1:
+            elif node.target is pack.unflatten and node.args[2] != 1 and len(node.all_input_nodes) == 1:
                 shapes: Any = node.args[1]
                 sizes = [torch.Size(shape).numel() for shape in shapes]
                 memory = _before(node, memory_ops.empty, [sum(sizes)], dtype, context.device)

@@ -143,8 +143,8 @@ def parted(cut: Cut, dim: Dim, rule: ShardingRule, mesh: Mesh) -> tuple[Cut, ...
     64 rows for three ranks, of which a window reads 4 at a time, are 16 blocks for three ranks."""
     sizes = rule.dim_sizes(dim)
     found = project(cut, math.prod(sizes), sizes, mesh)
-    if found is not None:
-        return found
+    if found is not None or not dim:
+        return found or ()
     blocks, space = Cut(cut.axes), not cut.parts and not any(mesh[axis].time for axis in cut.axes)
     fits = space and feeds_all(blocks, sizes[0], mesh)
     return (blocks if fits else WHOLE, *(WHOLE for _ in dim[1:]))

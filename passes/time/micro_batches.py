@@ -23,6 +23,8 @@ from shardfx.ir.program.looped.in_turns import EACH_TURN, Loop, in_turns, time_a
 from shardfx.ir.program.lower import select
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
+WORTH_SAYING = 0.01
+"""Of all arithmetic that is done in turns, the share from which on what is done twice is said."""
 TRAINED = (OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER, OutputKind.PARAMETER, OutputKind.STATE)
 
 
@@ -79,6 +81,8 @@ class Turns(Pass):
         work = {node: flops_of(node) for loop in loops for node in loop.nodes() if is_heavy(node)}
         once = sum(work.values())
         more = sum(work[node] for loop in loops for node in loop.nodes() if node in work) - once
+        if more <= WORTH_SAYING * once and len(early) == 1:
+            return
         if len(early) > 1 or self.strict:
             times = f"{len(early)} times" if len(early) > 1 else "once"
             raise Error(

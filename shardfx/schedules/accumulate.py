@@ -56,16 +56,18 @@ def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
             specs[text], found = _before(axis, spec), True
     if found:
         return specs
-    first = next((name for name in inputs if not any(pattern(text).fullmatch(name) for text in specs)), None)
+    first = next((name for name in inputs if not name.startswith("targets.")), None)
     if first is None:
         raise Error(
             "there is no batch to cut into turns",
             where=f"Hints(accumulate={hints.accumulate})",
-            expected='an input whose leading dim is the batch: specs={"args.0": "dp, -"}',
+            expected="an input of the model whose leading dim is the batch",
             got=f"inputs {', '.join(inputs) or 'without dims'}",
             remedy="say which dim it is: Mesh(mb=sx.Time(4), ...), and mb in the specs of inputs",
         )
-    return {**specs, first: _before(axis, Spec.whole(inputs[first]))}
+    by = next((text for text in specs if pattern(text).fullmatch(first)), first)
+    given = as_spec(specs[by], mesh, inputs[first], by) if by in specs else Spec.whole(inputs[first])
+    return {**specs, by: given if any(mesh[a].time for a in given.axes) else _before(axis, given)}
 
 
 def _before(axis: str, spec: Spec) -> Spec:

@@ -63,6 +63,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
         nn.ZeroPad2d((1, 2, 0, 3)),
         nn.MaxPool2d(3, 2, ceil_mode=True),
     ),
+    "mirrors": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 5, padding=2, padding_mode="reflect"), nn.Conv2d(4, 3, 3, padding=1, padding_mode="replicate")
+    ),
     "other scales": lambda: nn.Sequential(
         nn.Conv2d(3, 4, 3, 2), nn.Upsample(scale_factor=1.5, mode="bicubic"), nn.PixelUnshuffle(3)
     ),
@@ -100,6 +103,7 @@ CASES: list[tuple[str, tuple[int, int], tuple[int, int]]] = [
     ("convnext", (48, 40), (104, 88)),
     ("no padding", (33, 40), (100, 77)),
     ("pools", (36, 40), (91, 90)),
+    ("mirrors", (33, 40), (70, 53)),
     ("other scales", (57, 65), (121, 137)),
 ]
 
@@ -253,7 +257,7 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a fixed size": (lambda: nn.Upsample(size=(50, 50), mode="bilinear"), "upsample_bilinear2d is not local"),
     "places": (Places, "is not local: it"),
-    "reflection": (lambda: nn.ReflectionPad2d(1), "reflection_pad2d is not local: it takes all places"),
+    "a ring": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), "ring is not local"),
     "dropout": (lambda: nn.Dropout().train(), "random numbers are drawn by their place"),
     "places of maxima": (Largest, "max_pool2d.* is not local: it says where in the image something lies"),
     "unpooling": (Unpools, "max_.*pool2d.* is not local"),

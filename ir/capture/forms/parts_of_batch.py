@@ -74,7 +74,6 @@ class NormByParts:
                 kept.copy_(self._kept(kept, new.reshape(self.parts, channels), float(how[0])))
         return out.reshape(each, self.parts, channels, *rest).transpose(0, 1).reshape(x.shape)
 
-
     def _kept(self, old: Tensor, by_part: Tensor, momentum: float) -> Tensor:
         """The running statistics, from what each part alone makes of the old ones."""
         if not self.one_by_one:

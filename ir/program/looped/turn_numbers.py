@@ -83,6 +83,8 @@ class _Merge:
         for place, node in enumerate(others):
             _gather(node.args, (place, "args"), found)
             _gather(node.kwargs, (place, "kwargs"), found)
+            if "shape" in node.meta:
+                found[place, "shape"] = tuple(node.meta["shape"])
         return found
 
     def _put(self, calls: Mapping[Path, tuple[Any, ...]]) -> None:
@@ -96,6 +98,9 @@ class _Merge:
             if node.target is turns.turns and node.args[0] == self.axis:
                 begin, self.known = node, {}
             for path, call in by_node.get(place, {}).items():
+                if path[0] == "shape":  # it is known of no turn but the first
+                    del node.meta["shape"]
+                    continue
                 assert begin is not None
                 number = self._number(begin, node, call, inside[node])
                 if isinstance(old := _at((node.args, node.kwargs), path), fx.Node):
