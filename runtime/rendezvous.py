@@ -49,7 +49,7 @@ class Request:
     def of_turn(self, numbers: Mapping[str, int]) -> Request:
         """The same with numbers in the place of calls for them, which each turn has of its own."""
         args = fx.node.map_aggregate(self.args, lambda arg: numbers[arg.name] if isinstance(arg, fx.Node) else arg)
-        return replace(self, args=args)  # type: ignore[arg-type]
+        return replace(self, args=args)
 
     def same(self, other: Request) -> bool:
         """Whether two ranks ask for the same; in an exchange each has its own sizes."""

@@ -82,6 +82,9 @@ class Conflicts:
                     continue
                 for each, given in zip(dim, parted(held[d], dim, rule, mesh), strict=True):
                     factor, cut = wished(rule, each, given)
+                    for axis in cut.axes if factor in rule.leaders else ():
+                        if mesh[axis].time:  # turns do not exchange rows
+                            cut = without(cut, axis, mesh)
                     if cut.axes and factor not in rule.whole and feeds_all(cut, rule.sizes[factor], mesh):
                         strong = any(self.held.is_strong(value, a) for a in cut.axes)
                         found.setdefault(factor, []).append(Candidate(cut, value, strong))
