@@ -71,6 +71,13 @@ class Site:
         axes = spec.dims[dim].axes
         return [bounds(self.view[dim], axes, self.mesh, coords)[1] for coords in self.members]
 
+    def alike(self, spec: Spec, dim: int) -> bool:
+        """Whether all ranks have the same of a dim, in every turn that there is."""
+        axes = spec.dims[dim].axes
+        turns = self.mesh.along(self.emit.coords, (axis for axis in axes if self.mesh[axis].time))
+        everywhere = [at for turn in turns for at in self.mesh.along(turn, self.axes)]
+        return all(bounds(self.view[dim], axes, self.mesh, at)[1] == self.largest(spec, dim) for at in everywhere)
+
     def largest(self, spec: Spec, dim: int) -> int:
         """The largest piece of a dim that any rank of any such group holds: what all pad to."""
         size: int = self.view[dim]
@@ -109,7 +116,7 @@ def all_gather(emit: RankEmit) -> list[Any]:
         return site.together(c10d.all_gather_into_tensor.default, 1, site.n, site.n)
     x, lengths, per = emit.args[0], site.lengths(site.source, site.dim), site.largest(site.source, site.dim)
     view = site.local_view(site.source)
-    plain = site.dim == 0 and all(length == per for length in lengths) and site.plain
+    plain = site.dim == 0 and site.alike(site.source, site.dim) and site.plain
     if not plain:
         x = emit.call(pack.pack, x, view, site.dim, per)
     row = [size for dim, size in enumerate(view) if dim != site.dim]
@@ -124,7 +131,7 @@ def reduce_scatter(emit: RankEmit) -> list[Any]:
         return site.together(c10d.reduce_scatter_tensor.default, site.n, 1, site.reduce, site.n)
     x, lengths, per = emit.args[0], site.lengths(site.target, site.dim), site.largest(site.target, site.dim)
     view = site.local_view(site.source)
-    plain = site.dim == 0 and all(length == per for length in lengths) and site.plain
+    plain = site.dim == 0 and site.alike(site.target, site.dim) and site.plain
     if not plain:
         x = emit.call(pack.pack_scattered, x, view, site.dim, per, lengths)
     row = [size for dim, size in enumerate(view) if dim != site.dim]

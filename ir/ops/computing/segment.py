@@ -162,7 +162,8 @@ def _joined(rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         largest = max(rows, key=lambda row: row[0].numel())
         total = min(sum(row[0].numel() for row in rows), BLOCK // rows[0][0].element_size())
         count = min(total, largest[0].numel())
-        yield [column.reshape(-1)[:count] if column.is_contiguous() else column for column in largest]
+        flat = all(column.is_contiguous() for column in largest)
+        yield [column.reshape(-1)[:count] for column in largest] if flat else largest
         return
     run: list[Sequence[Tensor]] = []
     ends: list[int] = []
