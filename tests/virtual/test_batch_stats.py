@@ -102,7 +102,7 @@ def test_parts_are_equal() -> None:
     _, pm = made(mesh, specs)
     with pytest.raises(sx.Error, match=r"wants equal parts(.|\n)*drop_last=True"):
         pm(*data(7))
-    with pytest.raises(sx.Error, match="None, for the whole batch's, or 'local'"):
+    with pytest.raises(sx.Error, match="None, for the whole batch's, 'local' or 'turn'"):
         sx.Hints(batch_stats="rank")
 
 
