@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.program.looped.within_turns import part_in_turns
+from shardfx.ir.program.looped.within_turns import gives_number, part_in_turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
 
@@ -147,7 +147,7 @@ class Stretches:
             elif isinstance(step, fx.Node):
                 self._at, request, into = step, Request.of(step), destination(step)
                 assert request is not None
-                numbers = {n.name: env[n] for n in step.all_input_nodes if part_in_turns(n) in ("opens", "number")}
+                numbers = {n.name: env[n] for n in step.all_input_nodes if gives_number(n)}
                 request, to = request.of_turn(numbers) if numbers else request, None if into is None else env[into]
                 env[step] = (yield request, env[step.args[0]], to).pop()  # type: ignore[index]
                 del to

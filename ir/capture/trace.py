@@ -148,8 +148,8 @@ def capture(
     graph, update, apart = behind.write(graph, dict(traced.named_parameters()))
     guards = sum(output.guard is not None and not output.guard.op for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
-    apart_ = batch_parts.count > 1
-    parts = f"batch norms normalise each of {batch_parts.count} parts of the batch apart" if apart_ else ""
+    count = batch_parts.count
+    parts = f"batch norms normalise each of {count} parts of the batch apart" if count > 1 else ""
     graph.notes = [each for each in (*graph.notes, note, apart, said, parts) if each]
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update)
 

@@ -167,6 +167,11 @@ class LocalOp:
     turns: str = ""
 
     @property
+    def is_number(self) -> bool:
+        """Whether its result is a number of a turn, which lies nowhere."""
+        return self.turns in ("opens", "number")
+
+    @property
     def starts(self) -> bool:
         """Whether its result is there only once it was waited for."""
         return self.group is not None or self.copies

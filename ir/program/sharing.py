@@ -16,6 +16,7 @@ from shardfx.ir.graph import InputKind
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.table import LocalOp
 
+from .looped.within_turns import gives_number
 from .rank_program import RankProgram
 
 aten = torch.ops.aten
@@ -39,20 +40,14 @@ def shared_inputs(node: fx.Node, row: LocalOp | None) -> list[fx.Node]:
         if row.name == "getitem":
             (source,) = node.all_input_nodes
             return [source] if shared_inputs(source, row_of(source.target)) else []
-        return [used for used in node.all_input_nodes if not _is_number(used)] if row.shares else []
+        return [used for used in node.all_input_nodes if not gives_number(used)] if row.shares else []
     if isinstance(target, torch._ops.OpOverload):
         known = SHARING_OPS.get(target._op)
         if known is None:
             aliases = any(result.alias_info is not None for result in target._schema.returns)
             known = SHARING_OPS[target._op] = aliases or target in UNSAFE
-        return [used for used in node.all_input_nodes if not _is_number(used)] if known else []
-    return [used for used in node.all_input_nodes if not _is_number(used)]
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Whether a node is a number of a turn, which lies nowhere."""
-    row = row_of(node.target) if node.op == "call_function" else None
-    return row is not None and row.turns in ("opens", "number")
+        return [used for used in node.all_input_nodes if not gives_number(used)] if known else []
+    return [used for used in node.all_input_nodes if not gives_number(used)]
 
 
 UNSAFE = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.ops.local_ops import row_of, sent_by
+from shardfx.ir.ops.local_ops import sent_by
 
-from .looped.within_turns import part_in_turns
+from .looped.within_turns import gives_number, part_in_turns
 from .rank_program import RankProgram
 from .sharing import destination
 
@@ -97,8 +97,7 @@ class _Writer:
         for node in self.nodes:
             if node.op == "placeholder":
                 continue
-            row = row_of(node.target) if node.op == "call_function" else None
-            part = row.turns if row is not None else ""
+            part = part_in_turns(node)
             if part == "opens":
                 self._add(node, f"{indent}for {node.name} in range({node.args[1]}):")
                 indent += "    "
@@ -145,7 +144,7 @@ class _Writer:
         if asked is not None:
             into = destination(node)
             at, request = "None" if into is None else into.name, self._name(asked)
-            if numbers := [used.name for used in node.all_input_nodes if part_in_turns(used) in ("opens", "number")]:
+            if numbers := [used.name for used in node.all_input_nodes if gives_number(used)]:
                 request += ".of_turn({" + ", ".join(f"{name!r}: {name}" for name in numbers) + "})"
             return f"{node.name} = (yield {request}, {self._text(node.args[0])}, {at}).pop()"
         function = self.forms.instead.get(node.target, node.target)

@@ -19,6 +19,8 @@ from torch import fx
 from shardfx.ir.ops.computing.segment import misfit, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, row_of
 
+from .looped.within_turns import gives_number
+
 OPS = ("placeholder", "get_attr", "call_function", "output")
 TENSOR, TENSORS, OTHER, ANY = "a tensor", "a list of tensors", "no tensor", "anything"
 NUMBER, NUMBERS = "a whole number", "a list of whole numbers"
@@ -60,8 +62,7 @@ def _numbered(arg: Any) -> Any:
     """An argument with a number in the place of each number of a turn."""
     if isinstance(arg, (list, tuple)):
         return type(arg)(_numbered(each) for each in arg)
-    row = row_of(arg.target) if isinstance(arg, fx.Node) and arg.op == "call_function" else None
-    return 0 if row is not None and row.turns in ("opens", "number") else arg
+    return 0 if isinstance(arg, fx.Node) and gives_number(arg) else arg
 
 
 def malformed(node: fx.Node) -> str:

@@ -9,9 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
+import nibabel
 import numpy as np
 import pytest
+import rasterio
 import torch
+import zarr
 from torch import nn
 
 import shardfx as sx
@@ -19,7 +23,6 @@ import shardfx as sx
 
 def tiff(path: Path, image: Any) -> Path:
     """Write bands as a tiled GeoTIFF."""
-    rasterio = pytest.importorskip("rasterio")
     count, height, width = image.shape
     how = {"tiled": True, "blockxsize": 16, "blockysize": 16, "transform": rasterio.Affine(10, 0, 5, 0, -10, 7)}
     with rasterio.open(
@@ -31,7 +34,6 @@ def tiff(path: Path, image: Any) -> Path:
 
 def nifti(path: Path, volume: Any) -> Path:
     """Write an array (X, Y, Z) or (X, Y, Z, C)."""
-    nibabel = pytest.importorskip("nibabel")
     nibabel.Nifti1Image(volume, np.eye(4)).to_filename(path)
     return path
 
@@ -69,14 +71,12 @@ def test_a_nifti_volume(name: str, tmp_path: Path) -> None:
 
 
 def hdf5(path: Path, image: Any) -> Any:
-    h5py = pytest.importorskip("h5py")
     with h5py.File(path, "w") as file:
         file["image"] = image
     return h5py.File(path)["image"]
 
 
 def zarred(path: Path, image: Any) -> Any:
-    zarr = pytest.importorskip("zarr")
     made = zarr.open(str(path), mode="w", shape=image.shape, chunks=(1, 8, 8), dtype=image.dtype)
     made[:] = image
     return zarr.open(str(path), mode="r")
@@ -128,7 +128,6 @@ def test_a_package_that_is_missing(reader: Any, package: str, monkeypatch: pytes
 
 
 def test_there_is_no_such_file(tmp_path: Path) -> None:
-    pytest.importorskip("rasterio")
     with pytest.raises(sx.Error, match="there is no such file"):
         sx.GeoTiff(tmp_path / "image.tif")
     (tmp_path / "image.tif").write_text("no image")

@@ -15,6 +15,12 @@ def part_in_turns(node: fx.Node) -> str:
     return row.turns if row is not None else ""
 
 
+def gives_number(node: fx.Node) -> bool:
+    """Whether a call gives a number of a turn."""
+    row = row_of(node.target) if node.op == "call_function" else None
+    return row is not None and row.is_number
+
+
 def regions(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """For each node the loops that it stands in, outermost first, by their first calls; these stand in front."""
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
