@@ -9,7 +9,7 @@ can be executed, and outputs (results, loss, gradients, new buffer contents). It
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from .node import (
 )
 from .reasons import Reasons
 from .repeat import Repeat
+from .schedule.pipelined import Pipelined
 from .spec import Spec
 
 __all__ = [
@@ -80,7 +81,8 @@ class Input:
     """An input of the graph. ``name`` is the model's own (``layers.0.w1.weight``, ``args.0``, ``targets.0``).
 
     ``aliases`` are the model's other names of the same tensor (a tied weight). ``pool`` is what it lies in where it is
-    not the device's memory: ``"host"``, ``"disk"``, or ``"disk:FOLDER"``.
+    not the device's memory: ``"host"``, ``"disk"``, or ``"disk:FOLDER"``. ``at`` are the stages of a pipeline that hold
+    it; none: all.
     """
 
     kind: InputKind
@@ -89,6 +91,7 @@ class Input:
     constant: torch.Tensor | None = None
     aliases: tuple[str, ...] = ()
     pool: str = ""
+    at: tuple[int, ...] = ()
 
 
 class OutputKind(StrEnum):
@@ -174,7 +177,8 @@ class Graph:
     """A program on a mesh. ``str(graph)`` is its legal, parseable text (see :mod:`shardfx.ir.text.printer`).
 
     ``established`` is what passes have brought about, ``notes`` what capture and passes have to say to the user,
-    ``repeats`` the equal blocks that are left out (see :mod:`.repeat`), ``reasons`` why values are cut as they are.
+    ``repeats`` the equal blocks that are left out (see :mod:`.repeat`), ``reasons`` why values are cut as they are,
+    ``pipeline`` where its stages lie and what they do when, where it has some.
     """
 
     printer: ClassVar[Callable[[Graph], str]]
@@ -188,6 +192,11 @@ class Graph:
     notes: list[str] = field(default_factory=list)
     repeats: tuple[Repeat, ...] = ()
     reasons: Reasons = field(default_factory=Reasons)
+    pipeline: Pipelined | None = None
+
+    def is_here(self, at: Sequence[int], coords: Mapping[str, int]) -> bool:
+        """Whether what is done in some stages is done by the rank at ``coords``."""
+        return self.pipeline is None or self.pipeline.is_here(at, coords)
 
     def values(self) -> Iterator[Value]:
         """Every value, in the order of definition."""
@@ -245,7 +254,7 @@ class Graph:
         inputs = []
         for given in self.inputs:
             value = values[given.value] = given.value.copied(None)
-            inputs.append(Input(given.kind, given.name, value, given.constant, given.aliases, given.pool))
+            inputs.append(Input(given.kind, given.name, value, given.constant, given.aliases, given.pool, given.at))
         nodes = []
         for old in self.nodes:
             new = old.copied(values.__getitem__)
@@ -253,7 +262,7 @@ class Graph:
             nodes.append(new)
         outputs = [Output(o.kind, o.name, values[o.value], o.spec, o.guard) for o in self.outputs]
         reasons = self.reasons.moved(lambda value: values.get(value, value))
-        return Graph(self.mesh, inputs, nodes, outputs, self.established, list(self.notes), self.repeats, reasons)
+        return Graph(self.mesh, inputs, nodes, outputs, self.established, list(self.notes), self.repeats, reasons, self.pipeline)
 
     def __str__(self) -> str:
         return Graph.printer(self)

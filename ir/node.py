@@ -125,6 +125,7 @@ class Value:
 class Node:
     """One application of an op. ``args`` and ``kwargs`` nest Values in lists and tuples, as the op's schema does.
 
+    ``at`` are the stages of a pipeline in which it is done; none: in all of them.
     ``attrs`` are a pass's own remarks (``{"lane": 1}``): the text, copies and rewrites keep them, and no op reads them.
     ``pin`` is how somebody wants it to be cut. ``made_by`` is the pass that made the node, "" for capture; ``why`` says
     why, in words.
@@ -136,7 +137,7 @@ class Node:
     results: list[Value | None] = field(default_factory=list)
     phase: Phase = Phase.FORWARD
     where: Where = NOWHERE
-    stage: int | None = None
+    at: tuple[int, ...] = ()
     strategy: Strategy | None = None
     pin: Pin | None = None
     why: str = ""

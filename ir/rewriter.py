@@ -61,7 +61,7 @@ class Rewriter:
         """A node that is not in the graph yet; phase, source and stage are those of ``like``."""
         node = Node(op, args, kwargs or {})
         if like is not None:
-            node.phase, node.where, node.stage = like.phase, like.where, like.stage
+            node.phase, node.where, node.at = like.phase, like.where, like.at
         if phase is not None:
             node.phase = phase
         given = types if isinstance(types, list) else [types]
@@ -244,7 +244,7 @@ def _stand_like(node: Node, like: Node | None) -> None:
     """Phase, source and stage of ``like``, or of the first operand's maker."""
     like = like or next((value.node for value in node.operands if value.node is not None), None)
     if like is not None:
-        node.phase, node.where, node.stage = like.phase, like.where, like.stage
+        node.phase, node.where, node.at = like.phase, like.where, like.at
 
 
 def dead_code(graph: Graph) -> bool:

@@ -20,6 +20,7 @@ from .base import Context, Pass, PassError, check_requires
 from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
 from .memory import CastAgain, GatherAgain, Offload, Recompute, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
+from .stages import Pipeline
 from .time import Turns
 from .unfold_repeats import UnfoldRepeats
 
@@ -33,6 +34,7 @@ ORDER: tuple[type[Pass], ...] = (
     DuplicateViews,
     Partition,
     UnfoldRepeats,
+    Pipeline,
     Recompute,
     GatherAgain,
     CastAgain,
@@ -42,7 +44,7 @@ ORDER: tuple[type[Pass], ...] = (
     Offload,
 )
 """The built-in passes, in the order in which they run."""
-ON_REQUEST: frozenset[str] = frozenset({each.name for each in (Zero, Recompute, GatherAgain, CastAgain, Offload)})
+ON_REQUEST: frozenset[str] = frozenset({each.name for each in (Zero, Pipeline, Recompute, GatherAgain, CastAgain, Offload)})
 """Those of them that are left out where nobody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"

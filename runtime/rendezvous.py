@@ -7,9 +7,10 @@ node and source line instead of hanging; and so is a rank whose program raises, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx
@@ -17,12 +18,14 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.time.handover import Message
 from shardfx.ir.program.source import Source
 from shardfx.ir.program.validate_program import KINDS
 
 from .rank_errors import failed
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Request:
     group: str
     node: str
     where: str
+    message: str = ""
+    """``sends`` or ``receives``, where not all of the group meet."""
 
     @staticmethod
     def of(node: fx.Node) -> Request | None:
@@ -44,12 +49,19 @@ class Request:
         made = node.meta.get("shardfx")
         args = tuple(tuple(arg) if isinstance(arg, (list, tuple)) else arg for arg in node.args[1 : row.group])
         name = KINDS.get(row.name, row.name).removeprefix("c10d.")
-        return Request(name, args, str(node.args[row.group]), node.name, str(made.where) if made is not None else "")
+        where = str(made.where) if made is not None else ""
+        return Request(name, args, str(node.args[row.group]), node.name, where, row.message)
 
     def of_turn(self, numbers: Mapping[str, int]) -> Request:
         """The same with numbers in the place of calls for them, which each turn has of its own."""
         args = fx.node.map_aggregate(self.args, lambda arg: numbers[arg.name] if isinstance(arg, fx.Node) else arg)
         return replace(self, args=args)
+
+    def of_rank(self, place: int) -> Message:
+        """The message that the rank at a place of the group sends, or waits for."""
+        other, tag, turn = self.args[-3:]
+        ends = (place, other) if self.message == "sends" else (other, place)
+        return Message(self.group, *ends, tag, turn)
 
     def same(self, other: Request) -> bool:
         """Whether two ranks ask for the same; in an exchange each has its own sizes."""
@@ -120,6 +132,7 @@ def run(
     results: dict[int, Sequence[Tensor]] = {}
     waiting: dict[int, Asked] = {}
     failures: dict[int, Exception] = {}
+    mail: Mailbox[Tensor] = Mailbox()
 
     def advance(rank: int, reply: list[Tensor] | None) -> None:
         try:
@@ -136,9 +149,21 @@ def run(
         for rank in sorted(waiting):
             if rank not in waiting:
                 continue
-            request = waiting[rank][0]
+            request, given, _ = waiting[rank]
             members = groups.members(request.group, rank)
-            if any(m not in waiting or waiting[m][0].group != request.group for m in members):
+            if request.message:
+                message = request.of_rank(members.index(rank))
+                if request.message == "sends":
+                    mail.put(message, given.clone())
+                elif not mail.has(message):
+                    continue
+                del waiting[rank]
+                for listener in listeners if request.message == "sends" else ():
+                    listener([(request, given)])
+                advance(rank, [given if request.message == "sends" else mail.take(message)])
+                progressed = True
+                continue
+            if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in members):
                 continue
             asked = [waiting.pop(member) for member in members]
             _check(members, asked)
@@ -155,7 +180,45 @@ def run(
             break
     if failures:
         raise _first(failures, sources, waiting)
+    if left := mail.left():
+        raise Error("nobody receives what a rank sends", where=str(left), expected="a receive for each send", got="none")
     return results
+
+
+class Mailbox(Generic[T]):
+    """What was sent and not received yet: between two places of a group, first in, first out."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[str, int, int], deque[tuple[Message, T]]] = {}
+
+    def put(self, message: Message, content: T) -> None:
+        """Send."""
+        self._sent.setdefault(message[:3], deque()).append((message, content))
+
+    def has(self, message: Message) -> bool:
+        """Whether a message is the next one to be received.
+
+        Raises:
+            Error: it is another one.
+        """
+        sent = self._sent.get(message[:3])
+        if sent and sent[0][0] != message:
+            raise Error(
+                "two ranks do not send and receive in one order",
+                where=f"place {message.to} of {message.group}",
+                expected=str(message),
+                got=str(sent[0][0]),
+                remedy="let both ranks do their turns in the order of one schedule",
+            )
+        return bool(sent)
+
+    def take(self, message: Message) -> T:
+        """Receive."""
+        return self._sent[message[:3]].popleft()[1]
+
+    def left(self) -> Message | None:
+        """Something that was sent and not received."""
+        return next((sent[0][0] for sent in self._sent.values() if sent), None)
 
 
 def _first(failures: Mapping[int, Exception], sources: Mapping[int, Source], waiting: Mapping[int, Asked]) -> Error:
@@ -214,9 +277,10 @@ def _deadlock(waiting: Mapping[int, Asked], groups: Groups) -> Error:
     lines = []
     for rank in sorted(waiting)[:4]:
         request = waiting[rank][0]
-        missing = [
-            m for m in groups.members(request.group, rank) if m not in waiting or waiting[m][0].group != request.group
-        ]
+        members = groups.members(request.group, rank)
+        missing = [m for m in members if m not in waiting or waiting[m][0].group != request.group]
+        if request.message:
+            missing = [members[request.of_rank(members.index(rank)).origin]]
         lines.append(f"rank {rank} waits in {request} for ranks {missing}")
     return Error(
         "deadlock: no group of ranks comes together",

@@ -128,8 +128,8 @@ class Step:
 
     def seed(self, kinds: Kinds) -> torch.Tensor | None:
         """A seed for a run, the same on all ranks; None where nothing is random."""
-        first = next(iter(self.programs(kinds).values()))
-        return self.engine.seed() if any(g.kind is InputKind.SEED for g in first.inputs) else None
+        inputs = [given for program in self.programs(kinds).values() for given in program.inputs]
+        return self.engine.seed() if any(given.kind is InputKind.SEED for given in inputs) else None
 
     def run(
         self,
@@ -159,28 +159,31 @@ class Step:
             try:
                 outs = engine.run(programs, given, watch)
             except Error as error:
-                if kinds and self._runs_on and any(output.guard is not None for output in first.outputs):
+                if kinds and self._runs_on and any(o.guard is not None for each in programs.values() for o in each.outputs):
                     self._explain(inputs, error)
                 raise
-            for out in outs.values():
-                check_guards(first.outputs, out)
-            return self._kept(first, outs, {} if len(programs) > 1 or kept.buffers else self._places(first, given))
+            for rank, out in outs.items():
+                check_guards(programs[rank].outputs, out)
+            return self._kept(programs, outs, {} if len(programs) > 1 or kept.buffers else self._places(first, given))
 
     def _kept(
-        self, program: RankProgram, outs: Mapping[int, Sequence[torch.Tensor]], places: Mapping[str, int]
+        self,
+        programs: Mapping[int, RankProgram],
+        outs: Mapping[int, Sequence[torch.Tensor]],
+        places: Mapping[str, int],
     ) -> Results:
         """The distinct pieces of what ranks gave; what is to be stored is, where it does not lie there already, which
         ``places`` say."""
         results: Results = {}
-        ranks = sorted(outs)
-        for i, output in enumerate(program.outputs):
-            pieces: dict[int, torch.Tensor] = {}
-            by_rank = self.layout(output).by_rank
-            for rank in ranks:
-                if by_rank[rank] not in pieces:
-                    new = pieces[by_rank[rank]] = outs[rank][i]
+        made: dict[Output, dict[int, torch.Tensor]] = {}
+        for rank in sorted(outs):
+            for output, new in zip(programs[rank].outputs, outs[rank], strict=True):
+                pieces, piece = made.setdefault(output, {}), self.layout(output).by_rank[rank]
+                if piece not in pieces:
+                    pieces[piece] = new
                     if output.kind.is_kept and places.get(output.name) != new.data_ptr():
                         self.store.commit(output.name, rank, new)
+        for output, pieces in made.items():
             found = [pieces[index] for index in sorted(pieces)] if len(pieces) > 1 else [*pieces.values()]
             if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
                 found = [self.store.as_gradient(output.name, piece) for piece in found]

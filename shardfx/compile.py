@@ -100,6 +100,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "propagate": (Propagate(strict=hints.strict),),
         "fuse-comm": (FuseComm(mb=hints.fuse_mb),),
         "zero": (Zero(hints.zero, axes, hints.zero_min),) if hints.zero else (),
+        "pipeline": () if hints.pipeline is None else (hints.pipeline,),
         "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
         "cast-again": (CastAgain(),) if hints.compute is not None and hints.zero < 3 else (),
         "recompute": tuple(Recompute(each) if isinstance(each, str) else each for each in given),

@@ -14,7 +14,7 @@ from shardfx.ir.capture.update.made_groups import Parameters
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.rules.book import RuleEntry
-from shardfx.passes import Offload, Pass, Recompute
+from shardfx.passes import Offload, Pass, Pipeline, Recompute
 from shardfx.passes.rank import RankPass
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?B?")
@@ -93,6 +93,7 @@ class Hints:
             axis of time in the mesh, ``Mesh(mb=sx.Time(4), dp=2)``, which cuts batches first: ``"mb dp, -"``.
         reduce: when gradients of turns are reduced among ranks: ``"last"``, once behind all turns; ``"each"``, in each
             turn, so that a rank adds up its pieces alone; ``"auto"``: in each with ``zero`` 2 and 3, else at last.
+        pipeline: a :class:`shardfx.Pipeline`: the model is cut into stages, which lie on the ranks of an axis.
 
     Example::
 
@@ -127,7 +128,7 @@ class Hints:
     offload: Sequence[str | Offload] = ()
     accumulate: int = 1
     reduce: str = "auto"
-    pipeline: Any = field(default=None, metadata=LATER)
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         for name, (fits, expected) in FIELDS.items():
@@ -225,6 +226,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda given: isinstance(given, (tuple, list)) and _are((str, Offload), given),
         "a tuple of 'activations', 'optimizer', 'parameters', or of shardfx.Offload",
     ),
+    "pipeline": (lambda given: given is None or isinstance(given, Pipeline), "a shardfx.Pipeline, or None"),
     "accumulate": (lambda given: type(given) is int and given >= 1, "a number of turns, at least 1"),
     "reduce": (lambda given: given in ("last", "each", "auto"), "'last', 'each' or 'auto'"),
     "shapes": (lambda given: type(given) is int and given >= 1, "a number of forms of call, at least 1"),

@@ -59,7 +59,7 @@ def splice(
         each for each in given_back if each is not None
     )
     for made in builder.graph.nodes:
-        made.stage = like.stage
+        made.at = like.at
         if len(made.results) > 1:  # kernels differ in what they make of a result that nobody reads
             made.results = [value if value in read else None for value in made.results]
     return builder.graph.nodes, given_back

@@ -24,6 +24,7 @@ from shardfx.ir.spec import Spec, coarsen, on_view
 
 from . import comm_local
 from .table import Keyword, OwnOp
+from .time import handover
 
 AXES, DIM, REDUCE, VIEW = Keyword("axes"), Keyword("dim"), Keyword("word", needed=False), Keyword("sizes", needed=False)
 
@@ -125,6 +126,47 @@ class Halo:
         return source
 
 
+@dataclass(frozen=True)
+class Send:
+    """The effect of ``comm.send``: a value is held elsewhere along an axis of stages, in the same pieces."""
+
+    name: str
+
+    def __call__(
+        self,
+        source: Spec,
+        shape: Sequence[int],
+        mesh: Mesh,
+        *,
+        axes: Sequence[str],
+        origin: int,
+        places: Sequence[int],
+        tag: int,
+    ) -> Spec:
+        """The same placement.
+
+        Raises:
+            Error: the axis cuts the value, or is one of time, or has no such coordinates.
+        """
+        (axis,) = axes
+        if axis in (*source.axes, *source.partial_axes) or mesh[axis].time:
+            expected = f"a value that is not cut over {{{axis}}}, an axis of ranks"
+            raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
+        if not places or not all(0 <= place < mesh[axis].size for place in (origin, *places)):
+            raise Error(
+                f"{self.name} goes to what is not on the mesh",
+                expected=f"coordinates 0 .. {mesh[axis].size - 1} on {axis!r}",
+                got=f"from {origin} to {list(places)}",
+            )
+        return source
+
+
+def bytes_away(node: Node, mesh: Mesh) -> float:
+    """The bytes that the rank which has a value sends to those that need it."""
+    away = [place for place in node.kwargs["places"] if place != node.kwargs["origin"]]
+    return float(len(away) * node.operands[0].local_bytes(mesh))
+
+
 def rows_sent(node: Node, mesh: Mesh) -> float:
     """The bytes of the rows that the rank which sends most sends."""
     source, target = node.operands[0].spec, node.outs[0].spec
@@ -196,7 +238,21 @@ halo = OwnOp(
     rows=rows_sent,
 )
 
-OWN_OPS: dict[str, OwnOp] = {op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard, halo)}
+send = OwnOp(
+    "comm.send",
+    {"axes": AXES, "origin": DIM, "places": Keyword("sizes"), "tag": DIM},
+    Send("comm.send"),
+    factor=1.0,
+    whole="operands",
+    adjoint="comm.send",
+    local=handover.handed_over,
+    glyph="turn",
+    rows=bytes_away,
+)
+
+OWN_OPS: dict[str, OwnOp] = {
+    op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard, halo, send)
+}
 """The ops of the graph that are not torch's, by name."""
 
 _ENDINGS = ("_", "_out", "_coalesced", "_into", "_into_tensor", "_tensor", "_single")

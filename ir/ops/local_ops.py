@@ -14,7 +14,7 @@ from . import memory_ops, pack
 from .computing.segment import segment
 from .pools import transfer
 from .table import LocalOp, Written
-from .time import turns
+from .time import handover, turns
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -46,6 +46,12 @@ STARTS = (
     ),
 )
 """What starts a collective; its result is there once it was waited for."""
+
+STAGES = (
+    LocalOp("stage.send", handover.send, group=4, message="sends"),
+    LocalOp("stage.receive", handover.receive, group=6, message="receives"),
+)
+"""From stage to stage (:mod:`.time.handover`)."""
 
 PACKING = (
     LocalOp("pack.pack", pack.pack, shares=True, moves=True),
@@ -162,7 +168,7 @@ OTHER = (
 )
 
 LOCAL_OPS: dict[Any, LocalOp] = {
-    row.function: row for row in (*STARTS, *PACKING, *MEMORY, *POOLS, *TURNS, *OVER.values(), *OTHER)
+    row.function: row for row in (*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *TURNS, *OVER.values(), *OTHER)
 }
 """The rows by their function."""
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}

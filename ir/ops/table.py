@@ -144,6 +144,7 @@ class LocalOp:
         fetches: it takes operands that lie in such a pool; of others they are not to be read.
         copies: it starts a copy between pools, which is done once it was waited for.
         waits: its result is its operand, which was only started.
+        message: ``sends`` or ``receives`` one of another rank's, where not all of the group meet.
         turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, is a
             ``number`` of the turn, or ``collects`` what leaves them.
     """
@@ -165,6 +166,7 @@ class LocalOp:
     copies: bool = False
     waits: bool = False
     turns: str = ""
+    message: str = ""
 
     @property
     def is_number(self) -> bool:
@@ -174,7 +176,7 @@ class LocalOp:
     @property
     def starts(self) -> bool:
         """Whether its result is there only once it was waited for."""
-        return self.group is not None or self.copies
+        return (self.group is not None and self.message != "sends") or self.copies
 
     def destination(self, node: fx.Node) -> fx.Node | None:
         """The operand whose memory is written."""

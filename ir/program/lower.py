@@ -24,7 +24,7 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
-from shardfx.ir.ops import pack
+from shardfx.ir.ops import comm, pack
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import OwnOp
@@ -53,6 +53,32 @@ def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list
             needed.update(node.operands)
             nodes.append(node)
     return [given for given in graph.inputs if given.value in needed], nodes[::-1], outputs
+
+
+def of_rank(
+    graph: Graph, kinds: Iterable[OutputKind], coords: Mapping[str, int]
+) -> tuple[list[Input], list[Node], list[Output]]:
+    """The same part, as far as it is of the stages of the rank at ``coords``."""
+    inputs, nodes, outputs = select(graph, kinds)
+    if graph.pipeline is None:
+        return inputs, nodes, outputs
+    return (
+        [given for given in inputs if graph.is_here(given.at, coords)],
+        [node for node in nodes if is_done(node, graph, coords)],
+        [output for output in outputs if graph.is_here(made_at(output.value), coords)],
+    )
+
+
+def is_done(node: Node, graph: Graph, coords: Mapping[str, int]) -> bool:
+    """Whether the rank at ``coords`` has a part in a node: of a send also where its value comes from."""
+    return graph.is_here(node.at, coords) or (
+        node.op is comm.send and any(graph.is_here(made_at(value), coords) for value in node.operands)
+    )
+
+
+def made_at(value: Value) -> tuple[int, ...]:
+    """The stages in which a value is made; none: in all."""
+    return value.node.at if value.node is not None else ()
 
 
 def _without(node: Node, needed: Container[Value]) -> Node:
@@ -85,8 +111,10 @@ def lower(
             got="a graph that was captured, or planned up to partition",
             remedy="lower pm.after, or run the pass",
         )
-    inputs, nodes, outputs = select(graph, kinds)
-    steps = in_turns(nodes, outputs, graph.mesh)
+    _, nodes, outputs = select(graph, kinds)
+    coords = graph.mesh.coords(rank)
+    steps = _here(in_turns(nodes, outputs, graph.mesh), graph, coords)
+    inputs, _, outputs = of_rank(graph, kinds, coords)
 
     def written(turns: Mapping[str, int]) -> fx.Graph:
         """The program as it is in one turn of each axis of time."""
@@ -100,6 +128,21 @@ def lower(
 
     made = of_every_turn(written, graph.mesh) if any(isinstance(step, Loop) for step in steps) else written({})
     return RankProgram(rank, graph.mesh, made, tuple(inputs), tuple(outputs))
+
+
+def _here(steps: Iterable[Node | Loop], graph: Graph, coords: Mapping[str, int]) -> list[Node | Loop]:
+    """What of all steps the rank at ``coords`` does."""
+    if graph.pipeline is None:
+        return list(steps)
+    found: list[Node | Loop] = []
+    for step in steps:
+        if isinstance(step, Node):
+            if is_done(step, graph, coords):
+                found.append(step)
+        elif inside := _here(step.steps, graph, coords):
+            ends = frozenset(value for value in step.ends if graph.is_here(made_at(value), coords))
+            found.append(Loop(step.axis, tuple(inside), ends))
+    return found
 
 
 @dataclass
@@ -173,7 +216,8 @@ class Lowering:
         """Write this rank's version of a node."""
         self.current = node
         if isinstance(node.op, OwnOp):
-            emit = LocalEmit(node, self.mesh, self.coords, self, tuple(self.env[v] for v in node.operands), {})
+            held = self.env.get if node.op is comm.send else self.env.__getitem__  # it is another rank's, perhaps
+            emit = LocalEmit(node, self.mesh, self.coords, self, tuple(held(v) for v in node.operands), {})
             made = self.loops.collected(emit) if self.loops.collects(node) else node.op.local(emit)
             self.env.update(zip(node.outs, made, strict=True))
             return

@@ -2,6 +2,7 @@
 
 from .actions import Action, Schedule
 from .check_schedule import ScheduleReport, check_schedule
+from .pipelined import Pipelined
 from .simulation import COSTS, Costs, Simulation
 from .transfers import Transfer, with_transfers
 
@@ -9,6 +10,7 @@ __all__ = [
     "COSTS",
     "Action",
     "Costs",
+    "Pipelined",
     "Schedule",
     "ScheduleReport",
     "Simulation",

@@ -1,6 +1,6 @@
 """What a node, a value, an input or an output has beside its types, as one table: word, writer, reader.
 
-    %1 = aten.mm(%x, %0) : f32[8{dp}, 4] hint [8, 4] "layers.*"  cuts m{dp}  {lane=1}  stage=2  by "my-pass"  @ layers.0
+    %1 = aten.mm(%x, %0) : f32[8{dp}, 4] hint [8, 4] "layers.*"  cuts m{dp}  {lane=1}  at{2}  by "my-pass"  @ layers.0
     parameter %tok.weight : f32[64, 8] also lm_head.weight
     loss loss = %7 : []
 
@@ -168,9 +168,13 @@ def _read_attrs(node: Node, line: Line, scope: ReadScope) -> None:
     node.attrs = dict(line.many(entry, "}"))
 
 
-def _read_stage(node: Node, line: Line, scope: ReadScope) -> None:
-    line.expect("=")
-    node.stage = line.number_of(int, "a stage's number")
+def _write_at(subject: Node | Input, scope: PrintScope) -> str | None:
+    return f"{{{','.join(map(str, subject.at))}}}" if subject.at else None
+
+
+def _read_at(subject: Node | Input, line: Line, scope: ReadScope) -> None:
+    line.expect("{")
+    subject.at = tuple(line.many(lambda: line.number_of(int, "a stage's number"), "}"))
 
 
 def _write_made_by(node: Node, scope: PrintScope) -> str | None:
@@ -220,7 +224,7 @@ NODE: tuple[Attribute[Node], ...] = (
     Attribute("cuts", _write_cuts, _read_cuts),
     Attribute("pinned", _write_pin, _read_pin),
     Attribute("{", _write_attrs, _read_attrs),
-    Attribute("stage", lambda node, _: None if node.stage is None else f"={node.stage}", _read_stage),
+    Attribute("at", _write_at, _read_at),
     Attribute("by", _write_made_by, _read_made_by, asked=True),
     Attribute("why", _write_why, _read_why, asked=True),
     Attribute("@", lambda node, scope: write_where(node.where, scope), _read_source, column=WIDTH),
@@ -277,6 +281,7 @@ def _read_constant(given: Input, line: Line, scope: ReadScope) -> None:
 INPUT: tuple[Attribute[Input], ...] = (
     Attribute("also", _write_aliases, _read_aliases, gap=" "),
     Attribute("in", lambda given, _: f" {quoted(given.pool, BARE_NAME)}" if given.pool else None, _read_pool, gap=" "),
+    Attribute("at", _write_at, _read_at, gap=" "),
     Attribute("=", _write_constant, _read_constant, gap=" "),
 )
 

@@ -34,6 +34,8 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.pools.pool_ops import POOL_OPS
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.repeat import Repeat
+from shardfx.ir.schedule.actions import Schedule
+from shardfx.ir.schedule.pipelined import Pipelined
 from shardfx.ir.spec import Spec
 
 from .arguments import read_argument, read_keyword, read_spec, read_type
@@ -67,7 +69,8 @@ def parse_graph(text: str, *, ops: Mapping[str, Any] | None = None) -> Graph:
     if mesh is None:
         raise Error("the text has no mesh", where="line 1", expected="a line such as 'mesh dp=2, tp=2'", got=text[:60])
     repeats, reasons = tuple(reader.repeats), reader.told.reasons()
-    return Graph(mesh, reader.inputs, reader.nodes, reader.outputs, reader.established, reader.notes, repeats, reasons)
+    stated = reader.inputs, reader.nodes, reader.outputs, reader.established, reader.notes
+    return Graph(mesh, *stated, repeats, reasons, reader.pipelined())
 
 
 def parse_spec(text: str, mesh: Mesh) -> tuple[tuple[int, ...], Spec]:
@@ -96,6 +99,8 @@ class _Reader:
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     told: ReasonReader = field(default_factory=ReasonReader)
+    pipeline: tuple[str, ...] = ()
+    rows: list[str] = field(default_factory=list)
     section: str = ""
 
     def read(self, line: Line) -> None:
@@ -114,6 +119,13 @@ class _Reader:
             self._header(line)
         if line.kind:
             line.fail("the end of the line")
+
+    def pipelined(self) -> Pipelined | None:
+        """Where the graph's stages lie, if it has some."""
+        if not self.pipeline:
+            return None
+        axis, time = (*self.pipeline, "")[:2]
+        return Pipelined(axis, time, Schedule.parse("\n".join(self.rows)))
 
     # ---- above the nodes -----------------------------------------------------------------------------------
 
@@ -144,8 +156,14 @@ class _Reader:
         elif word == "repeat":
             line.next()
             self._repeat(line)
+        elif word == "pipeline":
+            line.next()
+            self.pipeline = tuple(line.many(lambda: line.word("the axis of stages, and that of turns"), ""))
+        elif word == "row":
+            line.next()
+            self.rows.append(json.loads(line.take("string", "a row of the schedule in quotes")))
         else:
-            line.fail(f"mesh, link, unplaced, established, note, repeat, source, {', '.join(kinds)} or forward:")
+            line.fail(f"mesh, link, unplaced, established, note, repeat, pipeline, row, source, {', '.join(kinds)} or forward:")
 
     def _axis(self, line: Line) -> tuple[str, int | Time]:
         name = line.word("a mesh axis such as dp=2")

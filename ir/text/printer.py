@@ -18,7 +18,8 @@ A type without braces is whole. Before anything is placed the header says ``unpl
 not. A node with a strategy says ``cuts m{dp} k{tp}`` (``cuts -`` for none) and, where they differ from the specs of its
 operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and need not say so.
 ``hint`` says how somebody wants a value, and who; an output's ``: [...]`` how it must leave. All that a line may say is
-the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see :mod:`shardfx.ir.repeat`). A
+the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see :mod:`shardfx.ir.repeat`). ``at{1}`` are the stages
+of a node or an input, where the header says ``pipeline pp, mb``, and in a ``row`` for each coordinate what is done when. A
 comment begins with ``#``. Not in the text: the contents of large constants and the code of a source line; on request
 only: which pass made a node (``by``), and ``why``; and at the end the ``reasons`` of cuts (:mod:`.reason_lines`).
 """
@@ -31,6 +32,7 @@ from collections.abc import Iterable
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value, op_name
 from shardfx.ir.mesh import Link, Mesh
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.schedule.pipelined import Pipelined
 
 from .arguments import write_argument, write_keyword, write_type
 from .attributes import INPUT, NODE, OUTPUT, VALUE, write_attributes
@@ -91,6 +93,8 @@ class Printer:
             yield f"note {json.dumps(note)}"
         for repeat in self.graph.repeats:
             yield f"repeat {quoted(repeat.path, BARE_NAME)} {repeat.first}..{repeat.last}"
+        if self.graph.pipeline is not None:
+            yield from write_pipeline(self.graph.pipeline)
         for file, label in self.scope.labels.items() if sources else ():
             if label != file:
                 yield f"source {quoted(label, BARE_SOURCE)} {json.dumps(file)}"
@@ -135,6 +139,13 @@ class Printer:
 
     def _type_and_more(self, value: Value) -> str:
         return write_attributes(self.type(value), VALUE, value, self.scope)
+
+
+def write_pipeline(pipeline: Pipelined) -> Iterable[str]:
+    """``pipeline pp, mb``, and a line for each row of its schedule: ``row "F0.0 F0.1 B0.0 B0.1"``."""
+    yield f"pipeline {', '.join(filter(None, (pipeline.axis, pipeline.time)))}"
+    for row in str(pipeline.schedule).splitlines():
+        yield f"row {json.dumps(row)}"
 
 
 def _local_bytes(value: Value, mesh: Mesh) -> int:

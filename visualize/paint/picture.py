@@ -15,7 +15,7 @@ from shardfx.visualize.scene.boxes import TIMES, Box, Kind, Picture
 
 from .leaf_box import TITLE, draw_leaf, measure
 from .legend import draw_header
-from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, Run, axis_colour, width
+from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, Run, axis_colour, stage_text, width
 from .svg import Canvas, document, number, spline
 from .tooltips import box_text, wire_text
 
@@ -97,9 +97,9 @@ def _container_title(canvas: Canvas, spot: Spot, depth: int) -> None:
         badge = Rect(body.x + 20 + width(box.title, TITLE, bold=True), y - 14, wide, 19)
         canvas.rect(badge, 9.5, fill=INK)
         canvas.text(badge.x + wide / 2, y, text, size=11.5, bold=True, colour=PAPER, anchor="middle")
-    stages = {node.stage for leaf in box.leaves() for node in leaf.nodes}
-    if depth == 0 and len(stages) == 1 and stages != {None}:
-        canvas.text(body.right - 12, y, f"stage {stages.pop()}", size=11.5, colour=MUTED, anchor="end", halo=halo)
+    stages = {node.at for leaf in box.leaves() for node in leaf.nodes}
+    if depth == 0 and len(stages) == 1 and stages != {()}:
+        canvas.text(body.right - 12, y, stage_text(stages.pop()), size=11.5, colour=MUTED, anchor="end", halo=halo)
 
 
 def _wire(canvas: Canvas, wire: Wire, mesh: Mesh) -> None:

@@ -89,6 +89,11 @@ def plain(runs: list[Run]) -> str:
 DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
+def stage_text(at: Sequence[int]) -> str:
+    """``stage 2``, ``stages 0, 3``."""
+    return f"stage{'s' * (len(at) > 1)} {', '.join(map(str, at))}"
+
+
 def type_text(value: Value) -> str:
     """``f32[64{dp}, 512] +{tp}``, as in the text of a graph."""
     name = str(value.type.dtype).removeprefix("torch.")

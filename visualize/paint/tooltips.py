@@ -12,7 +12,7 @@ from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.scene.boxes import TIMES, Box, Kind
 
-from .style import type_text
+from .style import stage_text, type_text
 
 MOST_OPS = 24
 
@@ -83,8 +83,8 @@ def _source(nodes: Iterable[Node]) -> list[str]:
         lines.append(f"at {where}" if str(where) else "")
         if where.code:
             lines.append(f"  {where.code.strip()}")
-        if node.stage is not None:
-            lines.append(f"stage {node.stage}")
+        if node.at:
+            lines.append(stage_text(node.at))
     return [line for line in lines if line]
 
 

@@ -202,5 +202,5 @@ def signature(module: Module, inputs: Mapping[Value, Input], home: Mapping[Node,
         for j, result in enumerate(node.results):
             if result is not None:
                 inside[result] = (i, j)
-        items.append((home[node][prefix:], node.stage, key_of(node, seen)))
+        items.append((home[node][prefix:], node.at, key_of(node, seen)))
     return tuple(items)

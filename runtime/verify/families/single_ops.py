@@ -202,7 +202,7 @@ def alone(node: Node, mesh: Mesh) -> Graph:
             inputs[value] = Value(value.type, None, 0, f"x{len(inputs)}", value.spec)
         return inputs[value]
 
-    made = Node(node.op, (), {}, [], node.phase, node.where, node.stage, node.strategy)
+    made = Node(node.op, (), {}, [], node.phase, node.where, node.at, node.strategy)
     made.args = substitute(node.args, given)
     made.kwargs = {k: substitute(a, given) for k, a in node.kwargs.items()}
     made.results = [None if v is None else Value(v.type, made, v.index, v.name, v.spec) for v in node.results]

@@ -1,0 +1,104 @@
+"""From stage to stage: what one rank of a pipeline makes and another goes on with.
+
+    %5 = comm.send(%4, axes=[pp], origin=0, places=[1], tag=3)
+        on a rank at pp=0     send = stage.send(mm, 1, 3, 0, 'pp2/pp@0')
+        on a rank at pp=1     receive = stage.receive([4, 8], torch.float32, 'cpu', 0, 3, 0, 'pp2/pp@0')
+                              wait = c10d.wait_tensor(receive)
+
+A send is done when it was called: what was sent is the engine's until it has arrived, and nobody writes there. Between
+two ranks what is sent first is received first; ``tag`` and ``turn`` say what it is, so that nothing is taken for
+something else. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardfx.ir.ops.table import RankEmit
+
+c10d = torch.ops._c10d_functional
+Tensor = torch.Tensor
+
+
+def send(x: Tensor, to: int, tag: int, turn: int, group: str) -> None:
+    """Send to the rank at a place of a group."""
+    if not isinstance(x, FakeTensor):
+        dist.send(x.contiguous(), group=peers(group), group_dst=to, tag=number(tag, turn))
+
+
+def receive(
+    shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, turn: int, group: str
+) -> Tensor:
+    """What the rank at a place of a group sends; it is there once it was waited for."""
+    made = torch.empty(list(shape), dtype=dtype, device=device)
+    if not isinstance(made, FakeTensor):
+        dist.recv(made, group=peers(group), group_src=origin, tag=number(tag, turn))
+    return made
+
+
+fx.node.has_side_effect(send)
+
+
+def peers(group: str) -> Any:
+    """The process group of that name."""
+    return _resolve_process_group(group)  # type: ignore[arg-type]
+
+
+def number(tag: int, turn: int) -> int:
+    """One number for what is sent in a turn: the tag of its message."""
+    return turn * MOST + tag
+
+
+MOST = 1 << 14
+"""More than a graph has values that go from stage to stage."""
+
+
+class Message(NamedTuple):
+    """What a call sends or waits for: from a place of a group to another, what it is, and in which turn."""
+
+    group: str
+    origin: int
+    to: int
+    tag: int
+    turn: int
+
+    def __str__(self) -> str:
+        return f"message {self.tag} of turn {self.turn} from place {self.origin} to place {self.to} of {self.group}"
+
+
+def handed_over(emit: RankEmit) -> list[Any]:
+    """One rank's part: it sends to the others that need the value, or receives it; elsewhere there is nothing."""
+    kwargs, node, mesh = emit.node.kwargs, emit.node, emit.mesh
+    (axis,) = kwargs["axes"]
+    mine, origin, places, tag = emit.coords[axis], kwargs["origin"], kwargs["places"], kwargs["tag"]
+    rank = mesh.rank(emit.coords)
+    group, turn = mesh.group_name(rank, [axis]), turn_of(emit)
+    if mine == origin:
+        for place in places:
+            if place != mine:
+                emit.call(send, emit.args[0], place, tag, turn, group)
+        return [emit.args[0] if mine in places else None]
+    if mine not in places:
+        return [None]
+    (value,) = node.outs
+    assert value.spec is not None
+    shape = list(emit.shape(value, value.spec))
+    started = emit.call(receive, shape, value.type.dtype, emit.device, origin, tag, turn, group, gives=shape)
+    return [emit.call(c10d.wait_tensor.default, started, gives=shape)]
+
+
+def turn_of(emit: RankEmit) -> int:
+    """The number of the turn in which a value is sent: of all axes of time that it hangs on, as one."""
+    spec, turn = emit.node.operands[0].spec, 0
+    assert spec is not None
+    for axis in emit.mesh.axes:
+        if axis.time and (axis.name in spec.axes or axis.name in spec.partial_axes):
+            turn = turn * axis.size + emit.coords[axis.name]
+    return turn

@@ -1,0 +1,146 @@
+"""In which stages each node is done.
+
+A node in a block is done where the block is; others go where the data flow takes them: forward as soon as what they
+need is there, what stands in front of all blocks with the first that uses it, backward the other way round. What hangs
+on the batch alone (masks, positions) or on parameters alone (casts, gathers) is done in each stage that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value
+from shardfx.ir.ops.traits import is_heavy
+
+At = tuple[int, ...]
+OF_WEIGHTS = (InputKind.PARAMETER, InputKind.STATE, InputKind.BUFFER)
+
+
+class Assignment:
+    """The stages of the nodes and inputs of a graph.
+
+    Args:
+        own: the stage of the block that a node is in.
+        last: the last stage.
+        told: somebody says where modules are: what contradicts the data flow is an error.
+
+    Raises:
+        Error: a node needs what a later stage makes.
+    """
+
+    def __init__(self, graph: Graph, own: Callable[[Node], int | None], last: int, *, told: bool) -> None:
+        self.graph, self._own, self._last, self._told = graph, own, last, told
+        self.at: dict[Node, At] = {}
+        self.inputs: dict[Value, At] = {}
+        self._users = graph.users()
+        self._light = self._copied()
+        work = [node for node in graph.nodes if node not in self._light]
+        self._forward([node for node in work if node.phase is Phase.FORWARD])
+        self._backward([node for node in work if node.phase is Phase.BACKWARD])
+        self._spread()
+        self._update([node for node in work if node.phase is Phase.UPDATE])
+        self._spread()
+
+    def of(self, value: Value) -> At:
+        """The stages in which a value is there."""
+        return self.at[value.node] if value.node is not None else self.inputs[value]
+
+    def wanted(self, output: Output) -> At:
+        """The stages in which an output leaves the program: none is all of them."""
+        if output.kind in (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD):
+            return ()
+        given = next((each for each in self.graph.inputs if each.name == output.name), None)
+        return self.inputs[given.value] if given is not None else ()
+
+    def _copied(self) -> set[Node]:
+        """What is done in each stage that uses it."""
+        kinds: dict[Value, frozenset[bool]] = {
+            given.value: frozenset([given.kind in OF_WEIGHTS]) for given in self.graph.inputs
+        }
+        found = set()
+        for node in self.graph.nodes:
+            kind = frozenset[bool]().union(*(kinds[value] for value in node.operands))
+            light = len(kind) <= 1 and not is_heavy(node) and all(v.node is None or v.node in found for v in node.operands)
+            if light:
+                found.add(node)
+            for value in node.outs:
+                kinds[value] = kind
+        return found
+
+    # ---- the model ----------------------------------------------------------------------------------------------
+
+    def _forward(self, nodes: list[Node]) -> None:
+        front = []
+        for node in nodes:
+            needs = [self.at[v.node][0] for v in node.operands if v.node in self.at]
+            own, before = self._own(node), max(needs, default=None)
+            if own is None and before is None:
+                front.append(node)
+                continue
+            if self._told and own is not None and before is not None and own < before:
+                raise self._circle(node, own, before)
+            self.at[node] = (max(own if own is not None else 0, before or 0),)
+        for node in reversed(front):  # what stands in front of all blocks
+            users = [self.at[u][0] for v in node.outs for u in self._users[v] if u in self.at]
+            self.at[node] = (min(users, default=0),)
+
+    def _circle(self, node: Node, own: int, before: int) -> Error:
+        maker = next(v.node for v in node.operands if v.node in self.at and self.at[v.node][0] == before)
+        assert maker is not None
+        return Error(
+            "stages need one another in a circle",
+            where=f"{node.where}: {node!r}",
+            expected=f"what stage {own} needs from it or from stages before it",
+            got=f"{maker!r} of stage {before} ({maker.where})",
+            remedy="give both modules to one stage, or this one to a later stage",
+        )
+
+    def _backward(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            made = [v.node for v in node.operands if v.node in self.at]
+            behind = [self.at[m][0] for m in made if m is not None and m.phase is Phase.BACKWARD]
+            ahead = [self.at[m][0] for m in made if m is not None and m.phase is Phase.FORWARD]
+            own = self._own(node)
+            most = min(behind) if behind else max(ahead, default=self._last)
+            self.at[node] = (most if own is None else min(own, most),)
+
+    # ---- what is done in several stages -----------------------------------------------------------------------
+
+    def _spread(self) -> None:
+        """Give what is copied, and inputs, the stages of what uses them."""
+        given = {output.value: output for output in self.graph.outputs}
+        for node in reversed(self.graph.nodes):
+            if node in self._light:
+                self.at[node] = self._union(node.outs)
+        for each in self.graph.inputs:
+            self.inputs[each.value] = self._union([each.value])
+        left = (each for each in self.graph.inputs if not self.inputs[each.value] and each.value not in given)
+        for each in left:
+            if each.kind in OF_WEIGHTS:
+                self.inputs[each.value] = self._beside(each)
+
+    def _union(self, values: list[Value]) -> At:
+        users = [user for value in values for user in self._users[value]]
+        found = sorted({stage for user in users for stage in self.at.get(user, ())})
+        return tuple(found)
+
+    def _beside(self, given: Input) -> At:
+        """Where an input is held that nothing uses: in the first stage."""
+        return (0,)
+
+    # ---- the optimizer ------------------------------------------------------------------------------------------
+
+    def _update(self, nodes: list[Node]) -> None:
+        """Where all is there that an update needs; where it is scattered over stages, in the first of them."""
+        for node in nodes:
+            sets = [set(self.of(v)) for v in node.operands if v.node is None or v.node in self.at]
+            sets = [each for each in sets if each]
+            common = set.intersection(*sets) if sets else set()
+            every = set.union(*sets) if sets else {0}
+            self.at[node] = tuple(sorted(common)) if common else (min(every),)
+
+
+def places(at: Mapping[Node, At]) -> set[int]:
+    """All stages in which something is done."""
+    return {stage for stages in at.values() for stage in stages}

@@ -1,0 +1,193 @@
+"""Which blocks a model is made of, one behind the other, and into which stages they fall.
+
+A block is a member of a list of modules (``layers.3``, ``encoder.block.0``, ``2`` of a ``Sequential``), or a module of
+the model's own that has no such members in it; in the order in which the forward comes to them. What is in none
+(an add in the model's own ``forward``, the loss) goes where the data flow takes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+
+from shardfx.ir.cost.flops import flops_of
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Node, Phase
+from shardfx.ir.names import pattern, prefixes, within
+
+Stages = tuple[int, ...] | tuple[str, ...] | tuple[tuple[str, ...], ...] | None
+"""Counts of blocks, first modules, or patterns of modules for each stage; None: as they are balanced."""
+WHERE = "Pipeline(stages=...)"
+
+
+def block_of(module: str) -> str:
+    """The block that a module lies in: up to the first part of its path that is a number; empty where none is.
+
+    Example::
+
+        block_of("encoder.block.3.layer.0")    # "encoder.block.3"
+    """
+    parts = module.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return ".".join(parts[: at + 1]) if at is not None else ""
+
+
+class Blocks:
+    """The blocks of a graph, in order."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        forward = [node for node in graph.nodes if node.phase is Phase.FORWARD and node.where.module]
+        numbered = dict.fromkeys(block_of(node.where.module) for node in forward)
+        numbered.pop("", None)
+        self.numbered = bool(numbered)
+        found = list(numbered) if numbered else list(dict.fromkeys(prefixes(n.where.module)[0] for n in forward))
+        self.names: tuple[str, ...] = tuple(found)
+        self._place = {name: place for place, name in enumerate(self.names)}
+
+    def of(self, node: Node) -> int | None:
+        """The place of the block that a node is in."""
+        module = node.where.module
+        if not module:
+            return None
+        return self._place.get(block_of(module) if self.numbered else prefixes(module)[0])
+
+    def stage_of(self, stages: Stages, count: int) -> Callable[[Node], int | None]:
+        """The stage of each node that is in a block.
+
+        Raises:
+            Error: there are more stages than blocks; ``stages`` says another number of them, counts that are not those
+                of the blocks, modules that are not there or stand in another order, or patterns that overlap or leave
+                blocks out.
+        """
+        if stages is not None and len(stages) != count and not (_are(str, stages) and len(stages) == count - 1):
+            raise Error(
+                f"{len(stages)} stages are described, where there are {count}",
+                where=WHERE,
+                expected=f"{count} entries: ranks along the axis times chunks",
+                got=stages,
+            )
+        if stages is not None and _are(tuple, stages):
+            return self._by_patterns(stages)  # type: ignore[arg-type]
+        if count > len(self.names):
+            raise Error(
+                f"there are more stages than blocks: {count} and {len(self.names)}",
+                where=WHERE,
+                expected=f"at most {len(self.names)} stages, for the blocks {_some(self.names)}",
+                got=count,
+                remedy="take fewer ranks along the axis or fewer chunks, or say patterns of modules for each stage",
+            )
+        if stages is None:
+            firsts = balanced(self.costs(), count)
+        elif _are(int, stages):
+            firsts = self._by_counts(stages)  # type: ignore[arg-type]
+        else:
+            firsts = self._by_modules(stages, count)  # type: ignore[arg-type]
+        by_block = [bisect_right(firsts, block) - 1 for block in range(len(self.names))]
+        return lambda node: None if (block := self.of(node)) is None else by_block[block]
+
+    def costs(self) -> list[float]:
+        """The operations of each block, forward and backward; of what stands in front, at the first, behind, at the
+        last."""
+        costs, at = [0.0] * len(self.names), 0
+        for node in self.graph.nodes:
+            block = self.of(node)
+            at = at if block is None else block
+            costs[at] += flops_of(node)
+        return [cost + 1.0 for cost in costs]
+
+    def _by_counts(self, counts: Sequence[int]) -> list[int]:
+        if min(counts) < 1 or sum(counts) != len(self.names):
+            raise Error(
+                "stages have another number of blocks than there are",
+                where=WHERE,
+                expected=f"counts from 1, {len(self.names)} together: {_some(self.names)}",
+                got=tuple(counts),
+            )
+        return [sum(counts[:stage]) for stage in range(len(counts))]
+
+    def _by_modules(self, names: Sequence[str], count: int) -> list[int]:
+        firsts = [0] * (count - len(names))
+        for name in names:
+            found = next((place for place, block in enumerate(self.names) if within(block, name)), None)
+            if found is None:
+                raise Error(
+                    f"no stage can begin at {name!r}",
+                    where=WHERE,
+                    expected=f"one of the blocks {_some(self.names)}",
+                    got=name,
+                )
+            firsts.append(found)
+        if firsts[0] != 0 or any(a >= b for a, b in zip(firsts, firsts[1:], strict=False)):
+            raise Error(
+                "stages do not begin one behind the other",
+                where=WHERE,
+                expected=f"first modules in the order of the forward, the first one {self.names[0]!r}",
+                got=tuple(names),
+            )
+        return firsts
+
+    def _by_patterns(self, stages: Sequence[Sequence[str]]) -> Callable[[Node], int | None]:
+        known: dict[str, int | None] = {}
+
+        def stage(module: str) -> int | None:
+            if module not in known:
+                paths = prefixes(module)
+                hits = [
+                    (number, text)
+                    for number, texts in enumerate(stages)
+                    for text in texts
+                    if any(pattern(text).fullmatch(path) for path in paths)
+                ]
+                if len({number for number, _ in hits}) > 1:
+                    said = " and ".join(f"{text!r} of stage {number}" for number, text in hits)
+                    raise Error(
+                        f"module {module!r} is in two stages", where=WHERE, expected="each module in one", got=said
+                    )
+                known[module] = hits[0][0] if hits else None
+            return known[module]
+
+        for node in self.graph.nodes:
+            module = node.where.module
+            heavy = node.phase is Phase.FORWARD and flops_of(node) > 0 and module
+            if heavy and stage(module) is None:
+                raise Error(
+                    f"module {module!r} is in no stage",
+                    where=f"{WHERE}; {node.where}",
+                    expected="a pattern for it in one of the stages",
+                    got=stages,
+                    remedy=f"add {prefixes(module)[0]!r} to a stage",
+                )
+        return lambda node: stage(node.where.module) if node.where.module else None
+
+
+def balanced(costs: Sequence[float], count: int) -> list[int]:
+    """Where each of so many stages begins, if the dearest of them is to cost least: by dynamic programming.
+
+    Example::
+
+        balanced([1, 1, 1, 3], 2)    # [0, 3]
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    total = len(costs)
+    best: list[Mapping[int, tuple[float, int]]] = [{end: (sums[end], 0) for end in range(1, total + 1)}]
+    for stage in range(1, count):
+        row: dict[int, tuple[float, int]] = {}
+        for end in range(stage + 1, total + 1):
+            row[end] = min((max(best[-1][at][0], sums[end] - sums[at]), at) for at in range(stage, end))
+        best.append(row)
+    firsts, end = [], total
+    for row in reversed(best):
+        end = row[end][1]
+        firsts.append(end)
+    return firsts[::-1]
+
+
+def _are(kind: type, entries: Sequence[object]) -> bool:
+    return all(isinstance(each, kind) for each in entries)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

@@ -1,0 +1,184 @@
+"""pipeline: which stage does what; what another stage needs is sent there.
+
+    %3 = aten.relu(%2) : f32[8, 512]      @ layers.0        %3 = aten.relu(%2) : f32[8, 512]      at{0}  @ layers.0
+    %4 = aten.mm(%3, %w1) : f32[8, 64]    @ layers.1   ->   %4 = comm.send(%3, axes=[pp], origin=0, places=[1], tag=0) ...
+                                                            %5 = aten.mm(%4, %w1) : f32[8, 64]    at{1}  @ layers.1
+
+All stages are one graph. Skips over stages, weights that several stages share, a loss in the middle are values that are
+needed elsewhere than where they are made, like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardfx.ir.cost.flops import flops_of
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Node, Output, Phase, Strategy, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import comm
+from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.schedule import COSTS, Costs, Pipelined, Schedule, check_schedule
+from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.time import SCHEDULES, make_schedule
+
+from .assignment import Assignment, At, places
+from .blocks import Blocks, Stages
+
+STAGED = "STAGED"
+"""Each node is in the stages of a pipeline, and what goes between them is sent."""
+WHERE = "Hints(pipeline=...)"
+Maker = Callable[[int, int, int, Costs], Schedule]
+
+
+@dataclass(frozen=True)
+class Pipeline(Pass):
+    """Cut the graph into stages.
+
+    Args:
+        axis: of the mesh, the ranks that stages lie on.
+        time: the axis of turns (micro-batches); empty: there are none.
+        schedule: the name of one (:func:`shardfx.make_schedule`), its text (a row for each rank), or a function
+            ``(stages, turns, ranks, costs) -> Schedule``.
+        chunks: how many stages a rank has.
+        stages: None, for stages that cost about the same; how many blocks each has, ``(1, 3)``; their first modules,
+            ``("layers.0", "layers.2")``; or patterns of the modules of each, ``(("emb", "layers.0"), ("layers.1",))``.
+
+    Example::
+
+        mesh = sx.Mesh(pp=2, dp=2, mb=sx.Time(8))
+        sx.Hints(args=(x,), loss=loss, targets=(y,), specs={"args.0": "mb dp, -"}, pipeline=sx.Pipeline())
+    """
+
+    name: ClassVar[str] = "pipeline"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+    establishes: ClassVar[frozenset[str]] = frozenset({STAGED})
+
+    axis: str = "pp"
+    time: str = "mb"
+    schedule: str | Maker = "1f1b"
+    chunks: int = 1
+    stages: Stages = None
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        self._check(graph)
+        count = graph.mesh[self.axis].size * self.chunks
+        blocks = Blocks(graph)
+        assigned = Assignment(graph, blocks.stage_of(self.stages, count), count - 1, told=self.stages is not None)
+        if missing := set(range(count)) - places(assigned.at):
+            raise Error(f"stage {min(missing)} has nothing to do", where=WHERE, expected="work for each", got=self.stages)
+        for node in graph.nodes:
+            node.at = assigned.at[node]
+        for given in graph.inputs:
+            given.at = assigned.inputs[given.value]
+        graph.pipeline = Pipelined(self.axis, self.time, self._schedule(graph, count))
+        _Sends(graph, graph.pipeline, assigned).write()
+        return True
+
+    def _check(self, graph: Graph) -> None:
+        mesh = graph.mesh
+        for what, axis, time in (("axis", self.axis, False), ("time", self.time, True)):
+            if axis and (axis not in mesh.names or mesh[axis].time is not time):
+                kind = "turns" if time else "ranks"
+                raise Error(
+                    f"the mesh has no axis {axis!r} of {kind}",
+                    where=f"Pipeline({what}={axis!r})",
+                    expected=f"Mesh({axis}={'sx.Time(8)' if time else '2'}, ...)",
+                    got=repr(mesh),
+                    remedy="add it to the mesh" + (", and to the specs of inputs: 'mb dp, -'" if time else ""),
+                )
+        cut = next((v for v in graph.values() if v.spec and self.axis in (*v.spec.axes, *v.spec.partial_axes)), None)
+        if cut is not None:
+            raise Error(
+                f"a value is cut over {self.axis!r}, the axis of stages",
+                where=str(cut.where),
+                expected="cuts over other axes",
+                got=str(cut.spec),
+            )
+
+    def _schedule(self, graph: Graph, count: int) -> Schedule:
+        mesh: Mesh = graph.mesh
+        ranks, turns = mesh[self.axis].size, mesh[self.time].size if self.time else 1
+        costs = stage_costs(graph, count)
+        if callable(self.schedule):
+            made = self.schedule(count, turns, ranks, costs)
+        elif self.schedule in (*SCHEDULES, "auto"):
+            made = make_schedule(self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs)
+        else:
+            made = Schedule.parse(self.schedule)
+        check_schedule(made, stages=count, turns=turns)
+        if len(made.rows) != ranks:
+            raise Error("a schedule has a row for each rank", where=WHERE, expected=ranks, got=len(made.rows))
+        return made
+
+
+def stage_costs(graph: Graph, count: int) -> Costs:
+    """The operations of each stage, forward and backward, in units of the dearest forward."""
+    forward, backward = [0.0] * count, [0.0] * count
+    for node in graph.nodes:
+        kind = backward if node.phase is Phase.BACKWARD else forward
+        for stage in node.at if node.phase is not Phase.UPDATE else ():
+            kind[stage] += flops_of(node)
+    unit = max(forward) or 1.0
+    if not any(backward):
+        return COSTS
+    halves = tuple(max(cost, unit / 1e3) / unit / 2 for cost in backward)
+    return {
+        "F": tuple(max(cost, unit / 1e3) / unit for cost in forward),
+        "B": tuple(2 * half for half in halves),
+        "I": halves,
+        "W": halves,
+        "U": 0.0,
+    }
+
+
+class _Sends:
+    """Writes what goes between stages."""
+
+    def __init__(self, graph: Graph, pipeline: Pipelined, assigned: Assignment) -> None:
+        self.graph, self.pipeline, self.assigned = graph, pipeline, assigned
+        self.rewriter, self.tags = Rewriter(graph), 0
+
+    def write(self) -> None:
+        """Give each user that is elsewhere a copy that was sent there."""
+        wanted: dict[Value, dict[tuple[int, ...], tuple[At, list[Node | Output]]]] = {}
+        for node in self.graph.nodes:
+            for value in dict.fromkeys(node.operands):
+                self._ask(wanted, value, node.at, node)
+        for output in self.graph.outputs:
+            self._ask(wanted, output.value, self.assigned.wanted(output), output)
+        for value, groups in wanted.items():
+            for there, (at, users) in groups.items():
+                self.rewriter.replace(value, self._sent(value, there, at), users)
+        self.rewriter.apply()
+        self.graph.rename()
+
+    def _ask(
+        self,
+        wanted: dict[Value, dict[tuple[int, ...], tuple[At, list[Node | Output]]]],
+        value: Value,
+        at: At,
+        user: Node | Output,
+    ) -> None:
+        there = self.pipeline.places(at)
+        if value.node is None or set(there) <= set(self.pipeline.places(value.node.at)):
+            return
+        known, users = wanted.setdefault(value, {}).setdefault(there, (at, []))
+        users.append(user)
+        wanted[value][there] = tuple(sorted({*known, *at})) if at else (), users
+
+    def _sent(self, value: Value, there: tuple[int, ...], at: At) -> Value:
+        maker, axis = value.node, self.pipeline.axis
+        assert maker is not None and value.spec is not None
+        origin = self.pipeline.homes[maker.at[0]]
+        kwargs = {"axes": [axis], "origin": origin, "places": list(there), "tag": self.tags}
+        node = Rewriter.make(comm.send, (value,), value.type, like=maker, kwargs=kwargs)
+        self.tags += 1
+        (result,) = node.outs
+        result.spec, node.at = value.spec, at
+        node.strategy = Strategy((value.spec,), (value.spec,))
+        node.why = f"stage {maker.at[0]} makes it, and {'all stages need' if not at else f'stage {at[0]} needs'} it"
+        self.rewriter.after(maker, node)
+        return result
