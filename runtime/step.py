@@ -11,6 +11,7 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
+from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import Shards
 
@@ -128,7 +129,7 @@ class Step:
 
     def seed(self, kinds: Kinds) -> torch.Tensor | None:
         """A seed for a run, the same on all ranks; None where nothing is random."""
-        inputs = [given for program in self.programs(kinds).values() for given in program.inputs]
+        inputs = select(self.graph, kinds)[0]  # of all ranks: they draw together
         return self.engine.seed() if any(given.kind is InputKind.SEED for given in inputs) else None
 
     def run(

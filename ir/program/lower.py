@@ -60,13 +60,16 @@ def of_rank(
 ) -> tuple[list[Input], list[Node], list[Output]]:
     """The same part, as far as it is of the stages of the rank at ``coords``."""
     inputs, nodes, outputs = select(graph, kinds)
-    if graph.pipeline is None:
-        return inputs, nodes, outputs
-    return (
-        [given for given in inputs if graph.is_here(given.at, coords)],
-        [node for node in nodes if is_done(node, graph, coords)],
-        [output for output in outputs if graph.is_here(made_at(output.value), coords)],
-    )
+    inputs, outputs = ends_here(graph, inputs, outputs, coords)
+    return inputs, [node for node in nodes if is_done(node, graph, coords)], outputs
+
+
+def ends_here(
+    graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], coords: Mapping[str, int]
+) -> tuple[list[Input], list[Output]]:
+    """Those of some inputs and outputs that the rank at ``coords`` holds, and gives."""
+    here = [given for given in inputs if graph.is_here(given.at, coords)]
+    return here, [output for output in outputs if graph.is_here(made_at(output.value), coords)]
 
 
 def is_done(node: Node, graph: Graph, coords: Mapping[str, int]) -> bool:

@@ -14,7 +14,7 @@ from torch import fx
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
-from shardfx.ir.program.lower import lower, select
+from shardfx.ir.program.lower import ends_here, lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import ProgramError, validate_program
@@ -61,16 +61,18 @@ class Task:
     inputs: Sequence[Input]
     nodes: Sequence[Node]
     outputs: Sequence[Output]
+    after: Graph
 
     @staticmethod
     def of(asked: Asked, changed: Mapping[int, RankProgram], after: Graph) -> Task:
         """The part of a planned graph that some programs are of."""
-        return Task(asked, changed, *select(after, asked.kinds))
+        return Task(asked, changed, *select(after, asked.kinds), after)
 
     def sound(self, program: RankProgram, *, in_place: bool = False) -> RankProgram:
         """The plain form of a program that is well formed, and takes and gives what it should: that is what is
         proven."""
-        for what, mine, theirs in (("takes", program.inputs, self.inputs), ("gives", program.outputs, self.outputs)):
+        takes, gives = ends_here(self.after, self.inputs, self.outputs, self.after.mesh.coords(program.rank))
+        for what, mine, theirs in (("takes", program.inputs, takes), ("gives", program.outputs, gives)):
             names, wanted = ([f"{each.kind.value} {each.name}" for each in ends] for ends in (mine, theirs))
             if names != wanted:
                 other = next((w for w, n in zip_longest(wanted, names) if w != n), None)
@@ -86,7 +88,7 @@ class Task:
             else next((i for i, each in enumerate(results) if not isinstance(each, fx.Node)), None)
         )
         if none is not None:
-            output = self.outputs[none]
+            output = gives[none]
             said = f"the program returns {results[none]!r}"
             raise Broken(Fault(said, f"{output.kind.value} {output.name}", program.rank, "output", certain=True))
         return plain(program, in_place=in_place)

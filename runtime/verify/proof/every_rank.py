@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from shardfx.ir.graph import Graph, Input, Output
+from shardfx.ir.program.lower import ends_here
 from shardfx.ir.rules.book import RuleBook
 from shardfx.runtime.verify.fault import Failed, Fault
 
@@ -44,7 +45,7 @@ def verify(
 ) -> tuple[Fault | None, dict[str, int]]:
     """The first fault of the programs, or None; and how much was checked.
 
-    ``inputs`` and ``outputs`` are those of every program, in order; ``universe`` is :func:`.terms.build`'s, if it is
+    ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages; ``universe`` is :func:`.terms.build`'s, if it is
     there already.
     """
     counts: dict[str, int] = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
@@ -59,11 +60,13 @@ def interpret(
     proof: Proof, modules: Mapping[int, HasGraph], inputs: Sequence[Input], outputs: Sequence[Output]
 ) -> Fault | None:
     """The first fault of the programs of all ranks, or None."""
-    ranks = {r: Rank(proof, r, modules[r], inputs) for r in range(proof.after.mesh.size)}
+    after = proof.after
+    ends = {r: ends_here(after, inputs, outputs, after.mesh.coords(r)) for r in range(after.mesh.size)}
+    ranks = {r: Rank(proof, r, modules[r], given) for r, (given, _) in ends.items()}
     try:
         LockStep(proof, ranks).run()
-        for rank in ranks.values():
-            rank.outputs(outputs)
+        for r, rank in ranks.items():
+            rank.outputs(ends[r][1])
     except Failed as failed:
         return failed.fault
     return None

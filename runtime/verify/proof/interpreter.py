@@ -22,7 +22,7 @@ from .calls import Calls
 from .deduction import Fact
 from .elements import Elements
 from .known import Known, Proof
-from .numbering import ALSO, COLLECTIVES, MOVERS, Source
+from .numbering import ALSO, COLLECTIVES, MESSAGES, MOVERS, Source
 from .terms import COPIES, NEUTRAL, is_neutral
 
 aten = torch.ops.aten
@@ -79,6 +79,11 @@ class Rank:
                 item = self.items[node.args[0]]
                 reply = yield node, self._codes(item), item.hints
                 self.items[node] = Known(reply.facts, reply.codes, reply.hints, None, True, reply.why)
+            elif node.op == "call_function" and node.target in MESSAGES:
+                self.proof.collectives += 1
+                item = self.items[node.args[0]] if isinstance(node.args[0], fx.Node) else Known()
+                reply = yield node, self._codes(item), item.hints
+                self.items[node] = Known(reply.facts, reply.codes, reply.hints, None, True, reply.why)
             elif node.op == "call_function":
                 self.items[node] = self._call(node)
             else:
@@ -105,7 +110,7 @@ class Rank:
         facts = self.facts(node)
         if facts:
             return self.proof.numbering.codes(facts[:1], rank)
-        if node.op != "call_function" or node.target is c10d.wait_tensor.default or node.target in COLLECTIVES:
+        if node.op != "call_function" or node.target is c10d.wait_tensor.default or node.target in COLLECTIVES | MESSAGES:
             return None
         given = {n: self.as_at(n, rank, moved) for n in node.all_input_nodes}
         if None in given.values():

@@ -17,13 +17,13 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import op_name
-from shardfx.runtime.rendezvous import Groups, unfit
-from shardfx.runtime.verify.fault import Failed
+from shardfx.runtime.rendezvous import Groups, Mailbox, Request, unfit
+from shardfx.runtime.verify.fault import Failed, Fault
 
 from .elements import Elements
 from .interpreter import Asked, Rank
 from .known import Known, Proof
-from .numbering import Impossible, Wrong
+from .numbering import MESSAGES, Impossible, Wrong
 
 c10d = torch.ops._c10d_functional
 
@@ -46,6 +46,7 @@ class LockStep:
         groups = Groups(self.proof.after.mesh)
         asks = {r: rank.run() for r, rank in self.ranks.items()}
         waiting: dict[int, Asked] = {}
+        mail: Mailbox[Known] = Mailbox()
 
         def advance(rank: int, reply: Known | None) -> None:
             try:
@@ -62,6 +63,13 @@ class LockStep:
                     continue
                 node = waiting[rank][0]
                 members = _members(groups, self.ranks[rank], node)
+                if node.target in MESSAGES:
+                    passed = self._message(rank, members, waiting[rank], mail)
+                    if passed is not None:
+                        del waiting[rank]
+                        advance(rank, passed)
+                        progressed = True
+                    continue
                 here = [m for m in members if m in self.ranks]
                 if not all(m in waiting and waiting[m][0].args[-1] == node.args[-1] for m in here):
                     continue
@@ -73,6 +81,37 @@ class LockStep:
                 rank, (node, _, _) = min(waiting.items())
                 what = f"deadlock: the group {node.args[-1]} does not come together here"
                 raise Failed(self.ranks[rank].fault(what, node))
+        if (left := mail.left()) is not None:
+            rank = groups.members(left.group, next(iter(self.ranks)))[left.origin]
+            raise Failed(Fault(f"nobody receives {left}", "", rank, certain=True))
+
+    def _message(
+        self, rank: int, members: Sequence[int], asked: Asked, mail: Mailbox[Known]
+    ) -> Known | None:
+        """What a rank gets that sends, or receives; None where nothing has come yet."""
+        node, sent, hints = asked
+        request = Request.of(node)
+        assert request is not None
+        message = request.of_rank(members.index(rank))
+        if not all(type(each) is int and 0 <= each < len(members) for each in (message.origin, message.to)):
+            raise self._impossible(f"a message to or from what is none of {len(members)} ranks", rank, node)
+        if request.message == "sends":
+            why = "" if sent is not None else "nothing is known of what is sent"
+            mail.put(message, Known(codes=sent, hints=hints, why=why))
+            return Known(why="a send gives nothing")
+        try:
+            if not mail.has(message):
+                return None
+        except Error as error:
+            raise self._impossible(f"{error.got} comes, where {error.expected} is expected", rank, node) from error
+        got, (shape, dtype) = mail.take(message), node.args[:2]
+        if got.codes is None:
+            return got
+        dtypes = self.proof.numbering.dtypes(got.codes, got.hints)
+        if got.codes.shape != tuple(shape) or dtypes - {dtype}:  # type: ignore[arg-type]
+            what = f"{list(got.codes.shape)} of {', '.join(map(str, dtypes))} comes, where {shape} of {dtype} is expected"
+            raise self._impossible(what, rank, node)
+        return got
 
     def _collective(
         self, members: Sequence[int], here: Sequence[int], waiting: Mapping[int, Asked]

@@ -20,6 +20,7 @@ import torch
 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import pack
+from shardfx.ir.ops.time import handover
 from shardfx.ir.spec import Spec
 
 from .deduction import Fact, Origins
@@ -70,6 +71,8 @@ COLLECTIVES = {
     c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default,
 }
+MESSAGES = {handover.send, handover.receive}
+"""From one rank to another."""
 
 
 class Wrong(Exception):
@@ -175,6 +178,12 @@ class Numbering:
                 if not clash and self.box(shape, spec, rank).equals(places):
                     found.append(Fact(source.term, Spec(spec.dims, source.partial), source.origins))
         return found
+
+    def dtypes(self, codes: Elements, hints: Sequence[int]) -> set[torch.dtype]:
+        """The dtypes of the values that elements are elements of."""
+        numbers = self.inside([codes]) or hints
+        types = self.universe.terms.types
+        return {types[source.term].dtype for number in numbers for source in self.sources[number - 1]}
 
     def inside(self, tensors: Sequence[Elements]) -> list[int]:
         """The sources of some elements, padding left out."""
