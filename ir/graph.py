@@ -262,7 +262,9 @@ class Graph:
             nodes.append(new)
         outputs = [Output(o.kind, o.name, values[o.value], o.spec, o.guard) for o in self.outputs]
         reasons = self.reasons.moved(lambda value: values.get(value, value))
-        return Graph(self.mesh, inputs, nodes, outputs, self.established, list(self.notes), self.repeats, reasons, self.pipeline)
+        return Graph(
+            self.mesh, inputs, nodes, outputs, self.established, list(self.notes), self.repeats, reasons, self.pipeline
+        )
 
     def __str__(self) -> str:
         return Graph.printer(self)

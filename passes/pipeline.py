@@ -44,7 +44,9 @@ ORDER: tuple[type[Pass], ...] = (
     Offload,
 )
 """The built-in passes, in the order in which they run."""
-ON_REQUEST: frozenset[str] = frozenset({each.name for each in (Zero, Pipeline, Recompute, GatherAgain, CastAgain, Offload)})
+ON_REQUEST: frozenset[str] = frozenset(
+    {each.name for each in (Zero, Pipeline, Recompute, GatherAgain, CastAgain, Offload)}
+)
 """Those of them that are left out where nobody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 WHERE = "Hints(passes=...)"

@@ -60,8 +60,8 @@ class Request:
     def of_rank(self, place: int) -> Message:
         """The message that the rank at a place of the group sends, or waits for."""
         other, tag, turn = self.args[-3:]
-        ends = (place, other) if self.message == "sends" else (other, place)
-        return Message(self.group, *ends, tag, turn)
+        origin, to = (place, other) if self.message == "sends" else (other, place)
+        return Message(self.group, origin, to, tag, turn)
 
     def same(self, other: Request) -> bool:
         """Whether two ranks ask for the same; in an exchange each has its own sizes."""
@@ -181,7 +181,9 @@ def run(
     if failures:
         raise _first(failures, sources, waiting)
     if left := mail.left():
-        raise Error("nobody receives what a rank sends", where=str(left), expected="a receive for each send", got="none")
+        raise Error(
+            "nobody receives what a rank sends", where=str(left), expected="a receive for each send", got="none"
+        )
     return results
 
 

@@ -160,7 +160,11 @@ class Step:
             try:
                 outs = engine.run(programs, given, watch)
             except Error as error:
-                if kinds and self._runs_on and any(o.guard is not None for each in programs.values() for o in each.outputs):
+                if (
+                    kinds
+                    and self._runs_on
+                    and any(o.guard is not None for each in programs.values() for o in each.outputs)
+                ):
                     self._explain(inputs, error)
                 raise
             for rank, out in outs.items():

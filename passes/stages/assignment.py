@@ -61,7 +61,9 @@ class Assignment:
         found = set()
         for node in self.graph.nodes:
             kind = frozenset[bool]().union(*(kinds[value] for value in node.operands))
-            light = len(kind) <= 1 and not is_heavy(node) and all(v.node is None or v.node in found for v in node.operands)
+            light = (
+                len(kind) <= 1 and not is_heavy(node) and all(v.node is None or v.node in found for v in node.operands)
+            )
             if light:
                 found.add(node)
             for value in node.outs:

@@ -172,7 +172,7 @@ def balanced(costs: Sequence[float], count: int) -> list[int]:
     for cost in costs:
         sums.append(sums[-1] + cost)
     total = len(costs)
-    best: list[Mapping[int, tuple[float, int]]] = [{end: (sums[end], 0) for end in range(1, total + 1)}]
+    best: list[dict[int, tuple[float, int]]] = [{end: (sums[end], 0) for end in range(1, total + 1)}]
     for stage in range(1, count):
         row: dict[int, tuple[float, int]] = {}
         for end in range(stage + 1, total + 1):

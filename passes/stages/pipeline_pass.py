@@ -68,7 +68,9 @@ class Pipeline(Pass):
         blocks = Blocks(graph)
         assigned = Assignment(graph, blocks.stage_of(self.stages, count), count - 1, told=self.stages is not None)
         if missing := set(range(count)) - places(assigned.at):
-            raise Error(f"stage {min(missing)} has nothing to do", where=WHERE, expected="work for each", got=self.stages)
+            raise Error(
+                f"stage {min(missing)} has nothing to do", where=WHERE, expected="work for each", got=self.stages
+            )
         for node in graph.nodes:
             node.at = assigned.at[node]
         for given in graph.inputs:

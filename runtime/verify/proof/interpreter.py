@@ -110,7 +110,11 @@ class Rank:
         facts = self.facts(node)
         if facts:
             return self.proof.numbering.codes(facts[:1], rank)
-        if node.op != "call_function" or node.target is c10d.wait_tensor.default or node.target in COLLECTIVES | MESSAGES:
+        if (
+            node.op != "call_function"
+            or node.target is c10d.wait_tensor.default
+            or node.target in COLLECTIVES | MESSAGES
+        ):
             return None
         given = {n: self.as_at(n, rank, moved) for n in node.all_input_nodes}
         if None in given.values():

@@ -85,9 +85,7 @@ class LockStep:
             rank = groups.members(left.group, next(iter(self.ranks)))[left.origin]
             raise Failed(Fault(f"nobody receives {left}", "", rank, certain=True))
 
-    def _message(
-        self, rank: int, members: Sequence[int], asked: Asked, mail: Mailbox[Known]
-    ) -> Known | None:
+    def _message(self, rank: int, members: Sequence[int], asked: Asked, mail: Mailbox[Known]) -> Known | None:
         """What a rank gets that sends, or receives; None where nothing has come yet."""
         node, sent, hints = asked
         request = Request.of(node)
@@ -109,7 +107,9 @@ class LockStep:
             return got
         dtypes = self.proof.numbering.dtypes(got.codes, got.hints)
         if got.codes.shape != tuple(shape) or dtypes - {dtype}:  # type: ignore[arg-type]
-            what = f"{list(got.codes.shape)} of {', '.join(map(str, dtypes))} comes, where {shape} of {dtype} is expected"
+            what = (
+                f"{list(got.codes.shape)} of {', '.join(map(str, dtypes))} comes, where {shape} of {dtype} is expected"
+            )
             raise self._impossible(what, rank, node)
         return got
 
