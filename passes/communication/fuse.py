@@ -28,7 +28,7 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 FUSED = (comm.all_gather, comm.all_reduce, comm.reduce_scatter)
-Key = tuple[OwnOp, tuple[str, ...], torch.dtype, str, str, tuple[str, ...]]
+Key = tuple[OwnOp, tuple[str, ...], torch.dtype, str, str, tuple[str, ...], tuple[int, ...]]
 
 
 PARTS, LEAST = 4, 1e6
@@ -115,6 +115,7 @@ class FuseComm(Pass):
             kind,
             group or node.phase.value,
             _turns(value, graph),
+            node.at,
         )
 
     def _limits(self, graph: Graph, named: dict[Node, str]) -> dict[Key, float]:
