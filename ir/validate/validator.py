@@ -24,6 +24,7 @@ from .complaint import Complaint
 from .definitions import Definitions
 from .node_types import check_types
 from .placements import check_cuts, check_outputs, check_values
+from .stages import check_stages
 
 SHARDED = "SHARDED"
 """Once this is established, every value has a placement and every node a strategy."""
@@ -84,6 +85,7 @@ class Validator:
             definitions.output(output)
         if explicit:
             check_outputs(graph, wrong)
+            check_stages(graph, wrong)
 
     def _node(self, node: Node, operands: list[Value], graph: Graph, wrong: Complaint) -> None:
         placed, explicit = SHARDED in graph.established, COMM_EXPLICIT in graph.established

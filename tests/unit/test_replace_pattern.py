@@ -25,7 +25,7 @@ argument %x : f32[4, 6]
 argument %w : f32[6, 5]
 argument %b : f32[5]
 forward:
-  %0 = aten.mm(%x, %w) : f32[4, 5]  stage=1  @ layers.0  model.py:3
+  %0 = aten.mm(%x, %w) : f32[4, 5]  at{1}  @ layers.0  model.py:3
   %1 = aten.add.Tensor(%0, %b) : f32[4, 5]  @ layers.0  model.py:4
   %2 = aten.relu(%1) : f32[4, 5]  @ layers.0  model.py:5
   %3 = aten.mul.Tensor(%2, %2) : f32[4, 5]

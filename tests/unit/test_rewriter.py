@@ -24,7 +24,7 @@ argument %x : f32[8{dp}, 16]
 argument %w : f32[16, 12{tp}]
 argument %y : f32[12{tp}, 6]
 backward:
-  %0 = aten.mm(%x, %w) : f32[8{dp}, 12{tp}]  cuts m{dp} n{tp}  stage=1  @ layers.0  model.py:42
+  %0 = aten.mm(%x, %w) : f32[8{dp}, 12{tp}]  cuts m{dp} n{tp}  at{1}  @ layers.0  model.py:42
   %1 = aten.mm(%0, %y) : f32[8{dp}, 6] +{tp}  cuts m{dp} k{tp}
   %2 = comm.all_reduce(%1, axes=[tp], reduce=sum) : f32[8{dp}, 6]
 outputs:
@@ -65,7 +65,7 @@ def test_a_call_in_a_placed_graph_is_cut_as_its_operands() -> None:
     node = Rewriter(graph, RULES).call(aten.mul.Tensor, product.outs[0], 2.0, attrs={"lane": 1})
     assert (node.phase, node.stage) == (Phase.BACKWARD, 1)
     assert line(graph, node) == (
-        "%3 = aten.mul.Tensor(%0, 2.0) : f32[8{dp}, 12{tp}] cuts d0{dp} d1{tp} {lane=1} stage=1 @ layers.0 model.py:42"
+        "%3 = aten.mul.Tensor(%0, 2.0) : f32[8{dp}, 12{tp}] cuts d0{dp} d1{tp} {lane=1} at{1} @ layers.0 model.py:42"
     )
     graph = planned()
     half = Rewriter(graph, RULES).call(aten.mul.Tensor, graph.nodes[1].outs[0], 0.5, like=product)
@@ -122,7 +122,7 @@ def test_communication_leads_where_its_keywords_say(op: Any) -> None:
     node = Rewriter(graph).comm(op, product, axes=["tp"], dim=1)
     assert node.why == "[.{dp}, .{tp}] becomes [.{dp}, .]"
     assert line(graph, node) == (
-        "%3 = comm.all_gather(%0, axes=[tp], dim=1) : f32[8{dp}, 12] stage=1 @ layers.0 model.py:42 # 96 B"
+        "%3 = comm.all_gather(%0, axes=[tp], dim=1) : f32[8{dp}, 12] at{1} @ layers.0 model.py:42 # 96 B"
     )
     both = Rewriter(graph).comm("all_reduce", graph.nodes[1].outs[0], graph.nodes[1].outs[0], axes=["tp"])
     assert line(graph, both).startswith("%4, %5 = comm.all_reduce(%1, %1, axes=[tp]) : f32[8{dp}, 6], f32[8{dp}")

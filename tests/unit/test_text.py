@@ -42,7 +42,7 @@ forward:
   %1 = aten.mm(%args.0, %0) : bf16[8{dp}, (3 64{tp})] hint [8, 192] ""  cuts m{dp} n{tp}  @ layers.0  model.py:42
   %2, _, %4 = aten.native_layer_norm_backward(%1, %1, [192], %1, %1, None, None, [True, False, True]) : \
 bf16[8{dp}, 192] +{tp}, _, bf16[192] +{dp,tp}  cuts -  \
-needs [8{dp}, 192], [8, (3 64{tp})], [8, 192], [8, 192]  {lane=1, "a b"="x", half=0.5, on=True}  stage=1  @ model.py:7
+needs [8{dp}, 192], [8, (3 64{tp})], [8, 192], [8, 192]  {lane=1, "a b"="x", half=0.5, on=True}  at{1}  @ model.py:7
   %5 = comm.all_reduce(%2, axes=[tp], reduce=sum) : bf16[8{dp}, 192]  @ layers.0  losses/model.py:1  # 1.5 kB
 backward:
   %6 = aten.add.Tensor(%5, %5, alpha=-0.5) : bf16[8{dp}, 192]

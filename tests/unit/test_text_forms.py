@@ -208,7 +208,7 @@ HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
         (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] {lane=[1]}", 4, "an int, float, bool or string", "["),
         (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] hint [8{dp}, 4]", 4, "in quotes who hints so", "the end"),
         (HEAD + "outputs:\n  loss y = %x : [8, 4] x", 5, "the end of the line", "x"),
-        (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] stage=x", 4, "a stage's number", "x"),
+        (HEAD + "  %0 = aten.relu(%x) : f32[8{dp}, 4] at{x}", 4, "a stage's number", "x"),
         (HEAD + 'reasons:\n  1: %x 0 [8{dp}] "by x"', 5, "number 0", "1"),
         (HEAD + 'reasons:\n  0: %x 2 [8{dp}] "by x"', 5, "a dim of [8, 4]", "2"),
         (HEAD + 'reasons:\n  0: %x 0 [8{dp}] "by x" behind 3', 5, "the number of a decision", "3"),
