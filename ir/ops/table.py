@@ -144,8 +144,8 @@ class LocalOp:
         fetches: it takes operands that lie in such a pool; of others they are not to be read.
         copies: it starts a copy between pools, which is done once it was waited for.
         waits: its result is its operand, which was only started.
-        turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, is a
-            ``number`` of the turn, or ``collects`` what leaves them.
+        turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, begins a
+            ``unit`` of them, is a ``number`` of the turn, or ``collects`` what leaves them.
     """
 
     name: str

@@ -64,10 +64,21 @@ def _without(node: Node, needed: Container[Value]) -> Node:
     return replace(node, args=args, results=results, strategy=None)
 
 
+Steps = Sequence[Node | Loop]
+
+
 def lower(
-    graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind], device: torch.device = CPU
+    graph: Graph,
+    rank: int,
+    book: RuleBook,
+    kinds: Iterable[OutputKind],
+    device: torch.device = CPU,
+    arrange: Callable[[Steps], Steps] | None = None,
 ) -> RankProgram:
     """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
+
+    Args:
+        arrange: changes the order of what is done, such as that of turns (:mod:`.looped.in_units`).
 
     Raises:
         Error: the graph leaves blocks out.
@@ -86,7 +97,9 @@ def lower(
             remedy="lower pm.after, or run the pass",
         )
     inputs, nodes, outputs = select(graph, kinds)
-    steps = in_turns(nodes, outputs, graph.mesh)
+    steps: Steps = in_turns(nodes, outputs, graph.mesh)
+    if arrange is not None:
+        steps = arrange(steps)
 
     def written(turns: Mapping[str, int]) -> fx.Graph:
         """The program as it is in one turn of each axis of time."""
