@@ -8,7 +8,8 @@ the model's own that has no such members in it; in the order in which the forwar
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error
@@ -118,7 +119,7 @@ class Blocks:
                     got=name,
                 )
             firsts.append(found)
-        if firsts[0] != 0 or any(a >= b for a, b in zip(firsts, firsts[1:], strict=False)):
+        if firsts[0] != 0 or any(a >= b for a, b in pairwise(firsts)):
             raise Error(
                 "stages do not begin one behind the other",
                 where=WHERE,

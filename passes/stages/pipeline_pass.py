@@ -1,8 +1,8 @@
 """pipeline: which stage does what; what another stage needs is sent there.
 
-    %3 = aten.relu(%2) : f32[8, 512]      @ layers.0        %3 = aten.relu(%2) : f32[8, 512]      at{0}  @ layers.0
-    %4 = aten.mm(%3, %w1) : f32[8, 64]    @ layers.1   ->   %4 = comm.send(%3, axes=[pp], origin=0, places=[1], tag=0) ...
-                                                            %5 = aten.mm(%4, %w1) : f32[8, 64]    at{1}  @ layers.1
+    %3 = aten.relu(%2)      @ layers.0        %3 = aten.relu(%2)      at{0}  @ layers.0
+    %4 = aten.mm(%3, %w1)   @ layers.1   ->   %4 = comm.send(%3, axes=[pp], origin=0, places=[1], tag=0)  at{1}
+                                              %5 = aten.mm(%4, %w1)   at{1}  @ layers.1
 
 All stages are one graph. Skips over stages, weights that several stages share, a loss in the middle are values that are
 needed elsewhere than where they are made, like any other.

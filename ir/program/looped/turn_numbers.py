@@ -21,7 +21,8 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.time import turns
 
 from .in_turns import time_axes
-from .within_turns import regions
+from .unit_order import order_of
+from .within_turns import part_in_turns, regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]
@@ -126,12 +127,16 @@ class _Merge:
             return self.graph.call_function(turns.at, (inner.args[0], number, inner.args[2]))
 
     def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...], inside: tuple[fx.Node, ...]) -> fx.Node:
-        key = (inside, *call)
+        """A number of the turn: where units share it, at the begin of turns, else just before its first use."""
+        shared = bool(order_of(begin))
+        key = (() if shared else inside, *call)
         if key not in self.known:
-            with self.graph.inserting_before(before):
+            last = next((each for each in reversed(self.known.values())), begin)
+            with self.graph.inserting_after(last) if shared else self.graph.inserting_before(before):
                 self.known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
-            for loop in inside[inside.index(begin) + 1 :]:
-                _say(loop, begin)
+        for loop in inside[inside.index(begin) + 1 :]:
+            if part_in_turns(loop) == "opens":
+                _say(loop, self.known[key] if shared else begin)
         return self.known[key]
 
 
