@@ -164,7 +164,8 @@ class _Reader:
             self.rows.append(json.loads(line.take("string", "a row of the schedule in quotes")))
         else:
             line.fail(
-                f"mesh, link, unplaced, established, note, repeat, pipeline, row, source, {', '.join(kinds)} or forward:"
+                "mesh, link, unplaced, established, note, repeat, pipeline, row, source, "
+                f"{', '.join(kinds)} or forward:"
             )
 
     def _axis(self, line: Line) -> tuple[str, int | Time]:

@@ -26,6 +26,7 @@ from shardfx.passes.time import SCHEDULES, make_schedule
 
 from .assignment import Assignment, At, places
 from .blocks import Blocks, Stages
+from .shared_sums import sum_behind_turns
 
 STAGED = "STAGED"
 """Each node is in the stages of a pipeline, and what goes between them is sent."""
@@ -65,8 +66,10 @@ class Pipeline(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         self._check(graph)
         count = graph.mesh[self.axis].size * self.chunks
-        blocks = Blocks(graph)
-        assigned = Assignment(graph, blocks.stage_of(self.stages, count), count - 1, told=self.stages is not None)
+        own = Blocks(graph).stage_of(self.stages, count)
+        assigned = Assignment(graph, own, count - 1, told=self.stages is not None)
+        if self.time and sum_behind_turns(graph, assigned.at, self.time, context.rules):
+            assigned = Assignment(graph, own, count - 1, told=self.stages is not None)
         if missing := set(range(count)) - places(assigned.at):
             raise Error(
                 f"stage {min(missing)} has nothing to do", where=WHERE, expected="work for each", got=self.stages
