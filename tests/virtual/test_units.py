@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,59 +10,13 @@ import torch
 from torch import fx
 
 import shardfx as sx
-from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import turns
-from shardfx.ir.program.looped.in_turns import Loop
-from shardfx.ir.program.looped.in_units import in_units
-from shardfx.ir.program.lower import Steps, lower
-from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import ProgramError, validate_program
-from shardfx.module.programs import TRAIN
-from shardfx.passes.rank import RankContext, built_in, run_rank_passes
 from tests.plans import plan
 from tests.reference import rel_err, single_device
+from tests.unit_orders import ONE_AHEAD, ORDERS, in_order, lowered
 from tests.zoo import make
-
-ALL_FORWARD = "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"
-TURN_BY_TURN = "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3"
-ONE_AHEAD = "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3"
-"""As the last rank but one of a pipeline does its turns."""
-BACKWARDS = "F0.3 F0.2 B0.2 F0.1 B0.3 F0.0 B0.0 B0.1"
-ORDERS = {"gpipe": ALL_FORWARD, "plain": TURN_BY_TURN, "1f1b": ONE_AHEAD, "any": BACKWARDS}
-
-
-def phase(node: Node) -> str:
-    return "F0" if node.phase is Phase.FORWARD else "B0"
-
-
-def arranged(order: str, steps: Steps) -> Steps:
-    """The last loop, which has the backward in it, in units."""
-    loop = [step for step in steps if isinstance(step, Loop)][-1]
-    return [in_units(loop, phase, order.split()) if step is loop else step for step in steps]
-
-
-def lowered(pm: sx.ParallelModule, rank: int, order: str) -> RankProgram:
-    rules, device = pm._compiled.context.rules, torch.device("cpu")
-    return lower(pm.after, rank, rules, TRAIN, device, partial(arranged, order))
-
-
-def program(pm: sx.ParallelModule, rank: int, order: str) -> RankProgram:
-    write = partial(lowered, pm, rank, order)
-    return run_rank_passes(write(), built_in("cpu"), RankContext(pm.after), write)
-
-
-def put(pm: sx.ParallelModule, order: str) -> None:
-    for rank in range(pm.mesh.size):
-        pm._programs.step.put(rank, TRAIN, program(pm, rank, order))
-
-
-def in_order(name: str, mesh: sx.Mesh, order: str, **hints: Any) -> sx.ParallelModule:
-    """The plan of a case, whose ranks do the four turns of a step in an order of units."""
-    pm = plan(make(name), mesh, accumulate=4, **hints)
-    put(pm, order)
-    return pm
-
 
 PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
     ("mlp3", "gpipe", sx.Mesh(dp=1), {}),
