@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.program.looped.lifetimes import Lifetimes, name_of, turns_of
-from shardfx.ir.program.looped.unit_order import UnitOrder, Word, order_of
 from shardfx.ir.program.looped.within_turns import gives_number, part_in_turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
+from shardfx.ir.program.units.lifetimes import Lifetimes, name_of, turns_of
+from shardfx.ir.program.units.unit_order import UnitOrder, Word, order_of
 
 from .engine import Engine, Watch
 from .rendezvous import Perform, RankCoroutine, Request, run

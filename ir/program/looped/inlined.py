@@ -1,6 +1,7 @@
 """A module that somebody changed as one graph: what it calls of other modules stands in its place.
 
-Modules of turns become loops again (:mod:`.turn_modules`), and those of units the units of a loop (:mod:`.driver`).
+Modules of turns become loops again (:mod:`.turn_modules`), those of units the units of a loop
+(:mod:`shardfx.ir.program.units.driver`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.units.driver import Driven, read_drivers
 
-from .driver import Driven, read_drivers
 from .within_turns import gives_number, part_in_turns
 
 

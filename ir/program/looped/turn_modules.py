@@ -5,7 +5,7 @@ turns = time.turns('mb', 4, [w, x, total])
     sum = time.add(total, grad)                  sum = turns[0]
 done = time.done(turns, [w, x], [total])
 
-Turns in units are a :mod:`.driver`.
+Turns in units are a :mod:`shardfx.ir.program.units.driver`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.units.driver import write_driver
+from shardfx.ir.program.units.unit_order import order_of
 
-from .driver import write_driver
-from .unit_order import order_of
 from .within_turns import part_in_turns
 
 Units = dict[str, fx.Graph]

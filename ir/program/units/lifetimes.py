@@ -8,9 +8,9 @@ from typing import Any
 from torch import fx
 
 from shardfx.ir.ops.local_ops import sent_by
+from shardfx.ir.program.looped.within_turns import part_in_turns, regions, sibling
 
 from .unit_order import UnitOrder, order_of
-from .within_turns import part_in_turns, regions, sibling
 
 
 class Lifetimes:

@@ -22,10 +22,10 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.looped.within_turns import gives_number, part_in_turns, regions
 
 from .lifetimes import name_of
 from .unit_order import UnitOrder, Word, order_of
-from .within_turns import gives_number, part_in_turns, regions
 
 
 @dataclass
