@@ -88,7 +88,7 @@ def lower(
     """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
 
     Args:
-        arrange: changes the order of what is done, such as that of turns (:mod:`.looped.in_units`).
+        arrange: changes the order of what is done, such as that of turns (:mod:`.units.in_units`).
 
     Raises:
         Error: the graph leaves blocks out.

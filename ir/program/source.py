@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .looped.lifetimes import Lifetimes, name_of, turns_of
-from .looped.unit_order import UnitOrder, order_of
 from .looped.within_turns import gives_number, part_in_turns
 from .rank_program import RankProgram
 from .sharing import destination
+from .units.lifetimes import Lifetimes, name_of, turns_of
+from .units.unit_order import UnitOrder, order_of
 
 Watch = Callable[[fx.Node, Any, tuple[Any, ...]], None]
 """Looks at what a call made of its operands."""

@@ -10,7 +10,7 @@ its plain form (:mod:`.plain`):
 - parts of one memory that live together do not overlap, and ``memory.join`` joins just the parts that were written;
 - no two results, and no result and input, share memory, where the result becomes its receiver's own;
 - what was only started, a collective or a copy between pools of memory, is not touched before it was waited for;
-- what turns and their units use is there (:mod:`.looped.standing`);
+- what turns and their units use is there (:mod:`.units.standing`);
 - what lies beside the device is fetched, and nothing else is done with it; and it leaves where it belongs.
 """
 
@@ -29,10 +29,10 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
-from .looped.standing import Standing
 from .plain import written_out
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
+from .units.standing import Standing
 from .well_formed import OVER, malformed
 
 PLACES = ("memory.part", "memory.join", "time.turns", "time.done")

@@ -29,7 +29,7 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
-PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped")
+PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped", "ir.program.units")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules"),  # the rewriter alone
     "ir.rules": ("ir",),
@@ -41,8 +41,9 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.rulebook": ONE_OP,
     "ir.rulebook.arithmetic": (*ONE_OP, "ir.rulebook"),
     "ir.rulebook.movement": (*ONE_OP, "ir.rulebook", "ir.rulebook.arithmetic"),
-    "ir.program": (*ONE_OP, "ir.program.looped", "ir.rulebook", "ir.text"),
-    "ir.program.looped": (*GRAPHS, "ir.program"),
+    "ir.program": (*ONE_OP, "ir.program.looped", "ir.program.units", "ir.rulebook", "ir.text"),
+    "ir.program.looped": (*GRAPHS, "ir.program", "ir.program.units"),
+    "ir.program.units": (*GRAPHS, "ir.program", "ir.program.looped"),
     "ir.cost": (*PROGRAMS, "ir.rules"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,59 +10,16 @@ import torch
 from torch import fx
 
 import shardfx as sx
-from shardfx.ir.graph import Node, Phase
+from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import turns
-from shardfx.ir.program.looped.in_turns import Loop
-from shardfx.ir.program.looped.in_units import in_units
-from shardfx.ir.program.lower import Steps, lower
-from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.module.programs import TRAIN
-from shardfx.passes.rank import RankContext, built_in, run_rank_passes
+from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan
 from tests.reference import rel_err, single_device
+from tests.unit_orders import ONE_AHEAD, ORDERS, in_order, lowered, one_forward_one_backward, program
 from tests.zoo import make
-
-ALL_FORWARD = "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"
-TURN_BY_TURN = "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3"
-ONE_AHEAD = "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3"
-"""As the last rank but one of a pipeline does its turns."""
-BACKWARDS = "F0.3 F0.2 B0.2 F0.1 B0.3 F0.0 B0.0 B0.1"
-ORDERS = {"gpipe": ALL_FORWARD, "plain": TURN_BY_TURN, "1f1b": ONE_AHEAD, "any": BACKWARDS}
-
-
-def phase(node: Node) -> str:
-    return "F0" if node.phase is Phase.FORWARD else "B0"
-
-
-def arranged(order: str, steps: Steps) -> Steps:
-    """The last loop, which has the backward in it, in units."""
-    loop = [step for step in steps if isinstance(step, Loop)][-1]
-    return [in_units(loop, phase, order.split()) if step is loop else step for step in steps]
-
-
-def lowered(pm: sx.ParallelModule, rank: int, order: str) -> RankProgram:
-    rules, device = pm._compiled.context.rules, torch.device("cpu")
-    return lower(pm.after, rank, rules, TRAIN, device, partial(arranged, order))
-
-
-def program(pm: sx.ParallelModule, rank: int, order: str) -> RankProgram:
-    write = partial(lowered, pm, rank, order)
-    return run_rank_passes(write(), built_in("cpu"), RankContext(pm.after), write)
-
-
-def put(pm: sx.ParallelModule, order: str) -> None:
-    for rank in range(pm.mesh.size):
-        pm._programs.step.put(rank, TRAIN, program(pm, rank, order))
-
-
-def in_order(name: str, mesh: sx.Mesh, order: str, **hints: Any) -> sx.ParallelModule:
-    """The plan of a case, whose ranks do the four turns of a step in an order of units."""
-    pm = plan(make(name), mesh, accumulate=4, **hints)
-    put(pm, order)
-    return pm
-
 
 PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
     ("mlp3", "gpipe", sx.Mesh(dp=1), {}),
@@ -97,6 +53,39 @@ def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Me
     assert grads.keys() == expected.keys()
     assert max(rel_err(grads[key], each) for key, each in expected.items()) < 1e-9
     assert pm.verify()
+
+
+# ---- memory
+
+
+HELD: list[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
+    ("gpt_fused", "1f1b", sx.Mesh(dp=2), {}),
+    ("gpt_fused", "gpipe", sx.Mesh(dp=2), {}),
+    ("mlp3", "any", sx.Mesh(dp=2), {"zero": 3, "zero_min": 0}),
+    ("mlp3", "plain", sx.Mesh(dp=2), {"zero": 2, "zero_min": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "mesh", "hints"), HELD)
+def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
+    pm = in_order(name, mesh, ORDERS[how], **hints)
+    held = held_in_a_step(pm, make(name))
+    for rank in range(pm.mesh.size):
+        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
+
+
+def test_as_many_turns_are_held_as_the_order_keeps_under_way() -> None:
+    pm = plan(make("gpt_fused"), sx.Mesh(one=1), accumulate=8)
+    whole = replay(pm.rank_program(0))
+    held, costs = [], []
+    for ahead in (1, 2, 3, 4, 8):
+        found = replay(program(pm, 0, one_forward_one_backward(ahead, 8)))
+        held.append(found.peak.of("activations"))
+        costs.append(found.cost)
+    each = held[1] - held[0]
+    assert each > 0 and [most - held[0] for most in held] == [0, each, 2 * each, 3 * each, 7 * each]
+    assert held[0] == whole.peak.of("activations")
+    assert all(cost == whole.cost for cost in costs)
 
 
 # ---- damaged orders

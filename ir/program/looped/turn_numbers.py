@@ -19,9 +19,9 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.units.unit_order import order_of
 
 from .in_turns import time_axes
-from .unit_order import order_of
 from .within_turns import part_in_turns, regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]

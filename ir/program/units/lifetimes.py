@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
 from shardfx.ir.ops.local_ops import sent_by
+from shardfx.ir.program.looped.within_turns import part_in_turns, regions, sibling
 
 from .unit_order import UnitOrder, order_of
-from .within_turns import part_in_turns, regions, sibling
 
 
 class Lifetimes:
@@ -20,6 +21,7 @@ class Lifetimes:
         self.takes: dict[fx.Node, list[fx.Node]] = {}
         """By unit: the values of its turn that other units made."""
         self._takers: dict[fx.Node, dict[fx.Node, None]] = {}
+        self._let_go: dict[tuple[fx.Node, tuple[str, ...], str], list[int]] = {}
         last: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
         for node in nodes:
             if node.op == "call_function" and not node.users and part_in_turns(node) != "unit":
@@ -50,11 +52,13 @@ class Lifetimes:
 
     def let_go(self, value: fx.Node, unit: fx.Node) -> list[int]:
         """The turns in which a unit is the last that takes a value."""
-        begin = turns_of(unit)
-        order = UnitOrder.of(order_of(begin).split())
-        names = [name_of(each) for each in self._takers[value]]
-        count: int = begin.args[1]  # type: ignore[assignment]
-        return [turn for turn in range(count) if order.last(names, turn) == name_of(unit)]
+        names = tuple(name_of(each) for each in self._takers[value])
+        key = turns_of(unit), names, name_of(unit)
+        if key not in self._let_go:
+            order, count = UnitOrder.of(order_of(key[0]).split()), key[0].args[1]
+            turns: Any = range(count)  # type: ignore[arg-type]
+            self._let_go[key] = [turn for turn in turns if order.last(names, turn) == key[2]]
+        return self._let_go[key]
 
 
 def turns_of(unit: fx.Node) -> fx.Node:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shardfx.ir.graph import Node, Value
+from shardfx.ir.program.looped.in_turns import Loop, nodes_of
 
-from .in_turns import Loop, nodes_of
 from .unit_order import UnitOrder
 
 

@@ -15,10 +15,10 @@ from typing import Any, NoReturn, Protocol
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.looped.within_turns import part_in_turns, regions, sibling
 
 from .lifetimes import name_of
 from .unit_order import UnitOrder, order_of
-from .within_turns import part_in_turns, regions, sibling
 
 Fail = Callable[..., NoReturn]
 """Says what is wrong at a node."""
