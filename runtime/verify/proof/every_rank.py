@@ -45,8 +45,8 @@ def verify(
 ) -> tuple[Fault | None, dict[str, int]]:
     """The first fault of the programs, or None; and how much was checked.
 
-    ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages; ``universe`` is :func:`.terms.build`'s, if it is
-    there already.
+    ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages;
+    ``universe`` is :func:`.terms.build`'s, if it is there already.
     """
     counts: dict[str, int] = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
     proof = begin(before, after, book, outputs, counts, universe)
