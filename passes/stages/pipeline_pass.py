@@ -21,8 +21,9 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.schedule import COSTS, Costs, Pipelined, Schedule, check_schedule
+from shardfx.ir.schedule.actions import WORD as ACTION
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
-from shardfx.passes.time import SCHEDULES, make_schedule
+from shardfx.passes.time import make_schedule
 
 from .assignment import Assignment, At, places
 from .blocks import Blocks, Stages
@@ -72,7 +73,11 @@ class Pipeline(Pass):
             assigned = Assignment(graph, own, count - 1, told=self.stages is not None)
         if missing := set(range(count)) - places(assigned.at):
             raise Error(
-                f"stage {min(missing)} has nothing to do", where=WHERE, expected="work for each", got=self.stages
+                f"stage {min(missing)} has nothing to do",
+                where=WHERE,
+                expected="work for each",
+                got=self.stages,
+                remedy="give it modules that the forward calls",
             )
         for node in graph.nodes:
             node.at = assigned.at[node]
@@ -101,6 +106,7 @@ class Pipeline(Pass):
                 where=str(cut.where),
                 expected="cuts over other axes",
                 got=str(cut.spec),
+                remedy=f"take {self.axis!r} out of specs, cuts and zero_axis",
             )
 
     def _schedule(self, graph: Graph, count: int) -> Schedule:
@@ -109,13 +115,19 @@ class Pipeline(Pass):
         costs = stage_costs(graph, count)
         if callable(self.schedule):
             made = self.schedule(count, turns, ranks, costs)
-        elif self.schedule in (*SCHEDULES, "auto"):
+        elif not ACTION.match(self.schedule.strip()):
             made = make_schedule(self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs)
         else:
             made = Schedule.parse(self.schedule)
         check_schedule(made, stages=count, turns=turns)
         if len(made.rows) != ranks:
-            raise Error("a schedule has a row for each rank", where=WHERE, expected=ranks, got=len(made.rows))
+            raise Error(
+                "a schedule has a row for each rank",
+                where=WHERE,
+                expected=f"{ranks} rows, for the ranks along {self.axis!r}",
+                got=len(made.rows),
+                remedy=f"write {ranks} rows, or Mesh({self.axis}={len(made.rows)}, ...)",
+            )
         return made
 
 

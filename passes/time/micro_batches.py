@@ -81,9 +81,10 @@ class Turns(Pass):
         work = {node: flops_of(node) for loop in loops for node in loop.nodes() if is_heavy(node)}
         once = sum(work.values())
         more = sum(work[node] for loop in loops for node in loop.nodes() if node in work) - once
-        if more <= WORTH_SAYING * once and len(early) == 1:
+        in_stages = graph.pipeline is not None  # whose schedule goes through each turn once
+        if more <= WORTH_SAYING * once and len(early) == 1 and not in_stages:
             return
-        if len(early) > 1 or self.strict:
+        if len(early) > 1 or self.strict or in_stages:
             times = f"{len(early)} times" if len(early) > 1 else "once"
             raise Error(
                 f"all turns of {axis!r} must have come to this place {times} before any can go on",

@@ -31,13 +31,13 @@ RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops
 ONE_OP = (*GRAPHS, "ir.rules")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped", "ir.program.units")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
-    "ir": ("ir.ops", "ir.rules"),  # the rewriter alone
+    "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
     "ir.rules": ("ir",),
     "ir.ops": ("ir", "ir.ops.computing", "ir.ops.pools", "ir.ops.time"),
     "ir.ops.pools": ("ir", "ir.ops"),
     "ir.schedule": ("ir",),
-    "ir.text": GRAPHS,
-    "ir.validate": (*ONE_OP, "ir.text"),
+    "ir.text": (*GRAPHS, "ir.schedule"),
+    "ir.validate": (*ONE_OP, "ir.schedule", "ir.text"),
     "ir.rulebook": ONE_OP,
     "ir.rulebook.arithmetic": (*ONE_OP, "ir.rulebook"),
     "ir.rulebook.movement": (*ONE_OP, "ir.rulebook", "ir.rulebook.arithmetic"),
