@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from shardfx.ir.spec import Spec
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 def version(tensor: Tensor) -> int:
@@ -27,11 +28,25 @@ class Store(Protocol):
     states: dict[str, list[Tensor]]
     """Of an optimizer, once there is one."""
 
+    @property
+    def trained_elsewhere(self) -> frozenset[str]:
+        """The parameters that want a gradient, of those that only other processes hold."""
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether there is content for a parameter, buffer or state, here or in another process."""
+
+    def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
+        """What processes say of what they hold, by name; of what several hold the first one says it. All ranks call it
+        alike."""
+
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored pieces; what is stored already is written over."""
 
     def to(self, device: torch.device) -> None:
         """Move what is stored; parameters stay the same objects."""
+
+    def is_here(self, name: str) -> bool:
+        """Whether a rank of this process holds a piece."""
 
     def piece(self, name: str, rank: int) -> Tensor:
         """What a rank holds of a parameter, buffer or state, plain and local."""
@@ -49,10 +64,12 @@ class Store(Protocol):
         """Keep the new content of a buffer, parameter or state, once for each distinct piece."""
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
-        """A tensor of a parameter's shape, in pieces as the parameter is. Rank 0's is cut, and all ranks call it."""
+        """A tensor of a parameter's shape, in the pieces of the parameter that are here. Rank 0's is cut, and all ranks
+        call it."""
 
-    def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
-        """The whole tensor of a parameter or buffer, or of ``pieces`` that are cut like it (its gradient): a copy."""
+    def whole(self, name: str, pieces: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole tensor of a parameter or buffer, or of ``pieces`` that are cut like it (its gradient): a copy.
+        ``dtype`` is that of the pieces, to processes that hold none."""
 
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """The whole of a value that is placed by ``spec``. All ranks call it alike."""

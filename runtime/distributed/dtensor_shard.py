@@ -22,6 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardfx.ir.cut import Coords
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
@@ -41,11 +42,10 @@ class DTensorShard:
 
     @staticmethod
     def of(
-        spec: Spec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh: DeviceMesh, rank: int
+        spec: Spec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh: DeviceMesh, coords: Coords
     ) -> DTensorShard:
-        """How the piece of one rank is shown: as a plain DTensor, as one of several boxes, or guarded where DTensor
-        has no such placement."""
-        coords = mesh.coords(rank)
+        """How the piece of the rank at ``coords`` is shown: as a plain DTensor, as one of several boxes, or guarded
+        where DTensor has no such placement. ``device_mesh`` has the axes of ranks of ``mesh``."""
         piece = torch.empty(spec.local_shape(shape, mesh, coords), dtype=dtype, device="meta")
         held = [runs(cut, size, mesh, coords) for cut, size in zip(spec.dims, shape, strict=True)]
         found = placements(spec, shape, mesh)
@@ -63,7 +63,8 @@ class DTensorShard:
         local = piece if self.kind == "plain" else MultiBoxTensor(piece, self.boxes, self.kind == "guarded")
         return DTensor(local, self.template, requires_grad=False)
 
-    def unwrap(self, tensor: Tensor) -> Tensor:
+    @staticmethod
+    def unwrap(tensor: Tensor) -> Tensor:
         """The plain piece of a rank, of a DTensor or of what DTensor hands to an op. Shares memory."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         return local.data_ if isinstance(local, MultiBoxTensor) else local

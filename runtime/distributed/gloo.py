@@ -38,5 +38,6 @@ def reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Any:
 
 
 def wait(started: Any) -> Tensor:
-    """The result of a collective that was started."""
-    return started.wait() if type(started) is Exchange else c10d.wait_tensor(started)
+    """The result of what was started: a collective, an exchange in its place, a message to this rank."""
+    done: Tensor = c10d.wait_tensor(started) if isinstance(started, Tensor) else started.wait()
+    return done

@@ -122,12 +122,14 @@ def leave_groups() -> None:
             dist.destroy_process_group(made)
 
 
-def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """The torch ``DeviceMesh`` of a mesh: one for all plans of a job, for it makes process groups of its own."""
+def device_mesh(mesh: Mesh, device_type: str, axes: Sequence[str]) -> DeviceMesh:
+    """The torch ``DeviceMesh`` of a mesh, or the part of it along some axes in which this rank is: one for all plans of
+    a job, for it makes process groups of its own."""
     key = (mesh, device_type)
     if key not in _device_meshes or _device_meshes[key][0] is not dist.group.WORLD:
         _device_meshes[key] = (dist.group.WORLD, mesh.to_device_mesh(device_type))
-    return _device_meshes[key][1]
+    made = _device_meshes[key][1]
+    return made if len(axes) == len(mesh.space) else made[tuple(axes)]
 
 
 _device_meshes: dict[tuple[Mesh, str], tuple[Any, DeviceMesh]] = {}

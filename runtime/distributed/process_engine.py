@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.time import handover
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms, Source, write_source
 from shardfx.runtime.engine import Watch, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 
-from . import gloo
+from . import gloo, messages
 from .groups import axes_of, make_groups
 from .peer_failure import ended, ending_together, finish_together
 
@@ -29,7 +30,7 @@ class ProcessEngine:
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self.device, self.rank = device, dist.get_rank()
-        self._graph, self._ready = graph, False
+        self._graph, self._ready, self._outbox = graph, False, messages.Outbox()
         self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
@@ -76,7 +77,10 @@ class ProcessEngine:
                     watcher.inputs(program.inputs, given)
                 results: Sequence[Tensor] = source(*given)
             except Exception as error:
+                self._outbox.forget()
                 raise ended(source.node_of(error), error) from error
+            with ending_together("waiting for what it sent to other stages to arrive"):
+                self._outbox.empty()
             if watch is not None:
                 finish_together()
         return {self.rank: results}
@@ -95,4 +99,5 @@ class ProcessEngine:
             return Forms(instead)
         instead[c10d.reduce_scatter_tensor.default] = gloo.reduce_scatter
         instead[c10d.wait_tensor.default] = gloo.wait
+        instead |= {handover.send: self._outbox.send, handover.receive: messages.receive}
         return Forms(instead=instead)

@@ -1,8 +1,9 @@
 """The store of one rank: its pieces of parameters and buffers, as DTensors.
 
 Parameters are DTensors (see :mod:`.dtensor_shard`), so that optimizers, ``clip_grad_norm_`` and
-``torch.distributed.checkpoint`` work as they do elsewhere. Where a plan cuts none of them they are plain tensors: each
-rank has the whole, and nothing is to be asked of the others. (Some plain, some DTensors would not do: ``foreach``
+``torch.distributed.checkpoint`` work as they do elsewhere; of a pipeline, those of this rank's stages, on the mesh
+without the axis of stages. Where a plan cuts none of them they are plain tensors: each rank that holds one has the
+whole, and nothing is to be asked of the others. (Some plain, some DTensors would not do: ``foreach``
 optimizers, norms and averages take no mixture; so buffers are as parameters are.) What is asked of all ranks
 (``load``, ``whole``, ``assemble``) must be called on all of them.
 """
@@ -10,6 +11,7 @@ optimizers, norms and averages take no mixture; so buffers are as parameters are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,10 @@ from .dtensor_shard import DTensorShard
 from .groups import device_mesh, make_groups
 from .peer_failure import ending_together
 from .process_peers import digest, plan_text
+from .stage_homes import StageHomes
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 c10d = torch.ops._c10d_functional
 
 
@@ -41,21 +45,27 @@ class ProcessStore:
         self.buffers: dict[str, list[Tensor]] = {}
         self.states: dict[str, list[Tensor]] = {}
         self.rank = dist.get_rank()
-        whole_mesh = device_mesh(self.mesh, device.type)
+        self._homes = StageHomes(graph, self.rank)
         with ending_together("comparing the ranks' plans"):
             self._agree()
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         self._states = [g for g in graph.inputs if g.kind is InputKind.STATE]
         self._cuts = any(_spec(given).axes for given in self._inputs)
+        self._here = {given.name for given in (*self._inputs, *self._states) if self._homes.is_here(given)}
+        self._loaded: set[str] = set()
         self._shards: dict[str, DTensorShard] = {}
+        self.trained_elsewhere: frozenset[str] = frozenset()
         self._stepped = stepped_together(graph)
         self._places: dict[str, Tensor] = {}
         """Memory for states that are yet to be made."""
-        for given in (*self._inputs, *self._states):
-            type_ = given.value.type
-            self._shards[given.name] = DTensorShard.of(
-                _spec(given), type_.shape, type_.dtype, self.mesh, whole_mesh, self.rank
-            )
+        if (along := self._homes.along) is not None:
+            shown_on = device_mesh(self.mesh, device.type, along.names)
+            for given in (*self._inputs, *self._states):
+                if given.name in self._here:
+                    type_ = given.value.type
+                    self._shards[given.name] = DTensorShard.of(
+                        _spec(given), type_.shape, type_.dtype, along, shown_on, self._homes.coords
+                    )
 
     def _agree(self) -> None:
         """All ranks have made the same plan: else they would wait for one another for ever."""
@@ -80,10 +90,14 @@ class ProcessStore:
             name = given.name
             if name not in whole:
                 continue
-            piece, shard = self._mine(given, whole[name]), self._shards[name]
+            piece = self._mine(given, whole[name])
+            self._loaded.add(name)
             held = self.parameters if given.kind is InputKind.PARAMETER else self.buffers
-            if name in held:
-                shard.unwrap(held[name][0].detach()).copy_(piece)
+            if piece is None:
+                if given.kind is InputKind.PARAMETER and trainable.get(name, True):
+                    self.trained_elsewhere |= {name}
+            elif name in held:
+                DTensorShard.unwrap(held[name][0].detach()).copy_(piece)
             elif given.kind is InputKind.PARAMETER:
                 own = memory[name].copy_(piece) if name in memory else settled(piece, given.pool, self.device)
                 self.parameters[name] = [
@@ -95,16 +109,29 @@ class ProcessStore:
     def _side_by_side(self) -> dict[str, Tensor]:
         """Memory for the parameters that are gathered, or stepped, together."""
         stepped = [together for together in self._stepped if together[0].kind is InputKind.PARAMETER]
-        return self._lying_together([*neighbours(self.graph.nodes, self.graph.inputs), *stepped])
+        groups = [*neighbours(self.graph.nodes, self.graph.inputs), *stepped]
+        return self._lying_together([[given for given in each if given.name in self._here] for each in groups])
 
     def _lying_together(self, groups: Sequence[Sequence[Input]]) -> dict[str, Tensor]:
         """Memory for what lies one behind the other."""
         found: dict[str, Tensor] = {}
-        for together in groups:
+        for together in filter(None, groups):
             shapes = [_spec(g).local_shape(g.value.shape, self.mesh, self.mesh.coords(self.rank)) for g in together]
             places = side_by_side(shapes, together[0].value.type.dtype, self.device)
             found |= {given.name: place for given, place in zip(together, places, strict=True)}
         return found
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether there is content for a parameter, buffer or state, here or on another rank."""
+        return name in self._loaded
+
+    def is_here(self, name: str) -> bool:
+        """Whether this rank holds a piece."""
+        return name in self._here
+
+    def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
+        """What ranks say of what they hold, by name."""
+        return self._homes.said(mine)
 
     def to(self, device: torch.device) -> None:
         """Move what is stored: to where it is, for the process group serves one kind of device."""
@@ -112,7 +139,7 @@ class ProcessStore:
 
     def piece(self, name: str, rank: int) -> Tensor:
         """This rank's piece, plain and local."""
-        return self._shards[name].unwrap(self._held(name)[0]).detach()
+        return DTensorShard.unwrap(self._held(name)[0]).detach()
 
     def _held(self, name: str) -> Sequence[Tensor]:
         return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
@@ -123,7 +150,7 @@ class ProcessStore:
     def held(self) -> Mapping[str, tuple[str, int]]:
         """How each is placed, and which piece this rank has."""
         found = {}
-        for given in (*self._inputs, *self._states):
+        for given in (each for each in (*self._inputs, *self._states) if each.name in self._here):
             shards = Shards.of(_spec(given), given.value.shape, self.mesh)
             found[given.name] = str(given.value.spec), shards.by_rank[self.rank]
         return found
@@ -131,14 +158,17 @@ class ProcessStore:
     def begin(self, name: str, start: float | str) -> None:
         """Make this rank's piece of a state: one number everywhere, or a copy of a parameter."""
         given = self._given(name)
-        type_, coords = given.value.type, self.mesh.coords(self.rank)
+        self._loaded.add(name)
+        type_, shape = given.value.type, _spec(given).local_shape(given.value.shape, self.mesh, self._homes.coords)
         if isinstance(start, str):
             piece = cut_local(self.whole(start).to(type_.dtype), _spec(given), self.mesh, self.rank)
         else:
-            shape = _spec(given).local_shape(type_.shape, self.mesh, coords)
             piece = torch.full(shape, start, dtype=type_.dtype)
+        if name not in self._here:
+            return
         if name not in self._places:
-            self._places |= self._lying_together([each for each in self._stepped if given in each])
+            stepped = [each for each in self._stepped if given in each]
+            self._places |= self._lying_together([[g for g in each if g.name in self._here] for each in stepped])
         place = self._places.pop(name, None)
         piece = settled(piece, given.pool, self.device) if place is None else place.copy_(piece)
         self.states[name] = [self._shards[name].wrap(piece) if _spec(given).axes else piece]
@@ -146,7 +176,10 @@ class ProcessStore:
     def fill(self, name: str, whole: Tensor) -> None:
         """Cut rank 0's whole state into the stored piece."""
         finish(self.device)
-        self.piece(name, self.rank).copy_(self._mine(self._given(name), whole))
+        given = self._given(name)
+        piece = self._mine(given, whole.to(given.value.type.dtype))
+        if piece is not None:
+            self.piece(name, self.rank).copy_(piece)
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Keep the new content of a buffer, parameter or state."""
@@ -156,25 +189,30 @@ class ProcessStore:
         """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is cut."""
         return self._shards[name].wrap(piece) if self._cuts else piece
 
-    def _mine(self, given: Input, whole: Tensor) -> Tensor:
-        """This rank's piece of rank 0's tensor."""
+    def _mine(self, given: Input, whole: Tensor) -> Tensor | None:
+        """This rank's piece of rank 0's tensor; None where it holds none."""
         tensor = whole.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         tensor = tensor.to(self.device, copy=True).contiguous()
         with ending_together(f"the broadcast of {given.name!r}"):
             dist.broadcast(tensor, 0)
+        if given.name not in self._here:
+            return None
         return cut_local(tensor, _spec(given), self.mesh, self.rank)
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
-        """This rank's piece, as its parameter is."""
-        given = self._given(name)
-        return [self.as_gradient(name, self._mine(given, whole).clone())]
+        """This rank's piece, as its parameter is; none where it holds none."""
+        piece = self._mine(self._given(name), whole)
+        return [] if piece is None else [self.as_gradient(name, piece.clone())]
 
-    def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
+    def whole(self, name: str, pieces: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
-        held, given = pieces if pieces is not None else self._held(name), self._given(name)
-        return self.assemble(_spec(given), given.value.shape, [self._shards[name].unwrap(held[0].detach())])
+        given, mine = self._given(name), None
+        if name in self._here:
+            held = pieces if pieces is not None else self._held(name)
+            mine = self.assemble(_spec(given), given.value.shape, [DTensorShard.unwrap(held[0].detach())])
+        return self._homes.to_all(given, mine, dtype or given.value.type.dtype, self.device)
 
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """Every rank's piece, padded to one size, then put where it belongs. All ranks call it alike."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 class VirtualStore:
@@ -30,6 +32,21 @@ class VirtualStore:
         placed = [(given.name, given.value, given.value.spec) for given in (*self._inputs, *self._states)]
         self._pools = {given.name: given.pool for given in (*self._inputs, *self._states)}
         self._shards = {name: Shards.of(spec, value.shape, graph.mesh) for name, value, spec in placed if spec}
+
+    trained_elsewhere: frozenset[str] = frozenset()
+    """All is here."""
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether there is content."""
+        return any(name in held for held in (self.parameters, self.buffers, self.states))
+
+    def is_here(self, name: str) -> bool:
+        """It is."""
+        return True
+
+    def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
+        """What is said."""
+        return mine
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored shards; what is stored already is written over."""
@@ -124,7 +141,7 @@ class VirtualStore:
         layout = self._shards[name]
         return [layout.cut(whole.detach(), i).to(self.device, copy=True) for i in range(layout.count)]
 
-    def whole(self, name: str, pieces: Sequence[Tensor] | None = None) -> Tensor:
+    def whole(self, name: str, pieces: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor from its shards, in memory of its own."""
         held = pieces if pieces is not None else self._held(name)
         joined = self._shards[name].join([piece.detach() for piece in held])

@@ -68,12 +68,13 @@ def hand_out(loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: S
 
 
 def wanting(store: Store, call: Call | None = None) -> dict[str, list[torch.Tensor]]:
-    """The parameters, in pieces, and the inputs of a call that want a gradient.
+    """The parameters, in the pieces that are here, and the inputs of a call that want a gradient.
 
     Raises:
         Error: some pieces of a parameter do, and some do not.
     """
     found: dict[str, list[torch.Tensor]] = {}
+    elsewhere: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(store.trained_elsewhere)}
     for name, pieces in store.parameters.items():
         found[name] = [piece for piece in pieces if piece.requires_grad]
         if len(found[name]) not in (0, len(pieces)):
@@ -84,7 +85,14 @@ def wanting(store: Store, call: Call | None = None) -> dict[str, list[torch.Tens
                 got=f"{len(found[name])} of {len(pieces)} with requires_grad",
             )
     found |= {name: [tensor] for name, tensor in (call.tensors if call else {}).items() if tensor.requires_grad}
-    return {name: tensors for name, tensors in found.items() if tensors}
+    return {**elsewhere, **{name: tensors for name, tensors in found.items() if tensors}}
+
+
+def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors that want a gradient. Where only those of other processes do, one that gets none: a backward begins
+    on all ranks alike."""
+    tensors = [tensor for pieces in wanted.values() for tensor in pieces]
+    return tensors or [torch.zeros((), requires_grad=True) for _ in list(wanted)[:1]]
 
 
 def gradients(
@@ -108,5 +116,6 @@ def trained(
     step: Step, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
 ) -> torch.Tensor:
     """The loss, with its gradients ready for all that want one."""
-    tensors = [tensor for pieces in wanted.values() for tensor in pieces]
-    return hand_out(results[OutputKind.LOSS, "loss"][0], gradients(step, call, local, wanted, results), tensors)
+    grads = gradients(step, call, local, wanted, results)
+    tensors = leaves(wanted)
+    return hand_out(results[OutputKind.LOSS, "loss"][0], grads or [None for _ in tensors], tensors)

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, OutputKind
+from shardfx.ir.program.lower import select
 from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.store import version
 
@@ -48,7 +49,7 @@ class AsItWas:
         written = {output.name for output in step.graph.outputs if output.kind is OutputKind.BUFFER}
         copies: dict[int, torch.Tensor] = {}
         buffers = {}
-        for name in written:
+        for name in filter(step.store.is_here, written):
             for rank in step.ranks:
                 piece = step.store.piece(name, rank)
                 buffers[name, rank] = copies.setdefault(piece.data_ptr(), piece.clone())
@@ -88,7 +89,7 @@ class Onwards(torch.autograd.Function):
             Error: these are to have gradients again; or ``pull`` says why there are none.
         """
         reject_second("the results of pm(...)")
-        return (None, None, *ctx.pull(above))
+        return (None, None, *(ctx.pull(above) or [None for _ in ctx.needs_input_grad[2:]]))
 
 
 def reject_second(what: str) -> None:
@@ -120,8 +121,7 @@ def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
 
 def draws(step: Step) -> bool:
     """Whether the results depend on random numbers."""
-    program = next(iter(step.programs(INFER).values()))
-    return any(given.kind is InputKind.SEED for given in program.inputs)
+    return any(given.kind is InputKind.SEED for given in select(step.graph, INFER)[0])
 
 
 def reject_part() -> None:

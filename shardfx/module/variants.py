@@ -34,7 +34,7 @@ from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
 from .hand_out import gradients as gradients_of
-from .hand_out import trained, wanting
+from .hand_out import leaves, trained, wanting
 from .held.program_optimizer import check_step
 from .product import product
 from .programs import BESIDE, INFER, LOSS, NAMES, PULL, STEP, TRAIN, Programs
@@ -150,7 +150,7 @@ class Variants:
         if not trains:
             return model_results(programs.compiled, step, local, results)
         learns = learns and not steps
-        tensors = [tensor for tensors in wanted.values() for tensor in tensors] if learns else []
+        tensors = leaves(wanted) if learns else []
         loss = trained(step, call, local, wanted, results) if learns else results[OutputKind.LOSS, "loss"][0]
         if not with_results:
             return loss
@@ -182,7 +182,8 @@ class Variants:
             its_call, its_form = pulling(call, form, zeros, asked)
             programs = self.serving(its_form, its_call, peers, make)
         step, seed = programs.step, programs.step.seed(INFER)
-        before = AsItWas.of(step, [t for tensors in wanted.values() for t in tensors] + [*call.tensors.values()], seed)
+        tensors = leaves(wanted)
+        before = AsItWas.of(step, [*tensors, *call.tensors.values()], seed)
         results = step.run(INFER, call.tensors, watch, before.kept)
 
         def pull(above: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
@@ -198,7 +199,7 @@ class Variants:
                 return gradients_of(step, its_call, False, wanted, step.run(PULL, its_call.tensors, watch, before.kept))
 
         out = model_results(programs.compiled, step, local, results)
-        return attach(out, pull, [tensor for tensors in wanted.values() for tensor in tensors])
+        return attach(out, pull, tensors)
 
     def serving(self, form: Form, call: Call, peers: Peers, make: Make) -> Programs:
         """The programs for a call; planned on all ranks, if there are none.

@@ -25,8 +25,8 @@ from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
-from . import call_workers, scene_workers  # noqa: F401
-from .step_workers import WORKERS
+from . import call_workers, pipeline_workers, scene_workers  # noqa: F401
+from .pipeline_workers import WORKERS
 from .workers import PLANS, gated
 
 
@@ -36,7 +36,7 @@ def leaf_shapes(hints: sx.Hints) -> list[object]:
     return [(name, getattr(leaf, "shape", leaf), getattr(leaf, "requires_grad", False)) for name, leaf in leaves]
 
 
-OTHERS = ("rank_passes", "zero", "zero_min", "recompute", "clip", "optimizer", "passes", "cuts", "fuse_mb")
+OTHERS = ("rank_passes", "zero", "zero_min", "recompute", "clip", "optimizer", "passes", "cuts", "fuse_mb", "pipeline")
 """Hints that are equal where their texts are, in one process."""
 
 
@@ -101,6 +101,8 @@ def main(arguments: list[str]) -> int:
         worker, _, given = call.partition(":")
         if len(given.split(",")) > 1 and given.split(",")[1] in MESHES:
             prepare(worker, given.split(","))
+        if worker == "pipelines_train_like_one_device":
+            pipeline_workers.prepare(*given.split(","))
     if any(call.partition(":")[0] in GATED for call in calls):
         for name in PLANS:
             gated(name)

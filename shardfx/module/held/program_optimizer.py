@@ -50,7 +50,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self.held, self.update = held, update
         groups = []
         for group in update.groups:
-            pieces = [piece for name in group.names for piece in held.store.parameters[name]]
+            pieces = [piece for name in group.names for piece in held.store.parameters.get(name, ())]
             options = {key: _plain(value) for key, value in group.options.items()}
             groups.append({"params": pieces, **options})
         super().__init__(groups, {})
@@ -80,7 +80,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for name, states in self.update.states.items():
                 for state in states:
-                    if state.name not in store.states:
+                    if not store.is_loaded(state.name):
                         store.begin(state.name, name if state.start == "parameter" else float(state.start))
         self.begin_counts()
         self._began = True
@@ -88,7 +88,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
     def begin_counts(self) -> None:
         """Make the states that are no parameter's, if they are not there: a scale of the loss is read in every call."""
         for name, count in self.update.counts.items():
-            if name not in self.held.store.states:
+            if not self.held.store.is_loaded(name):
                 self.held.store.begin(name, count.start)
 
     @property
@@ -197,7 +197,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 new[state.name] = value
         with torch.no_grad():
             for name, value in new.items():
-                self.held.store.fill(name, value.to(self.held.store.states[name][0].dtype))
+                self.held.store.fill(name, value)
             for name, count in self.update.counts.items():
                 said = float(state_dict.get("counts", {}).get(name, count.unsaid))
                 self.held.store.fill(name, torch.tensor(said, dtype=torch.float64))

@@ -61,9 +61,8 @@ class ModelState:
 
     def lacking(self) -> list[str]:
         """The parameters and buffers that there is no content for: the model was fake, or on meta."""
-        held = (self.store.parameters, self.store.buffers)
         inputs = self.compiled.after.inputs
-        return [g.name for g in inputs if g.kind in STORED and not any(g.name in h for h in held)]
+        return [g.name for g in inputs if g.kind in STORED and not self.store.is_loaded(g.name)]
 
     def check_complete(self) -> None:
         """Raise where weights are missing.
@@ -90,7 +89,7 @@ class ModelState:
         for name in self.names:
             known = self.aliases.get(name, name)
             if known not in whole:
-                stored = known in self.store.parameters or known in self.store.buffers
+                stored = self.store.is_loaded(known)
                 whole[known] = self.store.whole(known) if stored else self.extra[known].clone()
         return {name: whole[self.aliases.get(name, name)] for name in self.names}
 
@@ -101,10 +100,11 @@ class ModelState:
         for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
             known = self.aliases.get(name, name)
             if known not in whole:
-                stored = known in self.store.parameters or known in self.store.buffers
+                stored = self.store.is_loaded(known)
                 whole[known] = (self.store.whole(known) if stored else self.extra[known]).detach().cpu().clone()
             made = whole[known]
-            wants = all(piece.requires_grad for piece in self.store.parameters.get(known, [tensor]))
+            pieces = self.store.parameters.get(known, [tensor])
+            wants = known in self.store.trained_elsewhere or all(piece.requires_grad for piece in pieces)
             memo[id(tensor)] = nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made
         return copied(skeleton, memo)
 
@@ -122,12 +122,13 @@ class ModelState:
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Whole gradients by the model's own names."""
-        result = {}
+        mine = {}
         for name, pieces in self.store.parameters.items():
             grads = [p.grad for p in pieces if p.grad is not None]
             if len(grads) == len(pieces):
-                result[name] = self.store.whole(name, grads)
-        return result
+                mine[name] = grads
+        dtypes = self.store.said({name: grads[0].dtype for name, grads in mine.items()})
+        return {name: self.store.whole(name, mine.get(name), dtype) for name, dtype in dtypes.items()}
 
     def load_full(self, state_dict: Mapping[str, torch.Tensor], strict: bool) -> None:
         """Load whole tensors by the model's own names."""

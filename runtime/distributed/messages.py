@@ -1,0 +1,64 @@
+"""What goes from stage to stage between real ranks: started here, done while the rank goes on.
+
+What was sent is held until it has arrived; a rank's step ends when all it sent has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardfx.ir.ops.time.handover import number, peers
+
+Tensor = torch.Tensor
+
+
+class Receipt:
+    """A message under way to this rank."""
+
+    def __init__(self, into: Tensor, work: dist.Work) -> None:
+        self.into, self.work = into, work
+
+    def wait(self) -> Tensor:
+        """What was sent."""
+        self.work.wait()
+        return self.into
+
+
+def receive(
+    shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, turn: int, group: str
+) -> Receipt:
+    """Start to receive (:func:`shardfx.ir.ops.time.handover.receive`)."""
+    into = torch.empty(shape, dtype=dtype, device=device)
+    work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, turn))
+    assert work is not None
+    return Receipt(into, work)
+
+
+class Outbox:
+    """What this rank has sent, until it has arrived."""
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, x: Tensor, to: int, tag: int, turn: int, group: str) -> None:
+        """Start to send (:func:`shardfx.ir.ops.time.handover.send`)."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+        held = x.contiguous()
+        work = dist.isend(held, group=peers(group), group_dst=to, tag=number(tag, turn))
+        assert work is not None
+        self._sent.append((work, held))
+
+    def empty(self) -> None:
+        """Return when all has arrived."""
+        while self._sent:
+            self._sent[0][0].wait()
+            self._sent.popleft()
+
+    def forget(self) -> None:
+        """Let go of all, for those who were to get it are gone."""
+        self._sent.clear()
