@@ -35,9 +35,9 @@ from shardfx.ir.spec import Spec
 from .devices import CPU, hangs_on_device, on_device
 from .looped.in_turns import Loop, in_turns, time_axes
 from .looped.loops import Loops
-from .looped.of_stages import ends_here, is_done, of_stages
 from .looped.turn_numbers import of_every_turn
 from .rank_program import RankProgram
+from .units.of_stages import ends_here, is_done, of_stages
 
 aten = torch.ops.aten
 

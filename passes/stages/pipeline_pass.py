@@ -26,8 +26,8 @@ from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 from shardfx.passes.time import make_schedule
 
 from .assignment import Assignment, At, places
-from .blocks import Blocks, Stages
 from .shared_sums import sum_behind_turns
+from .stage_blocks import Blocks, Stages
 
 STAGED = "STAGED"
 """Each node is in the stages of a pipeline, and what goes between them is sent."""

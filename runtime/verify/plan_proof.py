@@ -14,10 +14,10 @@ from torch import fx
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
-from shardfx.ir.program.looped.of_stages import ends_here
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.units.of_stages import ends_here
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 

@@ -43,7 +43,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.rulebook.movement": (*ONE_OP, "ir.rulebook", "ir.rulebook.arithmetic"),
     "ir.program": (*ONE_OP, "ir.program.looped", "ir.program.units", "ir.rulebook", "ir.text"),
     "ir.program.looped": (*GRAPHS, "ir.program", "ir.program.units"),
-    "ir.program.units": (*GRAPHS, "ir.program", "ir.program.looped"),
+    "ir.program.units": (*GRAPHS, "ir.program", "ir.program.looped", "ir.schedule"),
     "ir.cost": (*PROGRAMS, "ir.rules"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops import comm
-from shardfx.passes.stages.blocks import Blocks, balanced, block_of
+from shardfx.passes.stages.stage_blocks import Blocks, balanced, block_of
 
 X, Y = torch.randn(12, 6), torch.randint(0, 4, (12,))
 T = sx.Time

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.traits import is_heavy
+from shardfx.ir.program.looped.in_turns import Loop, nodes_of
 from shardfx.ir.schedule.pipelined import Pipelined
 
-from .in_turns import Loop, nodes_of
 from .in_units import in_units
 
 OUT = "O"
