@@ -33,6 +33,7 @@ from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
 from .devices import CPU, hangs_on_device, on_device
+from .looped.alike_turns import alike_turns
 from .looped.in_turns import Loop, in_turns, time_axes
 from .looped.loops import Loops
 from .looped.turn_numbers import of_every_turn
@@ -124,7 +125,12 @@ def lower(
         lowering.fx.output(tuple(lowering.result(output) for output in outputs))
         return lowering.fx
 
-    made = of_every_turn(written, graph.mesh) if any(isinstance(step, Loop) for step in steps) else written({})
+    turned = any(isinstance(step, Loop) for step in steps)
+    made = (
+        of_every_turn(written, graph.mesh, alike_turns(nodes, graph.mesh, graph.mesh.coords(rank)))
+        if turned
+        else written({})
+    )
     return RankProgram(rank, graph.mesh, made, tuple(inputs), tuple(outputs))
 
 

@@ -18,8 +18,9 @@ from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.sends import EACH_TURN
 from shardfx.ir.ops.traits import is_heavy, uncast
-from shardfx.ir.program.looped.in_turns import EACH_TURN, Loop, in_turns, time_axes
+from shardfx.ir.program.looped.in_turns import Loop, in_turns, time_axes
 from shardfx.ir.program.lower import select
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 

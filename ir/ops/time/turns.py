@@ -57,9 +57,10 @@ def at(turn: int, first: int, step: int) -> int:
     return first + turn * step
 
 
-def pick(turn: int, table: Sequence[int]) -> int:
-    """A number of this turn's own."""
-    return table[turn]
+def pick(turn: int, runs: Sequence[tuple[int, int, int]]) -> int:
+    """A number that grows by another step from some turns on: each of ``runs`` is a turn, its number and the step."""
+    begin, first, step = next(run for run in reversed(runs) if run[0] <= turn)
+    return first + (turn - begin) * step
 
 
 def piece(x: Tensor, dim: int, start: int, length: int) -> Tensor:

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Node, Output, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.sends import EACH_TURN
 from shardfx.ir.spec import Spec
-
-EACH_TURN = "each_turn"
-"""The attribute of a node that is done anew in each turn, though it is the same in all."""
 
 
 @dataclass(frozen=True)
