@@ -26,6 +26,16 @@ BACKWARDS = "F0.3 F0.2 B0.2 F0.1 B0.3 F0.0 B0.0 B0.1"
 ORDERS = {"gpipe": ALL_FORWARD, "plain": TURN_BY_TURN, "1f1b": ONE_AHEAD, "any": BACKWARDS}
 
 
+def one_forward_one_backward(ahead: int, count: int) -> str:
+    """The order in which so many turns are under way at most."""
+    words = [f"F0.{turn}" for turn in range(min(ahead, count))]
+    for turn in range(count):
+        words.append(f"B0.{turn}")
+        if turn + ahead < count:
+            words.append(f"F0.{turn + ahead}")
+    return " ".join(words)
+
+
 def phase(node: Node) -> str:
     return "F0" if node.phase is Phase.FORWARD else "B0"
 

@@ -10,12 +10,15 @@ import torch
 from torch import fx
 
 import shardfx as sx
+from shardfx.ir.cost.replay import replay
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.validate_program import ProgramError, validate_program
+from shardfx.module.programs import TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan
 from tests.reference import rel_err, single_device
-from tests.unit_orders import ONE_AHEAD, ORDERS, in_order, lowered
+from tests.unit_orders import ONE_AHEAD, ORDERS, in_order, lowered, one_forward_one_backward, program
 from tests.zoo import make
 
 PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
@@ -50,6 +53,39 @@ def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Me
     assert grads.keys() == expected.keys()
     assert max(rel_err(grads[key], each) for key, each in expected.items()) < 1e-9
     assert pm.verify()
+
+
+# ---- memory
+
+
+HELD: list[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
+    ("gpt_fused", "1f1b", sx.Mesh(dp=2), {}),
+    ("gpt_fused", "gpipe", sx.Mesh(dp=2), {}),
+    ("mlp3", "any", sx.Mesh(dp=2), {"zero": 3, "zero_min": 0}),
+    ("mlp3", "plain", sx.Mesh(dp=2), {"zero": 2, "zero_min": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "mesh", "hints"), HELD)
+def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
+    pm = in_order(name, mesh, ORDERS[how], **hints)
+    held = held_in_a_step(pm, make(name))
+    for rank in range(pm.mesh.size):
+        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
+
+
+def test_as_many_turns_are_held_as_the_order_keeps_under_way() -> None:
+    pm = plan(make("gpt_fused"), sx.Mesh(one=1), accumulate=8)
+    whole = replay(pm.rank_program(0))
+    held, costs = [], []
+    for ahead in (1, 2, 3, 4, 8):
+        found = replay(program(pm, 0, one_forward_one_backward(ahead, 8)))
+        held.append(found.peak.of("activations"))
+        costs.append(found.cost)
+    each = held[1] - held[0]
+    assert each > 0 and [most - held[0] for most in held] == [0, each, 2 * each, 3 * each, 7 * each]
+    assert held[0] == whole.peak.of("activations")
+    assert all(cost == whole.cost for cost in costs)
 
 
 # ---- damaged orders
