@@ -8,7 +8,7 @@ the model's own that has no such members in it; in the order in which the forwar
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error
@@ -159,6 +159,21 @@ class Blocks:
                     remedy=f"add {prefixes(module)[0]!r} to a stage",
                 )
         return lambda node: stage(node.where.module) if node.where.module else None
+
+
+def first_blocks(graph: Graph) -> tuple[str, ...]:
+    """The first block of each stage of a graph in stages: what ``stages=`` takes to cut another graph of the model so.
+
+    Example::
+
+        first_blocks(pm.after)    # ("layers.0", "layers.2")
+    """
+    blocks, firsts = Blocks(graph), dict[int, int]()
+    for node in graph.nodes:
+        block = blocks.of(node)
+        if node.phase is Phase.FORWARD and len(node.at) == 1 and block is not None and flops_of(node) > 0:
+            firsts[node.at[0]] = min(block, firsts.get(node.at[0], block))
+    return tuple(blocks.names[firsts[stage]] for stage in sorted(firsts))
 
 
 def balanced(costs: Sequence[float], count: int) -> list[int]:
