@@ -7,7 +7,7 @@ from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
-from .stages import Pipeline
+from .stages import Pipeline, first_blocks
 from .time import Turns
 from .unfold_repeats import UnfoldRepeats
 
@@ -42,6 +42,7 @@ __all__ = [
     "Zero",
     "arrange",
     "check_order",
+    "first_blocks",
     "hint_value",
     "is_whole",
     "options_text",

@@ -20,6 +20,12 @@ def version(tensor: Tensor) -> int:
     return tensor._version + (local._version if local is not None else 0)
 
 
+def norm_of(tensors: Sequence[Tensor], kind: float, device: torch.device) -> Tensor:
+    """The norm of some tensors as one vector, in float64."""
+    norms = [torch.linalg.vector_norm(tensor, kind).to(device, torch.float64) for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
+
+
 class Store(Protocol):
     """The state of a plan, in the pieces that the ranks of this process hold."""
 
@@ -70,6 +76,10 @@ class Store(Protocol):
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor of a parameter or buffer, or of ``pieces`` that are cut like it (its gradient): a copy.
         ``dtype`` is that of the pieces, to processes that hold none."""
+
+    def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
+        """The norm of gradients of parameters, in the pieces that are here, as one vector: each element of the whole
+        model counts once. All ranks call it alike."""
 
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """The whole of a value that is placed by ``spec``. All ranks call it alike."""

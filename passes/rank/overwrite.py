@@ -77,6 +77,7 @@ class _Overwriting:
             if into is not None:
                 node.target, node.kwargs = form, {**node.kwargs, "out": into}
                 changed = True
+        self.share = Sharing(self.program.graph.nodes)
         return self._write(inputs) or changed
 
     def _put(self) -> bool:

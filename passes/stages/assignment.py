@@ -51,7 +51,7 @@ class Assignment:
         if output.kind in (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD):
             return ()
         given = next((each for each in self.graph.inputs if each.name == output.name), None)
-        return self.inputs[given.value] if given is not None else ()
+        return self.inputs[given.value] if given is not None and given.kind in OF_WEIGHTS else ()
 
     def _copied(self) -> set[Node]:
         """What is done in each stage that uses it."""

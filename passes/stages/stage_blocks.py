@@ -181,6 +181,21 @@ class Blocks:
         return lambda node: stage(node.where.module) if node.where.module else None
 
 
+def first_blocks(graph: Graph) -> tuple[str, ...]:
+    """The first block of each stage of a graph in stages: what ``stages=`` takes to cut another graph of the model so.
+
+    Example::
+
+        first_blocks(pm.after)    # ("layers.0", "layers.2")
+    """
+    blocks, firsts = Blocks(graph), dict[int, int]()
+    for node in graph.nodes:
+        block = blocks.of(node)
+        if node.phase is Phase.FORWARD and len(node.at) == 1 and block is not None and flops_of(node) > 0:
+            firsts[node.at[0]] = min(block, firsts.get(node.at[0], block))
+    return tuple(blocks.names[firsts[stage]] for stage in sorted(firsts))
+
+
 def balanced(costs: Sequence[float], count: int) -> list[int]:
     """Where each of so many stages begins, if the dearest of them is to cost least: by dynamic programming.
 

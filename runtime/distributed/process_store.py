@@ -11,6 +11,7 @@ optimizers, norms and averages take no mixture; so buffers are as parameters are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side, stepped_together
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
+from shardfx.runtime.store import norm_of
 
 from .dtensor_shard import DTensorShard
 from .groups import device_mesh, make_groups
@@ -214,20 +216,35 @@ class ProcessStore:
             mine = self.assemble(_spec(given), given.value.shape, [DTensorShard.unwrap(held[0].detach())])
         return self._homes.to_all(given, mine, dtype or given.value.type.dtype, self.device)
 
+    def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
+        """The norm of all ranks' pieces: of those that several ranks hold the first one counts its own."""
+        mine = [DTensorShard.unwrap(held[0]) for name, held in grads.items() if self._is_first(name)]
+        total, largest = norm_of(mine, kind, self.device).to(self.device), kind == inf
+        total = total if largest else total**kind
+        with ending_together("the norm of all gradients"):
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return total if largest else total ** (1 / kind)
+
+    def _is_first(self, name: str) -> bool:
+        """Whether this rank is the first one that holds its piece."""
+        given = self._given(name)
+        by_rank, places = Shards.of(_spec(given), given.value.shape, self.mesh).by_rank, self._homes.holders(given)
+        return next(rank for rank in places if by_rank[rank] == by_rank[self.rank]) == self.rank
+
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """Every rank's piece, padded to one size, then put where it belongs. All ranks call it alike."""
         piece = pieces[0].to(self.device)
-        axes = self.mesh.sort(spec.axes)
+        shards = Shards.of(spec, shape, self.mesh)
+        axes = tuple(axis for axis in self.mesh.sort(spec.axes) if not self.mesh[axis].time)
         if not axes:
-            return piece.clone()
-        largest = spec.local_numel(shape, self.mesh)
+            return shards.join([piece]).clone()
+        largest = max(torch.Size(local).numel() for local in shards.local_shapes)
         padded = piece.new_zeros(largest)
         padded[: piece.numel()].copy_(piece.reshape(-1))
         make_groups(self.mesh, [axes])
         n, group = self.mesh.extent(axes), self.mesh.group_name(self.rank, axes)
         with ending_together("gathering a whole tensor"):
             everyone = c10d.wait_tensor.default(c10d.all_gather_into_tensor.default(padded, n, group))
-        shards = Shards.of(spec, shape, self.mesh)
         found: dict[int, Tensor] = {}
         for rank, sent in zip(self.mesh.group(self.rank, axes), everyone.split(largest), strict=True):
             which = shards.by_rank[rank]

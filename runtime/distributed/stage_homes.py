@@ -31,6 +31,11 @@ class StageHomes:
         """Whether this rank holds an input."""
         return self.graph.is_here(given.at, self.coords)
 
+    def holders(self, given: Input) -> list[int]:
+        """The ranks that hold an input."""
+        mesh = self.mesh
+        return [rank for rank in range(mesh.size) if self.graph.is_here(given.at, mesh.coords(rank))]
+
     @property
     def along(self) -> Mesh | None:
         """The mesh of the ranks that hold the same inputs: without the axis of stages; None if there is no other."""

@@ -13,6 +13,7 @@ from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
+from shardfx.runtime.store import norm_of
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -146,6 +147,10 @@ class VirtualStore:
         held = pieces if pieces is not None else self._held(name)
         joined = self._shards[name].join([piece.detach() for piece in held])
         return joined if len(held) > 1 else joined.clone()
+
+    def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
+        """The norm of the pieces, each of which is here once."""
+        return norm_of([piece for pieces in grads.values() for piece in pieces], kind, self.device)
 
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """The whole of a value from its distinct pieces."""

@@ -21,6 +21,7 @@ from shardfx.runtime.store import version
 
 from .call import first_form, read_call
 from .held.carry_over import carry_over
+from .held.clipping import watch_norms
 from .held.optimizer_states import cut, joined
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
@@ -57,12 +58,17 @@ class ParallelModule(SteppedModule):
         self._optimizer = None
         self._state.load_from(model)
         self._tree = Tree(self, model, variants.skeleton)
-        self._tree.register(self._state)
+        self._register()
         stamp_state_dicts(self)
         first = first_form(compiled.hints, self._tree.training, self._state.trainable)
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
+
+    def _register(self) -> None:
+        self._tree.register(self._state)
+        if self._compiled.after.pipeline is not None and not self._place.virtual:
+            watch_norms(self._state.store, self._norm)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         place, store = self._place, self._state.store
@@ -107,7 +113,7 @@ class ParallelModule(SteppedModule):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
             self._state.store.to(made.device)
-            self._tree.register(self._state)
+            self._register()
             self._variants.renew(self._new_programs)
         return self
 
@@ -139,13 +145,6 @@ class ParallelModule(SteppedModule):
         """As ``model.train(mode)`` does it, also where the model's own ``train`` leaves some modules as they are."""
         self._tree.train(mode)
         return self
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """What all ranks are asked for."""
-        with self._peers.calling():
-            self._peers.agree(what, lambda: {"runs": what})
-            yield
 
     # ---- the programs ---------------------------------------------------------------------------------------
 
@@ -216,7 +215,7 @@ class ParallelModule(SteppedModule):
         """
         with self._together("load_full_state_dict(...)"):
             self._state.load_full(state_dict, strict)
-            self._tree.register(self._state)
+            self._register()
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer of ``pm.parameters()``, with whole states, as one of the model itself would

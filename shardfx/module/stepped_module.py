@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from shardfx.compiled import Compiled
 from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.peers import Peers
 
 from .call import read_call
+from .held.clipping import checked, clip, gradients_here
 from .held.program_optimizer import ProgramOptimizer
 from .held.tree import Tree
 from .planned_module import PlannedModule
 from .programs import Programs
 
+Tensor = torch.Tensor
 WITH_RESULTS = "with_results"
 
 
@@ -56,6 +62,31 @@ class SteppedModule(PlannedModule):
         update = self._compiled.captured.update
         if update is not None and update.counts:
             self.optimizer.begin_counts()
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """What all ranks are asked for."""
+        with self._peers.calling():
+            self._peers.agree(what, lambda: {"runs": what})
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the gradients of all parameters by their norm as one vector, which it gives: what
+        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does to the model on one device. Under
+        ``torchrun`` all ranks call it.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite``, and the norm is not finite.
+        """
+        grads = gradients_here(self.store)
+        total = checked(self._norm(grads, norm_type), error_if_nonfinite)
+        clip(total, grads, max_norm)
+        return total
+
+    def _norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
+        """The norm of gradients, of which each rank gives its own."""
+        with self._together("the norm of gradients"):
+            return self.store.norm(grads, kind)
 
     @property
     def optimizer(self) -> ProgramOptimizer:

@@ -26,15 +26,17 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.unfolding.unfold import whole
+from shardfx.passes import first_blocks
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.engine import Watch
 from shardfx.runtime.peers import Content, Peers
-from shardfx.runtime.step import HELD, Step
+from shardfx.runtime.step import Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
 from .hand_out import gradients as gradients_of
 from .hand_out import leaves, trained, wanting
+from .held.one_store import reject_stored_otherwise, stored
 from .held.program_optimizer import check_step
 from .product import product
 from .programs import BESIDE, INFER, LOSS, NAMES, PULL, STEP, TRAIN, Programs
@@ -243,19 +245,12 @@ class Variants:
             module.training = path in form.training
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name in form.gradients)
-        ours = stored(first)
         model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
-        made = self.build(model, self._hints(ours, form, call))
-        for name, theirs in stored(made.after).items():
-            if ours.get(name, theirs) != theirs:
-                raise Error(
-                    f"{name!r} would be stored otherwise for this call",
-                    where="pm(...)",
-                    expected=str(ours[name]),
-                    got=str(theirs),
-                    remedy="say in Hints(specs=...) how it is stored; or parallelize the model for this call on its "
-                    "own, and move weights by full_state_dict()",
-                )
+        hints = self._hints(stored(first), form, call)
+        if hints.pipeline is not None and hints.pipeline.stages is None:
+            hints = replace(hints, pipeline=replace(hints.pipeline, stages=first_blocks(first)))
+        made = self.build(model, hints)
+        reject_stored_otherwise(first, made.after)
         return made
 
     def _hints(self, ours: Mapping[str, Spec], form: Form, call: Call) -> Hints:
@@ -310,8 +305,3 @@ def _examples(form: Form, call: Call, real: bool) -> Any:
             leaf = made_of.requires_grad_(name in form.gradients)
         made.append(leaf)
     return pytree.tree_unflatten(made, tree)
-
-
-def stored(graph: Graph) -> Mapping[str, Spec]:
-    """The stored placements of parameters, buffers and states."""
-    return {g.name: g.value.spec for g in graph.inputs if g.kind in HELD and g.value.spec is not None}

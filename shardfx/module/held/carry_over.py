@@ -37,13 +37,13 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
     }
     for optimizer in given:
         moved = {p: names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
-        moved = {p: name for p, name in moved.items() if name in state.store.parameters}
+        moved = {p: name for p, name in moved.items() if state.store.is_loaded(name)}
         states = {p: pieces_of_state(state, name, optimizer.state.get(p, {}), WHERE) for p, name in moved.items()}
         for group in optimizer.param_groups:
-            _move_group(group, {p: state.store.parameters[name] for p, name in moved.items()})
+            _move_group(group, {p: state.store.parameters.get(name, []) for p, name in moved.items()})
         for p, name in moved.items():
             if optimizer.state.pop(p, None):
-                optimizer.state.update(zip(state.store.parameters[name], states[p], strict=True))
+                optimizer.state.update(zip(state.store.parameters.get(name, ()), states[p], strict=True))
 
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:

@@ -25,7 +25,7 @@ def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], wher
     Raises:
         Error: a tensor of another shape, of a parameter that is cut.
     """
-    pieces = state.store.parameters[name]
+    pieces = state.store.parameters.get(name, ())
     shape = state.shape(name)
     found: list[dict[str, Any]] = [{} for _ in pieces]
     for key, value in whole.items():
@@ -53,22 +53,22 @@ def joined(state: ModelState, optimizer: torch.optim.Optimizer) -> dict[str, Any
         Error: only some pieces of a parameter have a state, or are there; a state cannot be joined.
     """
     given = optimizer.state_dict()
-    owners = _owners(state)
+    every = _every(state, optimizer)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
-    for group, packed in zip(optimizer.param_groups, given["param_groups"], strict=True):
-        wholes = _wholes(group["params"], owners)
+    for wholes, packed in zip(every, given["param_groups"], strict=True):
         first = sum(len(each["params"]) for each in groups)
         for i, (name, places) in enumerate(wholes):
             ids = [packed["params"][place] for place in places]
             held = [given["state"][index] for index in ids if index in given["state"]]
             if held:
                 _check_all(name, state, len(held))
-                states[first + i] = _whole_state(state, name, held) if name else held[0]
-        made = {**packed, "params": list(range(first, first + len(wholes)))}
+            if made := _whole_state(state, name, held) if name else held[:1] and held[0]:
+                states[first + i] = made
+        group = {**packed, "params": list(range(first, first + len(wholes)))}
         if "param_names" in packed:
-            made["param_names"] = [name or packed["param_names"][places[0]] for name, places in wholes]
-        groups.append(made)
+            group["param_names"] = [name or packed["param_names"][places[0]] for name, places in wholes]
+        groups.append(group)
     return {**given, "state": states, "param_groups": groups}
 
 
@@ -78,8 +78,7 @@ def cut(state: ModelState, optimizer: torch.optim.Optimizer, whole: Mapping[str,
     Raises:
         Error: the groups are others; a state cannot be cut as its parameter is.
     """
-    owners = _owners(state)
-    given = [_wholes(group["params"], owners) for group in optimizer.param_groups]
+    given = _every(state, optimizer)
     sizes, theirs = [len(wholes) for wholes in given], [len(group["params"]) for group in whole["param_groups"]]
     if sizes != theirs:
         raise Error(
@@ -109,6 +108,21 @@ def _owners(state: ModelState) -> dict[int, str]:
     return {id(piece): name for name, pieces in state.store.parameters.items() for piece in pieces}
 
 
+def _every(state: ModelState, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, list[int]]]]:
+    """Of each group the parameters, as :func:`_wholes`; also those that only other processes hold."""
+    owners = _owners(state)
+    mine = [_wholes(group["params"], owners) for group in optimizer.param_groups]
+    said = state.store.said({name: number for number, wholes in enumerate(mine) for name, _ in wholes if name})
+    if all(state.store.is_here(name) for name in said):
+        return mine
+    found = []
+    for number, wholes in enumerate(mine):
+        here = dict(wholes)
+        names = [name for name, its in said.items() if its == number]
+        found.append([(name, here.get(name, [])) for name in names] + [each for each in wholes if not each[0]])
+    return found
+
+
 def _wholes(params: Sequence[torch.Tensor], owners: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     """The parameters of a group: name ("" for one that is not the model's), and where its pieces stand."""
     places: dict[tuple[str, int], list[int]] = {}
@@ -131,12 +145,12 @@ def _check_all(name: str, state: ModelState, count: int) -> None:
 
 
 def _whole_state(state: ModelState, name: str, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    stored = state.store.parameters[name]
-    for key, value in pieces[0].items():
-        each = [piece[key] for piece in pieces]
+    """The whole state of a parameter, of its pieces, which may be in other processes; nothing where it has none."""
+    kept: dict[str, Any] = {}
+    stored: Sequence[torch.Tensor] = state.store.parameters.get(name, ())
+    for key, value in pieces[0].items() if pieces else ():
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == stored[0].shape:
-            found[key] = state.store.whole(name, each)
+            kept[key] = value.dtype
         elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_whole(name):
             raise Error(
                 f"the state {key!r} of {name!r} is in pieces that are not those of the parameter",
@@ -146,5 +160,9 @@ def _whole_state(state: ModelState, name: str, pieces: Sequence[Mapping[str, Any
                 remedy="an optimizer whose states are as its parameters, such as AdamW",
             )
         else:
-            found[key] = copy.deepcopy(value)
-    return found
+            kept[key] = copy.deepcopy(value)
+    kept = dict(state.store.said({name: kept} if kept else {}).get(name, {}))
+    for key, dtype in kept.items():
+        if isinstance(dtype, torch.dtype):
+            kept[key] = state.store.whole(name, [piece[key] for piece in pieces], dtype)
+    return kept
