@@ -14,15 +14,23 @@ from shardfx.ir.program.looped.unrolled import as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 
 from .fault import Fault, place
+from .message_order import out_of_order
 from .plan_proof import Asked, Broken, first_broken
 
 
 def of_turns(before: Graph, after: Graph, asked: Sequence[Asked]) -> tuple[Graph, Graph, list[Asked]]:
     """The captured graph, the planned one and the programs, where each turn is a rank. A program whose turns are not
-    those of its plan is :class:`.plan_proof.Broken` when it is asked for."""
+    those of its plan is :class:`.plan_proof.Broken` when it is asked for.
+
+    Raises:
+        Broken: ranks of a pipeline do not send and receive in one order.
+    """
     mesh = after.mesh
     before, after = _on(before, as_ranks(mesh)), _on(after, as_ranks(mesh))
-    return before, after, [_Turned(mesh, each).asked(after) for each in asked]
+    turned = [_Turned(mesh, each) for each in asked]
+    for each in turned if after.pipeline is not None else ():
+        each.check_messages(after)
+    return before, after, [each.asked(after) for each in turned]
 
 
 def _on(graph: Graph, mesh: Mesh) -> Graph:
@@ -62,6 +70,20 @@ class _Turned:
             return self.unrolled(known[own], graph, rank)
 
         return program
+
+    def check_messages(self, graph: Graph) -> None:
+        """Ranks send and receive in one order, over all turns.
+
+        Raises:
+            Broken: they do not.
+        """
+        timed = self._timed(graph)
+        changed = self.given.changed(timed)
+        known = self.known.setdefault(graph, {})
+        known |= {rank: self.given.program(timed, rank) for rank in range(self.mesh.size)}
+        fault = first_broken(changed.values()) or out_of_order({**known, **changed}, self.mesh)
+        if fault is not None:
+            raise Broken(fault)
 
     def _timed(self, graph: Graph) -> Graph:
         """A graph of ranks with the axes of time again."""
