@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.looped.within_turns import part_in_turns, regions, sibling
+from shardfx.ir.program.looped.within_turns import FRAMES, part_in_turns, regions, sibling
 
 from .lifetimes import name_of
 from .unit_order import UnitOrder, order_of
@@ -60,7 +60,7 @@ class Standing:
         if not self._parts:
             return
         part = self._parts.get(node, "")
-        if part in ("opens", "unit", "closes") and node.kwargs:
+        if part in FRAMES and node.kwargs:
             self._fail(f"{node.name} takes its arguments by place", node)
         if part == "unit":
             self._unit(node)
