@@ -14,7 +14,7 @@ from shardfx.ir.program.looped.unrolled import as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 
 from .fault import Fault, place
-from .message_order import out_of_order
+from .order_of_turns import in_units, out_of_order
 from .plan_proof import Asked, Broken, first_broken
 
 
@@ -23,13 +23,13 @@ def of_turns(before: Graph, after: Graph, asked: Sequence[Asked]) -> tuple[Graph
     those of its plan is :class:`.plan_proof.Broken` when it is asked for.
 
     Raises:
-        Broken: ranks of a pipeline do not send and receive in one order.
+        Broken: ranks do not meet, or do not send and receive, in one order.
     """
     mesh = after.mesh
     before, after = _on(before, as_ranks(mesh)), _on(after, as_ranks(mesh))
     turned = [_Turned(mesh, each) for each in asked]
-    for each in turned if after.pipeline is not None else ():
-        each.check_messages(after)
+    for each in turned:
+        each.check_order(after)
     return before, after, [each.asked(after) for each in turned]
 
 
@@ -63,25 +63,31 @@ class _Turned:
 
     def _program(self) -> Callable[[Graph, int], RankProgram]:
         def program(graph: Graph, rank: int) -> RankProgram:
-            own = self.rank_of(graph, rank)
-            known = self.known.setdefault(graph, {})
-            if own not in known:
-                known[own] = self.given.program(self._timed(graph), own)
-            return self.unrolled(known[own], graph, rank)
+            return self.unrolled(self._planned(graph, self.rank_of(graph, rank)), graph, rank)
 
         return program
 
-    def check_messages(self, graph: Graph) -> None:
-        """Ranks send and receive in one order, over all turns.
+    def _planned(self, graph: Graph, rank: int) -> RankProgram:
+        """The plan's own program of a rank of the mesh with turns."""
+        known = self.known.setdefault(graph, {})
+        if rank not in known:
+            known[rank] = self.given.program(self._timed(graph), rank)
+        return known[rank]
+
+    def check_order(self, graph: Graph) -> None:
+        """Where units of turns are done in an order of their own, ranks meet and send in one order, over all turns: of
+        each turn alone, as a rank, that is not seen.
 
         Raises:
             Broken: they do not.
         """
-        timed = self._timed(graph)
-        changed = self.given.changed(timed)
-        known = self.known.setdefault(graph, {})
-        known |= {rank: self.given.program(timed, rank) for rank in range(self.mesh.size)}
-        fault = first_broken(changed.values()) or out_of_order({**known, **changed}, self.mesh)
+        changed = self.given.changed(self._timed(graph))
+        if not any(map(in_units, (self._planned(graph, 0), *changed.values()))):
+            return
+        fault = first_broken(changed.values())
+        if fault is None:
+            programs = {rank: changed.get(rank) or self._planned(graph, rank) for rank in range(self.mesh.size)}
+            fault = out_of_order(programs, self.mesh)
         if fault is not None:
             raise Broken(fault)
 
