@@ -27,7 +27,7 @@ from shardfx.ir.schedule.actions import Schedule
 from shardfx.memory.formula import Sizes
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.plan import Plan, make_plan
-from shardfx.report.figures import Report
+from shardfx.report.figures import Report, Timing
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.debug.recording import Recording
@@ -133,10 +133,14 @@ class PlannedModule(Root):
         """What the plan costs: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
 
         Memory and time are those of the program that rank 0 runs; seconds those of the machine that the hints name, or
-        of another one (``"h100-dgx"``).
+        of another one (``"h100-dgx"``). Of stages: ``.stages``, ``.timing``, which also has what was measured
+        (:meth:`record`).
         """
         program = self._programs.running(0, self._programs.kinds())
-        return make_report(self._compiled, program, machine, self._programs.warnings(), self._exchanged)
+        measured, when = self._measured, None
+        if self.schedule is not None or measured is not None:
+            when = Timing(self.timeline(machine), measured, self._place.virtual)
+        return make_report(self._compiled, program, machine, self._programs.warnings(), self._exchanged, when)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
         """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``::

@@ -39,6 +39,9 @@ class PlanTimeline(Timeline):
     memory: tuple[int, ...] = ()
     """For each rank the bytes that it holds at most: of ranks at one place, those of the first, which holds most."""
 
+    planned: Schedule | None = None
+    """The schedule of the plan: ``schedule`` is what ranks really do, with their updates."""
+
     @property
     def exposed(self) -> float:
         """The seconds of communication that no computing hides, on the rank that has most of them."""
@@ -90,6 +93,7 @@ def plan_timeline(
         places,
         tuple(course.exposed for course in courses),
         tuple(peaks[place] for place in places),
+        graph.pipeline.schedule if graph.pipeline is not None else None,
     )
 
 

@@ -30,6 +30,7 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped")
+CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
     "ir.rules": ("ir",),
@@ -101,7 +102,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "visualize.scene": (*GRAPHS, "ir.cost", "ir.text"),
     "visualize.layout": ("ir", "visualize.scene"),
     "visualize.paint": (*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "visualize.layout", "visualize.scene"),
-    "report": ("shardfx", *PROGRAMS, "ir.cost", "ir.text"),
+    "report": ("shardfx", *PROGRAMS, *CLOCKS, "ir.text", "passes.stages", "schedules"),
     "memory": (
         "shardfx",
         *PROGRAMS,
@@ -114,22 +115,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "report",
         "visualize",
     ),
-    "schedules": (
-        "shardfx",
-        *PROGRAMS,
-        "ir.capture",
-        "ir.cost",
-        "ir.rules",
-        "ir.schedule",
-        "ir.timing",
-        "memory",
-        "passes.sharding",
-        "passes.time",
-        "report",
-        "runtime",
-        "runtime.debug",
-        "visualize",
-    ),
+    "schedules": ("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.time", "report"),
     "scenes": (*RULES, "visualize", "module", "module.held", "runtime.distributed"),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
