@@ -6,7 +6,7 @@ collectives, each stretch a module, and meet as always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,12 +18,16 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.looped.within_turns import gives_number, part_in_turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
+from shardfx.ir.program.units.lifetimes import Lifetimes, name_of, turns_of
+from shardfx.ir.program.units.unit_order import UnitOrder, Word, order_of
 
 from .engine import Engine, Watch
 from .rendezvous import Perform, RankCoroutine, Request, run
 
 Tensor = torch.Tensor
 c10d = torch.ops._c10d_functional
+FRAMES = ("opens", "unit", "closes")
+"""Where turns and their units begin and end."""
 
 
 class ModuleEngine:
@@ -101,11 +105,12 @@ class Stretches:
 
     def __init__(self, program: RankProgram, compiled: Callable[[fx.GraphModule], Any]) -> None:
         self.program, self.nodes = program, tuple(program.graph.nodes)
+        self._life = Lifetimes(self.nodes)
         self._steps: list[Stretch | fx.Node] = []
         self._at: fx.Node | None = None
         group: list[fx.Node] = []
         for node in self.nodes:
-            if Request.of(node) is not None or part_in_turns(node) in ("opens", "closes"):
+            if Request.of(node) is not None or part_in_turns(node) in FRAMES:
                 self._close(group, compiled)
                 self._steps.append(node)
                 group = []
@@ -133,17 +138,13 @@ class Stretches:
 
     def __call__(self, *inputs: Tensor) -> RankCoroutine:
         env: dict[fx.Node, Any] = dict(zip((n for n in self.nodes if n.op == "placeholder"), inputs, strict=True))
-        last = {used: node for node in self.nodes for used in node.all_input_nodes}
+        clock = _Clock(self._steps, self._life, env)
         at = 0
         while at < len(self._steps):
             step = self._steps[at]
             at += 1
             if isinstance(step, fx.Node) and part_in_turns(step):
-                again = self._next_turn(step, env)
-                if again is not None:
-                    at = self._steps.index(again) + 1
-                    continue
-                done = {step}
+                at, done = clock.next(step, at)
             elif isinstance(step, fx.Node):
                 self._at, request, into = step, Request.of(step), destination(step)
                 assert request is not None
@@ -151,22 +152,14 @@ class Stretches:
                 request, to = request.of_turn(numbers) if numbers else request, None if into is None else env[into]
                 env[step] = (yield request, env[step.args[0]], to).pop()  # type: ignore[index]
                 del to
-                done = {step}
+                done = (step,)
             else:
-                self._at, done = step.nodes[0], set(step.nodes)
+                self._at, done = step.nodes[0], step.nodes
                 env.update(zip(step.gives, step.module(*(env[used] for used in step.takes)), strict=True))
-            for used in [used for used in env if last.get(used) in done]:
-                del env[used]
+            clock.keep(done)
+            for used in (used for node in done for used in self._life.dying.get(node, ())):
+                env.pop(used, None)
         return [env[node] for node in self.program.result().args[0]]  # type: ignore[union-attr,index]
-
-    def _next_turn(self, step: fx.Node, env: dict[fx.Node, Any]) -> fx.Node | None:
-        """Begin turns, or go on; gives where the next one begins, if there is one."""
-        if part_in_turns(step) == "opens":
-            env[step] = 0
-            return None
-        begin: Any = step.args[0]
-        env[begin] += 1
-        return begin if env[begin] < begin.args[1] else None
 
     def node_of(self, error: BaseException) -> fx.Node | None:
         """The first call of the stretch that raised."""
@@ -175,3 +168,57 @@ class Stretches:
     def position(self, node: fx.Node | None) -> int:
         """How many calls stand before a node."""
         return self.nodes.index(node) if node is not None else 0
+
+
+class _Clock:
+    """Which turn it is, and what is done next: turn by turn, or unit by unit as an order says."""
+
+    def __init__(self, steps: Sequence[Stretch | fx.Node], life: Lifetimes, env: dict[fx.Node, Any]) -> None:
+        self._life, self._env = life, env
+        self._place = {step: at for at, step in enumerate(steps) if isinstance(step, fx.Node)}
+        self._unit = {(turns_of(n), name_of(n)): n for n in self._place if part_in_turns(n) == "unit"}
+        self._words: dict[fx.Node, Iterator[Word]] = {}
+        """By turns in units: what is still to be done."""
+        self._now: dict[fx.Node, Word] = {}
+        """By such turns: the unit that comes behind their numbers."""
+        self._kept: dict[tuple[fx.Node, int], Any] = {}
+
+    def next(self, frame: fx.Node, at: int) -> tuple[int, tuple[fx.Node, ...]]:
+        """The place to go on from, where turns or units begin or end, and what is over; ``at`` is behind ``frame``."""
+        if part_in_turns(frame) == "opens":
+            if order := order_of(frame):
+                self._words[frame] = iter(UnitOrder.of(order.split()).words)
+                return self._word(frame)
+            self._env[frame] = 0
+            return at, ()
+        begin = turns_of(frame)
+        if begin in self._words:
+            word = self._now.pop(begin, None)
+            return self._word(begin) if word is None else self._begin(self._unit[begin, word.unit], word.turn)
+        self._env[begin] += 1
+        count: Any = begin.args[1]
+        return (self._place[begin] + 1, ()) if self._env[begin] < count else (at, (frame,))
+
+    def _word(self, begin: fx.Node) -> tuple[int, tuple[fx.Node, ...]]:
+        """The next unit of turns, from their numbers on; behind their end where there is none."""
+        word = next(self._words[begin], None)
+        if word is None:
+            del self._words[begin]
+            end = next(user for user in begin.users if part_in_turns(user) == "closes")
+            return self._place[end] + 1, (end,)
+        self._now[begin], self._env[begin] = word, word.turn
+        return self._place[begin] + 1, ()
+
+    def _begin(self, unit: fx.Node, turn: int) -> tuple[int, tuple[fx.Node, ...]]:
+        """A unit, of which other units of the turn have kept what it takes."""
+        for value in self._life.takes.get(unit, ()):
+            last = turn in self._life.let_go(value, unit)
+            self._env[value] = (self._kept.pop if last else self._kept.__getitem__)((value, turn))
+        return self._place[unit] + 1, ()
+
+    def keep(self, values: Sequence[fx.Node]) -> None:
+        """Keep what was made for other units of the turn."""
+        for value in values:
+            begin = self._life.kept(value)
+            if begin is not None:
+                self._kept[value, self._env[begin]] = self._env[value]

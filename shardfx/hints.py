@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from shardfx.passes import Offload, Pass, Pipeline, Recompute
 from shardfx.passes.rank import RankPass
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?B?")
-LATER = {"later": True}
-"""Marks what is not available yet: anything but its default is an error."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +138,6 @@ class Hints:
                     got=f"{getattr(self, name)!r:.100} of type {type(getattr(self, name)).__name__}",
                 )
         Compute.of(self.compute), Machine.of(self.machine)  # which says so if there is none of that name
-        for each in fields(self):
-            given = getattr(self, each.name)
-            if each.metadata == LATER and given != each.default and given != []:
-                raise Error(
-                    f"Hints({each.name}=...) is not available in this version",
-                    expected=f"its default, {each.default!r}",
-                    got=repr(given),
-                    remedy="see the table of what works in the README",
-                )
 
 
 def _is_device(given: Any) -> bool:

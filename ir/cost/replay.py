@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.graph import InputKind, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.comm import row_of_collective
@@ -39,8 +38,10 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 
 from .amounts import Cost, Work
+from .blocks import Block, BlockTensor
 from .call_facts import before_communication, called, group_of, is_memory
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
+from .moments import Moments, Standpoint
 from .storages import Footprint, Storage
 
 KEPT = {
@@ -76,11 +77,11 @@ def values(program: RankProgram) -> dict[str, Any]:
         Error: as :func:`replay` does.
     """
 
-    def tensor(held: _Tensor) -> torch.Tensor:
+    def tensor(held: BlockTensor) -> torch.Tensor:
         shape, stride = held.layout.shape, held.layout.stride
         return torch.empty_strided(shape, stride, dtype=held.layout.dtype, device="meta")
 
-    return {node.name: change(held, tensor, _Tensor) for node, held in _walked(program).held.items()}
+    return {node.name: change(held, tensor, BlockTensor) for node, held in _walked(program).held.items()}
 
 
 def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None) -> _Walk:
@@ -119,29 +120,6 @@ def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | Non
     return walk
 
 
-@dataclass(eq=False, slots=True)
-class _Block:
-    """A storage while the program is walked."""
-
-    nbytes: int
-    born: int
-    last: int
-    node: Node | None
-    category: str = ""
-    used_in: Phase | None = None
-    kept: bool = False
-    pool: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """``offset`` is the number of elements before its first one in the block."""
-
-    layout: Layout
-    block: _Block
-    offset: int = 0
-
-
 class _Walk:
     """The state between two calls."""
 
@@ -151,27 +129,26 @@ class _Walk:
         self.mesh, self.exchanged = mesh, exchanged
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
-        self.blocks: list[_Block] = []
+        self.blocks: list[Block] = []
         self.calls: list[fx.Node] = []
         self.costs: list[Cost] = []
         self.inside: list[int] = []
         self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
-        self.turns: list[int] = []
-        """Of the loops that are open: how many turns each has."""
-        self._received: dict[_Block, _Block] = {}
+        self.stand = Standpoint()
+        self._received: dict[Block, Block] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
     def give(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype, pool: str = "") -> None:
         """An input: memory of the caller's."""
-        self.held[node] = _Tensor(Layout.dense(shape, dtype), _Block(0, 0, 0, None, pool=pool))
+        self.held[node] = BlockTensor(Layout.dense(shape, dtype), Block(0, 0, 0, None, pool=pool))
 
     def lie_together(self, nodes: Iterable[fx.Node]) -> None:
         """Inputs that the caller keeps one behind the other."""
-        block, offset = _Block(0, 0, 0, None), 0
+        block, offset = Block(0, 0, 0, None), 0
         for node in nodes:
             layout = self.held[node].layout
-            self.held[node] = _Tensor(layout, block, offset)
+            self.held[node] = BlockTensor(layout, block, offset)
             offset += layout.numel
 
     def call(self, node: fx.Node) -> None:
@@ -182,31 +159,32 @@ class _Walk:
             return
         at, planned = len(self.calls), node.meta.get("shardfx")
         self.calls.append(node)
+        self.stand.places.append(self.stand.place)
         args, kwargs = (change(nest, self.held.__getitem__, fx.Node) for nest in (node.args, node.kwargs))
-        operands: list[_Tensor] = list(leaves((args, kwargs), _Tensor))
+        operands: list[BlockTensor] = list(leaves((args, kwargs), BlockTensor))
         for tensor in operands:
-            tensor.block.last = at
+            tensor.block.use(at, self.stand.place)
             if planned is not None:
                 tensor.block.used_in = planned.phase
         for sent in sent_by(node):
-            self.held[sent].block.last = at
+            self.held[sent].block.use(at, self.stand.place)
         if node.target is operator.getitem:
             self.held[node] = args[0][args[1]]
             self.costs.append(NOTHING)
             self.inside.append(0)
             return
-        given = change(args, _layout, _Tensor), change(kwargs, _layout, _Tensor)
+        given = change(args, _layout, BlockTensor), change(kwargs, _layout, BlockTensor)
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
         pool = row.pool if row is not None else ""
-        fresh = [_Block(nbytes, at, at, planned, kept=is_memory(node), pool=pool) for nbytes in made.fresh]
+        fresh = [Block(nbytes, at, at, planned, kept=is_memory(node), pool=pool) for nbytes in made.fresh]
         self.blocks += fresh
         self._exchange(node, at, operands, fresh)
 
-        def bind(result: Result) -> _Tensor:
+        def bind(result: Result) -> BlockTensor:
             if result.fresh:
-                return _Tensor(result.layout, fresh[result.owner], result.offset)
+                return BlockTensor(result.layout, fresh[result.owner], result.offset)
             owner = operands[result.owner]
-            return _Tensor(result.layout, owner.block, owner.offset + result.offset)
+            return BlockTensor(result.layout, owner.block, owner.offset + result.offset)
 
         self.held[node] = change(made.results, bind, Result)
         self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
@@ -215,31 +193,34 @@ class _Walk:
             return
         group = group_of(node)
         cost = self._work(node, made, operands) if group is None else self._sent(node, group, args[0])
-        self.costs.append(cost * prod(self.turns) if self.turns else cost)
+        self.costs.append(cost * prod(self.stand.turns) if self.stand.turns else cost)
 
     def _turn(self, node: fx.Node, row: LocalOp) -> None:
-        """Turns begin or end, or a number of theirs: of the first one, which holds as much as any other."""
+        """Turns or units begin or end, or a number of theirs: of the first turn, which holds as much as any other."""
         args: Any = change(node.args, self.held.__getitem__, fx.Node)
         self.held[node] = int(row.function(*args)) if row.turns == "number" else 0
         if row.turns == "opens":
-            self.turns.append(args[1])
+            self.stand.begin(node, args[1])
+        elif row.turns == "unit":
+            self.stand.unit(node)
         elif row.turns == "closes":
-            self.turns.pop()
-            for tensor in leaves(args, _Tensor):  # all that turns use is there until the last one is over
+            ends = self.stand.end(node.args[0])
+            for tensor in leaves(args, BlockTensor):  # all that turns use is there until the last one is over
                 tensor.block.last = max(len(self.calls) - 1, tensor.block.born)
+                tensor.block.uses |= ends
 
-    def _exchange(self, node: fx.Node, at: int, operands: list[_Tensor], fresh: list[_Block]) -> None:
+    def _exchange(self, node: fx.Node, at: int, operands: list[BlockTensor], fresh: list[Block]) -> None:
         """The memory of a reduce-scatter that runs as an exchange: what is received is there until it was summed."""
         name = called(node)
         if name == "c10d.reduce_scatter_tensor" and node.args[1] in ("sum", "avg"):
             if operands[0].layout.nbytes >= self.exchanged:
-                received = _Block(operands[0].layout.nbytes, at, at, fresh[0].node)
+                received = Block(operands[0].layout.nbytes, at, at, fresh[0].node)
                 self.blocks.append(received)
                 self._received[fresh[0]] = received
         elif name == "c10d.wait_tensor" and operands[0].block in self._received:
             operands[0].block.born = self._received[operands[0].block].last = at
 
-    def _adjoined(self, node: fx.Node, operands: list[_Tensor]) -> Made | None:
+    def _adjoined(self, node: fx.Node, operands: list[BlockTensor]) -> Made | None:
         """What a call makes that gives its operands as one where they lie, if they lie one behind the other."""
         row = row_of(node.target)
         if row is None or not row.adjoins:
@@ -251,7 +232,7 @@ class _Walk:
             end += tensor.layout.numel
         return Made(Result(Layout.dense((end - first.offset,), first.layout.dtype), 0))
 
-    def _work(self, node: fx.Node, made: Made, operands: list[_Tensor]) -> Cost:
+    def _work(self, node: fx.Node, made: Made, operands: list[BlockTensor]) -> Cost:
         """What a call computes, reads and writes; a view does nothing."""
         if not made.writes or is_memory(node):
             return NOTHING
@@ -261,7 +242,7 @@ class _Walk:
         work = Work(made.flops, touched, (real or [layouts[0].dtype])[0])
         return self._costs.setdefault(work, Cost({work: 1}))
 
-    def _carried(self, row: LocalOp, operands: list[_Tensor], pool: str) -> Cost:
+    def _carried(self, row: LocalOp, operands: list[BlockTensor], pool: str) -> Cost:
         """What a copy between pools moves."""
         beside = pool or operands[0].block.pool or transfer.HOST
         return Cost(carried={beside: Sent(1.0, operands[-1].layout.nbytes)})
@@ -269,7 +250,7 @@ class _Walk:
     def _sent(self, node: fx.Node, group: str, put_in: Any) -> Cost:
         """What a collective sends."""
         axes, row = self.mesh.group_axes(group), row_of_collective(called(node))
-        n, nbytes = self.mesh.extent(axes), sum(tensor.layout.nbytes for tensor in leaves(put_in, _Tensor))
+        n, nbytes = self.mesh.extent(axes), sum(tensor.layout.nbytes for tensor in leaves(put_in, BlockTensor))
         planned = node.meta.get("shardfx")
         if planned is not None and isinstance(planned.op, OwnOp) and planned.op.rows is not None:
             row = planned.op
@@ -281,22 +262,24 @@ class _Walk:
 
     def keep(self, node: fx.Node, category: str) -> None:
         """An output: it lives to the end. A gradient was one before it was reduced, too."""
-        for tensor in leaves(self.held[node], _Tensor):
+        for tensor in leaves(self.held[node], BlockTensor):
             tensor.block.last = len(self.calls) - 1
             tensor.block.category = tensor.block.category or category
         if category == "gradients":
             for source in before_communication(node):
-                for tensor in leaves(self.held[source], _Tensor):
+                for tensor in leaves(self.held[source], BlockTensor):
                     tensor.block.category = tensor.block.category or category
 
     def footprint(self) -> Footprint:
         """What was found."""
         storages = tuple(
-            Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept, b.pool) for b in self.blocks
+            Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept, b.pool, tuple(b.uses.values()))
+            for b in self.blocks
         )
-        return Footprint(tuple(self.calls), storages, tuple(self.costs), tuple(self.inside))
+        moments = Moments(self.stand.places) if any(self.stand.places) else None
+        return Footprint(tuple(self.calls), storages, tuple(self.costs), tuple(self.inside), moments)
 
-    def _category(self, block: _Block) -> str:
+    def _category(self, block: Block) -> str:
         node = block.node
         if block.category or node is None:
             return block.category or "temporaries"
@@ -312,9 +295,9 @@ class _Walk:
 
 
 NOTHING = Cost()
-NO_TENSORS = ("opens", "closes", "number")
+NO_TENSORS = ("opens", "unit", "closes", "number")
 """What is done in turns, and gives no tensor."""
 
 
-def _layout(tensor: _Tensor) -> Layout:
+def _layout(tensor: BlockTensor) -> Layout:
     return tensor.layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.program.lending import choose
 
 from .amounts import Cost, total
+from .moments import Moments
 
 STEPS = 3
 """After so many steps what is kept is what the step needs."""
@@ -28,7 +29,8 @@ class Storage:
     "activations" (made by the forward pass, used last by the backward), "communication" or "temporaries".
     ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
     keep and lend again when nobody holds it, in this step or the next (:mod:`shardfx.ir.program.lending`). ``pool`` is
-    what it lies in, where that is not the device's memory.
+    what it lies in, where that is not the device's memory. ``uses`` are the calls that use it last in each unit of
+    turns.
     """
 
     nbytes: int
@@ -38,6 +40,7 @@ class Storage:
     node: Node | None
     kept: bool = False
     pool: str = ""
+    uses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,42 +102,97 @@ class Footprint:
     """What a program holds and costs, call by call.
 
     Call ``i`` is ``calls[i]``, a node of the program's fx graph. Inputs are not counted: they belong to the caller.
-    ``inside[i]`` are the bytes that the call holds while it runs beyond what it gives out.
+    ``inside[i]`` are the bytes that the call holds while it runs beyond what it gives out. ``moments`` say when calls
+    are done of turns that are done in units: then what is said of a call is said of the moment at which most is held.
     """
 
     calls: tuple[fx.Node, ...]
     storages: tuple[Storage, ...]
     costs: tuple[Cost, ...]
     inside: tuple[int, ...]
+    moments: Moments | None = None
 
     @cached_property
     def live(self) -> tuple[int, ...]:
         """The bytes that are there when each call is done, and nothing that it used last has gone yet."""
-        return tuple(map(operator.add, self._in_use(s for s in self.storages if not s.pool), self.idle))
+        return self._at_calls(self._live)
 
     @cached_property
     def beside(self) -> tuple[int, ...]:
         """The bytes in other pools of memory when each call is done."""
-        return tuple(self._in_use(s for s in self.storages if s.pool))
+        return tuple(self._most(self._in_use(s for s in self._made if s.pool)))
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
         """The bytes that are kept and hold nothing at each call, once steps were run: of memory that is not lent, and
         of memory that is lent to one who needs less."""
-        kept = [storage for storage in self.storages if storage.kept]
-        held = [0] * len(self.calls)
+        return self._at_calls(self._idle)
+
+    @cached_property
+    def by_category(self) -> Mapping[str, tuple[int, ...]]:
+        """The bytes that hold something when each call is done, by what they are for."""
+        found: dict[str, list[Storage]] = {}
+        for storage in (each for each in self._made if not each.pool):
+            found.setdefault(storage.category, []).append(storage)
+        return {category: self._at_calls(self._in_use(storages)) for category, storages in found.items()}
+
+    def there(self, call: int) -> list[Storage]:
+        """The storages that are there when a call is done; of units of turns, those of each turn."""
+        moment = self._fullest[call]
+        return [each for each in self._made if each.born <= moment <= each.last and not each.pool]
+
+    # ---- by moment --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _made(self) -> Sequence[Storage]:
+        """The storages by the moments in which they are made and used last."""
+        return self.storages if self.moments is None else self.moments.of(self.storages)
+
+    @property
+    def _count(self) -> int:
+        return len(self.calls) if self.moments is None else len(self.moments.calls)
+
+    @cached_property
+    def _live(self) -> list[int]:
+        return [*map(operator.add, self._in_use(s for s in self._made if not s.pool), self._idle)]
+
+    @cached_property
+    def _idle(self) -> list[int]:
+        kept = [storage for storage in self._made if storage.kept]
+        held = [0] * self._count
         pool = LendingPool()
         for _ in range(STEPS):
-            held = pool.step(kept, len(self.calls))
-        return tuple(map(operator.sub, held, self._in_use(kept)))
+            held = pool.step(kept, self._count)
+        return [*map(operator.sub, held, self._in_use(kept))]
 
     def _in_use(self, storages: Iterable[Storage]) -> list[int]:
-        """The bytes of those that hold something, by call."""
-        steps = [0] * (len(self.calls) + 1)
+        """The bytes of those that hold something."""
+        steps = [0] * (self._count + 1)
         for storage in storages:
             steps[storage.born] += storage.nbytes
             steps[storage.last + 1] -= storage.nbytes
         return list(itertools.accumulate(steps[:-1]))
+
+    @cached_property
+    def _fullest(self) -> Sequence[int]:
+        """By call: the moment at which most is held, of those in which it is done."""
+        if self.moments is None:
+            return range(len(self.calls))
+        found = [-1] * len(self.calls)
+        for moment, call in enumerate(self.moments.calls):
+            if found[call] < 0 or self._live[moment] > self._live[found[call]]:
+                found[call] = moment
+        return found
+
+    def _at_calls(self, held: Sequence[int]) -> tuple[int, ...]:
+        """What is held at each call, at its fullest moment."""
+        return tuple([held[moment] for moment in self._fullest])
+
+    def _most(self, held: Sequence[int]) -> list[int]:
+        found = [0] * len(self.calls)
+        for call, nbytes in zip(range(len(held)) if self.moments is None else self.moments.calls, held, strict=True):
+            found[call] = max(found[call], nbytes)
+        return found
 
     @cached_property
     def cost(self) -> Cost:
@@ -148,11 +206,7 @@ class Footprint:
             return Peak()
         top = max(range(len(self.calls)), key=lambda i: self.live[i] + self.inside[i])
         made_by = self.calls[top].meta.get("shardfx")
-        there = [
-            Held(s.category, s.nbytes, s.node)
-            for s in self.storages
-            if s.born <= top <= s.last and s.nbytes and not s.pool
-        ]
+        there = [Held(each.category, each.nbytes, each.node) for each in self.there(top) if each.nbytes]
         if self.idle[top]:
             there.append(Held("kept", self.idle[top], None))
         if self.inside[top]:

@@ -102,6 +102,7 @@ POOLS = (
 
 TURNS = (
     LocalOp("time.turns", turns.turns, turns="opens"),
+    LocalOp("time.unit", turns.unit, turns="unit"),
     LocalOp("time.done", turns.done, turns="closes"),
     LocalOp("time.at", turns.at, turns="number"),
     LocalOp("time.pick", turns.pick, turns="number"),

@@ -145,8 +145,8 @@ class LocalOp:
         copies: it starts a copy between pools, which is done once it was waited for.
         waits: its result is its operand, which was only started.
         message: ``sends`` or ``receives`` one of another rank's, where not all of the group meet.
-        turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, is a
-            ``number`` of the turn, or ``collects`` what leaves them.
+        turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, begins a
+            ``unit`` of them, is a ``number`` of the turn, or ``collects`` what leaves them.
     """
 
     name: str

@@ -33,10 +33,12 @@ from shardfx.ir.rules.local import Share, gives_list
 from shardfx.ir.spec import Spec
 
 from .devices import CPU, hangs_on_device, on_device
+from .looped.alike_turns import alike_turns
 from .looped.in_turns import Loop, in_turns, time_axes
 from .looped.loops import Loops
 from .looped.turn_numbers import of_every_turn
 from .rank_program import RankProgram
+from .units.of_stages import ends_here, is_done, of_stages
 
 aten = torch.ops.aten
 
@@ -64,26 +66,6 @@ def of_rank(
     return inputs, [node for node in nodes if is_done(node, graph, coords)], outputs
 
 
-def ends_here(
-    graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], coords: Mapping[str, int]
-) -> tuple[list[Input], list[Output]]:
-    """Those of some inputs and outputs that the rank at ``coords`` holds, and gives."""
-    here = [given for given in inputs if graph.is_here(given.at, coords)]
-    return here, [output for output in outputs if graph.is_here(made_at(output.value), coords)]
-
-
-def is_done(node: Node, graph: Graph, coords: Mapping[str, int]) -> bool:
-    """Whether the rank at ``coords`` has a part in a node: of a send also where its value comes from."""
-    return graph.is_here(node.at, coords) or (
-        node.op is comm.send and any(graph.is_here(made_at(value), coords) for value in node.operands)
-    )
-
-
-def made_at(value: Value) -> tuple[int, ...]:
-    """The stages in which a value is made; none: in all."""
-    return value.node.at if value.node is not None else ()
-
-
 def _without(node: Node, needed: Container[Value]) -> Node:
     """Communication without the values that nobody needs: a target must not travel where there is no loss."""
     kept = [i for i, value in enumerate(node.outs) if value in needed]
@@ -93,10 +75,21 @@ def _without(node: Node, needed: Container[Value]) -> Node:
     return replace(node, args=args, results=results, strategy=None)
 
 
+Steps = Sequence[Node | Loop]
+
+
 def lower(
-    graph: Graph, rank: int, book: RuleBook, kinds: Iterable[OutputKind], device: torch.device = CPU
+    graph: Graph,
+    rank: int,
+    book: RuleBook,
+    kinds: Iterable[OutputKind],
+    device: torch.device = CPU,
+    arrange: Callable[[Steps], Steps] | None = None,
 ) -> RankProgram:
     """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
+
+    Args:
+        arrange: changes the order of what is done, such as that of turns (:mod:`.units.in_units`).
 
     Raises:
         Error: the graph leaves blocks out.
@@ -116,7 +109,10 @@ def lower(
         )
     _, nodes, outputs = select(graph, kinds)
     coords = graph.mesh.coords(rank)
-    steps = _here(in_turns(nodes, outputs, graph.mesh), graph, coords)
+    steps: Steps = in_turns(nodes, outputs, graph.mesh)
+    if arrange is not None:
+        steps = arrange(steps)
+    steps = of_stages(steps, graph, coords)
     inputs, _, outputs = of_rank(graph, kinds, coords)
 
     def written(turns: Mapping[str, int]) -> fx.Graph:
@@ -129,23 +125,13 @@ def lower(
         lowering.fx.output(tuple(lowering.result(output) for output in outputs))
         return lowering.fx
 
-    made = of_every_turn(written, graph.mesh) if any(isinstance(step, Loop) for step in steps) else written({})
+    turned = any(isinstance(step, Loop) for step in steps)
+    made = (
+        of_every_turn(written, graph.mesh, alike_turns(nodes, graph.mesh, graph.mesh.coords(rank)))
+        if turned
+        else written({})
+    )
     return RankProgram(rank, graph.mesh, made, tuple(inputs), tuple(outputs))
-
-
-def _here(steps: Iterable[Node | Loop], graph: Graph, coords: Mapping[str, int]) -> list[Node | Loop]:
-    """What of all steps the rank at ``coords`` does."""
-    if graph.pipeline is None:
-        return list(steps)
-    found: list[Node | Loop] = []
-    for step in steps:
-        if isinstance(step, Node):
-            if is_done(step, graph, coords):
-                found.append(step)
-        elif inside := _here(step.steps, graph, coords):
-            ends = frozenset(value for value in step.ends if graph.is_here(made_at(value), coords))
-            found.append(Loop(step.axis, tuple(inside), ends))
-    return found
 
 
 @dataclass

@@ -20,6 +20,10 @@ ORIGINS = "shardfx_calls"
 """In the ``meta`` of a segment of a program: the planned nodes of its calls, member by member."""
 
 
+HELD = ("get_attr", "call_module")
+"""The nodes that name what their module holds."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a call comes from: the planned value and op, and the user's line. Plain data, in ``meta["shardfx"]``."""
@@ -138,7 +142,7 @@ class RankModule(fx.GraphModule):
             (n.op, n.name, _target_text(n.target), _plain(n.args), _plain(n.kwargs), _carried(n.meta))
             for n in self.graph.nodes
         ]
-        constants = {str(n.target): _get(self, str(n.target)) for n in self.graph.nodes if n.op == "get_attr"}
+        constants = {str(n.target): _get(self, str(n.target)) for n in self.graph.nodes if n.op in HELD}
         transform = getattr(self.graph._codegen, "_body_transformer", None)
         comments = transform.comments if isinstance(transform, Annotate) else {}
         return _restore, (int(self.meta.get("rank", 0)), calls, dict(comments), constants, self.training)

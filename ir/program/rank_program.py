@@ -7,7 +7,6 @@ changed by rank passes, ``node.meta["shardfx"]`` is the planned node that a call
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -17,9 +16,9 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, Node, Output
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.time import turns
 
-from .looped.turn_modules import nested, opened
+from .looped.inlined import attribute, inlined
+from .looped.turn_modules import nested
 from .looped.within_turns import part_in_turns
 from .rank_module import Origin, RankModule
 
@@ -95,7 +94,7 @@ class RankProgram:
             )
         planned = {node.outs[0].name: node for node in self.planned().values() if node.outs}
         graph = fx.Graph()
-        graph.output(_inlined(graph, module, {}))
+        graph.output(inlined(graph, module, {}))
         for node in graph.nodes:
             origin = node.meta.pop("shardfx", None)
             if isinstance(origin, Origin):
@@ -104,7 +103,7 @@ class RankProgram:
                 node.meta["shardfx"] = origin
         self._check(graph)
         names = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
-        return replace(self, graph=graph, constants={name: _attribute(module, name) for name in names})
+        return replace(self, graph=graph, constants={name: attribute(module, name) for name in names})
 
     def planned(self) -> dict[fx.Node, Node]:
         """The planned node that each call comes from."""
@@ -139,73 +138,3 @@ class RankProgram:
 
     def __str__(self) -> str:
         return RankProgram.printer(self)
-
-
-def _inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], path: str = "") -> Any:
-    """Copy a module's graph, and the graphs of the modules that it calls, into one; gives what it returns.
-
-    Args:
-        env: what stands for its inputs; where it is the outermost module, they become inputs of the one graph.
-        path: of the module in the outermost one, with a dot behind it.
-    """
-    for node in module.graph.nodes:
-        if node in env:
-            continue
-        late = next((used for used in node.all_input_nodes if used not in env), None)
-        if late is not None:
-            raise _not_a_call(path, node, f"{late.name}, which is not there yet")
-        if node.op == "call_function" and not callable(node.target):
-            raise _not_a_call(path, node, repr(node.target))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        if node.target is turns.repeat:
-            unit = _attribute(module, str(args[0].target).removeprefix(path))
-            into.erase_node(args[0])
-            turned = [each for each in unit.graph.nodes if each.op == "placeholder"]
-
-            def write(
-                begin: fx.Node, unit: Any = unit, turned: Any = turned, args: Any = args, path: str = path
-            ) -> Any:
-                return _inlined(into, unit, dict(zip(turned, [begin, *args[3:]], strict=True)), path)
-
-            env[node] = opened(into, args[1], args[2], args[3:], write)
-            continue
-        if node.op == "output":
-            return args[0]
-        if node.target is operator.getitem and args and isinstance(args[0], (tuple, list)):
-            if not (len(args) == 2 and isinstance(args[1], int) and -len(args[0]) <= args[1] < len(args[0])):
-                raise _not_a_call(path, node, f"{args[1:]} of {len(args[0])} values")
-            env[node] = args[0][args[1]]
-        elif node.op == "call_module" and isinstance(called := _attribute(module, str(node.target)), fx.GraphModule):
-            inputs = [each for each in called.graph.nodes if each.op == "placeholder"]
-            given = [*args, *(kwargs[str(each.target)] for each in inputs[len(args) :])]
-            env[node] = _inlined(into, called, dict(zip(inputs, given, strict=True)), f"{path}{node.target}.")
-        elif node.op in ("placeholder", "get_attr", "call_function"):
-            env[node] = into.node_copy(node, env.__getitem__)
-            env[node].meta = {key: each for key, each in node.meta.items() if key != "val"}
-            if node.op == "get_attr":
-                env[node].target = path + str(node.target)
-        else:
-            raise Error(
-                "a program calls what is no function",
-                where=node.format_node(),
-                expected="calls of functions, as of torch.ops.aten, and of modules that are a GraphModule",
-                got=node.op,
-                remedy="trace it: torch.fx.experimental.proxy_tensor.make_fx gives calls of functions",
-            )
-    return ()
-
-
-def _not_a_call(path: str, node: fx.Node, got: str) -> Error:
-    return Error(
-        "a program has a call that cannot be made",
-        where=f"{path}{node.name}",
-        expected="a function, of what stands before it",
-        got=got,
-    )
-
-
-def _attribute(module: fx.GraphModule, name: str) -> Any:
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

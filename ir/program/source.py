@@ -8,6 +8,9 @@ What a call does is the program's; *how* it is done may be an engine's (:class:`
         x = None
         all_reduce = (yield _Request, mm, None).pop()
         return (all_reduce,)
+
+Turns are a loop; turns in units one over the words of their order, with a branch for each unit. What a unit makes for
+another of the same turn is kept by the number of the turn.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.ops.local_ops import sent_by
-
 from .looped.within_turns import gives_number, part_in_turns
 from .rank_program import RankProgram
 from .sharing import destination
+from .units.lifetimes import Lifetimes, name_of, turns_of
+from .units.unit_order import UnitOrder, order_of
 
 Watch = Callable[[fx.Node, Any, tuple[Any, ...]], None]
 """Looks at what a call made of its operands."""
@@ -88,52 +91,85 @@ class _Writer:
         self.local = {node.name for node in self.nodes}
         self.scope: dict[str, Any] = {}
         self.lines: list[str] = []
+        self.life = Lifetimes(self.nodes)
+        self.open = ["program"]
         self.owners: list[fx.Node | None] = []
 
     def source(self) -> Source:
         inputs = [node.name for node in self.nodes if node.op == "placeholder"]
-        self._add(None, f"def program({', '.join(inputs)}):")
-        dying, indent = self._dying(), "    "
+        self._add(None, f"def program({', '.join(inputs)}):", indent="")
         for node in self.nodes:
             if node.op == "placeholder":
                 continue
             part = part_in_turns(node)
-            if part == "opens":
-                self._add(node, f"{indent}for {node.name} in range({node.args[1]}):")
-                indent += "    "
-            elif part == "closes":
-                indent = indent[:-4]
+            if part in ("opens", "unit", "closes"):
+                self._frame(node, part)
             else:
-                self._add(node, f"{indent}{self._statement(node)}")
+                self._add(node, self._statement(node))
+                if (turns := self.life.kept(node)) is not None:
+                    self._add(node, f"{self._kept(node)}[{turns.name}] = {node.name}")
             if self.watch is not None and node.op == "call_function" and part in ("", "collects"):
                 operands = "".join(f"{used.name}, " for used in node.all_input_nodes)
-                self._add(node, f"{indent}{self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
-            gone = [name for name in dying.get(node, ()) if name not in inputs]
+                self._add(node, f"{self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
+            gone = [each.name for each in self.life.dying.get(node, ()) if each.name not in inputs]
             if gone and node.op != "output":
-                self._add(node, f"{indent}{' = '.join(gone)} = None")
+                self._add(node, f"{' = '.join(gone)} = None")
         if self.forms.ask is not None:
-            self._add(None, "    yield")  # a coroutine, whether it asks for something or not
+            self._add(None, "    yield", indent="")  # a coroutine, whether it asks for something or not
         text, file = "\n".join(self.lines) + "\n", f"<shardfx program {next(_number)}>"
         linecache.cache[file] = (len(text), None, text.splitlines(True), file)
         exec(compile(text, file, "exec"), self.scope)
         return Source(text, self.scope["program"], self.nodes, tuple(self.owners), file)
 
-    def _add(self, node: fx.Node | None, line: str) -> None:
-        self.lines.append(line)
+    def _add(self, node: fx.Node | None, line: str, indent: str | None = None) -> None:
+        self.lines.append("    " * len(self.open) + line if indent is None else indent + line)
         self.owners.append(node)
 
-    def _dying(self) -> dict[fx.Node, list[str]]:
-        """After which node each value is let go."""
-        last: dict[fx.Node, fx.Node] = {}
-        for node in self.nodes:
-            if node.op == "call_function" and not node.users:
-                last[node] = node
-            for used in (*node.all_input_nodes, *sent_by(node)):
-                last[used] = node
-        dying: dict[fx.Node, list[str]] = {}
-        for used, user in last.items():
-            dying.setdefault(user, []).append(used.name)
-        return dying
+    # ---- turns ------------------------------------------------------------------------------------------------------
+
+    def _frame(self, node: fx.Node, part: str) -> None:
+        """Where turns begin or end, or one of their units begins."""
+        if part != "opens" and self.open[-1] == "unit":
+            self.open.pop()
+        if part == "closes":
+            self.open.pop()
+        elif part == "unit":
+            self._unit(node)
+        elif order := order_of(node):
+            for each in self.nodes:
+                if self.life.kept(each) is node:
+                    self._add(node, f"{self._kept(each)} = {{}}")
+            words = tuple(map(tuple, UnitOrder.of(order.split()).words))
+            self._add(node, f"for {self._free(f'{node.name}_unit')}, {node.name} in {words}:")
+            self.open.append(part)
+        else:
+            self._add(node, f"for {node.name} in range({node.args[1]}):")
+            self.open.append(part)
+
+    def _unit(self, node: fx.Node) -> None:
+        """A unit: a branch, which takes what others kept for it."""
+        turns, name = turns_of(node), name_of(node)
+        word = "if" if UnitOrder.of(order_of(turns).split()).units[0] == name else "elif"
+        self._add(node, f"{word} {self._free(f'{turns.name}_unit')} == {name!r}:")
+        self.open.append("unit")
+        takes = self.life.takes.get(node, [])
+        for value in takes:
+            at, last = f"{self._kept(value)}[{turns.name}]", self.life.let_go(value, node)
+            taken = f"{self._kept(value)}.pop({turns.name})"
+            if len(last) < turns.args[1]:  # type: ignore[operator]
+                taken = f"{taken} if {turns.name} in {tuple(last)} else {at}" if last else at
+            self._add(node, f"{value.name} = {taken}")
+        if not takes:
+            self._add(node, "pass")
+
+    def _kept(self, value: fx.Node) -> str:
+        """What holds a value for the units that take it, by the turn."""
+        return self._free(f"{value.name}_kept")
+
+    def _free(self, name: str) -> str:
+        while name in self.local:
+            name += "_"
+        return name
 
     def _statement(self, node: fx.Node) -> str:
         if node.op == "output":

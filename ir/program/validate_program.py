@@ -10,6 +10,7 @@ its plain form (:mod:`.plain`):
 - parts of one memory that live together do not overlap, and ``memory.join`` joins just the parts that were written;
 - no two results, and no result and input, share memory, where the result becomes its receiver's own;
 - what was only started, a collective or a copy between pools of memory, is not touched before it was waited for;
+- what turns and their units use is there (:mod:`.units.standing`);
 - what lies beside the device is fetched, and nothing else is done with it; and it leaves where it belongs.
 """
 
@@ -28,10 +29,10 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
-from .looped.within_turns import part_in_turns
 from .plain import written_out
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
+from .units.standing import Standing
 from .well_formed import OVER, malformed
 
 PLACES = ("memory.part", "memory.join", "time.turns", "time.done")
@@ -88,9 +89,7 @@ class _Walk:
         self.live: dict[fx.Node, list[fx.Node]] = {}
         """By root: the values there so far."""
         self.pending: set[fx.Node] = set()
-        self.open: list[fx.Node] = []
-        self.inside: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        """In which turns each call stands."""
+        self.standing = Standing(self.nodes, self.share, self._fail)
         self.slots: dict[fx.Node, tuple[fx.Node, Slot]] = {}
         """Of parts, and of what was written into them: the flat memory and the place in it."""
 
@@ -117,12 +116,11 @@ class _Walk:
                 self._output(node)
             else:
                 self._call(node)
-        if self.open:
-            self._fail("turns begin here and do not end", self.open[-1])
+        self.standing.end()
 
     def _call(self, node: fx.Node) -> None:
         row = self.share.row(node)
-        self._turned(node)
+        self.standing.take(node)
         into = row.destination(node) if row is not None else None
         target = node.target
         if row is None and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
@@ -176,28 +174,6 @@ class _Walk:
         pool = row.pool or (self.away.get(source, "") if source is not None else "")
         if pool:
             self.away[node] = pool
-
-    def _turned(self, node: fx.Node) -> None:
-        """What turns use of what was made before them is there until the last one is over; what they make stays in
-        them, but for what they collect."""
-        part = part_in_turns(node)
-        if part == "closes" and (not self.open or node.args[0] is not self.open[-1]):
-            self._fail(f"{node.name} ends turns that did not begin last", node)
-        if part in ("opens", "closes"):
-            self.inside[node] = tuple(self.open)
-            self.open = [*self.open, node] if part == "opens" else self.open[:-1]
-            return
-        for used in node.all_input_nodes:
-            made = self.inside.get(used, ())
-            if part_in_turns(used) == "opens":
-                made = (*made, used)
-            if made != tuple(self.open[: len(made)]) and part_in_turns(used) != "collects":
-                self._fail(f"{used.name} is used behind its turns, which do not collect it", node)
-            for loop in self.open[len(made) :]:
-                around: Any = loop.args[2]
-                if used not in around:
-                    self._fail(f"{used.name} is used in turns that do not say so", node, expected=f"it in {loop.name}")
-        self.inside[node] = tuple(self.open)
 
     def _define(self, node: fx.Node) -> None:
         self.live.setdefault(self.share.root(node), []).append(node)

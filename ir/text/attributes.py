@@ -10,7 +10,6 @@ An attribute begins with its word and ends before the next one's. To say somethi
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -19,19 +18,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Guard, Input, Node, Output, Pin, Strategy, Value, Where
+from shardfx.ir.graph import Guard, Input, Node, Output, Pin, Strategy, Value
 from shardfx.ir.ops.table import OwnOp
 
 from .arguments import read_argument, read_axes, read_spec, write_argument, write_axes, write_spec
 from .lexer import Line
-from .scope import BARE_NAME, BARE_SOURCE, PrintScope, ReadScope, quoted, unquoted
+from .scope import BARE_NAME, PrintScope, ReadScope, quoted
+from .where import read_where, write_where
 
 S = TypeVar("S")
 INLINE = 16
 """The contents of a constant are written if it has no more elements than this."""
 WIDTH = 64
 """The column at which sources begin, where the line is shorter."""
-WHERE = re.compile(r'("(?:[^"\\]|\\.)*"|[^\s"#:]+)(?::(\d+))?(?:\s+|$)')
 
 
 @dataclass(frozen=True)
@@ -191,29 +190,6 @@ def _write_why(node: Node, scope: PrintScope) -> str | None:
 
 def _read_why(node: Node, line: Line, scope: ReadScope) -> None:
     node.why = json.loads(line.take("string", "the reason in quotes"))
-
-
-def write_where(where: Where, scope: PrintScope) -> str | None:
-    """`` layers.0  model.py:42``, None where nothing is known."""
-    parts = [quoted(where.module, BARE_SOURCE)] if where.module else []
-    if where.file:
-        parts.append(f"{quoted(scope.labels.get(where.file, where.file), BARE_SOURCE)}:{where.line}")
-    return f" {'  '.join(parts)}" if parts else None
-
-
-def read_where(line: Line, scope: ReadScope) -> Where:
-    """A module, a file with a line, or both."""
-    module, file, number = "", "", 0
-    line.at = line.start if line.kind else line.at
-    while match := WHERE.match(line.text, line.at):
-        line.at = match.end()
-        name = unquoted(match[1])
-        if match[2] is None:
-            module = name
-        else:
-            file, number = scope.files.get(name, name), int(match[2])
-    line.next()
-    return Where(module, file, number)
 
 
 def _read_source(node: Node, line: Line, scope: ReadScope) -> None:

@@ -163,9 +163,8 @@ class _Reader:
             line.next()
             self.rows.append(json.loads(line.take("string", "a row of the schedule in quotes")))
         else:
-            line.fail(
-                f"mesh, link, unplaced, established, note, repeat, pipeline, row, source, {', '.join(kinds)} or forward:"
-            )
+            words = "mesh, link, unplaced, established, note, repeat, pipeline, row, source"
+            line.fail(f"{words}, {', '.join(kinds)} or forward:")
 
     def _axis(self, line: Line) -> tuple[str, int | Time]:
         name = line.word("a mesh axis such as dp=2")

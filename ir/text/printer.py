@@ -18,10 +18,11 @@ A type without braces is whole. Before anything is placed the header says ``unpl
 not. A node with a strategy says ``cuts m{dp} k{tp}`` (``cuts -`` for none) and, where they differ from the specs of its
 operands and results, what it ``needs`` and ``gives``; a placed comm op always has a strategy, and need not say so.
 ``hint`` says how somebody wants a value, and who; an output's ``: [...]`` how it must leave. All that a line may say is
-the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see :mod:`shardfx.ir.repeat`). ``at{1}`` are the stages
-of a node or an input, where the header says ``pipeline pp, mb``, and in a ``row`` for each coordinate what is done when. A
-comment begins with ``#``. Not in the text: the contents of large constants and the code of a source line; on request
-only: which pass made a node (``by``), and ``why``; and at the end the ``reasons`` of cuts (:mod:`.reason_lines`).
+the table in :mod:`.attributes`. ``repeat layers 2..77`` leaves out equal blocks (see :mod:`shardfx.ir.repeat`).
+``at{1}`` are the stages of a node or an input, where the header says ``pipeline pp, mb``, and in a ``row`` for each
+coordinate what is done when. A comment begins with ``#``. Not in the text: the contents of large constants and the code
+of a source line; on request only: which pass made a node (``by``), and ``why``; and at the end the ``reasons`` of cuts
+(:mod:`.reason_lines`).
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from shardfx.ir.reasons import Carrier, Decision, Reasons, Refused
 from shardfx.ir.spec import Spec
 
 from .arguments import read_spec, read_type, write_spec, write_type
-from .attributes import Attribute, read_attributes, read_where, write_attributes, write_where
+from .attributes import Attribute, read_attributes, write_attributes
 from .lexer import Line
 from .scope import BARE_NAME, PrintScope, ReadScope, quoted
+from .where import read_where, write_where
 
 
 def write_reasons(reasons: Reasons, scope: PrintScope) -> Iterator[str]:

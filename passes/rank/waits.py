@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.looped.within_turns import part_in_turns, regions
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -61,11 +61,19 @@ class Waits(RankPass):
 
 def _before_turns(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Node:
     """Where to wait at the latest for what started before turns, or in them: not in others, where it would be done in
-    each."""
+    each, and in a unit at its end."""
     here, there = inside[wait], inside[first]
     if there[: len(here)] != here:
-        return wait  # its turns are over by then
+        return _end(wait, inside) if part_in_turns(here[-1]) == "unit" else wait  # its turns are over by then
     return there[len(here)] if len(there) > len(here) else first
+
+
+def _end(node: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Node:
+    """What stands behind the unit that a call is in."""
+    end = node
+    while len(inside[end]) >= len(inside[node]):
+        end = end.next
+    return end
 
 
 def _behind(wait: fx.Node, following: list[fx.Node]) -> list[fx.Node]:

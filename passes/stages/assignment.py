@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Phase, Value
 from shardfx.ir.ops.traits import is_heavy
 
 At = tuple[int, ...]
@@ -104,8 +104,10 @@ class Assignment:
             behind = [self.at[m][0] for m in made if m is not None and m.phase is Phase.BACKWARD]
             ahead = [self.at[m][0] for m in made if m is not None and m.phase is Phase.FORWARD]
             own = self._own(node)
-            most = min(behind) if behind else max(ahead, default=self._last)
-            self.at[node] = (most if own is None else min(own, most),)
+            if own is None:
+                self.at[node] = (min(behind) if behind else max(ahead, default=self._last),)
+            else:  # what is kept of stages before it does not hold it back: it was sent
+                self.at[node] = (min([own, *behind]),)
 
     # ---- what is done in several stages -----------------------------------------------------------------------
 
@@ -114,22 +116,23 @@ class Assignment:
         given = {output.value: output for output in self.graph.outputs}
         for node in reversed(self.graph.nodes):
             if node in self._light:
-                self.at[node] = self._union(node.outs)
+                leaves = any(value in given for value in node.outs)
+                self.at[node] = self._union(node.outs) or (self._beside(node.where.module) if leaves else ())
         for each in self.graph.inputs:
             self.inputs[each.value] = self._union([each.value])
         left = (each for each in self.graph.inputs if not self.inputs[each.value] and each.value not in given)
         for each in left:
             if each.kind in OF_WEIGHTS:
-                self.inputs[each.value] = self._beside(each)
+                self.inputs[each.value] = self._beside(each.name.rpartition(".")[0])
 
     def _union(self, values: list[Value]) -> At:
         users = [user for value in values for user in self._users[value]]
         found = sorted({stage for user in users for stage in self.at.get(user, ())})
         return tuple(found)
 
-    def _beside(self, given: Input) -> At:
-        """Where an input is held that nothing uses: in the first stage."""
-        return (0,)
+    def _beside(self, module: str) -> At:
+        """Where that is which no work uses: where its module is, or in the first stage."""
+        return next((self.at[n] for n in self.graph.nodes if n.where.module == module and self.at.get(n)), (0,))
 
     # ---- the optimizer ------------------------------------------------------------------------------------------
 

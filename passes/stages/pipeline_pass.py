@@ -1,8 +1,8 @@
 """pipeline: which stage does what; what another stage needs is sent there.
 
-    %3 = aten.relu(%2) : f32[8, 512]      @ layers.0        %3 = aten.relu(%2) : f32[8, 512]      at{0}  @ layers.0
-    %4 = aten.mm(%3, %w1) : f32[8, 64]    @ layers.1   ->   %4 = comm.send(%3, axes=[pp], origin=0, places=[1], tag=0) ...
-                                                            %5 = aten.mm(%4, %w1) : f32[8, 64]    at{1}  @ layers.1
+    %3 = aten.relu(%2)      @ layers.0        %3 = aten.relu(%2)      at{0}  @ layers.0
+    %4 = aten.mm(%3, %w1)   @ layers.1   ->   %4 = comm.send(%3, axes=[pp], origin=0, places=[1], tag=0)  at{1}
+                                              %5 = aten.mm(%4, %w1)   at{1}  @ layers.1
 
 All stages are one graph. Skips over stages, weights that several stages share, a loss in the middle are values that are
 needed elsewhere than where they are made, like any other.
@@ -21,11 +21,13 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.schedule import COSTS, Costs, Pipelined, Schedule, check_schedule
+from shardfx.ir.schedule.actions import WORD as ACTION
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
-from shardfx.passes.time import SCHEDULES, make_schedule
+from shardfx.passes.time import make_schedule
 
 from .assignment import Assignment, At, places
-from .blocks import Blocks, Stages
+from .shared_sums import sum_behind_turns
+from .stage_blocks import Blocks, Stages
 
 STAGED = "STAGED"
 """Each node is in the stages of a pipeline, and what goes between them is sent."""
@@ -65,11 +67,17 @@ class Pipeline(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         self._check(graph)
         count = graph.mesh[self.axis].size * self.chunks
-        blocks = Blocks(graph)
-        assigned = Assignment(graph, blocks.stage_of(self.stages, count), count - 1, told=self.stages is not None)
+        own = Blocks(graph).stage_of(self.stages, count)
+        assigned = Assignment(graph, own, count - 1, told=self.stages is not None)
+        if self.time and sum_behind_turns(graph, assigned.at, self.time, context.rules):
+            assigned = Assignment(graph, own, count - 1, told=self.stages is not None)
         if missing := set(range(count)) - places(assigned.at):
             raise Error(
-                f"stage {min(missing)} has nothing to do", where=WHERE, expected="work for each", got=self.stages
+                f"stage {min(missing)} has nothing to do",
+                where=WHERE,
+                expected="work for each",
+                got=self.stages,
+                remedy="give it modules that the forward calls",
             )
         for node in graph.nodes:
             node.at = assigned.at[node]
@@ -98,6 +106,7 @@ class Pipeline(Pass):
                 where=str(cut.where),
                 expected="cuts over other axes",
                 got=str(cut.spec),
+                remedy=f"take {self.axis!r} out of specs, cuts and zero_axis",
             )
 
     def _schedule(self, graph: Graph, count: int) -> Schedule:
@@ -106,13 +115,19 @@ class Pipeline(Pass):
         costs = stage_costs(graph, count)
         if callable(self.schedule):
             made = self.schedule(count, turns, ranks, costs)
-        elif self.schedule in (*SCHEDULES, "auto"):
+        elif not ACTION.match(self.schedule.strip()):
             made = make_schedule(self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs)
         else:
             made = Schedule.parse(self.schedule)
         check_schedule(made, stages=count, turns=turns)
         if len(made.rows) != ranks:
-            raise Error("a schedule has a row for each rank", where=WHERE, expected=ranks, got=len(made.rows))
+            raise Error(
+                "a schedule has a row for each rank",
+                where=WHERE,
+                expected=f"{ranks} rows, for the ranks along {self.axis!r}",
+                got=len(made.rows),
+                remedy=f"write {ranks} rows, or Mesh({self.axis}={len(made.rows)}, ...)",
+            )
         return made
 
 

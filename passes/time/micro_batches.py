@@ -18,8 +18,9 @@ from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.sends import EACH_TURN
 from shardfx.ir.ops.traits import is_heavy, uncast
-from shardfx.ir.program.looped.in_turns import EACH_TURN, Loop, in_turns, time_axes
+from shardfx.ir.program.looped.in_turns import Loop, in_turns, time_axes
 from shardfx.ir.program.lower import select
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -81,9 +82,10 @@ class Turns(Pass):
         work = {node: flops_of(node) for loop in loops for node in loop.nodes() if is_heavy(node)}
         once = sum(work.values())
         more = sum(work[node] for loop in loops for node in loop.nodes() if node in work) - once
-        if more <= WORTH_SAYING * once and len(early) == 1:
+        in_stages = graph.pipeline is not None  # whose schedule goes through each turn once
+        if more <= WORTH_SAYING * once and len(early) == 1 and not in_stages:
             return
-        if len(early) > 1 or self.strict:
+        if len(early) > 1 or self.strict or in_stages:
             times = f"{len(early)} times" if len(early) > 1 else "once"
             raise Error(
                 f"all turns of {axis!r} must have come to this place {times} before any can go on",

@@ -25,6 +25,7 @@ from shardfx.ir.ops.computing import grouped_product, moments, resized, rings, s
 from shardfx.ir.ops.local_ops import POOLS, TURNS
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.rank_module import HELD
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.distributed.groups import axes_of
 
@@ -67,13 +68,13 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
 
 
 def functions(module: fx.GraphModule, name: str) -> list[str]:
-    """The code of a module as a function, behind those of the modules that it calls for each turn."""
+    """The code of a module as a function, behind those of the modules that it calls for each turn, or for units."""
     code, found = module.graph.python_code("self").src.strip("\n"), []
-    for node in module.graph.nodes:
-        unit = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    for target in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op in HELD):
+        unit = getattr(module, target, None)
         if isinstance(unit, fx.GraphModule):
-            found += functions(unit, f"{name}_{node.target}")
-            code = code.replace(f"self.{node.target}\n", f"{name}_{node.target}\n")
+            found += functions(unit, f"{name}_{target}")
+            code = re.sub(rf"\bself\.{target}\b", f"{name}_{target}", code)
     return [*found, re.sub(r"^def forward\(self(, )?", f"def {name}(", code)]
 
 

@@ -22,6 +22,8 @@ class Fault:
     numbers: str = ""
     """What it gives, and what the model does, where that was run."""
     certain: bool = False
+    seen: tuple[str, int] | None = None
+    """At which node of which rank the proof ends, where ``node`` is one that somebody changed."""
 
 
 def place(node: Node) -> str:

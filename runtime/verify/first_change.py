@@ -26,8 +26,8 @@ def named(fault: Fault, own: Mapping[int, HasGraph], changed: Mapping[int, HasGr
     _, rank, node = min(found, key=lambda each: each[:2])
     if (rank, node.name) == (fault.rank, fault.node):
         return fault
-    seen = f" (seen at node {fault.node!r} of rank {fault.rank})" if fault.node else ""
-    return replace(fault, what=fault.what + seen, rank=rank, node=node.name, where=where(node))
+    seen = (fault.node, fault.rank) if fault.node and fault.rank is not None else None
+    return replace(fault, seen=seen, rank=rank, node=node.name, where=where(node))
 
 
 def first_change(own: fx.Graph, other: fx.Graph) -> fx.Node | None:

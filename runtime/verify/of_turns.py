@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from shardfx.ir.graph import Graph, Node
@@ -17,11 +18,8 @@ from .plan_proof import Asked, Broken, first_broken
 
 
 def of_turns(before: Graph, after: Graph, asked: Sequence[Asked]) -> tuple[Graph, Graph, list[Asked]]:
-    """The captured graph, the planned one and the programs, where each turn is a rank.
-
-    Raises:
-        Broken: a program's turns are not those of its plan.
-    """
+    """The captured graph, the planned one and the programs, where each turn is a rank. A program whose turns are not
+    those of its plan is :class:`.plan_proof.Broken` when it is asked for."""
     mesh = after.mesh
     before, after = _on(before, as_ranks(mesh)), _on(after, as_ranks(mesh))
     return before, after, [_Turned(mesh, each).asked(after) for each in asked]
@@ -45,20 +43,23 @@ class _Turned:
     def asked(self, after: Graph) -> Asked:
         """The same, of ranks that are turns."""
         changed = self.given.changed(self._timed(after))
-        used = {
-            rank: self._unrolled(changed[own], after, rank)
-            for rank in range(after.mesh.size)
-            if (own := self._rank(after, rank)) in changed
-        }
-        return replace(self.given, program=self._program(), used=used, modules={})
+        used = _Used(self, changed, after)
+
+        def together(graph: Graph, rank: Any) -> RankProgram:
+            own = self.rank_of(graph, rank)
+            other = next((program for number, program in changed.items() if number == own), None)
+            made = other if other is not None else self.given.program(self._timed(graph), own)
+            return self.unrolled(made, graph, rank)
+
+        return replace(self.given, program=self._program(), used=used, modules={}, together=together)
 
     def _program(self) -> Callable[[Graph, int], RankProgram]:
         def program(graph: Graph, rank: int) -> RankProgram:
-            own = self._rank(graph, rank)
+            own = self.rank_of(graph, rank)
             known = self.known.setdefault(graph, {})
             if own not in known:
                 known[own] = self.given.program(self._timed(graph), own)
-            return self._unrolled(known[own], graph, rank)
+            return self.unrolled(known[own], graph, rank)
 
         return program
 
@@ -68,17 +69,52 @@ class _Turned:
             self.timed[graph] = _on(graph, self.mesh)
         return self.timed[graph]
 
-    def _rank(self, graph: Graph, rank: int) -> int:
+    def rank_of(self, graph: Graph, rank: int) -> int:
+        """Whose turn it is."""
         return self.mesh.rank(graph.mesh.coords(rank))
 
-    def _unrolled(self, program: RankProgram, graph: Graph, rank: int) -> RankProgram:
+    def unrolled(self, program: RankProgram, graph: Graph, rank: int) -> RankProgram:
+        """What one turn does of a program of its rank, or what turns of the same rank do.
+
+        Raises:
+            Broken: the program's turns are not those of its plan.
+        """
         fault = first_broken([program])
         if fault is not None:
-            raise Broken(fault)
+            raise Broken(replace(fault, rank=rank))
         try:
             return unrolled(program, graph, rank)
         except NotTurns as wrong:
             made = wrong.node.meta.get("shardfx")
             where = place(made) if isinstance(made, Node) else ""
-            fault = Fault(wrong.what, "", self._rank(graph, rank), wrong.node.name, where, certain=True)
-            raise Broken(fault) from wrong
+            raise Broken(Fault(wrong.what, "", rank, wrong.node.name, where, certain=True)) from wrong
+
+
+class _Used(Mapping[int, RankProgram]):
+    """What somebody gave in the place of the plan's programs, turn by turn, each written when it is asked for."""
+
+    def __init__(self, turned: _Turned, given: Mapping[int, RankProgram], graph: Graph) -> None:
+        self._turned, self._given, self._graph = turned, given, graph
+        own = {rank: turned.rank_of(graph, rank) for rank in range(graph.mesh.size if given else 0)}
+        self._own = {rank: number for rank, number in own.items() if number in given}
+
+    def __getitem__(self, rank: int) -> RankProgram:
+        return self._turned.unrolled(self._given[self._own[rank]], self._graph, rank)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def of_the_rank(fault: Fault, mesh: Mesh) -> Fault:
+    """A fault of a turn, as one of the rank whose turn it is."""
+    if fault.rank is None:
+        return fault
+    turns = as_ranks(mesh)
+    at = turns.coords(fault.rank)
+    turn = ", ".join(f"turn {at[axis.name]} of {axis.name}" for axis in mesh.axes if axis.time)
+    where = "; ".join(filter(None, (turn, fault.where)))
+    seen = None if fault.seen is None else (fault.seen[0], mesh.rank(turns.coords(fault.seen[1])))
+    return replace(fault, rank=mesh.rank(at), where=where, seen=seen)

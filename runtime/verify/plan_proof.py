@@ -14,9 +14,10 @@ from torch import fx
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
-from shardfx.ir.program.lower import ends_here, lower, select
+from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.units.of_stages import ends_here
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
@@ -39,6 +40,8 @@ class Asked:
             in small.
         used: programs that run on some ranks in the place of the plan's own.
         modules: programs that somebody changed, in the place of those of some ranks.
+        together: of ranks that are turns of one: ``together(graph, rank)`` is the program that is used, for all ranks
+            of which ``rank`` is the number (:class:`.families.varying.Varying`).
     """
 
     name: str
@@ -46,9 +49,12 @@ class Asked:
     program: Callable[[Graph, int], RankProgram]
     used: Mapping[int, RankProgram] = field(default_factory=dict)
     modules: Mapping[int, fx.GraphModule] = field(default_factory=dict)
+    together: Callable[[Graph, Any], RankProgram] | None = None
 
-    def changed(self, graph: Graph) -> dict[int, RankProgram]:
+    def changed(self, graph: Graph) -> Mapping[int, RankProgram]:
         """The programs that are not the plan's own."""
+        if not self.modules:
+            return self.used
         return {**self.used, **{r: self.program(graph, r).changed(module) for r, module in self.modules.items()}}
 
 
@@ -120,8 +126,6 @@ class PlanProof:
     device: torch.device
     counts: Counter[str]
     fakes: FakeCalls = field(default_factory=FakeCalls)
-    turned: bool = False
-    """Some ranks are turns of one, whose programs are not written each on its own."""
 
     @property
     def ranks(self) -> range:
@@ -158,7 +162,7 @@ class PlanProof:
             return numbers.of_graph(proof)
         for task in self.tasks:
             self.counts["outputs"] += len(task.outputs) * len(self.ranks)
-        if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after) and not self.turned:
+        if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
             fault, number = self._many(proof)
         else:
             fault, number = self._each(proof)
@@ -197,19 +201,24 @@ class PlanProof:
         def write(graph: Graph, rank: int) -> RankProgram:
             return plain(lower(graph, rank, self.rules, {OutputKind.RESULT}, self.device), in_place=True)
 
-        for task in self.tasks:
-            task.run(task.changed.values(), self.fakes)
-        asked = [
-            many_ranks.Asked(
-                lambda rank, task=task: task.sound(task.asked.program(self.after, rank), in_place=True),  # type: ignore[misc]
-                {rank: task.sound(each) for rank, each in task.changed.items()},
-                task.nodes,
-                task.inputs,
-                task.outputs,
-            )
-            for task in self.tasks
-        ]
+        asked = [self._asked_of_many(task) for task in self.tasks]
         return many_ranks.verify(proof, self.rules, write, asked, self.counts)
+
+    def _asked_of_many(self, task: Task) -> many_ranks.Asked:
+        """The programs of a task; those of turns are written together, whoever gave them."""
+        together = task.asked.together
+        alone = {} if together is not None else task.changed
+        given = frozenset(task.changed) - alone.keys()
+        task.run((*alone.values(), *(task.changed[rank] for rank in sorted(given)[:1])), self.fakes)
+        program = together or task.asked.program
+        return many_ranks.Asked(
+            lambda rank: task.sound(program(self.after, rank), in_place=True),
+            {rank: task.sound(each) for rank, each in alone.items()},
+            task.nodes,
+            task.inputs,
+            task.outputs,
+            given,
+        )
 
 
 def first_broken(programs: Iterable[RankProgram]) -> Fault | None:

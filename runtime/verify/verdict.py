@@ -18,7 +18,7 @@ from shardfx.ir.rules.book import RuleBook
 
 from .claims import other_claim
 from .fault import Fault
-from .of_turns import of_turns
+from .of_turns import of_the_rank, of_turns
 from .plan_proof import Asked, Broken, PlanProof, Task
 from .sample import compare, shrink_plan
 
@@ -96,7 +96,8 @@ def text(fault: Fault) -> str:
     rank = "" if fault.rank is None else f"rank {fault.rank}"
     node = f"node {fault.node!r}" if fault.node else ""
     place = "; ".join(part for part in (rank, node, fault.where) if part)
-    lines = [fault.what]
+    seen = "" if fault.seen is None else " (seen at node {!r} of rank {})".format(*fault.seen)
+    lines = [fault.what + seen]
     lines += [f"  {'where:':<10}{place}"] if place else []
     lines += [f"  {'output:':<10}{fault.output}"] if fault.output else []
     lines += [f"  {'numbers:':<10}{fault.numbers}"] if fault.numbers else []
@@ -129,10 +130,7 @@ def verify(
     how = "shown on random float64 numbers" if run else "proven"
     turned = bool(time_axes(mesh))
     if turned:
-        try:
-            before, after, asked = of_turns(before, after, asked)
-        except Broken as broken:
-            return Verdict.of(broken.fault, how=how, checked={"ranks": mesh.size})
+        before, after, asked = of_turns(before, after, asked)
     names = tuple(each.name for each in asked)
     claim = other_claim(before, after)
     if claim is not None:
@@ -155,12 +153,13 @@ def verify(
         stored,
         device,
         counts,
-        turned=turned,
     )
     try:
         fault = proof.shown() if run else proof.proven()
     except Broken as broken:
         fault = broken.fault
+    if turned and fault is not None:
+        fault = of_the_rank(fault, mesh)
     if small is not None:
         counts["sizes shrunk"] += small.sizes
     return Verdict.of(fault, how=how, checked=dict(counts), programs=() if fault is not None else names)

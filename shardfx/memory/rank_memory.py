@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -113,18 +114,14 @@ class RankMemory:
         fixed: dict[str, int] = {}
         for held in self.given:
             fixed[held.category] = fixed.get(held.category, 0) + held.nbytes
-        steps: dict[str, list[int]] = {}
-        for storage in (each for each in self.footprint.storages if not each.pool):
-            steps_of = steps.setdefault(MADE.get(storage.category, storage.category), [0] * (self._calls + 1))
-            steps_of[storage.born] += storage.nbytes
-            steps_of[storage.last + 1] -= storage.nbytes
-        idle = steps.setdefault(BUFFERS, [0] * (self._calls + 1))
-        for call, (now, before) in enumerate(zip(self.footprint.idle, (0, *self.footprint.idle), strict=False)):
-            idle[call] += now - before
-        moments, held_now = [], dict.fromkeys(steps, 0)
+        made: dict[str, list[int]] = {}
+        for category, course in (*self.footprint.by_category.items(), (BUFFERS, self.footprint.idle)):
+            there = made.setdefault(MADE.get(category, category), [0] * self._calls)
+            there[:] = map(operator.add, there, course)
+        moments = []
         for call in range(self._calls):
-            held_now = {category: held_now[category] + steps[category][call] for category in steps}
-            moments.append({**fixed, **{name: n + fixed.get(name, 0) for name, n in held_now.items()}})
+            now = {name: course[call] + fixed.get(name, 0) for name, course in made.items()}
+            moments.append({**fixed, **now})
         return tuple(moments)
 
     @cached_property
@@ -152,10 +149,9 @@ class RankMemory:
         here = [given for given in self.program.inputs if not given.pool]
         for held, given in zip(self.given, here, strict=True):
             yield Term(held.nbytes, spec_of([given.value], held.nbytes, mesh))
-        for storage in self.footprint.storages:
-            if storage.born <= call <= storage.last and not storage.pool:
-                values = storage.node.outs if storage.node is not None else ()
-                yield Term(storage.nbytes, spec_of(values, storage.nbytes, mesh))
+        for storage in self.footprint.there(call):
+            values = storage.node.outs if storage.node is not None else ()
+            yield Term(storage.nbytes, spec_of(values, storage.nbytes, mesh))
         yield Term(self.footprint.idle[call])
         yield Term(self.footprint.inside[call])
 

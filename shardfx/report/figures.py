@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from shardfx.ir.cost.amounts import Cost
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.storages import Peak
+from shardfx.ir.cost.turn_memory import TurnMemory
 from shardfx.ir.mesh import Mesh
 
 from .tables import report_tables, report_text
@@ -29,6 +30,8 @@ class Memory:
     """Of an optimizer in the program."""
     beside: int = 0
     """At most in other memory than the device's: what is put away."""
+    turns: tuple[TurnMemory, ...] = ()
+    """What a turn of each axis of time holds at its peak."""
 
     @property
     def activations(self) -> int:

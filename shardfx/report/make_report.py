@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
 from shardfx.ir.cost.call_facts import source_of
+from shardfx.ir.cost.how_often import Turns
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.storages import Peak
-from shardfx.ir.cost.traffic import comm_name, traffic
+from shardfx.ir.cost.traffic import comm_name, over_time, traffic
+from shardfx.ir.cost.turn_memory import turn_memory
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
@@ -47,7 +50,7 @@ def make_report(
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
-        memory_of(graph, footprint.peak, max(footprint.beside, default=0)),
+        replace(memory_of(graph, footprint.peak, max(footprint.beside, default=0)), turns=turn_memory(footprint)),
         communication,
         Estimate(footprint.cost, device, mesh),
         (*compiled.after.notes, *notes),
@@ -84,13 +87,19 @@ def comm_rows(graph: Graph, mesh: Mesh, kinds: Iterable[OutputKind] = tuple(Outp
     outputs = {output.value: output for output in graph.outputs}
     inputs = {given.value: given.name for given in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
-    for node in select(graph, kinds)[1]:
-        if is_comm(node) and not node.op.stays:
-            rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node)), []).append(node)
+    _, chosen, wanted = select(graph, kinds)
+    turns = Turns.among(chosen, wanted, mesh)
+    for node in chosen:
+        if is_comm(node) and not node.op.stays and not over_time(node, mesh):
+            rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node, mesh)), []).append(node)
     made = []
     for (axes, kind), nodes in rows.items():
-        sent = [traffic(node, mesh) for node in nodes]
-        causes = [cause for node in nodes for cause in causes_of(node, mesh, inputs, outputs)]
+        sent = [replace(traffic(node, mesh), turns=turns.times.get(node, 1)) for node in nodes]
+        causes = [
+            cause
+            for node, one in zip(nodes, sent, strict=True)
+            for cause in causes_of(node, one.total, mesh, inputs, outputs)
+        ]
         causes.sort(key=lambda cause: -cause.nbytes)
         calls = sum(one.turns for one in sent)
         link = mesh.link(axes)
@@ -101,9 +110,11 @@ def comm_rows(graph: Graph, mesh: Mesh, kinds: Iterable[OutputKind] = tuple(Outp
     return sorted(made, key=lambda row: ([mesh.order(axis) for axis in row.axes], -row.nbytes))
 
 
-def causes_of(node: Node, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]) -> list[Cause]:
-    """What each value that a comm node moves is: a parameter, a gradient, the loss, or what an op made."""
-    total = traffic(node, mesh).total
+def causes_of(
+    node: Node, total: float, mesh: Mesh, inputs: Mapping[Value, str], outputs: Mapping[Value, Output]
+) -> list[Cause]:
+    """What each value that a comm node moves is: a parameter, a gradient, the loss, or what an op made; and its share
+    of the bytes that the node sends in a step."""
     values = list(zip(node.operands, node.outs, strict=True))
     held = [operand.local_bytes(mesh) for operand, _ in values]
     whole = sum(held) or 1

@@ -1,5 +1,7 @@
 """``Hints(accumulate=4)``: an axis of time that cuts the batch, outermost, as if mesh and hints had said so.
 
+The turns of ``Hints(pipeline=...)`` cut the batch too, where no hint says what they cut.
+
 >>> hints = Hints(args=(x,), specs={"args.0": "dp, -"}, accumulate=4)
 >>> mesh = with_turns(Mesh(dp=2), hints)
 >>> mesh, specs_in_turns(mesh, hints)["args.0"]
@@ -37,17 +39,17 @@ def with_turns(mesh: Mesh, hints: Hints) -> Mesh:
 
 
 def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
-    """The specs of hints on such a mesh: the axis stands in front of those that cut the leading dim of an input, or
-    else cuts that of the first input.
+    """The specs of hints on such a mesh: the axis of turns stands in front of those that cut the leading dim of an
+    input, or else cuts that of the first input.
 
     Raises:
         Error: no input has a batch to cut.
     """
-    if hints.accumulate == 1 or isinstance(hints.specs, PlannedSpecs):
-        return hints.specs
-    axis = mesh.axes[0].name
     leaves = leaf_names(hints.args, hints.kwargs, hints.targets)
     inputs = {name: leaf.ndim for name, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    axis = "" if isinstance(hints.specs, PlannedSpecs) else _unsaid(mesh, hints, inputs)
+    if not axis:
+        return hints.specs
     specs, found = dict(hints.specs), False
     for text, given in hints.specs.items():
         ndim = next((dims for name, dims in inputs.items() if pattern(text).fullmatch(name)), None)
@@ -60,7 +62,7 @@ def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
     if first is None:
         raise Error(
             "there is no batch to cut into turns",
-            where=f"Hints(accumulate={hints.accumulate})",
+            where=f"Hints(accumulate={hints.accumulate})" if hints.accumulate > 1 else "Hints(pipeline=...)",
             expected="an input of the model whose leading dim is the batch",
             got=f"inputs {', '.join(inputs) or 'without dims'}",
             remedy="say which dim it is: Mesh(mb=sx.Time(4), ...), and mb in the specs of inputs",
@@ -68,6 +70,21 @@ def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
     by = next((text for text in specs if pattern(text).fullmatch(first)), first)
     given = as_spec(specs[by], mesh, inputs[first], by) if by in specs else Spec.whole(inputs[first])
     return {**specs, by: given if any(mesh[a].time for a in given.axes) else _before(axis, given)}
+
+
+def _unsaid(mesh: Mesh, hints: Hints, inputs: Mapping[str, int]) -> str:
+    """The axis of turns of which no hint says what it cuts; empty where there is none."""
+    if hints.accumulate > 1:
+        return mesh.axes[0].name
+    time = hints.pipeline.time if hints.pipeline is not None else ""
+    if time not in mesh.names or not mesh[time].time:
+        return ""  # or it is no axis of turns, which the pass will say
+    said = (as_spec(given, mesh, dims, text) for text, given in hints.specs.items() for dims in _fitting(text, inputs))
+    return "" if any(time in spec.axes for spec in said) else time
+
+
+def _fitting(text: str, inputs: Mapping[str, int]) -> list[int]:
+    return [dims for name, dims in inputs.items() if pattern(text).fullmatch(name)]
 
 
 def _before(axis: str, spec: Spec) -> Spec:

@@ -29,20 +29,21 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
-PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped")
+PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped", "ir.program.units")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
-    "ir": ("ir.ops", "ir.rules"),  # the rewriter alone
+    "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
     "ir.rules": ("ir",),
     "ir.ops": ("ir", "ir.ops.computing", "ir.ops.pools", "ir.ops.time"),
     "ir.ops.pools": ("ir", "ir.ops"),
     "ir.schedule": ("ir",),
-    "ir.text": GRAPHS,
-    "ir.validate": (*ONE_OP, "ir.text"),
+    "ir.text": (*GRAPHS, "ir.schedule"),
+    "ir.validate": (*ONE_OP, "ir.schedule", "ir.text"),
     "ir.rulebook": ONE_OP,
     "ir.rulebook.arithmetic": (*ONE_OP, "ir.rulebook"),
     "ir.rulebook.movement": (*ONE_OP, "ir.rulebook", "ir.rulebook.arithmetic"),
-    "ir.program": (*ONE_OP, "ir.program.looped", "ir.rulebook", "ir.text"),
-    "ir.program.looped": (*GRAPHS, "ir.program"),
+    "ir.program": (*ONE_OP, "ir.program.looped", "ir.program.units", "ir.rulebook", "ir.text"),
+    "ir.program.looped": (*GRAPHS, "ir.program", "ir.program.units"),
+    "ir.program.units": (*GRAPHS, "ir.program", "ir.program.looped", "ir.schedule"),
     "ir.cost": (*PROGRAMS, "ir.rules"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (

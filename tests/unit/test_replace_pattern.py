@@ -85,7 +85,7 @@ def test_what_is_put_there_has_source_stage_and_reason_of_what_it_stands_for() -
     assert len(match.nodes) == len(match.outputs) == 1
     made = graph.nodes[:4]
     assert {node.why for node in made} == {"transposed in place of product"}
-    assert {(str(node.where), node.stage) for node in made} == {("layers.0  model.py:3", 1)}
+    assert {(str(node.where), node.at) for node in made} == {("layers.0  model.py:3", (1,))}
 
 
 def test_a_hint_stays_on_what_stands_for_its_value() -> None:

@@ -63,7 +63,7 @@ def test_a_call_in_a_placed_graph_is_cut_as_its_operands() -> None:
     graph = planned()
     product = graph.nodes[0]
     node = Rewriter(graph, RULES).call(aten.mul.Tensor, product.outs[0], 2.0, attrs={"lane": 1})
-    assert (node.phase, node.stage) == (Phase.BACKWARD, 1)
+    assert (node.phase, node.at) == (Phase.BACKWARD, (1,))
     assert line(graph, node) == (
         "%3 = aten.mul.Tensor(%0, 2.0) : f32[8{dp}, 12{tp}] cuts d0{dp} d1{tp} {lane=1} at{1} @ layers.0 model.py:42"
     )

@@ -122,7 +122,7 @@ def test_the_documented_form_reads_back() -> None:
     assert norm.outs[1].spec == Spec((WHOLE,), (("dp", "sum"), ("tp", "sum")))
     assert norm.strategy is not None
     assert [str(spec) for spec in norm.strategy.operands] == ["[.{dp}, .]", "[., (3 64{tp})]", "[., .]", "[., .]"]
-    assert (norm.stage, norm.where) == (1, Where("", "/models/gpt/model.py", 7))
+    assert (norm.at, norm.where) == ((1,), Where("", "/models/gpt/model.py", 7))
     assert (reduced.op, reduced.kwargs) == (comm.all_reduce, {"axes": ["tp"], "reduce": "sum"})
     assert (added.phase, added.kwargs) == (Phase.BACKWARD, {"alpha": -0.5})
     assert (cat.phase, cat.args) == (Phase.FORWARD, ([reduced.outs[0], added.outs[0]], 1))

@@ -188,7 +188,12 @@ HEAD = "mesh dp=2, tp=2\nargument %x : f32[8{dp}, 4]\nforward:\n"
         ("mesh dp=2.5", 1, "a number of ranks, or Time(turns)", "2.5"),
         ("mesh dp=0", 1, "an int of at least 1, or Time(turns)", 0),
         ("mesh dp=2\nlink tp bandwidth=1.0, latency=0.0", 2, "among ['dp']", ["tp"]),
-        ("mesh dp=2\nnonsense", 2, "mesh, link, unplaced, established, note, repeat, source, parameter, ", "nonsense"),
+        (
+            "mesh dp=2\nnonsense",
+            2,
+            "mesh, link, unplaced, established, note, repeat, pipeline, row, source, parameter, ",
+            "nonsense",
+        ),
         ("mesh dp=2\nsideways:", 2, "forward, backward, update, outputs, reasons", "sideways"),
         ("mesh dp=2\nargument %x f32[8]", 2, "':'", "f32"),
         ("mesh dp=2\nargument %x : f33[8]", 2, "a dtype such as f16, ", "f33"),

@@ -52,7 +52,8 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
         several = f" of {parts}" if parts > 1 else ""
         sent = f"{axes}  {size_text(one.nbytes)}" if one.nbytes else axes
         plain_lines = [Row([Run(plain(_line(line, mesh)), ink)], mono=True) for line in box.lines[:MOST_TAGS]]
-        return [Row([Run(one.name + several, ink, True)], TITLE), Row([Run(sent, ink)]), *plain_lines]
+        name = "".join([one.name + several, *(f"  {text}" for text, _ in badges(box, mesh))])
+        return [Row([Run(name, ink, True)], TITLE), Row([Run(sent, ink)]), *plain_lines]
     title = [Run(shorten(box.title, 34), ink, True)]
     if box.label:
         title = [Run(shorten(box.label, 28), ink, True), Run("  " + shorten(box.title, 30), MUTED)]
@@ -60,8 +61,7 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
         title = [Run(box.title, ink, True)]
     elif box.kind is Kind.VIEW:
         title = [Run(f"{box.label}  {box.title}".strip(), MUTED)]
-    if box.count > 1:
-        title.append(Run(f"  {TIMES} {box.count}", MUTED, True))
+    title += [Run(f"  {text}", colour if box.turns else MUTED, True) for text, colour in badges(box, mesh)]
     found = [Row(title, SMALL if box.kind is Kind.VIEW else TITLE)]
     if box.kind is Kind.CLOSED:
         found += [Row([Run(text, MUTED)]) for text in summary(box)]
@@ -71,6 +71,18 @@ def rows(box: Box, mesh: Mesh) -> list[Row]:
     if len(shown) < len(box.lines):
         found.append(Row([Run(f"and {len(box.lines) - len(shown)} more", MUTED)]))
     return found
+
+
+def badges(box: Box, mesh: Mesh) -> list[tuple[str, str]]:
+    """How often there is what a box stands for, and how often it is done; each with its colour."""
+    blocks = [(f"{TIMES} {box.count}" + ("  in a row" if box.loops and box.kind is Kind.OPEN else ""), INK)]
+    turns = [(f"{TIMES} {mesh[axis].size} turns", axis_colour(mesh, axis)) for axis in box.turns]
+    return [*(blocks if box.count > 1 else ()), *turns]
+
+
+def badge_width(text: str) -> float:
+    """How wide a badge with a text is, in pixels."""
+    return width(text, 11.5, bold=True) + 16
 
 
 def summary(box: Box) -> list[str]:
@@ -103,7 +115,7 @@ def measure(box: Box, mesh: Mesh) -> Size:
     """The size that a box needs; of a module that is drawn open, the width of its title."""
     if box.kind is Kind.OPEN:
         title = width(box.title, TITLE, bold=True) + 24
-        return Size(title + (70 if box.count > 1 else 0), 0)
+        return Size(title + sum(badge_width(text) + 6 for text, _ in badges(box, mesh)), 0)
     written = rows(box, mesh)
     marks = [sum(width(run.text, SMALL, mono=True) for run in runs) for runs in tags(box, mesh)]
     side = SIDE + (16 if box.kind is Kind.COMM else 6 if box.kind in (Kind.INPUT, Kind.OUTPUT) else 0)

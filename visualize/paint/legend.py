@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardfx.ir.cost.traffic import by_axes, comm_name
+from shardfx.ir.cost.traffic import OVER_TIME, by_axes, comm_name, over_time
 from shardfx.ir.graph import InputKind, Phase
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
@@ -30,6 +30,9 @@ MEANING = {
     "reduce-scatter": "sums the parts; each rank gets its share",
     "all-to-all": "cuts along another dim instead",
     "slice": "each rank keeps its share; nothing is sent",
+    OVER_TIME["all_reduce"]: "added up from turn to turn; nothing is sent",
+    OVER_TIME["all_gather"]: "what each turn makes, one behind the other",
+    OVER_TIME["slice"]: "of what all turns know",
 }
 
 Icon = Callable[[Canvas, Rect], None]
@@ -158,12 +161,14 @@ def totals_card(picture: Picture) -> Card:
 
 def comm_card(picture: Picture) -> Card:
     """The shapes of the communication ops that there are."""
-    kinds = dict.fromkeys(comm_name(node) for node in picture.graph.nodes if is_comm(node))
+    mesh = picture.graph.mesh
+    kinds = {comm_name(node, mesh): over_time(node, mesh) for node in picture.graph.nodes if is_comm(node)}
     entries = [
         LegendEntry(
-            [Run(name, INK, True), Run(f"   {MEANING.get(name, '')}", MUTED)], _comm_icon(name, picture.graph.mesh)
+            [Run(name, INK, True), Run(f"   {MEANING.get(name, '')}", MUTED)],
+            _comm_icon(name, mesh, hollow=turned or name == "slice"),
         )
-        for name in kinds
+        for name, turned in kinds.items()
     ]
     return Card("Communication, in the colour of its axis", entries)
 
@@ -192,6 +197,10 @@ def signs_card(picture: Picture) -> Card:
         entries.append(
             LegendEntry([Run(f"{TIMES} 12", INK, True), Run("   equal blocks, drawn once", MUTED)], _stack_icon)
         )
+    turned = next((axis for box in boxes for axis in box.turns), None)
+    if turned:
+        badge = Run(f"{TIMES} {mesh[turned].size} turns", axis_colour(mesh, turned), True)
+        entries.append(LegendEntry([badge, Run("   done once for each turn, drawn once", MUTED)]))
     if any(box.kind is Kind.OP and any(map(is_heavy, box.nodes)) for box in boxes):
         entries.append(LegendEntry([Run("matrix product, convolution, attention", MUTED)], _box_icon("#dbe4f0", FAINT)))
     if any(box.kind is Kind.MEMORY for box in boxes):
@@ -226,5 +235,5 @@ def _stack_icon(canvas: Canvas, r: Rect) -> None:
         canvas.rect(Rect(r.x + shift, r.y + shift, r.w - 5, r.h - 5), 3, fill=PAPER, stroke=MUTED)
 
 
-def _comm_icon(name: str, mesh: Mesh) -> Icon:
-    return lambda canvas, r: comm_shape(canvas, r, name, (), mesh, hollow=name == "slice")
+def _comm_icon(name: str, mesh: Mesh, *, hollow: bool) -> Icon:
+    return lambda canvas, r: comm_shape(canvas, r, name, (), mesh, hollow=hollow)

@@ -11,11 +11,11 @@ from shardfx.visualize.layout.arrange import plan
 from shardfx.visualize.layout.dot import Point
 from shardfx.visualize.layout.geometry import Arrangement, Crossing, Rect, Spot, Wire
 from shardfx.visualize.layout.nested import STACK
-from shardfx.visualize.scene.boxes import TIMES, Box, Kind, Picture
+from shardfx.visualize.scene.boxes import Box, Kind, Picture
 
-from .leaf_box import TITLE, draw_leaf, measure
+from .leaf_box import TITLE, badge_width, badges, draw_leaf, measure
 from .legend import draw_header
-from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, Run, axis_colour, stage_text, width
+from .style import FAINT, MUTED, PAGE, PAPER, RULE, Run, axis_colour, stage_text, width
 from .svg import Canvas, document, number, spline
 from .tooltips import box_text, wire_text
 
@@ -69,7 +69,7 @@ def _lanes(canvas: Canvas, made: Arrangement, mesh: Mesh) -> None:
             _wire(canvas, wire, mesh)
         for spot in lane.spots:
             if spot.box.kind is Kind.OPEN:
-                _container_title(canvas, spot, depth.get(spot.box, 0))
+                _container_title(canvas, spot, depth.get(spot.box, 0), mesh)
             else:
                 with canvas.group("b", box_text(spot.box, mesh)):
                     draw_leaf(canvas, spot, mesh)
@@ -86,17 +86,18 @@ def _container(canvas: Canvas, spot: Spot, depth: int, mesh: Mesh) -> None:
         canvas.rect(body, 10, fill=fill, stroke="#64748b" if folded else RULE, class_="f")
 
 
-def _container_title(canvas: Canvas, spot: Spot, depth: int) -> None:
+def _container_title(canvas: Canvas, spot: Spot, depth: int, mesh: Mesh) -> None:
     box, body = spot.box, spot.body
     halo = SHADES[min(depth, len(SHADES) - 1)]
     y = body.y + 19
     canvas.text(body.x + 12, y, box.title, size=TITLE, bold=True, halo=halo)
-    if box.count > 1:
-        text = f"{TIMES} {box.count}" + ("  in a row" if box.loops else "")
-        wide = width(text, 11.5, bold=True) + 16
-        badge = Rect(body.x + 20 + width(box.title, TITLE, bold=True), y - 14, wide, 19)
-        canvas.rect(badge, 9.5, fill=INK)
+    left = body.x + 20 + width(box.title, TITLE, bold=True)
+    for text, colour in badges(box, mesh):
+        wide = badge_width(text)
+        badge = Rect(left, y - 14, wide, 19)
+        canvas.rect(badge, 9.5, fill=colour)
         canvas.text(badge.x + wide / 2, y, text, size=11.5, bold=True, colour=PAPER, anchor="middle")
+        left += wide + 6
     stages = {node.at for leaf in box.leaves() for node in leaf.nodes}
     if depth == 0 and len(stages) == 1 and stages != {()}:
         canvas.text(body.right - 12, y, stage_text(stages.pop()), size=11.5, colour=MUTED, anchor="end", halo=halo)

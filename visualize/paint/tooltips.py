@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from shardfx.ir.cost.traffic import traffic
+from shardfx.ir.cost.traffic import over_time, traffic
 from shardfx.ir.graph import Node, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
@@ -27,6 +27,7 @@ def box_text(box: Box, mesh: Mesh) -> str:
         lines.append(
             f"{box.path or box.title}: {len(nodes)} ops"
             + (f", drawn once for {box.count} equal blocks" if box.count > 1 else "")
+            + "".join(f", done in each of {mesh[axis].size} turns of {axis}" for axis in box.turns)
         )
         lines += [_counts(nodes), *_source(nodes[:1])]
         if box.kind is Kind.CLOSED:
@@ -65,9 +66,10 @@ def _ops(nodes: Sequence[Node], mesh: Mesh) -> list[str]:
         if is_comm(node):
             one = traffic(node, mesh)
             turns = f", {one.turns} times" if one.turns > 1 else ""
+            members = "turns" if over_time(node, mesh) else "ranks"
             reduce = node.kwargs.get("reduce")
             lines.append(
-                f"  over {', '.join(one.axes)} ({mesh.extent(one.axes)} ranks)"
+                f"  over {', '.join(one.axes)} ({mesh.extent(one.axes)} {members})"
                 + (f", {reduce}" if reduce else "")
                 + f": {size_text(one.nbytes)} sent per rank{turns}"
             )

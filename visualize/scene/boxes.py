@@ -59,6 +59,8 @@ class Box:
     children: list[Box] = field(default_factory=list)
     count: int = 1
     """How many equal blocks the box stands for."""
+    turns: tuple[str, ...] = ()
+    """The axes of time of which all that is in it is done once for each turn; not those of a box around it."""
     loops: bool = False
     """The result of one of these blocks is the input of the next."""
     inside: list[Node] = field(default_factory=list)

@@ -12,8 +12,9 @@ Small modules without a matrix product (norms, activations) are closed first, wh
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, Node
 from shardfx.ir.ops.traits import base_name
 
 from .boxes import Box, Kind, Lane, Picture
@@ -65,7 +66,17 @@ def assemble(builder: SceneBuilder) -> Picture:
             lane.boxes = untangle(lane.boxes, builder.flow, builder.order)
         for box in lane.boxes:
             name(box, "")
+            mark_turns(box, builder.flow.turns, ())
     return wire(builder.flow, lanes)
+
+
+def mark_turns(box: Box, turns: Mapping[Node, tuple[str, ...]], around: tuple[str, ...]) -> None:
+    """Say of the outermost boxes that are wholly in turns which turns these are."""
+    inside = [node for leaf in box.leaves() for node in leaf.nodes]
+    shared = [axis for axis in turns.get(inside[0], ()) if all(axis in turns.get(node, ()) for node in inside)]
+    box.turns = tuple(axis for axis in shared if axis not in around)
+    for child in box.children:
+        mark_turns(child, turns, (*around, *box.turns))
 
 
 def unwrap(lanes: list[Lane]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardfx.ir.cost.how_often import Turns
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops.traits import is_own, is_view
 
@@ -28,6 +30,8 @@ class Flow:
     """For every node of the graph the one that is drawn in its stead (mostly itself)."""
     copies: Counter[Node] = field(default_factory=Counter)
     """For how many nodes of the graph a drawn node stands."""
+    turns: Mapping[Node, tuple[str, ...]] = field(default_factory=dict)
+    """Of what is done once for each turn: the axes of its turns."""
     loops: set[Module] = field(default_factory=set)
     """Folded blocks whose result feeds their next copy."""
 
@@ -51,7 +55,7 @@ def flow(graph: Graph) -> Flow:
     """Fold every lane of ``graph`` and find what flows."""
     home = homes(graph)
     lanes = [fold(graph, phase, home) for phase in Phase]
-    made = Flow(graph, [lane for lane in lanes if lane.root.nodes], home)
+    made = Flow(graph, [lane for lane in lanes if lane.root.nodes], home, turns=Turns.of(graph).axes)
     ends = {given.value for given in graph.inputs if given.kind in ENDS}
     seen: set[tuple[Value, Node]] = set()
     for node in graph.nodes:

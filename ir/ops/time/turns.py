@@ -9,6 +9,19 @@
     done = time.done(turn, [w, x], [total])
     sent = c10d.all_reduce(sum, ...)
 
+Turns may be done in parts, *units*, in an order that is data, as a pipeline's ranks do theirs. Numbers of the turn
+stand first, then unit by unit. Each unit is done once for each turn, when the order says so; what it makes is there in
+the units of the same turn that the order does behind it, and kept until then:
+
+    turn = time.turns('mb', 2, [w, x, total], 'F0.0 F0.1 B0.0 B0.1')
+        rows = time.at(turn, 0, 16)
+    f = time.unit(turn, 'F0')
+        part = time.piece(x, 0, rows, 16)
+    b = time.unit(turn, 'B0')
+        grad = aten.mm(part, w)
+        sum = time.add(total, grad)
+    done = time.done(turn, [w, x], [total])
+
 Who writes Python writes a loop (:mod:`shardfx.ir.program.source`); as a ``GraphModule`` the turns are a module of
 their own, called by :func:`repeat`. Needs torch alone.
 """
@@ -23,9 +36,15 @@ import torch
 Tensor = torch.Tensor
 
 
-def turns(axis: str, count: int, around: Any) -> NoReturn:
-    """The begin of turns, and the number of the turn; ``around`` is what they use of what was made before."""
+def turns(axis: str, count: int, around: Any, order: str = "") -> NoReturn:
+    """The begin of turns, and the number of the turn; ``around`` is what they use of what was made before, ``order``
+    says as words ``F0.1`` which unit is done of which turn, where turns have units."""
     raise RuntimeError(f"the {count} turns of {axis} are a loop: it is written by the engine")
+
+
+def unit(turn: int, name: str, axis: str = "") -> int:
+    """The begin of a unit of turns; ``axis`` is theirs, in the module of one unit alone."""
+    return turn
 
 
 def done(turn: int, around: Any, into: Any) -> NoReturn:
@@ -38,9 +57,10 @@ def at(turn: int, first: int, step: int) -> int:
     return first + turn * step
 
 
-def pick(turn: int, table: Sequence[int]) -> int:
-    """A number of this turn's own."""
-    return table[turn]
+def pick(turn: int, runs: Sequence[tuple[int, int, int]]) -> int:
+    """A number that grows by another step from some turns on: each of ``runs`` is a turn, its number and the step."""
+    begin, first, step = next(run for run in reversed(runs) if run[0] <= turn)
+    return first + (turn - begin) * step
 
 
 def piece(x: Tensor, dim: int, start: int, length: int) -> Tensor:

@@ -18,28 +18,37 @@ from dataclasses import dataclass
 
 from shardfx.ir.graph import Node, Output, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.sends import EACH_TURN
 from shardfx.ir.spec import Spec
-
-EACH_TURN = "each_turn"
-"""The attribute of a node that is done anew in each turn, though it is the same in all."""
 
 
 @dataclass(frozen=True)
 class Loop:
     """Steps that are done once for each turn of an axis; ``ends`` are values that are given out as each turn makes
-    them."""
+    them.
+
+    Where turns are done in parts, ``units`` are these by name, which together are the ``steps``, and ``order`` says
+    which unit is done of which turn, one word ``F0.1`` behind the other.
+    """
 
     axis: str
     steps: tuple[Node | Loop, ...]
     ends: frozenset[Value] = frozenset()
+    units: tuple[tuple[str, tuple[Node | Loop, ...]], ...] = ()
+    order: str = ""
 
     def nodes(self) -> list[Node]:
         """The nodes, those of loops inside among them."""
-        return [node for step in self.steps for node in (step.nodes() if isinstance(step, Loop) else [step])]
+        return nodes_of(self.steps)
 
     def given(self) -> set[Value]:
         """The values that this loop and those inside give out as each turn makes them."""
         return {*self.ends, *(value for step in self.steps if isinstance(step, Loop) for value in step.given())}
+
+
+def nodes_of(steps: Iterable[Node | Loop]) -> list[Node]:
+    """The nodes of steps, those of loops among them."""
+    return [node for step in steps for node in (step.nodes() if isinstance(step, Loop) else [step])]
 
 
 def time_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from shardfx.ir.ops.time import turns
 from shardfx.ir.program.sharing import destination
 from shardfx.ir.shards import held_shape
 
-from .in_turns import Loop, hangs_on
+from .in_turns import Loop, hangs_on, nodes_of
 from .own_rows import own_place, own_rows
 
 if TYPE_CHECKING:
@@ -52,13 +52,15 @@ class Loops:
         opened = Opened(to.call(turns.turns, axis, self.mesh[axis].size, []))
         before = dict(to.env)
         self._open[axis] = opened
-        self._take_pieces(loop)
-        for step in loop.steps:
-            to.step(step)
-            if isinstance(step, Node):
-                for value in step.outs:
-                    if value in loop.ends:
-                        self._give_out(value)
+        if loop.order:
+            opened.begin.args = (*opened.begin.args, loop.order)
+        for name, steps in loop.units or (("", loop.steps),):
+            if name:
+                to.current = None
+                to.call(turns.unit, opened.begin, name)
+            whole = self._take_pieces(axis, steps)
+            self._write(steps, loop)
+            to.env.update(whole)  # another unit takes its own
         to.current = None
         self._close(opened)
         del self._open[axis]
@@ -68,27 +70,38 @@ class Loops:
             to.current = value.node
             to.env[value] = make()
 
+    def _write(self, steps: Sequence[Node | Loop], loop: Loop) -> None:
+        for step in steps:
+            self._to.step(step)
+            if isinstance(step, Node):
+                for value in step.outs:
+                    if value in loop.ends:
+                        self._give_out(value)
+
     def _close(self, opened: Opened) -> None:
         """Say at both ends what the turns use of what was made before."""
         nodes = list(self._to.fx.nodes)
         inside = nodes[nodes.index(opened.begin) :]
         own = set(inside)
         around = list(dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in own))
-        opened.begin.args = (*opened.begin.args[:2], around)
+        opened.begin.args = (*opened.begin.args[:2], around, *opened.begin.args[3:])
         into = [used for used in around if any(destination(user) is used for user in used.users)]
         self._to.call(turns.done, opened.begin, [used for used in around if used not in into], into)
 
     # ---- what comes in, and goes out as it is -------------------------------------------------------------------
 
-    def _take_pieces(self, loop: Loop) -> None:
-        """Of inputs that are cut over the loop's axis, this turn's part."""
-        taken = dict.fromkeys(value for node in loop.nodes() for value in node.operands if value.node is None)
+    def _take_pieces(self, axis: str, steps: Sequence[Node | Loop]) -> dict[Value, Any]:
+        """Of inputs that are cut over the axis, this turn's part, for some steps; gives what was known of them."""
+        nodes = nodes_of(steps)
+        taken = dict.fromkeys(value for node in nodes for value in node.operands if value.node is None)
+        before = {value: self._to.env[value] for value in taken}
         for value in taken:
             assert value.spec is not None
             for dim, cut in enumerate(value.spec.dims):
-                if loop.axis in cut.axes:
-                    rows = own_rows(value.spec, value.shape, self.mesh, self._to.coords, loop.axis, dim)
+                if axis in cut.axes:
+                    rows = own_rows(value.spec, value.shape, self.mesh, self._to.coords, axis, dim)
                     self._to.env[value] = self._to.call(turns.piece, self._to.env[value], dim, *rows)
+        return before
 
     def _give_out(self, value: Value) -> None:
         """What leaves the program as each turn makes it, behind that of the turns before."""

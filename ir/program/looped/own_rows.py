@@ -17,7 +17,11 @@ def own_rows(
 
     ``coords`` says which turn, and which of the axes around; what a turn has is that of all turns of the axes within.
     """
-    inner = [a for a in time_axes(mesh) if a in spec.dims[dim].axes and mesh.order(a) > mesh.order(axis)]
+    cut = spec.dims[dim]
+    inner = [a for a in time_axes(mesh) if a in cut.axes and mesh.order(a) > mesh.order(axis)]
+    if cut.is_even(shape[dim], mesh):
+        length = spec.local_shape(shape, mesh, coords)[dim] * mesh.extent(inner)
+        return coords[axis] * length, length
     lengths = [
         sum(spec.local_shape(shape, mesh, at)[dim] for at in mesh.along(turn, inner))
         for turn in mesh.along(coords, [axis])

@@ -4,16 +4,20 @@ turns = time.turns('mb', 4, [w, x, total])
     ...                                      ->   turns = time.repeat(self.each_mb_0, 'mb', 4, w, x, total)
     sum = time.add(total, grad)                  sum = turns[0]
 done = time.done(turns, [w, x], [total])
+
+Turns in units are a :mod:`shardfx.ir.program.units.driver`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.units.driver import write_driver
+from shardfx.ir.program.units.unit_order import order_of
 
 from .within_turns import part_in_turns
 
@@ -34,6 +38,10 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
             at += 1
             continue
         end = _end(nodes, at)
+        if order_of(node):
+            write_driver(nodes[at : end + 1], made, env, found)
+            at = end + 1
+            continue
         name = f"each_{node.args[0]}_{len(found)}"
         found[name], left = _unit(nodes[at : end + 1])
         around: Sequence[fx.Node] = node.args[2]
@@ -71,18 +79,3 @@ def _unit(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
     left = [node for node in nodes if any(user not in inside for user in node.users)]
     graph.output(tuple(env[node] for node in left))
     return graph, left
-
-
-def opened(
-    graph: fx.Graph, axis: str, count: int, around: Sequence[fx.Node], write: Callable[[fx.Node], Sequence[fx.Node]]
-) -> Sequence[fx.Node]:
-    """Write turns into a graph: ``write`` writes what is done in one, of the turn's number; gives what it gives."""
-    begin = graph.call_function(turns.turns, (axis, count, list(around)))
-    results = write(begin)
-    into = [each for each in around if _collected(each)]
-    graph.call_function(turns.done, (begin, [each for each in around if each not in into], into))
-    return results
-
-
-def _collected(memory: fx.Node) -> bool:
-    return any(part_in_turns(user) == "collects" and user.args[0] is memory for user in memory.users)

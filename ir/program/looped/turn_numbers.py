@@ -4,13 +4,16 @@
     turn 1    pack.take(x, [32, 8], 0, 8, 8, [8, 8])         at = time.at(turn, 0, 8)
     turn 3    pack.take(x, [32, 8], 0, 24, 8, [8, 8])   ->   pack.take(x, [32, 8], 0, at, 8, [8, 8])
 
-The program is written as it is in the first, the second and the last turn of each axis; what grows evenly between them
-is a line. Where turns are not alike (the last has fewer rows), it is written for each turn, and the number looked up.
+The program is written as it is in the first, the second and the last of turns that are alike; what grows evenly between
+them is a line. Where some have fewer rows than others, a number is a line for each run of turns that are alike:
+
+    turn 0 to 7    4 rows from 0, 4, ... 28 on
+    turn 8, 9      3 rows from 32, 35 on                     at = time.pick(turn, [(0, 0, 4), (8, 32, 3)])
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -19,48 +22,76 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.time import turns
+from shardfx.ir.program.units.unit_order import order_of
 
+from .alike_turns import Runs
 from .in_turns import time_axes
-from .within_turns import regions
+from .within_turns import part_in_turns, regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]
+Line = tuple[int, Any, int]
+"""From which turn on, the number in it, and by how much it grows from turn to turn."""
 
 
-def of_every_turn(written: Written, mesh: Mesh) -> fx.Graph:
-    """The program for all turns; ``written`` gives it as it is in one turn of each axis.
+def of_every_turn(written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
+    """The program for all turns; ``written`` gives it as it is in one turn of each axis, and those that are ``alike``
+    have numbers that are lines.
 
     Raises:
         Error: turns differ in what they call, not in numbers alone.
     """
     made = written({})
     for axis in reversed(time_axes(mesh)):
-        if (count := mesh[axis].size) > 1:
-            _Merge(made, axis, count, written).run()
+        if mesh[axis].size > 1:
+            _Merge(made, axis, written).run(alike[axis])
     return made
 
 
 class _Merge:
-    def __init__(self, made: fx.Graph, axis: str, count: int, written: Written) -> None:
-        self.graph, self.axis, self.count, self.written = made, axis, count, written
+    def __init__(self, made: fx.Graph, axis: str, written: Written) -> None:
+        self.graph, self.axis, self.written = made, axis, written
         self.nodes = [node for node in made.nodes if node.target not in (turns.at, turns.pick)]
         self.known: dict[tuple[Any, ...], fx.Node] = {}
 
-    def run(self) -> None:
-        ends = {0: self._numbers(0), 1: self._numbers(1), self.count - 1: self._numbers(self.count - 1)}
-        varying = [place for place, first in ends[0].items() if any(each[place] != first for each in ends.values())]
-        lines: dict[Path, tuple[Any, ...]] = {}
-        for place in varying:
-            first, second, last = (ends[turn][place] for turn in (0, 1, self.count - 1))
-            even = all(type(each) is int for each in (first, second, last))
-            if not even or last != first + (second - first) * (self.count - 1):
-                break
-            lines[place] = (turns.at, first, second - first)
-        else:
-            self._put(lines)
-            return
-        tables = [self._numbers(turn) for turn in range(self.count)]
-        self._put({place: (turns.pick, tuple(table[place] for table in tables)) for place in tables[0]})
+    def run(self, alike: Sequence[range]) -> None:
+        lines = [line for run in alike for line in self._lines(run)]
+        calls: dict[Path, tuple[Any, ...]] = {}
+        for place, first in lines[0].items():
+            runs = [first]
+            for each in lines[1:]:
+                begin, number, step = each[place]
+                before, start, grown = runs[-1]
+                if step != grown or self._step(place, start, number) != (begin - before) * grown:
+                    runs.append(each[place])
+            if len(runs) > 1:
+                calls[place] = (turns.pick, tuple(runs))
+            elif first[2]:
+                calls[place] = (turns.at, *first[1:])
+        self._put(calls)
+
+    def _lines(self, run: range) -> list[dict[Path, Line]]:
+        """The numbers of turns that are alike, as lines; of each turn alone where they are none."""
+        first, second, last = (self._numbers(turn) for turn in (run[0], run[min(1, len(run) - 1)], run[-1]))
+        found: dict[Path, Line] = {}
+        for place, number in first.items():
+            step = self._step(place, number, second[place])
+            if self._step(place, number, last[place]) != step * (len(run) - 1):
+                return [line for turn in run for line in self._lines(range(turn, turn + 1))]
+            found[place] = run[0], number, step
+        return [found]
+
+    def _step(self, place: Path, first: Any, other: Any) -> int:
+        """By how much a number is larger in another turn.
+
+        Raises:
+            Error: it is no number.
+        """
+        if type(first) is int and type(other) is int and place[-1] != "size":
+            return other - first
+        if first != other:
+            raise self._other(self.nodes[place[0]], f"{first!r}", f"{other!r}")
+        return 0
 
     def _numbers(self, turn: int) -> dict[Path, Any]:
         """Everything that is no value among the arguments in one turn, by its place."""
@@ -71,35 +102,36 @@ class _Merge:
                 ((a, b) for a, b in zip(self.nodes, others, strict=False) if a.target != b.target),
                 (self.nodes[-1], others[-1]),
             )
-            planned = mine.meta.get("shardfx")
-            raise Error(
-                f"turn {turn} of {self.axis!r} calls something else than turn 0",
-                where=str(planned.where) if isinstance(planned, Node) else mine.name,
-                expected=str(mine.target),
-                got=str(theirs.target),
-                remedy="choose a number of turns that divides what they cut",
-            )
+            raise self._other(mine, str(mine.target), str(theirs.target))
         found: dict[Path, Any] = {}
         for place, node in enumerate(others):
             _gather(node.args, (place, "args"), found)
             _gather(node.kwargs, (place, "kwargs"), found)
-            if "shape" in node.meta:
-                found[place, "shape"] = tuple(node.meta["shape"])
+            _gather(node.meta.get("shape", ()), (place, "shape"), found)
         return found
+
+    def _other(self, node: fx.Node, expected: str, got: str) -> Error:
+        planned = node.meta.get("shardfx")
+        return Error(
+            f"turns of {self.axis!r} call something else than the first",
+            where=str(planned.where) if isinstance(planned, Node) else node.name,
+            expected=expected,
+            got=got,
+            remedy="choose a number of turns that divides what they cut",
+        )
 
     def _put(self, calls: Mapping[Path, tuple[Any, ...]]) -> None:
         """Write the numbers that differ as calls, just before who takes them."""
         begin, inside = None, regions(self.graph.nodes)
         by_node: dict[int, dict[Path, tuple[Any, ...]]] = {}
         for (place, *rest), call in calls.items():
-            if call[0] is turns.at or len(set(call[1])) > 1:
-                by_node.setdefault(place, {})[tuple(rest)] = call
+            by_node.setdefault(place, {})[tuple(rest)] = call
         for place, node in enumerate(self.nodes):
             if node.target is turns.turns and node.args[0] == self.axis:
                 begin, self.known = node, {}
             for path, call in by_node.get(place, {}).items():
                 if path[0] == "shape":  # it is known of no turn but the first
-                    del node.meta["shape"]
+                    node.meta.pop("shape", None)
                     continue
                 assert begin is not None
                 number = self._number(begin, node, call, inside[node])
@@ -126,12 +158,16 @@ class _Merge:
             return self.graph.call_function(turns.at, (inner.args[0], number, inner.args[2]))
 
     def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...], inside: tuple[fx.Node, ...]) -> fx.Node:
-        key = (inside, *call)
+        """A number of the turn: where units share it, at the begin of turns, else just before its first use."""
+        shared = bool(order_of(begin))
+        key = (() if shared else inside, *call)
         if key not in self.known:
-            with self.graph.inserting_before(before):
+            last = next((each for each in reversed(self.known.values())), begin)
+            with self.graph.inserting_after(last) if shared else self.graph.inserting_before(before):
                 self.known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
-            for loop in inside[inside.index(begin) + 1 :]:
-                _say(loop, begin)
+        for loop in inside[inside.index(begin) + 1 :]:
+            if part_in_turns(loop) == "opens":
+                _say(loop, self.known[key] if shared else begin)
         return self.known[key]
 
 

@@ -17,7 +17,8 @@ groups only, and where an op is done otherwise on some ranks. Then these are pro
 
 A program that is not the planned graph in the code of its ops (rank passes may write it otherwise) is interpreted as a
 whole, on each rank of its family, and so is every rank with which it speaks; on two, where at least all its numbers are
-those of its ops' codes. A program that somebody gives is always interpreted, with every rank to which it speaks.
+those of its ops' codes, unless somebody gave it. A program that somebody gives for a rank alone is always interpreted,
+with every rank to which it speaks; one that is given for many ranks, the turns of one, is read first.
 """
 
 from __future__ import annotations
@@ -63,13 +64,15 @@ def is_even(graph: Graph) -> bool:
 
 @dataclass(frozen=True)
 class Asked:
-    """Programs for outputs of some kinds: the plan's own, and others by rank."""
+    """Programs for outputs of some kinds: the plan's own, and others by rank. ``given`` are ranks whose program is
+    written together, as the plan's own are, though somebody gave it."""
 
     program: Callable[[Any], HasGraph]
     changed: Mapping[int, HasGraph]
     nodes: Sequence[Node]
     inputs: Sequence[Input]
     outputs: Sequence[Output]
+    given: frozenset[int] = frozenset()
 
 
 def verify(
@@ -86,7 +89,7 @@ def verify(
         return found, 0
     earlier: list[Within] = []
     for number, each in enumerate(asked):
-        own = Own(each.program, ops, each.nodes, each.inputs, each.outputs, each.changed)
+        own = Own(ops, each)
         whole = Whole(proof, own, each.inputs, each.outputs)
         try:
             whole.interpret(each.changed, earlier)
@@ -100,16 +103,8 @@ def verify(
 class Own:
     """The plan's own programs, read family by family."""
 
-    def __init__(
-        self,
-        program: Callable[[Any], HasGraph],
-        ops: SingleOps,
-        nodes: Sequence[Node],
-        inputs: Sequence[Input],
-        outputs: Sequence[Output],
-        changed: Iterable[int],
-    ) -> None:
-        self.program = program
+    def __init__(self, ops: SingleOps, asked: Asked) -> None:
+        self.program, nodes = asked.program, asked.nodes
         self.families = self.calls = 0
         self.read: set[int] = set()
         """Ranks whose program is the planned graph in the code of its ops."""
@@ -119,17 +114,17 @@ class Own:
         self.other: dict[int, Family] = {}
         """By rank: families with other code."""
         order: list[tuple[Any, str]] | None = None
-        parts = [[rank for rank in part if rank not in set(changed)] for part in ops.parts]
-        for family in families(program, sorted(filter(None, parts), key=len, reverse=True)):
+        parts = [[rank for rank in part if rank not in asked.changed] for part in ops.parts]
+        for family in families(asked.program, sorted(filter(None, parts), key=len, reverse=True)):
             self.families += 1
             codes = ops.codes(family.ranks, nodes)
             reading = Reading(family, nodes, codes)
             order, mine = order or _collectives(family), _collectives(family)
-            if mine == order and reading.first_other(inputs, outputs) is None:
+            if mine == order and reading.first_other(asked.inputs, asked.outputs) is None:
                 self.read.update(family.ranks)
                 self.calls += reading.calls * len(family.ranks)
                 self.pattern = self.pattern or family
-            elif mine == order and same_numbers(family, nodes, codes):
+            elif mine == order and not asked.given & {*family.ranks} and same_numbers(family, nodes, codes):
                 self.alike.append(family)
             else:
                 self.other |= dict.fromkeys(family.ranks, family)

@@ -5,7 +5,8 @@
 
 A program is *the planned graph in this code* if each of its calls is the next one of the code of the op that it comes
 from, takes what stands for the operands that the planned graph gives this op, and if it returns what stands for the
-planned outputs. Then what is proven of the code, op by op, and of the planned graph, is proven of the program.
+planned outputs. Then what is proven of the code, op by op, and of the planned graph, is proven of the program. An op
+may be done again, as what two loops over turns need is: of the same operands it gives the same.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def operands(node: Node) -> list[Value]:
 
 @dataclass(slots=True, eq=False)
 class _Op:
-    """How far the code of a planned node has been read."""
+    """How far the code of a planned node has been read: how many calls, those of repetitions among them."""
 
     code: Code
     operands: list[Value]
@@ -137,12 +138,13 @@ class Reading:
         return None
 
     def _reads(self, node: fx.Node) -> bool:
-        """Whether a call is the next one of its op."""
+        """Whether a call is the next one of its op, or the first of the same op once more."""
         made = node.meta.get("shardfx")
         op = self._ops.get(made.outs[0]) if isinstance(made, Node) and made.outs else None
-        if op is None or op.next >= len(op.code.calls):
+        if op is None or not op.code.calls:
             return False
-        place, call = op.next, op.code.calls[op.next]
+        place = op.next % len(op.code.calls)
+        call = op.code.calls[place]
         if node.target is not call.target or not self._alike(op, call.args, node.args):
             return False
         if (call.kwargs or node.kwargs) and not self._alike(op, call.kwargs, node.kwargs):

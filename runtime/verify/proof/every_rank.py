@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from shardfx.ir.graph import Graph, Input, Output
-from shardfx.ir.program.lower import ends_here
+from shardfx.ir.program.units.of_stages import ends_here
 from shardfx.ir.rules.book import RuleBook
 from shardfx.runtime.verify.fault import Failed, Fault
 
@@ -45,8 +45,8 @@ def verify(
 ) -> tuple[Fault | None, dict[str, int]]:
     """The first fault of the programs, or None; and how much was checked.
 
-    ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages; ``universe`` is :func:`.terms.build`'s, if it is
-    there already.
+    ``inputs`` and ``outputs`` are those of all programs, in order: each has what is of its rank's stages;
+    ``universe`` is :func:`.terms.build`'s, if it is there already.
     """
     counts: dict[str, int] = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
     proof = begin(before, after, book, outputs, counts, universe)

@@ -1,14 +1,15 @@
 """Which blocks a model is made of, one behind the other, and into which stages they fall.
 
 A block is a member of a list of modules (``layers.3``, ``encoder.block.0``, ``2`` of a ``Sequential``), or a module of
-the model's own that has no such members in it; in the order in which the forward comes to them. What is in none
-(an add in the model's own ``forward``, the loss) goes where the data flow takes it.
+the model's own that computes, where there are none of these; in the order in which the forward comes to them. What is
+in none (an add in the model's own ``forward``, the loss) goes where the data flow takes it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error
@@ -41,7 +42,8 @@ class Blocks:
         numbered = dict.fromkeys(block_of(node.where.module) for node in forward)
         numbered.pop("", None)
         self.numbered = bool(numbered)
-        found = list(numbered) if numbered else list(dict.fromkeys(prefixes(n.where.module)[0] for n in forward))
+        heavy = (node for node in forward if flops_of(node) > 0)
+        found = list(numbered) if numbered else list(dict.fromkeys(prefixes(n.where.module)[0] for n in heavy))
         self.names: tuple[str, ...] = tuple(found)
         self._place = {name: place for place, name in enumerate(self.names)}
 
@@ -60,14 +62,25 @@ class Blocks:
                 of the blocks, modules that are not there or stand in another order, or patterns that overlap or leave
                 blocks out.
         """
+        kinds = {type(each) for each in stages or ()}
+        if len(kinds) > 1 or kinds - {int, str, tuple, list}:
+            raise Error(
+                "stages are said in more than one way",
+                where=WHERE,
+                expected="counts of blocks, (1, 3); first modules, ('layers.0', 'layers.2'); or patterns of the "
+                "modules of each, (('emb', 'layers.0'), ('layers.1',))",
+                got=stages,
+                remedy="say all of them as counts, or all by names",
+            )
         if stages is not None and len(stages) != count and not (_are(str, stages) and len(stages) == count - 1):
             raise Error(
                 f"{len(stages)} stages are described, where there are {count}",
                 where=WHERE,
                 expected=f"{count} entries: ranks along the axis times chunks",
                 got=stages,
+                remedy="describe each stage, or leave it to the costs: stages=None",
             )
-        if stages is not None and _are(tuple, stages):
+        if stages is not None and _are((tuple, list), stages):
             return self._by_patterns(stages)  # type: ignore[arg-type]
         if count > len(self.names):
             raise Error(
@@ -103,6 +116,7 @@ class Blocks:
                 where=WHERE,
                 expected=f"counts from 1, {len(self.names)} together: {_some(self.names)}",
                 got=tuple(counts),
+                remedy="count the blocks of each stage anew, or leave it to the costs: stages=None",
             )
         return [sum(counts[:stage]) for stage in range(len(counts))]
 
@@ -116,14 +130,16 @@ class Blocks:
                     where=WHERE,
                     expected=f"one of the blocks {_some(self.names)}",
                     got=name,
+                    remedy="begin it at one of these, or say patterns of modules for each stage",
                 )
             firsts.append(found)
-        if firsts[0] != 0 or any(a >= b for a, b in zip(firsts, firsts[1:], strict=False)):
+        if firsts[0] != 0 or any(a >= b for a, b in pairwise(firsts)):
             raise Error(
                 "stages do not begin one behind the other",
                 where=WHERE,
                 expected=f"first modules in the order of the forward, the first one {self.names[0]!r}",
                 got=tuple(names),
+                remedy="put them in that order; what may stand in another one is said by patterns for each stage",
             )
         return firsts
 
@@ -142,7 +158,11 @@ class Blocks:
                 if len({number for number, _ in hits}) > 1:
                     said = " and ".join(f"{text!r} of stage {number}" for number, text in hits)
                     raise Error(
-                        f"module {module!r} is in two stages", where=WHERE, expected="each module in one", got=said
+                        f"module {module!r} is in two stages",
+                        where=WHERE,
+                        expected="each module in one",
+                        got=said,
+                        remedy="name the modules of one of these stages one by one",
                     )
                 known[module] = hits[0][0] if hits else None
             return known[module]
@@ -156,7 +176,7 @@ class Blocks:
                     where=f"{WHERE}; {node.where}",
                     expected="a pattern for it in one of the stages",
                     got=stages,
-                    remedy=f"add {prefixes(module)[0]!r} to a stage",
+                    remedy=f"add {module!r} to a stage",
                 )
         return lambda node: stage(node.where.module) if node.where.module else None
 
@@ -200,7 +220,7 @@ def balanced(costs: Sequence[float], count: int) -> list[int]:
     return firsts[::-1]
 
 
-def _are(kind: type, entries: Sequence[object]) -> bool:
+def _are(kind: type | tuple[type, ...], entries: Sequence[object]) -> bool:
     return all(isinstance(each, kind) for each in entries)
 
 

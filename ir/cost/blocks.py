@@ -1,0 +1,40 @@
+"""The memory of a program while it is replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardfx.ir.graph import Node, Phase
+
+from .fake_calls import Layout
+from .moments import Place
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A storage; ``uses`` are the last calls that use it in units of turns."""
+
+    nbytes: int
+    born: int
+    last: int
+    node: Node | None
+    category: str = ""
+    used_in: Phase | None = None
+    kept: bool = False
+    pool: str = ""
+    uses: dict[Place, int] = field(default_factory=dict)
+
+    def use(self, at: int, place: Place) -> None:
+        """A call uses it."""
+        self.last = at
+        if place:
+            self.uses[place] = at
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """A tensor in a block; ``offset`` is the number of elements before its first one."""
+
+    layout: Layout
+    block: Block
+    offset: int = 0

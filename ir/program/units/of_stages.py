@@ -1,0 +1,198 @@
+"""What of a graph in stages one rank does, and in which order: its row of the schedule, as units of its turns.
+
+    pipeline pp, mb
+    row "F0.0 F0.1 B0.0 B0.1"            the rank at pp=0: the nodes of stage 0, forward as F0, backward as B0
+    row "F1.0 B1.0 F1.1 B1.1"
+
+A row with ``I`` and ``W`` has the backward in two units: what other stages and products wait for, and the rest. What
+comes from another rank is received in units of its own, in the order in which that one sends.
+What leaves the program from each turn, and comes from a later stage, is received behind all turns, in a unit ``O``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.traits import is_heavy
+from shardfx.ir.program.looped.in_turns import Loop, nodes_of
+from shardfx.ir.schedule.pipelined import Pipelined
+
+from .in_units import in_units
+
+OUT = "O"
+"""The unit in which a rank receives what it has no part in, and gives out."""
+
+
+def of_stages(steps: Sequence[Node | Loop], graph: Graph, coords: Mapping[str, int]) -> list[Node | Loop]:
+    """What of all steps the rank at ``coords`` does, in the order of its row."""
+    if graph.pipeline is None:
+        return list(steps)
+    found: list[Node | Loop] = []
+    for step in steps:
+        if isinstance(step, Node):
+            if is_done(step, graph, coords):
+                found.append(step)
+        elif inside := of_stages(step.steps, graph, coords):
+            ends = frozenset(value for value in step.ends if graph.is_here(made_at(value), coords))
+            loop = Loop(step.axis, tuple(inside), ends)
+            meet = step.axis == graph.pipeline.time and any(node.op is comm.send for node in nodes_of([step]))
+            found.append(_Units(graph.pipeline, coords[graph.pipeline.axis], loop).written() if meet else loop)
+    return found
+
+
+def ends_here(
+    graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output], coords: Mapping[str, int]
+) -> tuple[list[Input], list[Output]]:
+    """Those of some inputs and outputs that the rank at ``coords`` holds, and gives."""
+    here = [given for given in inputs if graph.is_here(given.at, coords)]
+    return here, [output for output in outputs if graph.is_here(made_at(output.value), coords)]
+
+
+def is_done(node: Node, graph: Graph, coords: Mapping[str, int]) -> bool:
+    """Whether the rank at ``coords`` has a part in a node: of a send also where its value comes from."""
+    return graph.is_here(node.at, coords) or (
+        node.op is comm.send and any(graph.is_here(made_at(value), coords) for value in node.operands)
+    )
+
+
+def made_at(value: Value) -> tuple[int, ...]:
+    """The stages in which a value is made; none: in all."""
+    return value.node.at if value.node is not None else ()
+
+
+def of_weights(nodes: Sequence[Node], place: int) -> set[Node]:
+    """What of the backward no other stage and no product waits for: it makes the gradients of weights.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
+
+    Args:
+        place: the coordinate of the rank along the axis of stages: what it sends, others wait for.
+    """
+    awaited: set[Value] = set()
+    found = set()
+    for node in reversed(nodes):
+        if node.phase is not Phase.BACKWARD:
+            continue
+        sends = node.op is comm.send and node.kwargs["origin"] == place
+        waited = sends or any(value in awaited for value in node.outs)
+        if not waited:
+            found.add(node)
+        if waited or is_heavy(node):
+            awaited.update(node.operands)
+    return found
+
+
+def is_halved(pipeline: Pipelined) -> bool:
+    """Whether the backward of some turn is done in halves."""
+    return any(action.kind == "I" for action in pipeline.schedule)
+
+
+def row_of_units(pipeline: Pipelined, place: int) -> list[tuple[str, int]]:
+    """The units of a row, each with its turn; where some of a backward are halves, a whole one is both of them."""
+    halved, found = is_halved(pipeline), list[tuple[str, int]]()
+    for kind, stage, turn in pipeline.schedule.rows[place]:
+        kinds = "IW" if kind == "B" and halved else kind
+        found += [(f"{each}{stage}", turn) for each in kinds if each != "U"]
+    return found
+
+
+@dataclass
+class _Units:
+    """The turns of a rank as units: those of its row, and before them what they receive (``RF0``: what F0 sends)."""
+
+    pipeline: Pipelined
+    place: int
+    loop: Loop
+
+    def __post_init__(self) -> None:
+        nodes = self.loop.nodes()
+        self.back = "I" if is_halved(self.pipeline) else "B"
+        self._late = of_weights(nodes, self.place) if self.back == "I" else set[Node]()
+        self._received = [node for node in nodes if node.op is comm.send and node.kwargs["origin"] != self.place]
+        self._units = {node: self._unit(node) for node in nodes}
+
+    def written(self) -> Loop:
+        """The loop in units."""
+        there = set(self._units.values())
+        words = [*row_of_units(self.pipeline, self.place), *((OUT, turn) for turn in self.pipeline.schedule.turns)]
+        receives = _Receives(self.pipeline)
+        takers: dict[str, dict[str, None]] = {}
+        for node in self._received:
+            receives.expect(self._units[node], node.kwargs["origin"], self._sender(node))
+            takers.setdefault(self._taker(node), {})[self._units[node]] = None
+        order: list[str] = []
+        for unit, turn in words:
+            for needed in takers.get(unit, ()):
+                order += receives.up_to(needed, turn)
+            if unit in there:
+                order.append(f"{unit}.{turn}")
+        return in_units(self.loop, self._units.__getitem__, order)
+
+    def _unit(self, node: Node) -> str:
+        """In which unit a node is done: of several stages of this rank, in the first."""
+        if node.op is comm.send:
+            if node.kwargs["origin"] != self.place:
+                return "R" + self._sender(node)
+            return self._sender(node)
+        return self._named(self._here(node.at), node.phase, node in self._late)
+
+    def _sender(self, node: Node) -> str:
+        """The unit that sends."""
+        (maker,) = (value.node for value in node.operands)
+        assert maker is not None
+        stages = [stage for stage in maker.at if self.pipeline.homes[stage] == node.kwargs["origin"]]
+        return self._named(stages, maker.phase, False)
+
+    def _taker(self, node: Node) -> str:
+        """The unit before which a value must have come."""
+        (value,) = node.operands
+        assert value.node is not None
+        origin, here = value.node.at[0], self._here(node.at)
+        if not node.at:
+            return OUT
+        if node.phase is Phase.FORWARD:
+            later = [stage for stage in here if stage >= origin]
+            return self._named(later or here, Phase.FORWARD if later else Phase.BACKWARD, False)
+        earlier = [stage for stage in here if stage <= origin]
+        return self._named(earlier, Phase.BACKWARD, False) if earlier else OUT
+
+    def _here(self, at: Iterable[int]) -> list[int]:
+        homes = self.pipeline.homes
+        return [stage for stage in (at or range(len(homes))) if homes[stage] == self.place]
+
+    def _named(self, stages: Sequence[int], phase: Phase, late: bool) -> str:
+        if phase is Phase.FORWARD:
+            return f"F{min(stages)}"
+        return f"{'W' if late else self.back}{max(stages)}"
+
+
+class _Receives:
+    """What a rank receives, from each other one in the order in which that sends."""
+
+    def __init__(self, pipeline: Pipelined) -> None:
+        self._pipeline = pipeline
+        self._origin: dict[str, int] = {}
+        self._units: dict[int, dict[str, str]] = {}
+        """By place, which units send, and in which unit that is received."""
+        self._queues: dict[int, list[tuple[str, int]]] = {}
+
+    def expect(self, unit: str, origin: int, sender: str) -> None:
+        """What a unit of another place sends is received in a unit of this one."""
+        self._origin[unit] = origin
+        self._units.setdefault(origin, {})[sender] = unit
+
+    def up_to(self, unit: str, turn: int) -> list[str]:
+        """The words of what is received until that of a unit of a turn has come, as far as it has not."""
+        origin = self._origin[unit]
+        if origin not in self._queues:
+            units, row = self._units[origin], row_of_units(self._pipeline, origin)
+            self._queues[origin] = [(units[sender], at) for sender, at in row if sender in units]
+        queue = self._queues[origin]
+        if (unit, turn) not in queue:
+            return []
+        end = queue.index((unit, turn)) + 1
+        come, queue[:] = queue[:end], queue[end:]
+        return [f"{each}.{at}" for each, at in come]

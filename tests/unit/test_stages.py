@@ -1,0 +1,249 @@
+"""Which stage does what, and what cannot be cut into stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.graph import Node, Phase
+from shardfx.ir.ops import comm
+from shardfx.passes.stages.stage_blocks import Blocks, balanced, block_of
+
+X, Y = torch.randn(12, 6), torch.randint(0, 4, (12,))
+T = sx.Time
+
+
+class Net(nn.Module):
+    """An embedding, four blocks, a norm and a head."""
+
+    def __init__(self, wide: int = 8, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.emb, self.head, self.norm = nn.Linear(6, 8), nn.Linear(8, 4), norm(8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, wide if i == 3 else 8), nn.ReLU(), nn.Linear(wide if i == 3 else 8, 8))
+            for i in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+def planned(model: nn.Module | None = None, mesh: sx.Mesh | None = None, **pipeline: Any) -> sx.ParallelModule:
+    hints = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), pipeline=sx.Pipeline(**pipeline))
+    return sx.parallelize(model or Net(), mesh or sx.Mesh(pp=2, mb=T(4)), hints, virtual=True)
+
+
+def stages(pm: sx.ParallelModule) -> dict[str, tuple[int, ...]]:
+    """The stages of weights, the blocks' by the first of each."""
+    at = {given.name.removesuffix(".weight"): given.at for given in pm.after.inputs if given.name.endswith(".weight")}
+    return {name: each for name, each in at.items() if not name.endswith(".2")}
+
+
+def halves(first: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "emb": (0,),
+        "head": (1,),
+        "norm": (1,),
+        **{f"layers.{i}.0": (0,) if i < first else (1,) for i in range(4)},
+    }
+
+
+# ---- where stages begin
+
+
+def test_blocks_are_the_members_of_lists() -> None:
+    assert [block_of(path) for path in ("encoder.block.3.layer.0", "head", "0", "")] == ["encoder.block.3", "", "0", ""]
+    graph = sx.trace(Net(), sx.Hints(args=(X,)))
+    assert Blocks(graph).names == ("layers.0", "layers.1", "layers.2", "layers.3")
+
+
+def test_a_model_without_lists_has_blocks_by_its_own_modules() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out, self.up = nn.Linear(8, 4), nn.Linear(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.relu(self.up(x)))
+
+    pm = planned(Plain())
+    assert Blocks(pm.after).names == ("up", "out")
+    assert stages(pm) == {"up": (0,), "out": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("costs", "count", "firsts"),
+    [([1, 1, 1, 3], 2, [0, 3]), ([3, 1, 1, 1], 2, [0, 1]), ([1, 2, 3, 4, 5], 3, [0, 3, 4]), ([1, 1], 2, [0, 1])],
+)
+def test_the_dearest_stage_costs_least(costs: list[float], count: int, firsts: list[int]) -> None:
+    assert balanced(costs, count) == firsts
+
+
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        (None, 2),
+        ((1, 3), 1),
+        ((3, 1), 3),
+        (("layers.1",), 1),
+        (("layers.0", "layers.3"), 3),
+        ((("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "head", "norm")), 1),
+        ((("emb", "layers.0", "layers.1.**"), ("layers.2.*", "layers.3", "head", "norm")), 2),
+    ],
+)
+def test_stages_are_counts_first_modules_or_patterns(given: Any, first: int) -> None:
+    assert stages(planned(stages=given)) == halves(first)
+
+
+def test_a_dear_block_has_a_stage_of_its_own() -> None:
+    assert stages(planned(Net(wide=64))) == halves(3)
+
+
+def test_chunks_give_a_rank_several_stages() -> None:
+    pm = planned(chunks=2, schedule="interleaved")
+    assert [stages(pm)[f"layers.{i}.0"] for i in range(4)] == [(0,), (1,), (2,), (3,)]
+    assert pm.after.pipeline is not None
+    assert pm.after.pipeline.homes == (0, 1, 0, 1)
+
+
+def test_what_a_stage_needs_of_itself_alone_is_not_sent() -> None:
+    """Activations go forward and their gradients back; weights' gradients are made where the weights are."""
+    graph = planned().after
+    sends = [node for node in graph.nodes if node.op is comm.send and node.at]
+    assert [(node.kwargs["origin"], node.kwargs["places"], node.phase) for node in sends] == [
+        (0, [1], Phase.FORWARD),
+        (1, [0], Phase.BACKWARD),
+    ]
+    assert all(given.at for given in graph.inputs)
+
+
+def test_a_weight_of_two_stages_has_one_gradient() -> None:
+    model = Net()
+    model.layers[3][0].weight = model.layers[0][0].weight
+    graph = planned(model).after
+    assert graph.input("layers.0.0.weight").at == (0, 1)
+    (gradient,) = (o for o in graph.outputs if o.kind.value == "gradient" and o.name == "layers.0.0.weight")
+    node = gradient.value.node
+    assert node is not None
+    assert node.op is comm.send
+    assert node.at == (0, 1)
+
+
+def test_a_buffer_that_only_counts_is_beside_its_module() -> None:
+    pm = planned(Net(norm=nn.BatchNorm1d), sx.Mesh(pp=2), time="", schedule="gpipe")
+    assert pm.after.input("norm.num_batches_tracked").at == (1,)
+    assert pm.verify()
+
+
+# ---- turns of a pipeline
+
+
+def test_turns_cut_the_batch_where_no_hint_says_so() -> None:
+    pm = planned()
+    assert [str(pm.after.input(name).value.spec) for name in ("args.0", "targets.0")] == ["[.{mb}, .]", "[.{mb}]"]
+    said = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), specs={"args.0": "dp mb, -"}, pipeline=sx.Pipeline())
+    pm = sx.parallelize(Net(), sx.Mesh(pp=2, dp=2, mb=T(2)), said, virtual=True)
+    assert str(pm.after.input("args.0").value.spec) == "[.{dp,mb}, .]"
+
+
+def test_a_schedule_is_a_name_a_text_or_a_function() -> None:
+    text = "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1"
+    mesh = sx.Mesh(pp=2, mb=T(2))
+
+    def made(stages: int, turns: int, ranks: int, costs: Any) -> sx.Schedule:
+        assert (stages, turns, ranks) == (2, 2, 2)
+        assert len(costs["F"]) == len(costs["B"]) == 2
+        return sx.Schedule.parse(text)
+
+    for schedule in (text, made):
+        pipeline = planned(mesh=mesh, schedule=schedule).after.pipeline
+        assert pipeline is not None
+        assert str(pipeline.schedule) == text
+
+
+# ---- what is refused
+
+
+DEADLOCK = "F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1"
+PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "head")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline", "what", "got"),
+    [
+        (sx.Mesh(pp=5, mb=T(4)), {}, "more stages than blocks: 5 and 4", 5),
+        (sx.Mesh(pp=2, mb=T(2)), {"schedule": "dualpipev", "chunks": 2}, "dualpipev needs more turns", "turns=2"),
+        (sx.Mesh(dp=2, mb=T(4)), {}, "the mesh has no axis 'pp' of ranks", "Mesh(dp=2, mb=Time(4))"),
+        (sx.Mesh(pp=2), {}, "the mesh has no axis 'mb' of turns", "Mesh(pp=2)"),
+        (sx.Mesh(pp=2, mb=4), {}, "the mesh has no axis 'mb' of turns", "Mesh(pp=2, mb=4)"),
+        (None, {"stages": (("emb", "layers.0"), ("layers.*", "norm", "head"))}, "'layers.0.0' is in two stages", None),
+        (None, {"stages": (PATTERNS[0], PATTERNS[1][:-1])}, "module 'head' is in no stage", None),
+        (None, {"schedule": DEADLOCK}, "a deadlock: ranks 0, 1 wait for one another", None),
+        (None, {"stages": (1, 1)}, "another number of blocks than there are", (1, 1)),
+        (None, {"stages": (1, 2, 1)}, "3 stages are described, where there are 2", (1, 2, 1)),
+        (None, {"stages": ("layers.3", "layers.2")}, "do not begin one behind the other", ("layers.3", "layers.2")),
+        (None, {"stages": ("layers.9",)}, "no stage can begin at 'layers.9'", "layers.9"),
+        (None, {"stages": (1, "layers.1")}, "said in more than one way", (1, "layers.1")),
+        (None, {"schedule": "F0.0 F1.0 B1.0 B0.0", "time": ""}, "a row for each rank", 1),
+    ],
+)
+def test_what_cannot_be_cut_into_stages(mesh: sx.Mesh | None, pipeline: Any, what: str, got: object) -> None:
+    mesh = mesh or (sx.Mesh(pp=2, mb=T(2)) if pipeline.get("time", "mb") else sx.Mesh(pp=2))
+    with pytest.raises(sx.Error) as caught:
+        planned(mesh=mesh, **pipeline)
+    assert what in caught.value.what
+    assert caught.value.remedy
+    assert got is None or caught.value.got == got
+
+
+def test_stages_that_need_one_another_are_named_with_two_nodes() -> None:
+    stages = ("emb", "layers.1", "layers.2"), ("layers.0", "layers.3", "norm", "head")
+    with pytest.raises(sx.Error, match="stages need one another in a circle") as caught:
+        planned(stages=stages)
+    error = caught.value
+    assert str(error.where).startswith("layers.1.0  ")
+    assert "aten.addmm" in str(error.where)
+    assert "of stage 1" in str(error.got)
+    assert "aten.add.Tensor" in str(error.got)
+    assert error.remedy == "give both modules to one stage, or this one to a later stage"
+
+
+def test_a_batch_norm_over_turns_is_none_of_a_pipeline() -> None:
+    model = Net(norm=nn.BatchNorm1d)
+    with pytest.raises(sx.Error, match="all turns of 'mb' must have come to this place") as caught:
+        planned(model)
+    assert str(caught.value.where).startswith("norm  ")
+    assert 'Hints(batch_stats="turn")' in str(caught.value.remedy)
+    hints = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), batch_stats="turn", pipeline=sx.Pipeline())
+    assert sx.parallelize(model, sx.Mesh(pp=2, mb=T(4)), hints, virtual=True).verify()
+
+
+def test_a_value_that_is_cut_over_stages_is_named() -> None:
+    hints = sx.Hints(args=(X,), specs={"head.weight": "pp, -"}, pipeline=sx.Pipeline(time="", schedule="F0.0\nF1.0"))
+    with pytest.raises(sx.Error, match="a value is cut over 'pp'") as caught:
+        sx.parallelize(Net(), sx.Mesh(pp=2), hints, virtual=True)
+    assert "'pp'" in str(caught.value.remedy)
+
+
+def test_validation_names_what_is_used_where_it_is_not() -> None:
+    class Misplace(sx.Pass):
+        name = "misplace"
+        after = "pipeline"
+
+        def run(self, graph: Any, context: Any) -> bool:
+            node: Node = next(node for node in graph.nodes if node.at == (1,) and node.op is not comm.send)
+            node.at = (0,)
+            return True
+
+    hints = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), pipeline=sx.Pipeline(), passes=[Misplace()])
+    with pytest.raises(sx.Error, match=r"after pass 'misplace'.*is used where it is not") as caught:
+        sx.parallelize(Net(), sx.Mesh(pp=2, mb=T(4)), hints, virtual=True)
+    assert "pp = " in str(caught.value.expected)

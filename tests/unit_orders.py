@@ -1,0 +1,68 @@
+"""Ranks that do the turns of a step in units, forward and backward, in an order that a test says."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+import shardfx as sx
+from shardfx.ir.graph import Node, Phase
+from shardfx.ir.program.looped.in_turns import Loop
+from shardfx.ir.program.lower import Steps, lower
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.units.in_units import in_units
+from shardfx.module.programs import TRAIN
+from shardfx.passes.rank import RankContext, built_in, run_rank_passes
+from tests.plans import plan
+from tests.zoo import make
+
+ALL_FORWARD = "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3"
+TURN_BY_TURN = "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3"
+ONE_AHEAD = "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3"
+"""As the last rank but one of a pipeline does its turns."""
+BACKWARDS = "F0.3 F0.2 B0.2 F0.1 B0.3 F0.0 B0.0 B0.1"
+ORDERS = {"gpipe": ALL_FORWARD, "plain": TURN_BY_TURN, "1f1b": ONE_AHEAD, "any": BACKWARDS}
+
+
+def one_forward_one_backward(ahead: int, count: int) -> str:
+    """The order in which so many turns are under way at most."""
+    words = [f"F0.{turn}" for turn in range(min(ahead, count))]
+    for turn in range(count):
+        words.append(f"B0.{turn}")
+        if turn + ahead < count:
+            words.append(f"F0.{turn + ahead}")
+    return " ".join(words)
+
+
+def phase(node: Node) -> str:
+    return "F0" if node.phase is Phase.FORWARD else "B0"
+
+
+def arranged(order: str, steps: Steps) -> Steps:
+    """The last loop, which has the backward in it, in units."""
+    loop = [step for step in steps if isinstance(step, Loop)][-1]
+    return [in_units(loop, phase, order.split()) if step is loop else step for step in steps]
+
+
+def lowered(pm: sx.ParallelModule, rank: int, order: str) -> RankProgram:
+    rules, device = pm._compiled.context.rules, torch.device("cpu")
+    return lower(pm.after, rank, rules, TRAIN, device, partial(arranged, order))
+
+
+def program(pm: sx.ParallelModule, rank: int, order: str, compiled: bool = False) -> RankProgram:
+    write = partial(lowered, pm, rank, order)
+    return run_rank_passes(write(), built_in("cpu", compiled), RankContext(pm.after), write)
+
+
+def put(pm: sx.ParallelModule, order: str) -> None:
+    for rank in range(pm.mesh.size):
+        pm._programs.step.put(rank, TRAIN, program(pm, rank, order))
+
+
+def in_order(name: str, mesh: sx.Mesh, order: str, **hints: Any) -> sx.ParallelModule:
+    """The plan of a case, whose ranks do the four turns of a step in an order of units."""
+    pm = plan(make(name), mesh, accumulate=4, **hints)
+    put(pm, order)
+    return pm

@@ -1,0 +1,154 @@
+"""Hundreds of turns: planned, written and proven at the cost of a few, and each of them looked at."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.ir.ops.time import turns
+from shardfx.ir.program import lower
+
+MANY = 256
+
+
+class Language(nn.Module):
+    def __init__(self, words: int = 40, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.norm, self.inner = nn.Embedding(words, width), nn.LayerNorm(width), nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.inner(self.embed(x)))))
+
+
+def next_tokens(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+@cache
+def in_turns(count: int, rows: int = 2 * MANY) -> sx.ParallelModule:
+    torch.manual_seed(0)
+    x, y = torch.randint(40, (rows, 3)), torch.randint(40, (rows, 3))
+    y[: rows // 3, 1:] = -100
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "dp, -"}, accumulate=count)
+    return sx.parallelize(Language().double(), sx.Mesh(dp=2), hints, virtual=True)
+
+
+@pytest.mark.parametrize("rows", [4 * MANY, 3 * MANY + 200], ids=["even", "uneven"])
+def test_a_program_of_many_turns_is_written_as_often_as_one_of_few(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[object] = []
+    made = lower.Lowering.__post_init__
+
+    def counted(self: lower.Lowering) -> None:
+        written.append(self)
+        made(self)
+
+    monkeypatch.setattr(lower.Lowering, "__post_init__", counted)
+    counts, lengths = [], []
+    for count in (4, MANY):
+        pm = in_turns(count, rows)
+        written.clear()
+        lengths.append(len(pm.rank_program(1).graph.nodes))
+        counts.append(len(written))
+    assert counts[1] <= counts[0] + 3
+    assert lengths[1] <= 1.2 * lengths[0]
+
+
+def test_uneven_turns_are_those_of_one_device() -> None:
+    rows = 3 * MANY + 200
+    pm = in_turns(MANY, rows)
+    assert "time.pick" in str(pm.rank_program(1))
+    model = Language().double()
+    model.load_state_dict(pm.full_state_dict())
+    torch.manual_seed(1)
+    x, y = torch.randint(40, (rows, 3)), torch.randint(40, (rows, 3))
+    alone, made = next_tokens(model(x), y), pm(x, y)
+    alone.backward()
+    made.backward()
+    assert abs(alone.item() - made.item()) < 1e-12
+    grads = pm.full_grads()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (grads[name] - parameter.grad).abs().max() < 1e-12
+
+
+def test_many_turns_are_proven_from_few_programs() -> None:
+    few, many = (in_turns(count).verify() for count in (16, MANY))
+    assert few and many, (few, many)
+    for what in ("whole programs", "families", "distinct ops at every rank"):
+        assert many.checked[what] == few.checked[what]
+    assert many.checked["programs read"] == len(many.programs) * 2 * MANY
+
+
+def named(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.target is BY_NAME[name].function)
+
+
+def renumbered(graph: fx.Graph, change: Callable[[int, int], list[tuple[int, int, int]]]) -> None:
+    """Which rows turn 100 takes, or from it on."""
+    at = named(graph, "time.at")
+    _, first, step = at.args
+    at.target, at.args = turns.pick, (at.args[0], change(first, step))
+
+
+def a_wrong_slice_in_turn_100(graph: fx.Graph) -> None:
+    renumbered(graph, lambda a, n: [(0, a, n), (100, a + 99 * n, 0), (101, a + 101 * n, n)])
+
+
+def turn_100_skipped(graph: fx.Graph) -> None:
+    renumbered(graph, lambda a, n: [(0, a, n), (100, a + 101 * n, n)])
+
+
+def a_turn_less(graph: fx.Graph) -> None:
+    begin = named(graph, "time.turns")
+    begin.args = (begin.args[0], begin.args[1] - 1, begin.args[2])
+
+
+def added_twice(graph: fx.Graph) -> None:
+    node = named(graph, "time.add")
+    with graph.inserting_after(node):
+        again = graph.call_function(turns.add, (node, node.args[1]))
+    again.meta = dict(node.meta)
+    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+
+def stale(graph: fx.Graph) -> None:
+    node = named(graph, "memory.filled")
+    node.args = (node.args[0], 1.0, *node.args[2:])
+
+
+def something_else_is_added(graph: fx.Graph) -> None:
+    node = named(graph, "time.add")
+    with graph.inserting_before(node):
+        other = graph.call_function(torch.ops.aten.neg.default, (node.args[1],))
+    other.meta = dict(node.meta)
+    node.args = (node.args[0], other)
+
+
+NUMBERS = [a_wrong_slice_in_turn_100, turn_100_skipped, a_turn_less, added_twice, stale]
+
+
+@pytest.mark.parametrize(("damage", "count"), [*((each, MANY) for each in NUMBERS), (something_else_is_added, 16)])
+def test_what_is_wrong_in_one_of_many_turns_is_refused(damage: Callable[[fx.Graph], None], count: int) -> None:
+    pm = in_turns(count)
+    program = pm.rank_program(1)
+    damage(program.graph)
+    verdict = pm.verify(modules={1: program.module()})
+    assert not verdict and verdict.fault is not None and verdict.fault.rank == 1
+    if "100" in damage.__name__:
+        assert "turn 100" in verdict.why
+
+
+def test_a_program_of_turns_that_somebody_gives_is_read() -> None:
+    pm = in_turns(MANY)
+    verdict = pm.verify(modules={1: pickle.loads(pickle.dumps(pm.rank_module(1)))})
+    assert verdict, verdict
+    assert verdict.checked["programs read"] == len(verdict.programs) * 2 * MANY
