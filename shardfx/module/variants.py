@@ -36,8 +36,8 @@ from shardfx.runtime.verify.verdict import Verdict, together
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
 from .hand_out import gradients as gradients_of
 from .hand_out import leaves, trained, wanting
-from .held.program_optimizer import check_step
 from .held.one_store import reject_stored_otherwise, stored
+from .held.program_optimizer import check_step
 from .product import product
 from .programs import BESIDE, INFER, LOSS, NAMES, PULL, STEP, TRAIN, Programs
 from .pull_back import AsItWas, attach, draws, pulling, refuse, reject_part, reject_without_loss

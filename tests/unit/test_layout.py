@@ -81,7 +81,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
     "runtime": PROGRAMS,
     "runtime.virtual": (*PROGRAMS, "runtime"),
-    "runtime.distributed": (*PROGRAMS, "runtime"),
+    "runtime.distributed": (*PROGRAMS, "runtime", "runtime.distributed.stages"),
+    "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed"),
     "runtime.debug": (*GRAPHS, "runtime"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
     "runtime.verify": (
