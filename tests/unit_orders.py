@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,29 +37,39 @@ def one_forward_one_backward(ahead: int, count: int) -> str:
     return " ".join(words)
 
 
-def phase(node: Node) -> str:
-    return "F0" if node.phase is Phase.FORWARD else "B0"
+UnitOf = Callable[[Sequence[Node | Loop]], Callable[[Node], str]]
+"""Of the steps of a loop, the unit of each node."""
 
 
-def arranged(order: str, steps: Steps) -> Steps:
+def phases(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:
+    """Forward and backward."""
+    return lambda node: "F0" if node.phase is Phase.FORWARD else "B0"
+
+
+def arranged(order: str, unit_of: UnitOf, steps: Steps) -> Steps:
     """The last loop, which has the backward in it, in units."""
     loop = [step for step in steps if isinstance(step, Loop)][-1]
-    return [in_units(loop, phase, order.split()) if step is loop else step for step in steps]
+    return [in_units(loop, unit_of(loop.steps), order.split()) if step is loop else step for step in steps]
 
 
-def lowered(pm: sx.ParallelModule, rank: int, order: str) -> RankProgram:
+def lowered(pm: sx.ParallelModule, rank: int, order: str, unit_of: UnitOf = phases) -> RankProgram:
+    """The program of a rank in units, before rank passes."""
     rules, device = pm._compiled.context.rules, torch.device("cpu")
-    return lower(pm.after, rank, rules, TRAIN, device, partial(arranged, order))
+    return lower(pm.after, rank, rules, TRAIN, device, partial(arranged, order, unit_of))
 
 
-def program(pm: sx.ParallelModule, rank: int, order: str, compiled: bool = False) -> RankProgram:
-    write = partial(lowered, pm, rank, order)
+def program(
+    pm: sx.ParallelModule, rank: int, order: str, unit_of: UnitOf = phases, compiled: bool = False
+) -> RankProgram:
+    """The program of a rank in units."""
+    write = partial(lowered, pm, rank, order, unit_of)
     return run_rank_passes(write(), built_in("cpu", compiled), RankContext(pm.after), write)
 
 
-def put(pm: sx.ParallelModule, order: str) -> None:
+def put(pm: sx.ParallelModule, order: str, unit_of: UnitOf = phases) -> None:
+    """Let all ranks run in units."""
     for rank in range(pm.mesh.size):
-        pm._programs.step.put(rank, TRAIN, program(pm, rank, order))
+        pm._programs.step.put(rank, TRAIN, program(pm, rank, order, unit_of))
 
 
 def in_order(name: str, mesh: sx.Mesh, order: str, **hints: Any) -> sx.ParallelModule:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Node, Phase
 
+from .call_moments import Place
 from .fake_calls import Layout
-from .moments import Place
 
 
 @dataclass(eq=False, slots=True)

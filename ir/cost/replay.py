@@ -40,6 +40,7 @@ from shardfx.ir.shards import held_shape
 from .amounts import Cost, Work
 from .blocks import Block, BlockTensor
 from .call_facts import before_communication, called, group_of, is_memory
+from .call_moments import Moments, Standpoint
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .moments import Moments, Standpoint
 from .storages import Footprint, Storage

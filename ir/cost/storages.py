@@ -14,7 +14,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.program.lending import choose
 
 from .amounts import Cost, total
-from .moments import Moments
+from .call_moments import Moments
 
 STEPS = 3
 """After so many steps what is kept is what the step needs."""
