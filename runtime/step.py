@@ -84,6 +84,8 @@ class Step:
     """Programs that somebody put in the place of the plan's own."""
     _engine: Engine | None = None
     _programs: dict[Kinds, dict[int, RankProgram]] = field(default_factory=dict)
+    _drawing: dict[Kinds, bool] = field(default_factory=dict)
+    """Whether the programs for some outputs draw random numbers."""
     _shards: dict[str, Shards] = field(default_factory=dict)
     _layouts: dict[Output, Shards] = field(default_factory=dict)
     _constants: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
@@ -129,8 +131,9 @@ class Step:
 
     def seed(self, kinds: Kinds) -> torch.Tensor | None:
         """A seed for a run, the same on all ranks; None where nothing is random."""
-        inputs = select(self.graph, kinds)[0]  # of all ranks: they draw together
-        return self.engine.seed() if any(given.kind is InputKind.SEED for given in inputs) else None
+        if kinds not in self._drawing:  # asked of the whole graph: all ranks draw together
+            self._drawing[kinds] = any(given.kind is InputKind.SEED for given in select(self.graph, kinds)[0])
+        return self.engine.seed() if self._drawing[kinds] else None
 
     def run(
         self,

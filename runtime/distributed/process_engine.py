@@ -17,9 +17,10 @@ from shardfx.ir.program.source import Forms, Source, write_source
 from shardfx.runtime.engine import Watch, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 
-from . import gloo, messages
+from . import gloo
 from .groups import axes_of, make_groups
 from .peer_failure import ended, ending_together, finish_together
+from .stages import messages
 
 Tensor = torch.Tensor
 c10d = torch.ops._c10d_functional

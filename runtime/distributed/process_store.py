@@ -31,7 +31,7 @@ from .dtensor_shard import DTensorShard
 from .groups import device_mesh, make_groups
 from .peer_failure import ending_together
 from .process_peers import digest, plan_text
-from .stage_homes import StageHomes
+from .stages.stage_homes import StageHomes
 
 Tensor = torch.Tensor
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind
 from shardfx.ir.names import prefixes
 from shardfx.ir.ops import comm
-from shardfx.passes.stages.blocks import block_of
+from shardfx.passes.stages.stage_blocks import block_of
 from shardfx.schedules.plan_timeline import rank_places
 
 

@@ -83,7 +83,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
     "runtime": PROGRAMS,
     "runtime.virtual": (*PROGRAMS, "runtime"),
-    "runtime.distributed": (*PROGRAMS, "runtime"),
+    "runtime.distributed": (*PROGRAMS, "runtime", "runtime.distributed.stages"),
+    "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed"),
     "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
     "runtime.verify": (

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from shardfx.ir.graph import Graph, Input
 from shardfx.ir.mesh import Mesh
-
-from .groups import make_groups
-from .peer_failure import ending_together
+from shardfx.runtime.distributed.groups import make_groups
+from shardfx.runtime.distributed.peer_failure import ending_together
 
 T = TypeVar("T")
 Tensor = torch.Tensor

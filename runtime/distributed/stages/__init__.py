@@ -1,0 +1,1 @@
+"""What real ranks do where a graph has stages."""
