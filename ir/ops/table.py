@@ -146,6 +146,7 @@ class LocalOp:
         waits: its result is its operand, which was only started.
         turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, is a
             ``number`` of the turn, or ``collects`` what leaves them.
+        adds: of the arguments, the call whose result is added to what is collected, where it is done into that.
     """
 
     name: str
@@ -165,6 +166,7 @@ class LocalOp:
     copies: bool = False
     waits: bool = False
     turns: str = ""
+    adds: Plain | None = None
 
     @property
     def is_number(self) -> bool:
