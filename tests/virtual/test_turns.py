@@ -26,6 +26,8 @@ slow = pytest.mark.slow
 HINTS: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
     "2 turns": (sx.Mesh(dp=1), {"accumulate": 2}),
     "5 turns of 8 rows": (sx.Mesh(dp=1), {"accumulate": 5}),
+    "8 turns": (sx.Mesh(dp=1), {"accumulate": 8}),
+    "tp2, 5 turns": (sx.Mesh(dp=1, tp=2), {"accumulate": 5}),
     "dp2, 4 turns": (sx.Mesh(dp=2), {"accumulate": 4}),
     "dp2 tp2, 3 turns": (sx.Mesh(dp=2, tp=2), {"accumulate": 3}),
     "zero 1": (sx.Mesh(dp=2), {"accumulate": 2, "zero": 1, "zero_min": 0}),
@@ -38,6 +40,7 @@ NAMES = ["mlp3", "gpt_fused", "llama", "unet", "moe_loop", "hf_gpt2", "hf_t5", "
 QUICK = {
     ("mlp3", "5 turns of 8 rows"),
     ("mlp3", "dp2 tp2, 3 turns"),
+    ("mlp3", "8 turns"),
     ("gpt_fused", "dp2, 4 turns"),
     ("unet", "2 turns"),
     ("gpt_fused", "zero 2"),
