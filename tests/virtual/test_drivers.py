@@ -202,7 +202,8 @@ def test_calls_that_nobody_takes_from_stay() -> None:
         assert [n.name for n in module.graph.nodes if n.op == "call_module"] == [
             word.lower().replace(".", "_") for word in ONE_AHEAD.split()
         ]
-        assert module.code == code and pm.verify(modules={1: module})
+        assert module.code == code
+    assert pm.verify(modules={1: module})
 
 
 def test_what_stands_between_calls_is_done_before() -> None:
