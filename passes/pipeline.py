@@ -20,6 +20,7 @@ from .base import Context, Pass, PassError, check_requires
 from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
 from .memory import CastAgain, GatherAgain, Offload, Recompute, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
+from .space import Spatial
 from .time import Turns
 from .unfold_repeats import UnfoldRepeats
 
@@ -30,6 +31,7 @@ ORDER: tuple[type[Pass], ...] = (
     CastPlacement,
     Reassociate,
     SumPlacement,
+    Spatial,
     DuplicateViews,
     Partition,
     UnfoldRepeats,
