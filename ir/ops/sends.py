@@ -55,6 +55,11 @@ def is_comm(node: Node) -> bool:
     return base_name(node).startswith("comm.")
 
 
+def is_part(node: Node, mesh: Mesh) -> bool:
+    """Whether a comm node exchanges rows, and every rank has those that it needs: it takes a part of what it holds."""
+    return node.op.rows is not None and not node.op.sends(node, mesh).nbytes
+
+
 def turns_of(node: Node, mesh: Mesh) -> int:
     """How many times a node is done in a step: once for each turn of the time axes that what it takes hangs on."""
     spec: Spec | None = node.operands[0].spec if node.operands else None

@@ -13,6 +13,7 @@ from shardfx.ir.cost.storages import Peak
 from shardfx.ir.mesh import Mesh
 
 from .tables import report_tables, report_text
+from .tile_costs import TileRow
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class Report:
     time: Estimate
     warnings: tuple[str, ...] = ()
     passes: Mapping[str, float] = field(default_factory=dict)
+    tiles: tuple[TileRow, ...] = ()
+    """The layers of which ranks have tiles, with what these cost."""
 
     def __str__(self) -> str:
         return report_text(self)

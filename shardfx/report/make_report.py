@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING
 from shardfx.compile import no_collection
 from shardfx.ir.cost.call_facts import source_of
 from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.price import Prices
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.storages import Peak
 from shardfx.ir.cost.traffic import comm_name, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.sends import is_comm, is_part
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 
 from .figures import Cause, CommRow, Communication, Estimate, Memory, Report
+from .tile_costs import tile_rows
 
 if TYPE_CHECKING:
     from shardfx.compiled import Compiled
@@ -43,7 +45,9 @@ def make_report(
     mesh = device.connect(graph.mesh, instead_of=planned)
     with no_collection():
         footprint = replay(program, exchanged)
-        communication = Communication(tuple(comm_rows(graph, mesh, {output.kind for output in program.outputs})))
+        kinds = {output.kind for output in program.outputs}
+        communication = Communication(tuple(comm_rows(graph, mesh, kinds)))
+        tiles = tuple(tile_rows(select(graph, kinds)[1], mesh, Prices(mesh, context.rules)))
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
@@ -52,6 +56,7 @@ def make_report(
         Estimate(footprint.cost, device, mesh),
         (*compiled.after.notes, *notes),
         dict(context.seconds),
+        tiles,
     )
 
 
@@ -85,7 +90,7 @@ def comm_rows(graph: Graph, mesh: Mesh, kinds: Iterable[OutputKind] = tuple(Outp
     inputs = {given.value: given.name for given in graph.inputs}
     rows: dict[tuple[tuple[str, ...], str], list[Node]] = {}
     for node in select(graph, kinds)[1]:
-        if is_comm(node) and not node.op.stays:
+        if is_comm(node) and not node.op.stays and not is_part(node, mesh):
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node)), []).append(node)
     made = []
     for (axes, kind), nodes in rows.items():
