@@ -16,14 +16,14 @@ from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
 
-from .placing import Costs, Placing
+from .placing import Placing
 
 
-def merged(costs: Costs, at_any_price: bool) -> Placing:
+def merged(base: Placing, at_any_price: bool) -> Placing:
     """The placements in which exchanges are merged: wherever that saves one, or where it takes less time."""
-    placing = Placing(costs)
-    for value in list(costs.graph.values()):
-        if not placing.exchanges(value) or not _may_overlap(value, costs):
+    placing = base
+    for value in list(base.costs.graph.values()):
+        if not placing.exchanges(value) or not _may_overlap(value, placing):
             continue
         trial, touched, nodes = _wider(placing, value)
         if not nodes:
@@ -41,17 +41,16 @@ def _count(placing: Placing, values: set[Value]) -> int:
     return sum(len(placing.exchanges(value)) for value in values)
 
 
-def _may_overlap(value: Value, costs: Costs) -> bool:
+def _may_overlap(value: Value, placing: Placing) -> bool:
     """Whether the maker may make a value in other rows than hints say: what is drawn is drawn by tiles."""
-    node, spec = value.node, value.spec
+    node, spec = value.node, placing.spec(value)
     return (
         node is not None
-        and spec is not None
         and value.hint is None
         and not spec.partial
         and node.pin is None
         and draw_slot(node) is None
-        and not any(costs.graph.mesh[axis].time for axis in spec.axes)
+        and not any(placing.costs.graph.mesh[axis].time for axis in spec.axes)
     )
 
 
@@ -77,7 +76,7 @@ def _wider(placing: Placing, value: Value) -> tuple[Placing, set[Value], set[Nod
         for operand in dict.fromkeys(node.operands):
             touched.add(operand)
             new = trial.exchanges(operand) and not placing.exchanges(operand)
-            if new and operand not in todo and _may_overlap(operand, costs):
+            if new and operand not in todo and _may_overlap(operand, trial):
                 todo.append(operand)
     return trial, touched, nodes
 

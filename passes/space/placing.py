@@ -29,6 +29,8 @@ class Costs:
     users: dict[Value, list[Node]]
     leaving: dict[Value, list[Spec]]
     """How values leave the program."""
+    together: Redistribution
+    """By links without latency: what leaves travels together with others."""
 
     @staticmethod
     def of(graph: Graph, cache: RuleCache, planner: Redistribution, machine: Machine) -> Costs:
@@ -36,7 +38,9 @@ class Costs:
         leaving: dict[Value, list[Spec]] = {}
         for output, spec in graph.output_specs().items():
             leaving.setdefault(output.value, []).append(spec)
-        return Costs(graph, cache, planner, machine, Prices(graph.mesh, cache.book), graph.users(), leaving)
+        links = {axis.name: replace(axis.link, latency=0.0) for axis in graph.mesh.axes}
+        together = Redistribution(graph.mesh.with_links(links), planner.each)
+        return Costs(graph, cache, planner, machine, Prices(graph.mesh, cache.book), graph.users(), leaving, together)
 
 
 @dataclass
@@ -89,7 +93,9 @@ class Placing:
         costs, found = self.costs, 0.0
         for value in values:
             made = self.spec(value)
-            found += sum(costs.planner.seconds(value.type, made, need) for need in self.moves(value))
+            for need in self.moves(value):
+                planner = costs.together if need in costs.leaving.get(value, ()) else costs.planner
+                found += planner.seconds(value.type, made, need)
         for node in nodes:
             price = costs.prices.of(replace(node, strategy=self.strategy(node)))
             found += price.seconds(costs.machine, costs.graph.mesh)

@@ -39,7 +39,7 @@ def planned(net: nn.Module, mesh: sx.Mesh, merge: str, x: torch.Tensor) -> sx.Pa
     return sx.parallelize(net, mesh, hints, virtual=True)
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", ["unet", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_merged_exchanges_give_what_one_device_gives(name: str) -> None:
     counts = {}
     make, shape = NETS[name]
@@ -121,7 +121,57 @@ def test_a_damaged_rim_is_refused(damage: Callable[[fx.GraphModule], None]) -> N
     assert not pm.verify(modules={1: program})
 
 
+def slow_machine(flops: float) -> sx.Machine:
+    return sx.Machine("slow", {"float64": flops}, 1e9, 1e9, sx.Machine.load("accelerator").links)
+
+
+@pytest.mark.parametrize(
+    ("net", "batch", "link", "said"),
+    [
+        ("unet", 4, sx.Link(), "maps are cut by samples"),
+        ("unet", 1, sx.Link(), "maps are cut by channels"),
+        ("unet", 1, SLOW, "maps are whole"),
+        pytest.param("resnet", 2, sx.Link(), "maps are cut by channels", marks=pytest.mark.slow),
+    ],
+)
+def test_small_maps_leave_the_cut_of_space(net: str, batch: int, link: sx.Link, said: str) -> None:
+    torch.manual_seed(0)
+    make, shape = NETS[net]
+    leave, small = {"unet": ("three", (8, 10)), "resnet": ("levels.3", (2, 3))}[net]
+    mesh = sx.Mesh(h=2, w=2, links={"h": link, "w": link})
+    hints = {
+        "passes": [sx.Spatial(merge="never", leave=leave)],
+        "machine": slow_machine(1e6 if link is not SLOW else 1e9),
+    }
+    pm = trained(make(), image(batch, *shape[1:]), mesh, **hints)
+    assert pm.verify() and any(
+        note.startswith(f"{said}, and not cut by space, from {leave}") for note in pm.after.notes
+    )
+    inside = [n for n in pm.after.nodes if n.where.module.startswith(leave) and not str(n.op).startswith("comm.")]
+    maps = [value.spec for node in inside for value in node.outs if value.shape[2:] == small]
+    assert maps and not any(cut for spec in maps if spec is not None for cut in spec.dims[2:])
+
+
+@pytest.mark.parametrize("net", ["unet", pytest.param("resnet", marks=pytest.mark.slow)])
+def test_maps_leave_by_cost_where_that_is_cheaper(net: str) -> None:
+    seconds = {}
+    make, shape = NETS[net]
+    for leave in (None, "cost"):
+        torch.manual_seed(0)
+        pm = trained(make(), image(*shape), MESHES["2x2"], passes=[sx.Spatial(merge="never", leave=leave)])
+        assert pm.verify()
+        seconds[leave] = pm.report().time.total
+    assert seconds["cost"] <= seconds[None] * (1 + 1e-9)
+    assert (seconds["cost"] < seconds[None]) is (net == "resnet")
+
+
 def test_options_that_are_none_are_refused() -> None:
+    with pytest.raises(sx.Error, match="no op of this module") as nowhere:
+        hints = sx.Hints(args=(image(1, 3, 8, 8),), specs=specs(MESHES["h2"]), passes=[sx.Spatial(leave="head")])
+        sx.parallelize(convolutions().double(), MESHES["h2"], hints, virtual=True)
+    assert "0, 1" in str(nowhere.value.expected)
+    with pytest.raises(sx.Error, match="do not overlap with computing yet"):
+        sx.Spatial(overlap=True)
     with pytest.raises(sx.Error, match="cannot merge") as caught:
         sx.Spatial(merge="sometimes")
     assert "'never'" in str(caught.value.expected)
