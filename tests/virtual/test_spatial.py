@@ -166,8 +166,8 @@ def test_maps_leave_by_cost_where_that_is_cheaper(net: str) -> None:
 
 
 def test_options_that_are_none_are_refused() -> None:
+    hints = sx.Hints(args=(image(1, 3, 8, 8),), specs=specs(MESHES["h2"]), passes=[sx.Spatial(leave="head")])
     with pytest.raises(sx.Error, match="no op of this module") as nowhere:
-        hints = sx.Hints(args=(image(1, 3, 8, 8),), specs=specs(MESHES["h2"]), passes=[sx.Spatial(leave="head")])
         sx.parallelize(convolutions().double(), MESHES["h2"], hints, virtual=True)
     assert "0, 1" in str(nowhere.value.expected)
     with pytest.raises(sx.Error, match="do not overlap with computing yet"):
