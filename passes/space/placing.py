@@ -86,6 +86,8 @@ class Placing:
 
     def exchanges(self, value: Value) -> list[Spec]:
         """Those of them that are fetched from tiles beside a rank's own."""
+        if not any(cut.rows is not None for need in self.needs(value) for cut in need.dims):
+            return []
         return [need for need in self.moves(value) if any(cut.rows is not None for cut in need.dims)]
 
     def seconds(self, values: Iterable[Value], nodes: Iterable[Node]) -> float:
