@@ -61,6 +61,14 @@ class Window:
         first = max(min(first, whole - 1), 0)
         return first, max(min(last, whole - 1), first) - first + 1
 
+    def within(self, outer: Window) -> Window:
+        """The rows that those rows of o are made of which ``outer`` gives: of two windows, one behind the other. They
+        may be a few more where rows of a divided window are stepped over."""
+        lost = self.step * (outer.per - 1) if self.step > 1 else 0
+        low, high = self.step * outer.low - lost, self.step * outer.high
+        step, per = self.step * outer.step, self.per * outer.per
+        return Window(outer.size, step, per, low + self.low * outer.per, high + self.high * outer.per)
+
     def __str__(self) -> str:
         """``2o-1 to 2o+1``, or ``(o+1)/2 to (o+2)/2``."""
         return f"{self._row(self.low)} to {self._row(self.high)}"
@@ -199,7 +207,10 @@ def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cu
         return (WHOLE,) * len(factors)
     if len(factors) == 1:
         return (cut,)
-    if size == 0 or cut.rows is not None:
+    if cut.rows is not None:
+        large = [place for place, factor in enumerate(factors) if factor != 1]
+        return tuple(cut if [place] == large else WHOLE for place in range(len(factors))) if len(large) == 1 else None
+    if size == 0:
         return None
     pending = list(reversed(cut.sub(size)))
     result = []
@@ -298,21 +309,3 @@ def without(cut: Cut, axis: str, mesh: Mesh) -> Cut:
         return Cut(cut.axes[: cut.axes.index(axis)])
     parts = [Part(p.size, p.axes[: p.axes.index(axis)] if axis in p.axes else p.axes) for p in cut.parts]
     return compound(parts, mesh)
-
-
-@lru_cache(maxsize=4096)
-def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Cut:
-    """The cut of a dim of ``size`` that holds what the chunks of another dim need: a plain one, or one of blocks, where
-    that is the same for every rank."""
-    if not axes:
-        return WHOLE
-    made = Cut(axes, rows=window)
-    same = [Cut(axes)]
-    if window.size and size % window.size == 0:
-        same.append(compound([Part(window.size, axes), Part(size // window.size)], mesh))
-    ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
-    held = [made.span(size, mesh, coords) for coords in ranks]
-    for cut in same:
-        if not in_stretches(cut) and [cut.span(size, mesh, coords) for coords in ranks] == held:
-            return cut
-    return made

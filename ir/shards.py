@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from .cut import Coords
+from .cut import WHOLE, Coords, Cut, Part, Window, compound, in_stretches
 from .mesh import Mesh
 from .spec import Spec
 
@@ -147,9 +147,43 @@ def overlap(a: Box, b: Box) -> Box | None:
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
+def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Cut:
+    """The cut of a dim of ``size`` that holds what the chunks of another dim need: a plain one, or one of blocks, where
+    that is the same for every rank."""
+    if not axes:
+        return WHOLE
+    made = Cut(axes, rows=window)
+    same = [Cut(axes)]
+    if window.size and size % window.size == 0:
+        same.append(compound([Part(window.size, axes), Part(size // window.size)], mesh))
+    ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
+    held = [made.span(size, mesh, coords) for coords in ranks]
+    for cut in same:
+        if not in_stretches(cut) and [cut.span(size, mesh, coords) for coords in ranks] == held:
+            return cut
+    return made
+
+
+@lru_cache(maxsize=4096)
+def has_rows(source: Spec, target: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
+    """Whether every rank has, of what is placed as ``source``, all that it is to have by ``target``: dims that differ
+    are cut over the same axes, into one stretch for each rank."""
+    if source.partial != target.partial:
+        return False
+    dims = []
+    for dim, (a, b) in enumerate(zip(source.dims, target.dims, strict=True)):
+        if a != b:
+            if a.axes != b.axes or in_stretches(a) or in_stretches(b) or any(mesh[axis].time for axis in a.axes):
+                return False
+            dims.append(dim)
+    return RowExchange(source, target, shape, mesh, dict.fromkeys(mesh.names, 0), tuple(dims)).is_silent
+
+
 @dataclass(frozen=True)
 class RowExchange:
-    """Who sends which rows to whom, where tiles of some dims become others over the same axes.
+    """Who sends which rows to whom, where tiles of some dims become others over the same axes. From rows that overlap
+    only those can be made that every rank has.
 
     Args:
         coords: where one rank of the group stands.
@@ -183,13 +217,19 @@ class RowExchange:
         return [self.box(self.target, coords) for coords in self.members]
 
     def sends(self, member: int) -> list[Box | None]:
-        """The rows that a member sends to each: nothing to itself."""
+        """The rows that a member sends to each: nothing to itself, and nothing where all have what they need."""
+        if self.is_silent:
+            return [None] * len(self.members)
         return [None if k == member else overlap(self.held[member], box) for k, box in enumerate(self.needed)]
 
-    @property
+    @cached_property
     def is_silent(self) -> bool:
         """Whether every member has what it needs."""
-        return not any(any(self.sends(member)) for member in range(len(self.members)))
+        return all(
+            first <= start and start + length <= first + count
+            for held, needed in zip(self.held, self.needed, strict=True)
+            for (first, count), (start, length) in zip(held, needed, strict=True)
+        )
 
     @property
     def most(self) -> int:

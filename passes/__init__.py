@@ -7,6 +7,7 @@ from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
+from .space import Spatial
 from .stages import Pipeline, first_blocks
 from .time import Turns
 from .unfold_repeats import UnfoldRepeats
@@ -36,6 +37,7 @@ __all__ = [
     "RankPass",
     "Reassociate",
     "Recompute",
+    "Spatial",
     "SumPlacement",
     "Turns",
     "UnfoldRepeats",

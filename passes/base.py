@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.redistribute import Redistribution
@@ -29,6 +30,7 @@ class Context:
         rules: the rules of ops; ``cache`` has those of nodes, each made once.
         planner: finds the cheapest communication on the mesh.
         specs, cuts: the user's hints, as given: ``bind-hints`` writes them onto values and nodes.
+        machine: what a rank runs on.
         seconds: how long each pass took.
     """
 
@@ -36,6 +38,7 @@ class Context:
     planner: Redistribution
     specs: Mapping[str, Any] = field(default_factory=dict)
     cuts: Mapping[str, Any] = field(default_factory=dict)
+    machine: Machine = field(default_factory=lambda: Machine.of(None))
     seconds: dict[str, float] = field(default_factory=dict)
     cache: RuleCache = field(init=False)
 

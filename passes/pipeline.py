@@ -20,6 +20,7 @@ from .base import Context, Pass, PassError, check_requires
 from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
 from .memory import CastAgain, GatherAgain, Offload, Recompute, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
+from .space import Spatial
 from .stages import Pipeline
 from .time import Turns
 from .unfold_repeats import UnfoldRepeats
@@ -31,6 +32,7 @@ ORDER: tuple[type[Pass], ...] = (
     CastPlacement,
     Reassociate,
     SumPlacement,
+    Spatial,
     DuplicateViews,
     Partition,
     UnfoldRepeats,

@@ -22,7 +22,7 @@ from shardfx.ir.schedule import Action, Schedule, ScheduleReport, check_schedule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rules_shown import check_rule
-from shardfx.passes import Offload, Pass, Pipeline, Recompute
+from shardfx.passes import Offload, Pass, Pipeline, Recompute, Spatial
 from shardfx.passes.rank import RankPass
 from shardfx.passes.time import make_schedule
 from shardfx.runtime.verify.verdict import Verdict
@@ -61,6 +61,7 @@ __all__ = [
     "ScheduleReport",
     "ShardfxWarning",
     "ShardingRule",
+    "Spatial",
     "Spec",
     "TileDataset",
     "Time",

@@ -271,4 +271,5 @@ def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
     each = hints.reduce == "each" or (hints.reduce == "auto" and hints.zero >= 2)
     specs = specs_in_turns(graph.mesh, hints)
-    return Context(rules, Redistribution(graph.mesh, each), specs=specs, cuts={**planned, **hints.cuts})
+    cuts, machine = {**planned, **hints.cuts}, Machine.of(hints.machine)
+    return Context(rules, Redistribution(graph.mesh, each), specs=specs, cuts=cuts, machine=machine)

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches, rows_for
+from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.shards import RowExchange
+from shardfx.ir.shards import RowExchange, has_rows, rows_for
 from shardfx.ir.spec import Spec, coarsen, on_view
 
 from . import comm_local
@@ -112,18 +112,24 @@ class Halo:
             halo.place(Spec.parse("h", mesh), (8,), mesh, axes=["h"], rows=[(0, Window(8, 1, 1, -1, 1))])
 
         Raises:
-            Error: the dims are not cut over the axes, one after the other, into one stretch for each rank.
+            Error: the dims are not cut over the axes, one after the other, into one stretch for each rank; or these
+                overlap, and do not have the rows.
         """
         cuts = [source.dims[dim] if 0 <= dim < len(source.dims) else WHOLE for dim, _ in rows]
         if tuple(axis for cut in cuts for axis in cut.axes) != tuple(axes) or not all(cuts):
             expected = f"dims {', '.join(str(dim) for dim, _ in rows)} that are cut over {{{','.join(axes)}}}"
             raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
-        for (dim, window), cut in zip(rows, cuts, strict=True):
-            if cut.rows is not None or in_stretches(cut) or any(mesh[axis].time for axis in cut.axes):
+        for (dim, _), cut in zip(rows, cuts, strict=True):
+            if in_stretches(cut) or any(mesh[axis].time for axis in cut.axes):
                 expected = f"one stretch of dim {dim} for each rank, and no time axis"
                 raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
-            source = source.with_dim(dim, rows_for(cut.axes, window, shape[dim], mesh))
-        return source
+        target = source
+        for (dim, window), cut in zip(rows, cuts, strict=True):
+            target = target.with_dim(dim, rows_for(cut.axes, window, shape[dim], mesh))
+        if any(cut.rows is not None for cut in cuts) and not has_rows(source, target, tuple(shape), mesh):
+            expected = f"tiles, or rows that have those of {target.text(shape)}"
+            raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
+        return target
 
 
 @dataclass(frozen=True)

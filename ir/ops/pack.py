@@ -84,7 +84,8 @@ def unpack_exchange(x: Tensor, pieces: Sequence[Sequence[int]], dim: int, shape:
 
 def pack_rows(x: Tensor, dims: Sequence[int], boxes: Sequence[Sequence[Sequence[int]]]) -> Tensor:
     """The boxes of ``x`` (start and length in each of ``dims``), one for each rank, flat and one after the other."""
-    return torch.cat([_box(x, dims, box).reshape(-1) for box in boxes])
+    filled = [_box(x, dims, box).reshape(-1) for box in boxes if all(length for _, length in box)]
+    return torch.cat(filled) if filled else x.reshape(-1)[:0]
 
 
 def unpack_rows(

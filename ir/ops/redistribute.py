@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches, rows_for
+from shardfx.ir.cut import WHOLE, Cut, Window, in_stretches
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.shards import RowExchange
+from shardfx.ir.shards import RowExchange, has_rows, rows_for
 from shardfx.ir.spec import Spec, TensorType, coarsen, refine
 
 from .comm import all_gather, all_reduce, all_to_all, halo, reduce_scatter, shard
@@ -75,6 +75,12 @@ class Redistribution:
         return self.mesh.link(axes).seconds(*op.sent(local_bytes, ranks)) or SLICE_SECONDS
 
     def _search(self, type: TensorType, source: Spec, target: Spec) -> tuple[Step, ...]:
+        rows = any(a.rows is not None and a != b for a, b in zip(source.dims, target.dims, strict=True))
+        if rows and has_rows(source, target, type.shape, self.mesh):
+            return (self._halo(type, source, target),)
+        if rows:  # that overlap: of nothing else may they be a part
+            own = Spec(tuple(a if a.rows is None else Cut(a.axes) for a in source.dims), source.partial)
+            return (self._halo(type, source, own), *self.steps(type, own, target))
         tiles = self._as_tiles(type.shape, source, target)
         if tiles != target:
             return (*self.steps(type, source, tiles), self._halo(type, tiles, target))

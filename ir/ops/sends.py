@@ -59,6 +59,11 @@ EACH_TURN = "each_turn"
 """The attribute of a node that is done anew in each turn, though it is the same in all."""
 
 
+def is_part(node: Node, mesh: Mesh) -> bool:
+    """Whether a comm node exchanges rows, and every rank has those that it needs: it takes a part of what it holds."""
+    return node.op.rows is not None and not node.op.sends(node, mesh).nbytes
+
+
 def turns_of(node: Node, mesh: Mesh) -> int:
     """How many times a node is done in a step: once for each turn of the time axes that what it takes hangs on, or of
     all, where it says so."""

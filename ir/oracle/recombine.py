@@ -8,6 +8,7 @@ import torch
 
 from shardfx.ir.cut import Coords
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.shards import Box
 from shardfx.ir.spec import Spec
 
 
@@ -39,7 +40,7 @@ def join(
         groups.setdefault(key, []).append(part)
         boxes[key] = coords
     whole = torch.zeros_like(like).reshape(spec.sub_shape(like.shape))
-    seen: dict[object, torch.Tensor] = {}
+    seen: dict[Box, torch.Tensor] = {}
     for key, members in groups.items():
         value = reduce(members, next(iter(partial.values()), "sum"))
         at = boxes[key]
@@ -47,9 +48,16 @@ def join(
         if box in seen and not same(value, seen[box], bound=bound):
             return None, "ranks that hold the same piece differ"
         seen[box] = value
-        slices = tuple(slice(start, start + length) for start, length in box)
-        whole[slices] = value.reshape([length for _, length in box])
+        whole[region(box)] = value.reshape([length for _, length in box])
+    for box, value in seen.items():  # also where pieces overlap
+        if not same(value.reshape([length for _, length in box]), whole[region(box)], bound=bound):
+            return None, "ranks that hold the same rows differ"
     return whole.reshape(like.shape), ""
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    """A box, to index a tensor by."""
+    return tuple(slice(start, start + length) for start, length in box)
 
 
 def reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shardfx.ir.cut import WHOLE, Cut, Part, compound, in_stretches, project, rows_for
+from shardfx.ir.cut import WHOLE, Cut, Part, compound, in_stretches, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.shards import rows_for
 from shardfx.ir.spec import Spec
 
 from .sharding_rule import SAME, Dim, ShardingRule
@@ -21,7 +22,9 @@ def cut_of(factor: str, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
     seen = rule.windows.get(factor)
     if seen is None or factor in cuts:
         return cuts.get(factor, WHOLE)
-    return rows_for(cuts.get(seen.leader, WHOLE).axes, seen.window, rule.sizes[factor], mesh)
+    leader = cuts.get(seen.leader, WHOLE)
+    window = seen.window if leader.rows is None else seen.window.within(leader.rows)
+    return rows_for(leader.axes, window, rule.sizes[factor], mesh)
 
 
 def wishes(rule: ShardingRule, cuts: Cuts) -> dict[str, Cut]:
@@ -56,11 +59,25 @@ def place(dims: tuple[Dim, ...], cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> 
         elif not any(f in cuts for f in dim):
             placed.append(WHOLE)
         else:
-            parts: list[Part] = []
-            for f in dim:
-                parts.extend(cuts.get(f, WHOLE).sub(rule.sizes[f]))
-            placed.append(compound(parts, mesh))
+            placed.append(_joined(dim, cuts, rule, mesh))
     return tuple(placed)
+
+
+def _joined(dim: Dim, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
+    """The cut of a dim of several factors; rows that overlap are rows of the dim where the others are of size one."""
+    parts: list[Part] = []
+    for f in dim:
+        cut = cuts.get(f, WHOLE)
+        if cut.rows is not None and math.prod(rule.dim_sizes(dim)) == rule.sizes[f]:
+            return cut
+        if cut.rows is not None:
+            raise Error(
+                f"rows of the factor {f!r} that overlap are no rows of a dim of several factors",
+                expected="tiles",
+                got=cut.text(rule.sizes[f]),
+            )
+        parts.extend(cut.sub(rule.sizes[f]))
+    return compound(parts, mesh)
 
 
 def strategy(
@@ -76,7 +93,8 @@ def strategy(
         partial: axis -> (reduction, the operands that are partial over it), one of ``rule.linear``'s groups.
 
     Raises:
-        Error: a factor that sees others through windows is not cut plainly; an axis stands twice in one placement.
+        Error: a factor that sees others through windows is not cut plainly; rows that overlap would count twice in a
+            sum; an axis stands twice in one placement.
     """
     partial = partial or {}
     for factor in rule.leaders & cuts.keys():
@@ -97,8 +115,12 @@ def strategy(
             continue
         present = rule.result_factors[i]
         through = tuple((axis, op) for axis, op, numbers in passed if numbers is None or i in numbers)
-        lost = (c for f, c in cuts.items() if f not in present and i not in rule.unread.get(f, ()) and kind != SAME)
-        made = tuple((axis, kind) for cut in lost for axis in cut.axes)
+        lost = {f: c for f, c in cuts.items() if f not in present and i not in rule.unread.get(f, ()) and kind != SAME}
+        twice = next((f for f, cut in lost.items() if cut.rows is not None), None)
+        if twice is not None:
+            expected, got = "tiles, in which each row is once", cuts[twice].text(rule.sizes[twice])
+            raise Error(f"a {kind} over the factor {twice!r} counts rows twice", expected=expected, got=got)
+        made = tuple((axis, kind) for cut in lost.values() for axis in cut.axes)
         ordered = sorted(through + made, key=lambda pair: mesh.order(pair[0]))
         results.append(Spec(place(made_dims, cuts, rule, mesh), tuple(ordered)))
     return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in cuts.items() if c.axes))

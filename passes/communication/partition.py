@@ -18,6 +18,7 @@ from shardfx.ir.graph import Graph, Node, Output, Strategy, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.redistribute import Redistribution, Step
 from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
 
@@ -85,6 +86,10 @@ class Copies:
         """Give every user the copy that it needs; those that keep the partial sum first, then the rest."""
         wanted = sorted(needs, key=lambda spec: self._cost(spec))
         for spec in wanted:
+            wider = [each for each in wanted if self._has(each, spec) and any(cut.rows for cut in each.dims)]
+            widest = next((each for each in wider if all(self._has(each, other) for other in wider)), spec)
+            if widest != spec and widest not in self._at and not self._has(self.value.spec, spec):
+                self._make(widest)
             leaves = all(isinstance(user, Output) for user, _ in needs[spec])
             copy = self._at.get(spec) or self._make(spec, leaves)
             if copy is self.value:
@@ -93,13 +98,18 @@ class Copies:
                 self._rewriter.replace(self.value, copy, [user], places)
 
     def _sources(self, target: Spec) -> list[Spec]:
-        """Copies to start from: once the value is reduced, never the partial sum again; and no rows that overlap."""
-        tiles = [s for s in self._at if not any(cut.rows for cut in s.dims)]
+        """Copies to start from: once the value is reduced, never the partial sum again; of rows that overlap those that
+        have the target's, or the value as it is made."""
+        tiles = [s for s in self._at if self._has(s, target) or not any(cut.rows for cut in s.dims)]
         reduced = [s for s in tiles if len(s.partial) <= len(target.partial)]
-        return reduced or tiles
+        return reduced or tiles or list(self._at)[:1]
 
     def _cost(self, target: Spec) -> float:
         return min(self._planner.seconds(self.value.type, s, target) for s in self._at)
+
+    def _has(self, source: Spec | None, target: Spec) -> bool:
+        assert source is not None
+        return has_rows(source, target, self.value.shape, self._planner.mesh)
 
     def _make(self, target: Spec, leaves: bool = False) -> Value:
         """A copy; where it ``leaves`` the program at once, it is gathered at the end, and what follows stands there."""

@@ -18,6 +18,7 @@ from shardfx.schedules.plan_timeline import PlanTimeline
 from .stage_rows import StageRow
 from .stage_tables import stage_tables
 from .tables import render, report_tables
+from .tile_costs import TileRow
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class Report:
     stages: tuple[StageRow, ...] = ()
     timing: Timing | None = None
     """Of a plan with stages, or of which steps were measured."""
+    tiles: tuple[TileRow, ...] = ()
+    """The layers of which ranks have tiles, with what these cost."""
 
     def __str__(self) -> str:
         return render(self.__rich__())

@@ -13,16 +13,18 @@ from shardfx.ir.cost.how_often import Turns
 from shardfx.ir.cost.live.storages import Peak
 from shardfx.ir.cost.live.turn_memory import turn_memory
 from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.price import Prices
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.traffic import comm_name, over_time, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.sends import is_comm, is_part
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 
 from .figures import Cause, CommRow, Communication, Estimate, Memory, Report, Timing
 from .stage_rows import gradients_of_rank, is_of_rank, stage_rows
+from .tile_costs import tile_rows
 
 if TYPE_CHECKING:
     from shardfx.compiled import Compiled
@@ -50,6 +52,7 @@ def make_report(
         footprint = replay(program, exchanged)
         kinds = {output.kind for output in program.outputs}
         communication = Communication(tuple(comm_rows(graph, mesh, kinds, program.rank)))
+        tiles = tuple(tile_rows(select(graph, kinds)[1], mesh, Prices(mesh, context.rules)))
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
@@ -63,6 +66,7 @@ def make_report(
         dict(context.seconds),
         stage_rows(graph),
         when,
+        tiles,
     )
 
 
@@ -100,7 +104,7 @@ def comm_rows(
     _, chosen, wanted = select(graph, kinds)
     turns = Turns.among(chosen, wanted, mesh)
     for node in chosen:
-        between = is_comm(node) and not node.op.stays and not over_time(node, mesh)
+        between = is_comm(node) and not node.op.stays and not over_time(node, mesh) and not is_part(node, mesh)
         if between and is_of_rank(node, graph, rank):
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node, mesh)), []).append(node)
     made = []

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from shardfx.ir.cost.live.storages import Peak
 
     from .figures import Cause, CommRow, Report
+    from .tile_costs import TileRow
 
 WIDTH = 110
-MOST_CAUSES, MOST_HOLDERS = 4, 6
+MOST_CAUSES, MOST_HOLDERS, MOST_LAYERS = 4, 6, 20
 FORMULA = (
     "peak = parameters + buffers + states + constants + inputs + the largest sum of live storages over the program\n"
     "Not counted: the states of an optimizer outside of the program, workspaces inside of ops, fragmentation."
@@ -72,7 +73,8 @@ def report_tables(report: Report, first: Iterable[RenderableType] = ()) -> Rende
     mesh, (before, after) = report.mesh, report.ops
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
     head = Text.assemble(("Plan", "bold"), f"  {axes}: {mesh.size} ranks; {before} ops captured, {after} planned")
-    parts: list[RenderableType] = [head, "", *first, *_memory(report), "", _communication(report), "", *_time(report)]
+    parts: list[RenderableType] = [head, "", *first, *_memory(report), "", _communication(report), ""]
+    parts += [*_tiles(report), *_time(report)]
     if report.warnings:
         parts += ["", Text("Warnings", "bold")]
         parts += [Padding(Text(f"- {warning}", "yellow"), (0, 0, 0, 2)) for warning in report.warnings]
@@ -167,6 +169,29 @@ def _communication(report: Report) -> RenderableType:
     made.add_section()
     made.add_row("all", "", str(total.calls), size_text(total.nbytes), seconds_text(total.seconds), "")
     return made
+
+
+def _tiles(report: Report) -> list[RenderableType]:
+    """What tiles of images cost by layer, those alike in repeated layers as one."""
+    if not report.tiles:
+        return []
+    alike: dict[str, list[TileRow]] = {}
+    for row in report.tiles:
+        alike.setdefault(starred(row.module), []).append(row)
+    columns = ("layer", "exchanges", "rows sent", "rim", "of the layer")
+    made = table("Tiles of one rank by layer; a rim is work done twice", *columns, right=[1, 2, 3, 4])
+    for name, rows in list(alike.items())[:MOST_LAYERS]:
+        rim, flops = sum(row.rim_flops for row in rows), sum(row.flops for row in rows)
+        sent, share = size_text(sum(row.nbytes for row in rows)), f"{rim / flops:.1%}" if rim else ""
+        exchanges = str(sum(row.exchanges for row in rows))
+        made.add_row(f"{name}{times(len(rows))}", exchanges, sent, count_text(rim, "FLOP"), share)
+    if len(alike) > MOST_LAYERS:
+        made.add_row(f"and {len(alike) - MOST_LAYERS} more layers", "", "", "", "")
+    made.add_section()
+    sent, rim = size_text(sum(row.nbytes for row in report.tiles)), sum(row.rim_flops for row in report.tiles)
+    share = f"{rim / report.time.cost.flops:.1%}" if rim else ""
+    made.add_row("all", str(sum(row.exchanges for row in report.tiles)), sent, count_text(rim, "FLOP"), share)
+    return [made, ""]
 
 
 def _causes(row: CommRow) -> Text:

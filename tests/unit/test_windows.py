@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfx.ir.cut import Cut, Part, Window, compound, project, rows_for
+from shardfx.ir.cut import Cut, Part, Window, compound, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
@@ -23,6 +23,7 @@ from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.soundness import Execution
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.strategy import strategy
+from shardfx.ir.shards import rows_for
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.text.parser import parse_spec
 from tests.op_calls import f
@@ -301,13 +302,13 @@ def test_an_exchange_sends_the_rows_that_others_need() -> None:
     assert halo.sends(node, mesh).nbytes == 4 * 2 * inner
 
 
-def test_an_exchange_starts_from_tiles_alone() -> None:
+def test_an_exchange_starts_from_tiles_or_from_all_rows_that_it_makes() -> None:
     window = Window(12, 1, 1, -1, 1)
     for text, axes, why in (
         ("[12{h}, 4]", ["w"], "dims 0 that are cut over {w}"),
         ("[12, 4]", [], "dims 0 that are cut over {}"),
         ("[(2 6{h}), 4]", ["h"], "one stretch of dim 0"),
-        ("[12 for 12{h} by o-1 to o+1, 4]", ["h"], "one stretch of dim 0"),
+        ("[12 for 12{h} by o to o+1, 4]", ["h"], "rows that have those"),
     ):
         with pytest.raises(Error, match="halo cannot start") as caught:
             halo.place(parse_spec(text, Mesh(h=2, w=2))[1], (12, 4), Mesh(h=2, w=2), axes=axes, rows=((0, window),))

@@ -118,17 +118,20 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
 
+@pytest.mark.parametrize("merge", ["never", "always"])
 @pytest.mark.parametrize("mesh", ["2x2", "3x1"])
-def test_an_exchange_sends_the_bytes_of_the_formula(mesh: str) -> None:
-    """Of a 3 x 3 convolution a rank sends a row to each side, a column, and the corners."""
+def test_an_exchange_sends_the_bytes_of_the_formula(mesh: str, merge: str) -> None:
+    """Of a 3 x 3 convolution a rank sends a row to each side, a column, and the corners; two more where one exchange
+    serves a convolution of 5 x 5 behind it as well."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 5, padding=2)).double()
     x, sizes = image(1, 3, 20, 12), {axis.name: axis.size for axis in MESHES[mesh].axes}
-    pm = sx.parallelize(net, MESHES[mesh], sx.Hints(args=(x,), specs=specs(MESHES[mesh])), virtual=True)
+    hints = sx.Hints(args=(x,), specs=specs(MESHES[mesh]), passes=[sx.Spatial(merge=merge)])
+    pm = sx.parallelize(net, MESHES[mesh], hints, virtual=True)
     with count_collectives() as counts:
         pm(x)
 
     found = 0
-    for channels, reach in ((3, 1), (4, 2)):
+    for channels, reach in ((3, 1), (4, 2)) if merge == "never" else ((3, 3),):
         up, side = reach * min(sizes["h"] - 1, 2), reach * min(sizes["w"] - 1, 2)  # of the rank in the middle
         h, w = -(-20 // sizes["h"]), -(-12 // sizes["w"])
         found += 8 * channels * (up * w + side * h + up * side)

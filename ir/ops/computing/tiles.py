@@ -79,12 +79,19 @@ def number(places: Sequence[Tensor], size: Sequence[int]) -> Tensor:
 
 def renumbered(indices: Tensor, size: Sequence[int], other: Sequence[int], further: Sequence[int]) -> Tensor:
     """Elements of a box of a ``size`` as they are numbered in one of an ``other``, where they lie ``further`` on."""
-    start = 0
+    start, rows = 0, [indices]
     for n, more in zip(other, further, strict=True):
         start = start * n + more
     if list(size[1:]) == list(other[1:]):
         return indices + start
-    return number(by_dim(indices, size), other) + start
+    for n in reversed(size[1:]):
+        rows.append(torch.div(rows[-1], n, rounding_mode="floor"))
+    found = above = rows.pop()
+    for n, m in zip(size[1:], other[1:], strict=True):  # each number is that of its row, times n, and its place there
+        row = rows.pop()
+        found = row.add(above, alpha=m - n) if found is above else row.add(found, alpha=m).sub_(above, alpha=n)
+        above = row
+    return found.add_(start)
 
 
 def lowest(dtype: torch.dtype) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.cut import Cut, Part
+from shardfx.ir.cut import Cut, Part, Window
 from shardfx.ir.graph import Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.oracle.instance import Instance, instance
@@ -59,6 +59,7 @@ def small_share(node: Node, entry: RuleEntry, mesh: Mesh) -> SmallShare | None:
     cuts = factor_cuts(rule, node, mesh)
     sizes, small_cuts = _factors(rule, cuts, mesh, few)
     sizes |= _seen(rule, cuts, mesh, few)
+    small_cuts = _rows(small_cuts, sizes)
     for found in _ways(node, rule, sizes):
         of = _made(node, found)
         if of is None or _elements(of.node) > MOST_ELEMENTS:
@@ -119,6 +120,16 @@ def _factors(
         size = rule.sizes[factor]
         found[factor] = Cut(cut.axes, parted[size]) if cut.parts else cut
     return sizes, found
+
+
+def _rows(cuts: Mapping[str, Cut], sizes: Mapping[str, int]) -> dict[str, Cut]:
+    """Rows that overlap, of the small sizes: as many beside a rank's own as there were, and one at least."""
+    found = dict(cuts)
+    for factor, cut in cuts.items():
+        if cut.rows is not None:
+            low, high = (end // max(cut.rows.step, cut.rows.per) for end in (cut.rows.low, cut.rows.high))
+            found[factor] = Cut(cut.axes, rows=Window(sizes[factor], 1, 1, min(low, -1), max(high, 1)))
+    return found
 
 
 def _seen(rule: ShardingRule, cuts: Mapping[str, Cut], mesh: Mesh, few: Mesh) -> dict[str, int]:

@@ -151,10 +151,11 @@ class Calls:
             wanted = [cone[self.proof.universe.of[v]] for v in maker.operands]
             for chosen in itertools.islice(itertools.product(*wanted), 64):
                 found, why = self._try(node, maker, [n for n, _ in chosen], [f for _, f in chosen])
-                if found:
+                if (
+                    found
+                ):  # and so by whatever else is true of the operands, as where this rank's rows are those of two cuts
                     all_found.append((self.taken[maker], maker, found))
-                    break
-                if maker.op is node.target:
+                elif maker.op is node.target:
                     best = why
         all_found.sort(key=lambda each: each[0])
         if all_found:

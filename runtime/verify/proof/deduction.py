@@ -96,8 +96,10 @@ class Deduction:
                 projected = project(cut, size, rule.dim_sizes(dim), self.mesh) if dim else () if not cut.axes else None
                 if projected is None:
                     return
-                for each in (implied(rule, f, c, self.mesh) for f, c in zip(dim, projected, strict=True)):
-                    if each is None or cuts.setdefault(*each) != each[1]:
+                for f, cut in zip(dim, projected, strict=True):
+                    each = implied(rule, f, cut, self.mesh)
+                    wider = each is None and cut.rows is not None  # for rows of a leader that overlap: by the claims
+                    if not wider and (each is None or cuts.setdefault(*each) != each[1]):
                         return
         partial = _partial(rule, specs)
         if partial is None:
@@ -168,7 +170,6 @@ class Deduction:
 
     def results(self, node: Node, made: Strategy, facts: Sequence[Fact]) -> list[Fact | None]:
         """The facts of a node's results."""
-        rule = self.rule(node)
         pieces = self._pieces(node, made)
         specs = iter(made.results)
         found: list[Fact | None] = []
@@ -179,7 +180,6 @@ class Deduction:
             spec, term = next(specs), self.universe.of[value]
             origins = [(axis, self.origin(axis, term, pieces.get(axis), facts)) for axis, _ in spec.partial]
             found.append(Fact(term, spec, tuple(origins)))
-        assert len(rule.results) >= 1
         return found
 
     def origin(self, axis: str, term: int, piece: tuple[str, Cut] | None, facts: Sequence[Fact]) -> int:

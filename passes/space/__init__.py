@@ -1,0 +1,5 @@
+"""Space: which tiles of an image are computed where, beyond what hints say."""
+
+from .spatial import Spatial
+
+__all__ = ["Spatial"]

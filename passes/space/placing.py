@@ -1,0 +1,132 @@
+"""Other ways to place some nodes of a graph, tried before they are written, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.price import Prices
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Node, Strategy, Value
+from shardfx.ir.ops.redistribute import Redistribution
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.strategy import Cuts, factor_cuts, partial_operands
+from shardfx.ir.shards import has_rows
+from shardfx.ir.spec import Spec
+from shardfx.passes.rule_cache import RuleCache
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What placements are weighed by: the mesh's links, and prices of nodes on the machine that is planned for."""
+
+    graph: Graph
+    cache: RuleCache
+    planner: Redistribution
+    machine: Machine
+    prices: Prices
+    users: dict[Value, list[Node]]
+    leaving: dict[Value, list[Spec]]
+    """How values leave the program."""
+    together: Redistribution
+    """By links without latency: what leaves travels together with others."""
+
+    @staticmethod
+    def of(graph: Graph, cache: RuleCache, planner: Redistribution, machine: Machine) -> Costs:
+        """Those of a graph in which every node has a strategy."""
+        leaving: dict[Value, list[Spec]] = {}
+        for output, spec in graph.output_specs().items():
+            leaving.setdefault(output.value, []).append(spec)
+        links = {axis.name: replace(axis.link, latency=0.0) for axis in graph.mesh.axes}
+        together = Redistribution(graph.mesh.with_links(links), planner.each)
+        return Costs(graph, cache, planner, machine, Prices(graph.mesh, cache.book), graph.users(), leaving, together)
+
+
+@dataclass
+class Placing:
+    """Strategies of some nodes instead of those that stand in the graph."""
+
+    costs: Costs
+    changed: dict[Node, Strategy] = field(default_factory=dict)
+
+    def copy(self) -> Placing:
+        """The same, to be changed."""
+        return Placing(self.costs, dict(self.changed))
+
+    def strategy(self, node: Node) -> Strategy:
+        """How a node is computed."""
+        made = self.changed.get(node, node.strategy)
+        assert made is not None
+        return made
+
+    def spec(self, value: Value) -> Spec:
+        """How a value is made."""
+        if value.node is None or value.node not in self.changed:
+            assert value.spec is not None
+            return value.spec
+        return self.changed[value.node].results[value.node.outs.index(value)]
+
+    def needs(self, value: Value) -> list[Spec]:
+        """The placements in which it is used, each once."""
+        found = dict.fromkeys(self.costs.leaving.get(value, ()))
+        for user in dict.fromkeys(self.costs.users[value]):
+            pairs = zip(user.operands, self.strategy(user).operands, strict=True)
+            found |= dict.fromkeys(need for operand, need in pairs if operand is value)
+        return list(found)
+
+    def moves(self, value: Value) -> list[Spec]:
+        """The needs for which something is sent, without those that are a part of what another one fetches."""
+        made, mesh = self.spec(value), self.costs.graph.mesh
+        found: list[Spec] = []
+        for need in self.needs(value):
+            if not any(has_rows(other, need, value.shape, mesh) for other in (made, *found)):
+                found = [*(other for other in found if not has_rows(need, other, value.shape, mesh)), need]
+        return found
+
+    def exchanges(self, value: Value) -> list[Spec]:
+        """Those of them that are fetched from tiles beside a rank's own."""
+        if not any(cut.rows is not None for need in self.needs(value) for cut in need.dims):
+            return []
+        return [need for need in self.moves(value) if any(cut.rows is not None for cut in need.dims)]
+
+    def seconds(self, values: Iterable[Value], nodes: Iterable[Node]) -> float:
+        """The time that it takes to move the values, and to compute the nodes."""
+        costs, found = self.costs, 0.0
+        for value in values:
+            made = self.spec(value)
+            for need in self.moves(value):
+                planner = costs.together if need in costs.leaving.get(value, ()) else costs.planner
+                found += planner.seconds(value.type, made, need)
+        for node in nodes:
+            price = costs.prices.of(replace(node, strategy=self.strategy(node)))
+            found += price.seconds(costs.machine, costs.graph.mesh)
+        return found
+
+    def total(self) -> float:
+        """The time of all values and nodes of the graph."""
+        return self.seconds(self.costs.graph.values(), self.costs.graph.nodes)
+
+    def rule(self, node: Node) -> ShardingRule:
+        """The rule of a node's op."""
+        return self.costs.cache.rule(node)
+
+    def cuts(self, node: Node) -> Cuts:
+        """How the factors of a node's rule are cut."""
+        return factor_cuts(self.rule(node), replace(node, strategy=self.strategy(node)), self.costs.graph.mesh)
+
+    def cut(self, node: Node, cuts: Cuts) -> Strategy | None:
+        """How the node is computed when its factors are cut so; None where its rule does not allow it."""
+        cuts = {factor: cut for factor, cut in cuts.items() if cut.axes}
+        try:
+            return self.costs.cache.strategy(self.rule(node), cuts, partial_operands(self.strategy(node)))
+        except Error:  # a factor that must be in tiles, or an axis twice in one placement
+            return None
+
+    def write(self) -> bool:
+        """Write it on the graph; says whether that changes anything."""
+        for node, made in self.changed.items():
+            node.strategy = made
+            for value, spec in zip(node.outs, made.results, strict=True):
+                value.spec = spec
+        return bool(self.changed)

@@ -1,0 +1,86 @@
+"""spatial: how an image that is cut by height and width is computed, beyond the cut itself.
+
+    64{h} of a map is exchanged before each convolution   ->   once for two of them, and a rim is computed twice
+
+*merge* decides whether convolutions behind one another share one wider exchange (:mod:`.merge`), *leave* from which
+layer on small maps are shared by samples or channels instead (:mod:`.leave`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph
+from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.gathered_space import space_axes
+
+from .leave import left
+from .merge import merged
+from .placing import Costs, Placing
+
+MERGE = ("cost", "always", "never")
+
+
+@dataclass(frozen=True)
+class Spatial(Pass):
+    """Where tiles of an image exchange rows.
+
+    Args:
+        merge: one wider exchange for several convolutions, whose rims ranks then compute twice: ``"cost"`` where that
+            takes less time by the mesh's links and the machine, ``"always"`` where it saves an exchange, or
+            ``"never"``.
+        leave: the layer from which on maps that are no larger than what goes into it are cut by samples or channels, or
+            not at all, whichever takes least time: the path of a module; or ``"cost"``, for the maps for which that
+            takes less time than to stay.
+        overlap: an exchange under way while the inner part is computed. This is not available yet.
+
+    Example::
+
+        Hints(args=(x,), specs={"args.0": "-, -, h, w"}, passes=[sx.Spatial(merge="never")])
+    """
+
+    name: ClassVar[str] = "spatial"
+    requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
+
+    merge: str = "cost"
+    leave: str | None = None
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.overlap:
+            raise Error(
+                "exchanges of rows do not overlap with computing yet",
+                where="Spatial(overlap=...)",
+                expected="False",
+                got=self.overlap,
+                remedy="leave it out; transfers start as early as they may (the pass order)",
+            )
+        if self.merge not in MERGE:
+            raise Error(
+                "spatial cannot merge exchanges so",
+                where="Spatial(merge=...)",
+                expected=" or ".join(map(repr, MERGE)),
+                got=repr(self.merge),
+            )
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        never = Placing(Costs.of(graph, context.cache, context.planner, context.machine))
+        if self.leave is not None:
+            never, said = left(never, self.leave, space_axes(graph))
+            graph.notes += [said] if said else []
+        before = exchanges(never)
+        if not before or self.merge == "never":
+            return never.write()
+        always = merged(never, at_any_price=True)
+        chosen = always if self.merge == "always" else min(never, always, merged(never, False), key=Placing.total)
+        after = exchanges(chosen)
+        if after != before:
+            graph.notes.append(f"{before} exchanges of rows between tiles became {after}: rims are computed twice")
+        return chosen.write()
+
+
+def exchanges(placing: Placing) -> int:
+    """How many exchanges of rows there are."""
+    return sum(len(placing.exchanges(value)) for value in placing.costs.graph.values())

@@ -1,0 +1,191 @@
+"""The pass ``spatial``: one wider exchange for several convolutions; the rims that ranks compute twice count once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+
+import shardfx as sx
+from shardfx.ir.cost.amounts import total
+from shardfx.ir.cost.price import Prices
+from tests.space_nets import ResNet18
+
+from .test_space import MESHES, UNet, call, energy, image, narrow, specs, trained, with_argument
+
+aten = torch.ops.aten
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "unet": (UNet, (1, 3, 32, 40)),
+    "resnet": (ResNet18, (2, 3, 61, 77)),
+}
+SLOW, FAST = sx.Link(bandwidth=1e12, latency=1.0), sx.Link(bandwidth=1.0, latency=0.0)
+"""Links on which a message is dear, and on which bytes are."""
+
+
+def exchanges(pm: sx.ParallelModule) -> int:
+    """The exchanges in which something is sent."""
+    mesh = pm.after.mesh
+    return sum(str(node.op) == "comm.halo" and node.op.sends(node, mesh).nbytes > 0 for node in pm.after.nodes)
+
+
+def convolutions(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *between, nn.Conv2d(4, 4, 3, padding=1))
+
+
+def planned(net: nn.Module, mesh: sx.Mesh, merge: str, x: torch.Tensor) -> sx.ParallelModule:
+    hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge=merge)])
+    return sx.parallelize(net, mesh, hints, virtual=True)
+
+
+@pytest.mark.parametrize("name", ["unet", pytest.param("resnet", marks=pytest.mark.slow)])
+def test_merged_exchanges_give_what_one_device_gives(name: str) -> None:
+    counts = {}
+    make, shape = NETS[name]
+    for merge in ("never", "always", "cost"):
+        torch.manual_seed(0)
+        pm = trained(make(), image(*shape), MESHES["2x2"], passes=[sx.Spatial(merge=merge)])
+        assert pm.verify()
+        counts[merge] = exchanges(pm)
+    assert counts["always"] < counts["never"]
+    assert counts["cost"] <= counts["never"]
+
+
+@pytest.mark.parametrize("mesh", ["h2", "3x1", "dp2h2"])
+def test_a_run_of_strides_dilations_and_norms_is_merged(mesh: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.Conv2d(4, 4, 5, 2, 2), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=2, dilation=2), nn.Sigmoid()),
+        *(nn.ConvTranspose2d(4, 3, 3, 2, 1, 1), nn.ReLU(), nn.Conv2d(3, 2, 3)),
+    )
+    pm = trained(net, image(2, 3, 37, 11), MESHES[mesh], passes=[sx.Spatial(merge="always")])
+    apart = planned(net, MESHES[mesh], "never", image(2, 3, 37, 11))
+    assert pm.verify() and exchanges(pm) < exchanges(apart)
+
+
+@pytest.mark.parametrize("link", [SLOW, FAST], ids=["messages are dear", "bytes are dear"])
+def test_cost_takes_what_is_cheaper_by_its_own_figures(link: sx.Link) -> None:
+    mesh = sx.Mesh(h=2, links={"h": link})
+    net = nn.Sequential(nn.Conv2d(8, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 2, 3, padding=1)).double()
+    seconds, counts = {}, {}
+    for merge in ("never", "always", "cost"):
+        pm = planned(net, mesh, merge, image(1, 8, 32, 32))
+        context = pm._compiled.context
+        prices = Prices(pm.after.mesh, context.rules)
+        seconds[merge] = total(prices.of(node) for node in pm.after.nodes).seconds(context.machine, pm.after.mesh)
+        counts[merge] = exchanges(pm)
+    assert counts["cost"] == counts["always" if link is SLOW else "never"]
+    assert counts["always"] < counts["never"]
+    assert seconds["cost"] <= min(seconds["never"], seconds["always"]) * (1 + 1e-9)
+
+
+def test_what_is_drawn_is_drawn_once() -> None:
+    """Dropout draws by tiles: it is not done twice on a rim."""
+    pm = planned(convolutions(nn.Dropout(0.5)).double(), MESHES["h2"], "always", image(1, 3, 12, 5))
+    (drawn,) = [node for node in pm.after.nodes if "dropout.default" in str(node.op)]
+    assert all(value.spec == sx.Spec.parse("-, -, h, -", pm.after.mesh) for value in drawn.outs) and pm.verify()
+
+
+def rim_counted_twice(program: fx.GraphModule) -> None:
+    """The gradient of a bias adds up the rim that another rank has as well."""
+    total = next(n for n in program.graph.nodes if "sum.dim" in str(n.target) and "take" in str(n.args[0]))
+    with_argument(total, 0, total.args[0].args[0])  # type: ignore[union-attr]
+
+
+def shifted(program: fx.GraphModule) -> None:
+    """The rows beside a rank's own are taken for its own."""
+    taken = call(program, "take", -1)
+    with_argument(taken, 3, 0 if taken.args[3] else 1)
+
+
+def other_rim(program: fx.GraphModule) -> None:
+    """What one convolution gives of the rim is what padding gives."""
+    convolution = call(program, "aten.convolution", 1)
+    rows = convolution.args[0]
+    with program.graph.inserting_before(convolution):
+        cropped = program.graph.call_function(aten.slice.Tensor, (rows, 2, 1, -1))
+        padded = program.graph.call_function(aten.constant_pad_nd.default, (cropped, [0, 0, 1, 1]))
+    with_argument(convolution, 0, padded)
+
+
+@pytest.mark.parametrize("damage", [narrow, rim_counted_twice, shifted, other_rim])
+def test_a_damaged_rim_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
+    torch.manual_seed(0)
+    pm = planned(convolutions(nn.Tanh()).double(), sx.Mesh(h=3), "always", image(1, 3, 12, 5))
+    program = pm.rank_module(1)
+    damage(program)
+    program.recompile()
+    program.graph.lint()
+    assert not pm.verify(modules={1: program})
+
+
+def slow_machine(flops: float) -> sx.Machine:
+    return sx.Machine("slow", {"float64": flops}, 1e9, 1e9, sx.Machine.load("accelerator").links)
+
+
+@pytest.mark.parametrize(
+    ("net", "batch", "link", "said"),
+    [
+        ("unet", 4, sx.Link(), "maps are cut by samples"),
+        ("unet", 1, sx.Link(), "maps are cut by channels"),
+        ("unet", 1, SLOW, "maps are whole"),
+        pytest.param("resnet", 2, sx.Link(), "maps are cut by channels", marks=pytest.mark.slow),
+    ],
+)
+def test_small_maps_leave_the_cut_of_space(net: str, batch: int, link: sx.Link, said: str) -> None:
+    torch.manual_seed(0)
+    make, shape = NETS[net]
+    leave, small = {"unet": ("three", (8, 10)), "resnet": ("levels.3", (2, 3))}[net]
+    mesh = sx.Mesh(h=2, w=2, links={"h": link, "w": link})
+    hints = {
+        "passes": [sx.Spatial(merge="never", leave=leave)],
+        "machine": slow_machine(1e6 if link is not SLOW else 1e9),
+    }
+    pm = trained(make(), image(batch, *shape[1:]), mesh, **hints)
+    assert pm.verify() and any(
+        note.startswith(f"{said}, and not cut by space, from {leave}") for note in pm.after.notes
+    )
+    inside = [n for n in pm.after.nodes if n.where.module.startswith(leave) and not str(n.op).startswith("comm.")]
+    maps = [value.spec for node in inside for value in node.outs if value.shape[2:] == small]
+    assert maps and not any(cut for spec in maps if spec is not None for cut in spec.dims[2:])
+
+
+@pytest.mark.parametrize("net", ["unet", pytest.param("resnet", marks=pytest.mark.slow)])
+def test_maps_leave_by_cost_where_that_is_cheaper(net: str) -> None:
+    seconds = {}
+    make, shape = NETS[net]
+    for leave in (None, "cost"):
+        torch.manual_seed(0)
+        pm = trained(make(), image(*shape), MESHES["2x2"], passes=[sx.Spatial(merge="never", leave=leave)])
+        assert pm.verify()
+        seconds[leave] = pm.report().time.total
+    assert seconds["cost"] <= seconds[None] * (1 + 1e-9)
+    assert (seconds["cost"] < seconds[None]) is (net == "resnet")
+
+
+def test_options_that_are_none_are_refused() -> None:
+    hints = sx.Hints(args=(image(1, 3, 8, 8),), specs=specs(MESHES["h2"]), passes=[sx.Spatial(leave="head")])
+    with pytest.raises(sx.Error, match="no op of this module") as nowhere:
+        sx.parallelize(convolutions().double(), MESHES["h2"], hints, virtual=True)
+    assert "0, 1" in str(nowhere.value.expected)
+    with pytest.raises(sx.Error, match="do not overlap with computing yet"):
+        sx.Spatial(overlap=True)
+    with pytest.raises(sx.Error, match="cannot merge") as caught:
+        sx.Spatial(merge="sometimes")
+    assert "'never'" in str(caught.value.expected)
+
+
+def test_the_report_says_what_tiles_cost_by_layer() -> None:
+    net = convolutions(nn.Tanh()).double()
+    report = planned(net, sx.Mesh(h=3), "always", image(1, 3, 12, 5)).report()
+    (halos,) = [row for row in report.communication.rows if row.kind == "halo"]
+    assert sum(row.exchanges for row in report.tiles) == halos.calls
+    assert sum(row.nbytes for row in report.tiles) == halos.nbytes
+    rims = {row.module: row.rim_flops for row in report.tiles}
+    middle = 4 * 5  # rank 1 makes two rows on both sides, for its gradient too; of each place 2 * 9 * 3 * 4 operations
+    assert rims["0"] == middle * 2 * 9 * 3 * 4
+    assert "work done twice" in str(report)
+    apart = planned(net, sx.Mesh(h=3), "never", image(1, 3, 12, 5)).report()
+    assert apart.tiles and not any(row.rim_flops for row in apart.tiles)
