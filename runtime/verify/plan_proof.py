@@ -161,6 +161,8 @@ class PlanProof:
             self.counts["outputs"] += len(task.outputs) * len(self.ranks)
         if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
             fault, number = self._many(proof)
+            if fault is not None and not fault.certain and any(task.asked.together for task in self.tasks):
+                fault, number = self._each(proof)  # turns are few enough for that: each is gone through in a step
         else:
             fault, number = self._each(proof)
         self.counts.update({"nodes": proof.nodes, "collectives": proof.collectives})

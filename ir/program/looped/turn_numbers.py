@@ -14,6 +14,7 @@ them is a line. Where some have fewer rows than others, a number is a line for e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from torch import fx
@@ -86,8 +87,9 @@ class _Merge:
         Raises:
             Error: it is no number.
         """
-        if type(first) is int and type(other) is int and place[-1] != "size":
-            return other - first
+        if _is_number(first) and _is_number(other) and place[-1] != "size":
+            step: int = other - first
+            return step
         if first != other:
             raise self._other(self.nodes[place[0]], f"{first!r}", f"{other!r}")
         return 0
@@ -157,13 +159,18 @@ class _Merge:
             return self.graph.call_function(turns.at, (inner.args[0], number, inner.args[2]))
 
     def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...], inside: tuple[fx.Node, ...]) -> fx.Node:
-        key = (inside, *call)
+        key = (inside, call[0], str(call[1:]))
         if key not in self.known:
             with self.graph.inserting_before(before):
                 self.known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
             for loop in inside[inside.index(begin) + 1 :]:
                 _say(loop, begin)
         return self.known[key]
+
+
+def _is_number(arg: Any) -> bool:
+    """Whether an argument is a number, of one rank or of each of those for which a program is written."""
+    return isinstance(arg, Integral) and not isinstance(arg, bool)
 
 
 def _say(loop: fx.Node, turn: fx.Node) -> None:
