@@ -17,6 +17,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.memory.auto import fitted
 from shardfx.memory.budget import check_budget
+from shardfx.memory.when_reduced import reduced
 from shardfx.module.call import autocast_around
 from shardfx.module.held.original import unwatched, watch_original
 from shardfx.module.parallel_module import ParallelModule
@@ -88,7 +89,8 @@ def parallelize(
 
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():
-                made = fitted(compile_model(model, described, hints, all_rules(hints.rules)), place)
+                made = compile_model(model, described, hints, all_rules(hints.rules))
+                made = fitted(reduced(made, place), place)
                 check_budget(made, place)
                 if hints.loss is not product:
                     check_gradients(model, made)
@@ -100,7 +102,7 @@ def parallelize(
         reject_half(compiled, autocast_around())
         variants = Variants(without_weights(module), hints, build)
         place = _place(module, described, hints, virtual)
-        compiled = fitted(compiled, place)
+        compiled = fitted(reduced(compiled, place), place)
         check_budget(compiled, place)
         pm = ParallelModule(compiled, place, module, variants, optimizer)
     watch_original(given, pm.store)

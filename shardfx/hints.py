@@ -90,7 +90,8 @@ class Hints:
             whose gradients are added. Loss and gradients are those of the whole batch. It is the short form of an
             axis of time in the mesh, ``Mesh(mb=sx.Time(4), dp=2)``, which cuts batches first: ``"mb dp, -"``.
         reduce: when gradients of turns are reduced among ranks: ``"last"``, once behind all turns; ``"each"``, in each
-            turn, so that a rank adds up its pieces alone; ``"auto"``: in each with ``zero`` 2 and 3, else at last.
+            turn, so that a rank adds up its pieces alone; ``"auto"``: what is faster and fits, where gradients leave in
+            pieces (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in each with ``zero`` 2, 3.
         pipeline: a :class:`shardfx.Pipeline`: the model is cut into stages, which lie on the ranks of an axis.
 
     Example::

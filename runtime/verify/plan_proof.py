@@ -165,6 +165,8 @@ class PlanProof:
         even = self.after.pipeline is None and many_ranks.is_even(self.after)
         if len(self.ranks) > many_ranks.EVERY and even:
             fault, number = self._many(proof)
+            if fault is not None and not fault.certain and any(task.asked.together for task in self.tasks):
+                fault, number = self._each(proof)  # turns are few enough for that: each is gone through in a step
         else:
             fault, number = self._each(proof)
         self.counts.update({"nodes": proof.nodes, "collectives": proof.collectives})

@@ -15,6 +15,7 @@ import shardfx as sx
 from shardfx.ir.ops.local_ops import BY_NAME
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program import lower
+from tests.zoo import make
 
 MANY = 256
 
@@ -152,3 +153,24 @@ def test_a_program_of_turns_that_somebody_gives_is_read() -> None:
     verdict = pm.verify(modules={1: pickle.loads(pickle.dumps(pm.rank_module(1)))})
     assert verdict, verdict
     assert verdict.checked["programs read"] == len(verdict.programs) * 2 * MANY
+
+
+def test_masks_of_many_turns_are_proven_together() -> None:
+    """Each turn draws its own part of a mask: a number that turns and ranks have their own of."""
+    case = make("dropout_mlp")
+    x, y = case.args[0].repeat(4, 1), case.targets[0].repeat(4)
+    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs={"args.0": "dp, -"}, accumulate=16)
+    verdict = sx.parallelize(case.model, sx.Mesh(dp=2), hints, virtual=True).verify()
+    assert verdict, verdict
+    assert verdict.checked["families"] == len(verdict.programs)
+
+
+@pytest.mark.slow
+def test_what_families_cannot_tell_is_interpreted_turn_by_turn() -> None:
+    """Scattered over tp behind the sum over turns: another order than that of so many ranks."""
+    case = make("gpt_fused")
+    x, y = case.args[0].repeat(3, 1), case.targets[0].repeat(3, 1)
+    specs = {"args.0": "dp, -", **case.megatron_specs}
+    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs, accumulate=12)
+    verdict = sx.parallelize(case.model, sx.Mesh(dp=2, tp=2), hints, virtual=True).verify()
+    assert verdict, verdict

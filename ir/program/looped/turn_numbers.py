@@ -14,6 +14,7 @@ them is a line. Where some have fewer rows than others, a number is a line for e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from torch import fx
@@ -87,8 +88,9 @@ class _Merge:
         Raises:
             Error: it is no number.
         """
-        if type(first) is int and type(other) is int and place[-1] != "size":
-            return other - first
+        if _is_number(first) and _is_number(other) and place[-1] != "size":
+            step: int = other - first
+            return step
         if first != other:
             raise self._other(self.nodes[place[0]], f"{first!r}", f"{other!r}")
         return 0
@@ -160,7 +162,7 @@ class _Merge:
     def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...], inside: tuple[fx.Node, ...]) -> fx.Node:
         """A number of the turn: where units share it, at the begin of turns, else just before its first use."""
         shared = bool(order_of(begin))
-        key = (() if shared else inside, *call)
+        key = (() if shared else inside, call[0], str(call[1:]))
         if key not in self.known:
             last = next((each for each in reversed(self.known.values())), begin)
             with self.graph.inserting_after(last) if shared else self.graph.inserting_before(before):
@@ -169,6 +171,11 @@ class _Merge:
             if part_in_turns(loop) == "opens":
                 _say(loop, self.known[key] if shared else begin)
         return self.known[key]
+
+
+def _is_number(arg: Any) -> bool:
+    """Whether an argument is a number, of one rank or of each of those for which a program is written."""
+    return isinstance(arg, Integral) and not isinstance(arg, bool)
 
 
 def _say(loop: fx.Node, turn: fx.Node) -> None:

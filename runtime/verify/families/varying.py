@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from numbers import Integral
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -184,6 +185,9 @@ class Varying:
     __truediv__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rdivmod__ = __pow__ = __rpow__ = _exactly
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _exactly
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _exactly
+
+
+Integral.register(Varying)
 
 
 class HasArguments(Protocol):
