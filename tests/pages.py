@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("docs/architecture.md", "docs/graph.md", "docs/large_images.md", "docs/schedules.md", "docs/turns.md")
+PAGES = (
+    "docs/architecture.md",
+    "docs/graph.md",
+    "docs/large_images.md",
+    "docs/pipelines.md",
+    "docs/schedules.md",
+    "docs/turns.md",
+)
 SESSION = re.compile(r"(?<=^```pycon\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
 

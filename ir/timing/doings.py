@@ -96,25 +96,32 @@ class _Walk:
         self.machine, self.mesh, self.coords = machine, mesh, mesh.coords(program.rank)
         self.inside, self.purposes = regions(self.nodes), purposes(self.nodes)
         self.main = main_turns(self.nodes)
-        self._made: dict[fx.Node, Doing] = {}
 
     def all(self) -> Iterator[Doing]:
         """The program from its first call to its last."""
-        return self._within(0, len(self.nodes), 0)
+        return self._within(0, len(self.nodes))
 
-    def _within(self, start: int, end: int, turn: int) -> Iterator[Doing]:
+    def _within(self, start: int, end: int) -> Iterator[Doing]:
         at = start
         while at < end:
             node = self.nodes[at]
             if part_in_turns(node) == "opens":
                 closed = self._end(at)
-                for word in _words(node):
-                    number = word.turn if node is self.main else turn
-                    yield from self._within(*self._unit(at + 1, closed, word.unit), number)
+                yield from self._in_turns(node, at + 1, closed)
                 at = closed
-            elif doing := self._doing(node):
-                yield replace(doing, turn=turn)
+            elif doing := self._read(node):
+                yield doing
             at += 1
+
+    def _in_turns(self, turns: fx.Node, start: int, end: int) -> Iterator[Doing]:
+        """What is done in turns, each of their units read once."""
+        words = _words(turns)
+        units = {
+            unit: list(_joined(self._within(*self._unit(start, end, unit)))) for unit in {word.unit for word in words}
+        }
+        for word in words:
+            for each in units[word.unit]:
+                yield replace(each, turn=word.turn) if turns is self.main else each
 
     def _end(self, at: int) -> int:
         """Where the turns that a call opens are closed."""
@@ -132,15 +139,8 @@ class _Walk:
         at = next(place for place, i in enumerate(begins) if self.nodes[i].args[1] == name)
         return begins[at] + 1, [*begins, end][at + 1]
 
-    def _doing(self, node: fx.Node) -> Doing | None:
-        """What a call is for the clock."""
-        if node not in self._made:
-            made = self._read(node)
-            self._made[node] = made if made is not None else NOTHING
-        doing = self._made[node]
-        return doing if doing is not NOTHING else None
-
     def _read(self, node: fx.Node) -> Doing | None:
+        """What a call is for the clock."""
         row, purpose = row_of(node.target), self.purposes[node]
         args: Any = node.args
         if row is not None and row.waits:
@@ -161,9 +161,6 @@ class _Walk:
             return Starts(purpose, seconds / times, call=node, link=next(iter(cost.sent), ("pool",)))
         seconds = cost.computing(self.machine) / times
         return Works(purpose, seconds) if seconds else None
-
-
-NOTHING = Doing(Purpose(""))
 
 
 def _words(turns: fx.Node) -> Sequence[_Word]:

@@ -196,6 +196,7 @@ class _Sends:
         (result,) = node.outs
         result.spec, node.at = value.spec, at
         node.strategy = Strategy((value.spec,), (value.spec,))
-        node.why = f"stage {maker.at[0]} makes it, and {'all stages need' if not at else f'stage {at[0]} needs'} it"
+        users = ("stage " if len(at) == 1 else "stages ") + ", ".join(map(str, at)) if at else "all stages"
+        node.why = f"stage {maker.at[0]} makes it, for {users}"
         self.rewriter.after(maker, node)
         return result

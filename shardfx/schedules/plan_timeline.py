@@ -56,7 +56,7 @@ class PlanTimeline(Timeline):
         )
 
     def __str__(self) -> str:
-        return f"step {self.step * 1e3:.4g} ms, bubble {self.bubble:.1%}, exposed {self.exposed * 1e3:.4g} ms"
+        return f"step {self.step * 1e3:.3g} ms, bubble {self.bubble:.1%}, exposed {self.exposed * 1e3:.3g} ms"
 
 
 def plan_timeline(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -143,3 +145,27 @@ def measures_links() -> None:
     assert found == [level.link] * len(found)
     assert machine.connect(sx.Mesh(dp=2))["dp"].link == level.link
     assert sx.Machine.parse(machine.json()) == machine
+
+
+@worker
+def records_steps(name: str, mesh: str, folder: str) -> None:
+    """All ranks know what each of them did, by one clock; the first one writes it."""
+    case, path = make(name), Path(folder) / "measured.json"
+    pm = plan(case, MESHES[mesh])
+    with pm.record(path) as recording:
+        for _ in range(2):
+            pm(*case.args, *case.targets, **case.kwargs)
+    assert [sorted(each.rows) for each in recording.steps] == [list(range(pm.mesh.size))] * 2
+    for each in recording.steps:
+        assert {" ".join(str(action) for action, _ in row if action.kind != "U") for row in each.rows.values()} == {
+            "F0.0 B0.0"
+        }
+        begins, ends = zip(*((row[0][1].start, row[-1][1].end) for row in each.rows.values()), strict=True)
+        assert each.span.start <= min(begins) <= max(begins) < min(ends)  # for they wait for one another
+    if dist.get_rank() == 0:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        assert {event["tid"] for event in events if event["ph"] == "X"} == set(range(pm.mesh.size))
+    timing = pm.report().timing
+    assert timing is not None
+    assert timing.measured is recording
+    assert timing.as_measured == timing.foreseen.step

@@ -125,3 +125,7 @@ def test_saved_programs_compute_the_same_alone(tmp_path: Path) -> None:
         for name, pieces in pm._state.store.parameters.items():
             grad = pieces[pm._state.store._shards[name].by_rank[rank]].grad
             assert rel_err(results[f"gradient:{name}"], grad) < 1e-12
+
+
+def test_what_is_measured_is_that_of_all_ranks(tmp_path: Path) -> None:
+    on_ranks(4, f"records_steps:gpt_fused,dp2tp2,{tmp_path}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -247,3 +249,12 @@ def test_validation_names_what_is_used_where_it_is_not() -> None:
     with pytest.raises(sx.Error, match=r"after pass 'misplace'.*is used where it is not") as caught:
         sx.parallelize(Net(), sx.Mesh(pp=2, mb=T(4)), hints, virtual=True)
     assert "pp = " in str(caught.value.expected)
+
+
+def test_pictures_say_which_stage_a_module_is_of(tmp_path: Path) -> None:
+    _, after = planned().draw(tmp_path)
+    texts = {each.text for each in ElementTree.parse(after).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"stage 0", "stage 1"} <= texts
+    whole = sx.parallelize(Net(), sx.Mesh(dp=2), sx.Hints(args=(X,), specs={"args.0": "dp, -"}), virtual=True)
+    texts = {each.text for each in ElementTree.parse(whole.draw(tmp_path)[1]).iter("{http://www.w3.org/2000/svg}text")}
+    assert not any(text.startswith("stage") for text in texts if text)

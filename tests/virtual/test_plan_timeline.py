@@ -1,0 +1,260 @@
+"""``pm.timeline()`` and ``pm.record()``: what ranks do when, foreseen and measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.cost.machine import Level, Machine
+from shardfx.ir.mesh import Link
+from shardfx.ir.schedule.dependencies import dependencies
+from shardfx.ir.timing import Purpose, foreseen
+from shardfx.ir.timing.doings import Doing, Receives, Sends, Starts, Waits, Works
+
+SVG = "{http://www.w3.org/2000/svg}"
+X, Y = torch.randn(64, 8), torch.randint(0, 4, (64,))
+T = sx.Time
+FAR = Machine("far", {"float32": 1e9}, 1e12, 1e9, (Level("wire", Link(1e6, 1e-4)),))
+NEAR = Machine("near", {"float32": 1e9}, 1e12, 1e9, (Level("wire", Link(1e15, 0.0)),))
+
+
+class Blocks(nn.Module):
+    """Blocks that cost the same, and little before and behind them."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def planned(mesh: sx.Mesh, machine: Machine = NEAR, count: int = 4, **more: Any) -> sx.ParallelModule:
+    hints = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), machine=machine, **more)
+    return sx.parallelize(Blocks(count), mesh, hints, virtual=True)
+
+
+@cache
+def staged(schedule: str = "1f1b", ranks: int = 2, turns: int = 4, chunks: int = 1) -> sx.ParallelModule:
+    pipeline = sx.Pipeline(schedule=schedule, chunks=chunks)
+    return planned(sx.Mesh(pp=ranks, mb=T(turns)), count=ranks * chunks * 2, pipeline=pipeline)
+
+
+# ---- clocks
+
+
+def rows_of(schedule: sx.Schedule, seconds: dict[str, float], comm: float) -> list[list[Doing]]:
+    """What ranks do for a schedule: they receive, work, send."""
+    calls = (fx.Graph().placeholder(f"x{i}") for i in range(10**6))
+    needs = dependencies(schedule)
+    tags = {action: tag for tag, action in enumerate(schedule)}
+    rows: list[list[Doing]] = [[] for _ in schedule.ranks]
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            purpose, turn = Purpose(action.kind, action.stage), action.turn
+            for made in needs[action]:
+                if (origin := schedule.rank_of(made.stage)) != rank:
+                    call, received = next(calls), Purpose("R")
+                    message = (origin, rank, tags[made], 0)
+                    rows[rank] += [Receives(received, 0, 0, message, call), Waits(received, 0, 0, call)]
+            rows[rank].append(Works(purpose, seconds[action.kind], turn))
+            users = [user for user, made in needs.items() if action in made]
+            for place in sorted({schedule.rank_of(user.stage) for user in users} - {rank}):
+                rows[rank].append(Sends(purpose, comm, 0, (rank, place, tags[action], 0)))
+    return rows
+
+
+@pytest.mark.parametrize("comm", [0.0, 0.25])
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks", "turns"),
+    [("gpipe", 4, 4, 6), ("1f1b", 3, 3, 7), ("interleaved", 8, 4, 8), ("zb-h1", 4, 4, 8), ("zb-v", 4, 2, 5)],
+)
+def test_clocks_are_those_of_the_schedule_alone(name: str, stages: int, ranks: int, turns: int, comm: float) -> None:
+    schedule, costs = sx.make_schedule(name, stages=stages, turns=turns, ranks=ranks), {"F": 1, "B": 2, "I": 1, "W": 1}
+    simulated = sx.simulate(schedule, costs, comm)
+    courses = foreseen(rows_of(schedule, costs, comm))
+    spans = {action: span for course in courses for action, span in course.spans.items()}
+    assert spans == {action: pytest.approx(span) for action, span in simulated.spans.items()}
+    assert tuple(tuple(course.spans) for course in courses) == schedule.rows
+
+
+def test_what_computes_meanwhile_hides_communication() -> None:
+    call, other = fx.Graph().placeholder("a"), fx.Graph().placeholder("b")
+    purpose = Purpose("B", 0)
+    row = [
+        Works(purpose, 1.0),
+        Starts(purpose, 3.0, 0, call, ("dp",)),
+        Starts(purpose, 1.0, 0, other, ("dp",)),  # over the same link, behind it
+        Works(purpose, 2.0),
+        Waits(purpose, 0, 0, call),
+        Waits(purpose, 0, 0, other),
+        Works(purpose, 0.5),
+    ]
+    (course,) = foreseen([row])
+    assert course.exposed == 2.0
+    assert tuple(course.spans[sx.Action("B", 0, 0)]) == (0.0, 5.5)
+    (apart,) = foreseen([[Starts(e.purpose, e.seconds, 0, e.call, ("tp",)) if e is row[2] else e for e in row]])
+    assert apart.exposed == 1.0
+
+
+# ---- plans with stages
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "turns", "chunks"), [("1f1b", 2, 4, 1), ("gpipe", 3, 5, 1), ("interleaved", 2, 4, 2)]
+)
+def test_ranks_do_what_the_schedule_says(name: str, ranks: int, turns: int, chunks: int) -> None:
+    pm = staged(name, ranks, turns, chunks)
+    timeline = pm.timeline()
+    rows = tuple(tuple(action for action in row if action.kind != "U") for row in timeline.schedule.rows)
+    assert pm.schedule is not None
+    assert rows == pm.schedule.rows == sx.make_schedule(name, stages=ranks * chunks, turns=turns, ranks=ranks).rows
+    for row in timeline.schedule.rows:
+        spans = [timeline.spans[action] for action in row]
+        assert all(before.end <= after.start for before, after in pairwise(spans))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_the_bubble_is_that_of_equal_stages(name: str) -> None:
+    """(p-1)/(m+p-1), but for the loss, and for the gradient of the input, which the first stage does not make."""
+    timeline = planned(sx.Mesh(pp=2, mb=T(4)), count=16, pipeline=sx.Pipeline(schedule=name)).timeline()
+    assert timeline.bubble == pytest.approx(1 / 5, abs=0.01)
+    assert timeline.exposed == pytest.approx(0, abs=1e-9)
+
+
+def test_a_slow_link_is_seen() -> None:
+    pm = staged()
+    near, far = pm.timeline(), pm.timeline(FAR)
+    assert far.step > 2 * near.step
+    assert far.exposed > 0.1 * far.step
+
+
+def test_memory_is_that_of_each_rank() -> None:
+    pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})
+    timeline = pm.timeline()
+    assert timeline.memory == tuple(pm.memory(rank).peak for rank in range(4))
+    assert timeline.places == (0, 0, 1, 1)
+
+
+# ---- plans without
+
+
+def test_a_plan_without_stages_has_a_timeline() -> None:
+    specs = {"args.0": "dp, -", "layers.*.0.weight": "tp, -"}
+    pm = planned(sx.Mesh(dp=2, tp=2), specs=specs, optimizer=lambda p: torch.optim.AdamW(p))
+    timeline = pm.timeline()
+    assert pm.schedule is None
+    assert str(timeline.schedule) == "F0.0 B0.0 U0"
+    assert timeline.bubble == pytest.approx(0)
+    assert timeline.step <= pm.report().time.total * (1 + 1e-9)
+    assert timeline.step >= pm.report().time.compute
+    assert len(timeline.memory) == 4
+
+
+def test_turns_are_numbered() -> None:
+    timeline = planned(sx.Mesh(dp=2), accumulate=3).timeline()
+    assert str(timeline.schedule).removesuffix(" U0") == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
+    alone = planned(sx.Mesh(dp=2)).timeline()
+    assert timeline.busy[0] == pytest.approx(alone.busy[0], rel=0.2)
+
+
+# ---- files
+
+
+def events(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """The tracks, and what is on them."""
+    found = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    tracks = {each["tid"]: each["args"]["name"] for each in found if each["ph"] == "M"}
+    return tracks, [each for each in found if each["ph"] == "X"]
+
+
+def test_a_trace_and_a_picture_have_a_row_for_each_rank(tmp_path: Path) -> None:
+    pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})
+    timeline = pm.timeline()
+    tracks, done = events(timeline.trace(tmp_path / "foreseen.json"))
+    assert tracks == {rank: f"rank {rank}" for rank in range(4)}
+    named = {(each["tid"], each["name"]): each for each in done}
+    assert {name for rank, name in named if rank in (0, 1)} >= {"F0.0", "F0.1", "B0.0", "B0.1"}
+    assert {name for rank, name in named if rank in (2, 3)} >= {"F1.0", "F1.1", "B1.0", "B1.1"}
+    assert (0, "F1.0") not in named
+    span = timeline.spans[sx.Action("B", 1, 1)]
+    assert named[3, "B1.1"]["ts"] == pytest.approx(span.start * 1e6)
+    assert named[3, "B1.1"]["dur"] == pytest.approx(span.length * 1e6)
+    texts = [each.text for each in ElementTree.parse(timeline.draw(tmp_path / "step.svg")).iter(f"{SVG}text")]
+    assert [text for text in texts if text and text.startswith("rank ")] == [f"rank {rank}" for rank in range(4)]
+    assert {"forward", "backward", "bubble"} <= set(texts)
+
+
+def _stage_turns(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name[0] != "U"]
+
+
+@pytest.mark.parametrize("make", [staged, lambda: planned(sx.Mesh(dp=2), accumulate=3)], ids=["stages", "turns"])
+def test_measured_steps_are_traced(make: Callable[[], sx.ParallelModule], tmp_path: Path) -> None:
+    pm, path = make(), tmp_path / "measured.json"
+    with pm.record(path) as recording:
+        for _ in range(3):
+            pm(X, Y).backward()
+    pm(X, Y)  # which is not measured
+    assert len(recording.steps) == 3
+    timeline = pm.timeline()
+    tracks, done = events(path)
+    assert list(tracks.values()) == ["rank 0", "rank 1"]
+    for rank in (0, 1):
+        row = [str(action) for action in timeline.schedule.rows[timeline.places[rank]]]
+        names = [each["name"] for each in done if each["tid"] == rank]
+        assert _stage_turns(names) == _stage_turns(row) * 3
+        ends = [(each["ts"], each["ts"] + each["dur"]) for each in done if each["tid"] == rank]
+        assert all(before[1] <= after[0] + 1 for before, after in pairwise(ends))
+    for step in recording.steps:
+        assert 0 <= step.bubble < 1
+        assert all(step.span.start <= span.start <= span.end <= step.span.end for _, span in step.rows[1])
+    assert 0 < recording.step < 30
+
+
+def test_the_report_says_both(tmp_path: Path) -> None:
+    pm = staged()
+    before = str(pm.report())
+    assert "foreseen" in before
+    with pm.record(tmp_path / "measured.json") as recording:
+        pm(X, Y).backward()
+    timing = pm.report().timing
+    assert timing is not None
+    assert timing.measured is recording
+    assert timing.as_measured == pytest.approx(sum(timing.foreseen.busy))
+    assert "all ranks' work in one process" in str(pm.report())
+
+
+def test_the_report_says_what_each_stage_has() -> None:
+    pm = staged()
+    first, last = pm.report().stages
+    assert (first.modules, last.modules) == (("layers.0 .. 1",), ("layers.2 .. 3",))
+    assert first.parameters == last.parameters == 2 * (8 * 32 + 32 + 32 * 8 + 8)
+    assert first.nbytes == 4 * first.parameters
+    assert first.sent == last.sent == 16 * 8 * 4  # a turn's activations, and their gradients
+    assert first.ranks == (0,)
+    text = str(pm.report())
+    assert "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3" in text
+    assert pm.report().memory.parameters == first.nbytes  # of rank 0 alone
+    assert {row.axes for row in pm.report().communication.rows} == {("pp",)}
+
+
+def test_an_error_within_a_recording_leaves_nothing(tmp_path: Path) -> None:
+    pm = staged()
+    with pytest.raises(ZeroDivisionError), pm.record(tmp_path / "never.json"):
+        raise ZeroDivisionError
+    assert not (tmp_path / "never.json").exists()
+    assert pm._watch is None
