@@ -100,6 +100,11 @@ PLANS: dict[str, tuple[sx.Mesh, dict[str, str], dict[str, Any]]] = {
         {"args.0": "mb, -", "targets.0": "mb, -"},
         {"pipeline": sx.Pipeline(stages=(1, 3))},
     ),
+    "pp2chunks": (
+        sx.Mesh(pp=2, mb=sx.Time(2)),
+        {"args.0": "mb, -", "targets.0": "mb, -"},
+        {"pipeline": sx.Pipeline(schedule="interleaved", chunks=2)},
+    ),
     "pp4": (sx.Mesh(pp=4, mb=sx.Time(4)), {"args.0": "mb, -", "targets.0": "mb, -"}, {"pipeline": sx.Pipeline()}),
     "pp2dp2": (
         sx.Mesh(pp=2, dp=2, mb=sx.Time(2)),
