@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -44,12 +45,6 @@ def in_turns(name: str, mesh: sx.Mesh) -> dict[str, str]:
 def hints_of(name: str, mesh: str, zero: str = "0") -> dict[str, Any]:
     """The hints of a case on one of these meshes."""
     return {"specs": in_turns(name, PIPELINES[mesh]), "pipeline": sx.Pipeline(), "zero": int(zero), "zero_min": 0}
-
-
-def prepare(name: str, mesh: str, zero: str = "0") -> None:
-    """Plan and train alone, once for all ranks that are forked."""
-    plan(make(name), PIPELINES[mesh], **hints_of(name, mesh, zero))
-    tests.plans.single_device(make(name), 3)
 
 
 @worker
@@ -216,10 +211,17 @@ def pipelines_are_called_in_other_forms(name: str) -> None:
     same_state(pm.full_state_dict(), alone.state_dict(), 1e-12)
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+STEPPED: dict[str, Any] = {"optimizer": adamw, "clip": 0.5}
+
+
 @worker
 def pipelines_step_like_one_device(name: str) -> None:
     """With the optimizer in the program, and its states saved whole."""
-    model, pm = tied(name, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), clip=0.5)
+    model, pm = tied(name, **STEPPED)
     (x, y), alone = data(), deepcopy(model)
     theirs = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     losses = trained(alone, theirs, 3, torchs_clip)[1::2]
@@ -229,6 +231,28 @@ def pipelines_step_like_one_device(name: str) -> None:
     names = [n for n, _ in alone.named_parameters()]
     for number, state in theirs.state_dict()["state"].items():
         same_state(whole["state"][names[number]], state, 1e-10)
+
+
+# ---- what the parent of all ranks does for them
+
+
+PREPARED = (
+    "pipelines_train_like_one_device",
+    "pipelines_serve_torchs_tools",
+    "pipelines_step_like_one_device",
+    "checkpoints_move_between_pipelines",
+)
+
+
+def prepare(worker: str, given: Sequence[str]) -> None:
+    """Plan, and train alone, once for all ranks that are forked."""
+    if worker == "pipelines_train_like_one_device":
+        name, mesh, *zero = given
+        plan(make(name), PIPELINES[mesh], **hints_of(name, mesh, *zero))
+        tests.plans.single_device(make(name), 3)
+    else:
+        for name in filter(PLANS.__contains__, given):
+            tied(name, **(STEPPED if worker == "pipelines_step_like_one_device" else {}))
 
 
 # ---- checkpoints
@@ -259,7 +283,7 @@ def checkpoints_move_between_pipelines(folder: str, *names: str) -> None:
 @worker
 def program_states_move_between_pipelines(folder: str, *names: str) -> None:
     """The same with the optimizer in the program: by DCP, and whole."""
-    factory = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2)}
+    factory = {"optimizer": adamw}
     x, y = data()
     for source in names:
         _, pm = tied(source, **factory)
