@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.program.looped.within_turns import gives_number, part_in_turns
+from shardfx.ir.program.looped.within_turns import FRAMES, gives_number, part_in_turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
 from shardfx.ir.program.units.lifetimes import Lifetimes, name_of, turns_of
@@ -26,8 +26,6 @@ from .rendezvous import Perform, RankCoroutine, Request, run
 
 Tensor = torch.Tensor
 c10d = torch.ops._c10d_functional
-FRAMES = ("opens", "unit", "closes")
-"""Where turns and their units begin and end."""
 
 
 class ModuleEngine:

@@ -154,13 +154,13 @@ def run(
             if request.message:
                 message = request.of_rank(members.index(rank))
                 if request.message == "sends":
-                    mail.put(message, given.clone())
+                    mail.put(message, given)
                 elif not mail.has(message):
                     continue
                 del waiting[rank]
                 for listener in listeners if request.message == "sends" else ():
                     listener([(request, given)])
-                advance(rank, [given if request.message == "sends" else mail.take(message)])
+                advance(rank, [given if request.message == "sends" else mail.take(message).clone()])
                 progressed = True
                 continue
             if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in members):

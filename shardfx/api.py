@@ -21,14 +21,13 @@ from shardfx.module.call import autocast_around
 from shardfx.module.held.original import unwatched, watch_original
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
-from shardfx.module.product import product
 from shardfx.module.variants import Variants, without_weights
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import initialise, launched
 
 from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
-from .gradients import check_gradients, check_scale, reject_half
+from .gradients import check_gradients, check_scale, product, reject_half
 from .hints import Hints
 from .plugins import all_rules
 

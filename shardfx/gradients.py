@@ -1,11 +1,14 @@
-"""Gradients that would be lost: of weights that the loss does not reach, and in float16."""
+"""Gradients: those that would be lost (of weights that the loss does not reach, and in float16), and those of results,
+from which others are pulled back."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from shardfx.ir.capture.forms.compute import Compute
@@ -96,3 +99,10 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
             remedy="Hints(compute=torch.bfloat16), without a scaler; or "
             "Hints(compute=shardfx.Compute(torch.float16, output=torch.float32, scale=2.0**14))",
         )
+
+
+def product(out: Any, *given: torch.Tensor) -> torch.Tensor:
+    """The loss of a plan for given gradients of the results: their product with the results, which is pulled back."""
+    leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    pairs = zip(leaves, given, strict=True)
+    return torch.stack([(result * above).sum().to(torch.float32) for result, above in pairs]).sum()

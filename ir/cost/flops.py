@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.time.turns import add_product
 
 aten = torch.ops.aten
 
@@ -37,11 +38,16 @@ def _grouped_outer(x: Any, y: Any, ends: Any, *held: Any, out_val: Any = None, *
     return 2 * x.shape[0] * x.shape[1] * y.shape[1] * out_val.shape[0] // max(ends.shape[0], 1)
 
 
+def _add_product(total: Any, a: Any, b: Any, *, out_val: Any = None, **kwargs: Any) -> Any:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
 FLOPS: dict[Any, Callable[..., Any]] = {
     attention: _attention,
     attention_backward: _attention_backward,
     grouped_mm: _grouped_mm,
     grouped_outer: _grouped_outer,
+    add_product: _add_product,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }

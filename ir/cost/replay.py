@@ -42,7 +42,6 @@ from .blocks import Block, BlockTensor
 from .call_facts import before_communication, called, group_of, is_memory
 from .call_moments import Moments, Standpoint
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
-from .moments import Moments, Standpoint
 from .storages import Footprint, Storage
 
 KEPT = {

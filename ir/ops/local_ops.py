@@ -109,6 +109,22 @@ TURNS = (
     LocalOp("time.piece", turns.piece, shares=True, moves=True),
     LocalOp("memory.filled", memory_ops.filled, memory=True, filled=True),
     LocalOp("time.add", turns.add, into=0, reads_into=True, turns="collects"),
+    LocalOp(
+        "time.add_product",
+        turns.add_product,
+        into=0,
+        reads_into=True,
+        turns="collects",
+        adds=lambda args, kwargs: (aten.mm.default, args[1:], {}),
+    ),
+    LocalOp(
+        "time.add_rows",
+        turns.add_rows,
+        into=0,
+        reads_into=True,
+        turns="collects",
+        adds=lambda args, kwargs: (aten.embedding_dense_backward.default, args[1:], {}),
+    ),
     LocalOp("time.greatest", turns.greatest, into=0, reads_into=True, turns="collects"),
     LocalOp("time.least", turns.least, into=0, reads_into=True, turns="collects"),
     LocalOp("time.put", turns.put, into=0, turns="collects"),
@@ -116,6 +132,8 @@ TURNS = (
 """What is done once for each turn of a time axis, and what leaves it (:mod:`.time.turns`)."""
 COLLECTING = {"sum": (turns.add, 0.0), "max": (turns.greatest, -inf), "min": (turns.least, inf)}
 """By reduction: what collects it over turns, and what that begins with."""
+ADDING = {row.adds((), {})[0]: row.function for row in TURNS if row.adds is not None}
+"""By op: what does it into the sum over turns."""
 
 POINTWISE = (
     aten.abs.default,

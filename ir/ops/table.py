@@ -147,6 +147,7 @@ class LocalOp:
         message: ``sends`` or ``receives`` one of another rank's, where not all of the group meet.
         turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, begins a
             ``unit`` of them, is a ``number`` of the turn, or ``collects`` what leaves them.
+        adds: of the arguments, the call whose result is added to what is collected, where it is done into that.
     """
 
     name: str
@@ -167,6 +168,7 @@ class LocalOp:
     waits: bool = False
     turns: str = ""
     message: str = ""
+    adds: Plain | None = None
 
     @property
     def is_number(self) -> bool:

@@ -121,8 +121,8 @@ class Sharing:
         return any(row is not None and row.adjoins for row in rows)
 
     def sender(self, value: fx.Node, call: fx.Node) -> fx.Node | None:
-        """A collective or copy of this memory that was started before ``call`` and is not waited for by then; what is
-        sent to one rank is under way to the end."""
+        """A collective, copy or message of this memory that was started before ``call`` and is not waited for by then;
+        a message may be under way until the program's end."""
         at = self._place[call]
         for use in self._uses.get(self._root[value], ()):
             row = self._rows[use] if self._place[use] < at else None

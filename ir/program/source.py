@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .looped.within_turns import gives_number, part_in_turns
+from .looped.within_turns import FRAMES, gives_number, part_in_turns
 from .rank_program import RankProgram
 from .sharing import destination
 from .units.lifetimes import Lifetimes, name_of, turns_of
@@ -102,7 +102,7 @@ class _Writer:
             if node.op == "placeholder":
                 continue
             part = part_in_turns(node)
-            if part in ("opens", "unit", "closes"):
+            if part in FRAMES:
                 self._frame(node, part)
             else:
                 self._add(node, self._statement(node))

@@ -1,5 +1,6 @@
 """From one rank's program to a better one: one file a pass. They run in the order of :func:`default_rank_passes`."""
 
+from .add_into import AddInto
 from .buckets import Buckets
 from .gather_into import GatherInto
 from .in_place import InPlace
@@ -9,7 +10,7 @@ from .rank_pass import RankContext, RankPass, run_rank_passes
 from .segments import Segments
 from .waits import Waits
 
-ORDER: tuple[type[RankPass], ...] = (Waits, Buckets, GatherInto, InPlace, Overwrite, OwnOutputs, Segments)
+ORDER: tuple[type[RankPass], ...] = (Waits, Buckets, AddInto, GatherInto, InPlace, Overwrite, OwnOutputs, Segments)
 BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
 
@@ -18,11 +19,12 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     if compiled:
         return (Waits(), OwnOutputs())
     gathers = (GatherInto(),) if device == "cpu" else ()
-    return (Waits(), Buckets(), *gathers, InPlace(), Overwrite(), OwnOutputs(), Segments())
+    return (Waits(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite(), OwnOutputs(), Segments())
 
 
 __all__ = [
     "BUILT_IN",
+    "AddInto",
     "Buckets",
     "GatherInto",
     "InPlace",

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.looped.in_turns import time_axes
@@ -41,8 +41,7 @@ class Buckets(RankPass):
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Make the buckets."""
-        turn, changed = dict.fromkeys(time_axes(program.mesh), 0), False
-        coords = {**turn, **program.mesh.coords(program.rank)}
+        changed = False
         nodes = list(program.graph.nodes)
         inside = regions(nodes)
         order = {node: place for place, node in enumerate(nodes)}
@@ -60,13 +59,22 @@ class Buckets(RankPass):
                 inside[each] != inside[node] for each in tensors if not all(collected)
             ):
                 continue
-            shapes = [v.spec.local_shape(v.shape, program.mesh, coords) for v in made.operands if v.spec is not None]
+            shapes = [shape for v in made.operands if (shape := _shape(v, program)) is not None]
             if len(shapes) != len(tensors):
                 continue
             first = min((_made(each) for each in tensors), key=order.__getitem__)
             _bucket(program.graph, node, tensors, first, shapes, pieces, made.operands[0].type.dtype, context.device)
             changed = True
         return changed
+
+
+def _shape(value: Value, program: RankProgram) -> tuple[int, ...] | None:
+    """What a rank holds of a value, in each turn; None where turns have unequal parts."""
+    spec, mesh = value.spec, program.mesh
+    over = [axis for axis in time_axes(mesh) if spec is not None and axis in spec.axes]
+    coords = {**dict.fromkeys(time_axes(mesh), 0), **mesh.coords(program.rank)}
+    held = {spec.local_shape(value.shape, mesh, at) for at in mesh.along(coords, over)} if spec is not None else set()
+    return held.pop() if len(held) == 1 else None
 
 
 def _made(tensor: fx.Node) -> fx.Node:

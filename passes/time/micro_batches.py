@@ -92,8 +92,9 @@ class Turns(Pass):
                 where=where,
                 expected="turns that need of one another what inputs alone decide, such as how many targets count",
                 got=f"a value of the whole batch that parameters go into; {more:.3g} FLOPs would be done again",
-                remedy='of batch norms: Hints(batch_stats="turn"), statistics of each turn; else no turns, or '
-                "another axis of ranks",
+                remedy='of batch norms: Hints(batch_stats="turn"), statistics of each turn; of experts, which sort the '
+                "tokens of the whole batch: ones that do not, in transformers "
+                'model.set_experts_implementation("batched_mm"); else no turns, or another axis of ranks',
             )
         text = (
             f"turns of {axis} are gone through twice: {more / max(once, 1):.0%} of the arithmetic is done again, for "

@@ -14,15 +14,23 @@ from shardfx.ir.program.looped.unrolled import as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 
 from .fault import Fault, place
+from .order_of_turns import in_units, out_of_order
 from .plan_proof import Asked, Broken, first_broken
 
 
 def of_turns(before: Graph, after: Graph, asked: Sequence[Asked]) -> tuple[Graph, Graph, list[Asked]]:
     """The captured graph, the planned one and the programs, where each turn is a rank. A program whose turns are not
-    those of its plan is :class:`.plan_proof.Broken` when it is asked for."""
+    those of its plan is :class:`.plan_proof.Broken` when it is asked for.
+
+    Raises:
+        Broken: ranks do not meet, or do not send and receive, in one order.
+    """
     mesh = after.mesh
     before, after = _on(before, as_ranks(mesh)), _on(after, as_ranks(mesh))
-    return before, after, [_Turned(mesh, each).asked(after) for each in asked]
+    turned = [_Turned(mesh, each) for each in asked]
+    for each in turned:
+        each.check_order(after)
+    return before, after, [each.asked(after) for each in turned]
 
 
 def _on(graph: Graph, mesh: Mesh) -> Graph:
@@ -55,13 +63,33 @@ class _Turned:
 
     def _program(self) -> Callable[[Graph, int], RankProgram]:
         def program(graph: Graph, rank: int) -> RankProgram:
-            own = self.rank_of(graph, rank)
-            known = self.known.setdefault(graph, {})
-            if own not in known:
-                known[own] = self.given.program(self._timed(graph), own)
-            return self.unrolled(known[own], graph, rank)
+            return self.unrolled(self._planned(graph, self.rank_of(graph, rank)), graph, rank)
 
         return program
+
+    def _planned(self, graph: Graph, rank: int) -> RankProgram:
+        """The plan's own program of a rank of the mesh with turns."""
+        known = self.known.setdefault(graph, {})
+        if rank not in known:
+            known[rank] = self.given.program(self._timed(graph), rank)
+        return known[rank]
+
+    def check_order(self, graph: Graph) -> None:
+        """Where units of turns are done in an order of their own, ranks meet and send in one order, over all turns: of
+        each turn alone, as a rank, that is not seen.
+
+        Raises:
+            Broken: they do not.
+        """
+        changed = self.given.changed(self._timed(graph))
+        if not any(map(in_units, (self._planned(graph, 0), *changed.values()))):
+            return
+        fault = first_broken(changed.values())
+        if fault is None:
+            programs = {rank: changed.get(rank) or self._planned(graph, rank) for rank in range(self.mesh.size)}
+            fault = out_of_order(programs, self.mesh)
+        if fault is not None:
+            raise Broken(fault)
 
     def _timed(self, graph: Graph) -> Graph:
         """A graph of ranks with the axes of time again."""

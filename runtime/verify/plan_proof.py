@@ -162,7 +162,8 @@ class PlanProof:
             return numbers.of_graph(proof)
         for task in self.tasks:
             self.counts["outputs"] += len(task.outputs) * len(self.ranks)
-        if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
+        even = self.after.pipeline is None and many_ranks.is_even(self.after)
+        if len(self.ranks) > many_ranks.EVERY and even:
             fault, number = self._many(proof)
         else:
             fault, number = self._each(proof)

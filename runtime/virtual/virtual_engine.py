@@ -67,17 +67,18 @@ class VirtualEngine:
         watch: Watch | None = None,
     ) -> Mapping[int, Sequence[Tensor]]:
         """Run all programs to their ends; gives what each returns."""
-        sources = {}
+        sources, watchers = {}, {}
         for rank, program in programs.items():
             pool = self._pools.setdefault(program, MemoryPool())
             pool.next_step()
             if watch is not None:
-                watcher = watch.watch(rank)
-                watcher.inputs(program.inputs, inputs[rank])
-                sources[rank] = as_coroutine(program, pool, watcher)
+                watchers[rank] = watch.watch(rank)
+                sources[rank] = as_coroutine(program, pool, watchers[rank])
                 continue
             if program not in self._sources:
                 self._sources[program] = as_coroutine(program, pool)
             sources[rank] = self._sources[program]
+        for rank, watcher in watchers.items():
+            watcher.inputs(programs[rank].inputs, inputs[rank])
         with torch.no_grad(), one_thread():
             return run(sources, inputs, self.mesh, perform)

@@ -16,7 +16,6 @@ from shardfx.ir.capture.intake.given import quiet_copies
 from shardfx.ir.capture.intake.own_loss import without_own_loss
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.pools.pool_ops import moves_pool
-from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.store import version
 
 from .call import first_form, read_call
@@ -54,7 +53,7 @@ class ParallelModule(SteppedModule):
         self._peers = place.make_peers()
         self._compiling = None
         self._variants = variants
-        self._hunt: NanHunt | None = None
+        self._watch = self._measured = None
         self._optimizer = None
         self._state.load_from(model)
         self._tree = Tree(self, model, variants.skeleton)
@@ -139,7 +138,7 @@ class ParallelModule(SteppedModule):
             hints = self._compiled.hints
             beside = WITH_RESULTS not in hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
             call = read_call(hints, args, kwargs)
-            return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._hunt, beside)
+            return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._watch, beside)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """As ``model.train(mode)`` does it, also where the model's own ``train`` leaves some modules as they are."""
@@ -278,31 +277,3 @@ class ParallelModule(SteppedModule):
         """Whole gradients by the model's own names; parameters without one are left out."""
         with self._together("full_grads()"):
             return self._state.full_grads()
-
-    # ---- watching it ----------------------------------------------------------------------------------------
-
-    @contextmanager
-    def debug_nan(self, *, inf: bool = True) -> Iterator[None]:
-        """Stop at the first node that makes a NaN or an inf from finite numbers, in forward or backward, on any rank::
-
-            with pm.debug_nan():
-                loss = pm(x, y)
-
-        The error names the rank, the node, module path and source line, and what went into it (shapes, smallest and
-        largest number). "First" is by the order of the program, over all ranks. Parameters, buffers and inputs that
-        hold NaN already are named as such; infinities that the model writes down itself, as in a mask, are let
-        through. Every result is looked at, so a step takes some times longer; outside of the context it costs nothing.
-
-        Under ``torchrun`` all ranks open it; the rank that finds something raises that, and the others end with it.
-
-        Args:
-            inf: whether an infinity counts, too.
-
-        Raises:
-            Error: when something is found.
-        """
-        before, self._hunt = self._hunt, NanHunt(inf)
-        try:
-            yield
-        finally:
-            self._hunt = before

@@ -23,16 +23,19 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.schedule.actions import Schedule
 from shardfx.memory.formula import Sizes
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.plan import Plan, make_plan
-from shardfx.report.figures import Report
+from shardfx.report.figures import Report, Timing
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
+from shardfx.runtime.debug.recording import Recording
 from shardfx.runtime.peers import Peers
 from shardfx.runtime.step import Kinds
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
+from shardfx.schedules.plan_timeline import PlanTimeline, plan_timeline
 
 from .held.input_tile import tile_of
 from .held.state import ModelState
@@ -52,6 +55,7 @@ class PlannedModule(Root):
     _tree: Tree
     _variants: Variants
     _compiling: Mapping[str, Any] | None
+    _measured: Recording | None
 
     @property
     def store(self) -> Store:
@@ -129,10 +133,14 @@ class PlannedModule(Root):
         """What the plan costs: ``.memory``, ``.communication``, ``.time``, ``.warnings``.
 
         Memory and time are those of the program that rank 0 runs; seconds those of the machine that the hints name, or
-        of another one (``"h100-dgx"``).
+        of another one (``"h100-dgx"``). Of stages: ``.stages``, ``.timing``, which also has what was measured
+        (:meth:`record`).
         """
         program = self._programs.running(0, self._programs.kinds())
-        return make_report(self._compiled, program, machine, self._programs.warnings(), self._exchanged)
+        measured, when = self._measured, None
+        if self.schedule is not None or measured is not None:
+            when = Timing(self.timeline(machine), measured, self._place.virtual)
+        return make_report(self._compiled, program, machine, self._programs.warnings(), self._exchanged, when)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
         """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``::
@@ -153,6 +161,30 @@ class PlannedModule(Root):
             return self._memory(programs.of(compiled), rank, kinds)
 
         return replace(memory, sizes=sizes, resized=resized)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What each rank does for which stage and turn, in which order; None of a plan without stages."""
+        return self.after.pipeline.schedule if self.after.pipeline is not None else None
+
+    def timeline(self, machine: Machine | str | None = None, *, training: bool | None = None) -> PlanTimeline:
+        """What each rank does when in a step, foreseen from the cost of its program::
+
+            timeline = pm.timeline()
+            print(timeline.step, timeline.bubble, timeline.exposed, timeline.memory)
+            timeline.draw("step.svg")
+            timeline.trace("step.json")  # for ui.perfetto.dev
+
+        Args:
+            machine: on which; None: the one that the plan is made for (``Hints(machine=...)``).
+            training: as for :meth:`rank_program`.
+        """
+        planned = Machine.of(self._compiled.hints.machine)
+        device, kinds = planned if machine is None else Machine.of(machine), self._programs.kinds(training)
+        with no_collection():
+            return plan_timeline(
+                self.after, lambda rank: self._programs.running(rank, kinds), device, planned, self._exchanged
+            )
 
     def _memory(self, programs: Programs, rank: int, kinds: Kinds) -> RankMemory:
         with no_collection():

@@ -13,6 +13,7 @@ from torch import fx
 
 from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
+from shardfx.gradients import product
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
@@ -28,7 +29,6 @@ from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import Asked
 from shardfx.runtime.verify.verdict import Verdict, verify
 
-from .product import product
 from .rules_checked import with_rules
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})

@@ -9,26 +9,24 @@ from typing import Any
 import torch
 
 from shardfx.compiled import Compiled
-from shardfx.runtime.debug.nan_hunt import NanHunt
 from shardfx.runtime.peers import Peers
 
 from .call import read_call
 from .held.clipping import checked, clip, gradients_here
 from .held.program_optimizer import ProgramOptimizer
 from .held.tree import Tree
-from .planned_module import PlannedModule
 from .programs import Programs
+from .watched_module import WatchedModule
 
 Tensor = torch.Tensor
 WITH_RESULTS = "with_results"
 
 
-class SteppedModule(PlannedModule):
+class SteppedModule(WatchedModule):
     """What a parallel module has of ``Hints(optimizer=...)``."""
 
     _peers: Peers
     _tree: Tree
-    _hunt: NanHunt | None
     _optimizer: ProgramOptimizer | None
 
     def _new_programs(self, compiled: Compiled) -> Programs:
@@ -54,7 +52,7 @@ class SteppedModule(PlannedModule):
             optimizer.begin()
             beside = WITH_RESULTS not in self._compiled.hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
             call = read_call(self._compiled.hints, args, kwargs)
-            around = self._tree.training, self._peers, self._new_programs, self._hunt
+            around = self._tree.training, self._peers, self._new_programs, self._watch
             return self._variants.run(call, *around, beside, optimizer.options())
 
     def _begin_counts(self) -> None:

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from shardfx.compile import capture_model
 from shardfx.compiled import Compiled
+from shardfx.gradients import product
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.errors import Error
@@ -38,7 +39,6 @@ from .hand_out import gradients as gradients_of
 from .hand_out import leaves, trained, wanting
 from .held.one_store import reject_stored_otherwise, stored
 from .held.program_optimizer import check_step
-from .product import product
 from .programs import BESIDE, INFER, LOSS, NAMES, PULL, STEP, TRAIN, Programs
 from .pull_back import AsItWas, attach, draws, pulling, refuse, reject_part, reject_without_loss
 
@@ -138,7 +138,11 @@ class Variants:
         form = Form(training, inputs_of(call, first.step), gradients, autocast_around())
 
         def words() -> dict[str, str]:
-            return {"runs": RUNS[kinds], **form.words(), **({"debug_nan": "on"} if watch is not None else {})}
+            return {
+                "runs": RUNS[kinds],
+                **form.words(),
+                **({"watched by": type(watch).__name__} if watch is not None else {}),
+            }
 
         key = (kinds, form.key, watch is not None)
         local = peers.agree(key, words, passed(first.step, call))

@@ -12,8 +12,12 @@ from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.storages import Peak
 from shardfx.ir.cost.turn_memory import TurnMemory
 from shardfx.ir.mesh import Mesh
+from shardfx.runtime.debug.recording import Recording
+from shardfx.schedules.plan_timeline import PlanTimeline
 
-from .tables import report_tables, report_text
+from .stage_rows import StageRow
+from .stage_tables import stage_tables
+from .tables import render, report_tables
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,23 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """What ranks do when: foreseen, and as it was measured last."""
+
+    foreseen: PlanTimeline
+    measured: Recording | None = None
+    virtual: bool = False
+    """Whether one process did the work of all ranks, one after the other."""
+
+    @property
+    def as_measured(self) -> float:
+        """The seconds that are foreseen of what a measurement takes: of virtual ranks the work of all of them."""
+        seen = self.foreseen
+        rows = seen.places or seen.schedule.ranks
+        return sum(seen.busy[row] for row in rows) if self.virtual else seen.step
+
+
+@dataclass(frozen=True)
 class Report:
     """What a plan costs; ``str(report)`` is a few tables."""
 
@@ -137,9 +158,12 @@ class Report:
     time: Estimate
     warnings: tuple[str, ...] = ()
     passes: Mapping[str, float] = field(default_factory=dict)
+    stages: tuple[StageRow, ...] = ()
+    timing: Timing | None = None
+    """Of a plan with stages, or of which steps were measured."""
 
     def __str__(self) -> str:
-        return report_text(self)
+        return render(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        return report_tables(self)
+        return report_tables(self, stage_tables(self))

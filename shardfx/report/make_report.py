@@ -21,7 +21,8 @@ from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 
-from .figures import Cause, CommRow, Communication, Estimate, Memory, Report
+from .figures import Cause, CommRow, Communication, Estimate, Memory, Report, Timing
+from .stage_rows import gradients_of_rank, is_of_rank, stage_rows
 
 if TYPE_CHECKING:
     from shardfx.compiled import Compiled
@@ -33,12 +34,13 @@ def make_report(
     machine: Machine | str | None = None,
     notes: Iterable[str] = (),
     exchanged: float = inf,
+    when: Timing | None = None,
 ) -> Report:
     """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
     state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs;
-    ``exchanged`` as for :func:`shardfx.ir.cost.replay.replay`.
+    ``exchanged`` as for :func:`shardfx.ir.cost.replay.replay`; ``when`` is what ranks do when.
     """
     graph, context = compiled.after, compiled.context
     planned = Machine.of(compiled.hints.machine)
@@ -46,26 +48,32 @@ def make_report(
     mesh = device.connect(graph.mesh, instead_of=planned)
     with no_collection():
         footprint = replay(program, exchanged)
-        communication = Communication(tuple(comm_rows(graph, mesh, {output.kind for output in program.outputs})))
+        kinds = {output.kind for output in program.outputs}
+        communication = Communication(tuple(comm_rows(graph, mesh, kinds, program.rank)))
     return Report(
         mesh,
         (len(compiled.before.nodes), len(graph.nodes)),
-        replace(memory_of(graph, footprint.peak, max(footprint.beside, default=0)), turns=turn_memory(footprint)),
+        replace(
+            memory_of(graph, footprint.peak, max(footprint.beside, default=0), program.rank),
+            turns=turn_memory(footprint),
+        ),
         communication,
         Estimate(footprint.cost, device, mesh),
         (*compiled.after.notes, *notes),
         dict(context.seconds),
+        stage_rows(graph),
+        when,
     )
 
 
-def memory_of(graph: Graph, peak: Peak, beside: int = 0) -> Memory:
+def memory_of(graph: Graph, peak: Peak, beside: int = 0, rank: int = 0) -> Memory:
     """The bytes of what a rank is given, of its gradients, of the peak of its program, and of what this puts away."""
     mesh = graph.mesh
     given: dict[InputKind, int] = {}
-    for each in (stored for stored in graph.inputs if not stored.pool):
+    held = [each for each in graph.inputs if graph.is_here(each.at, mesh.coords(rank))]
+    for each in (stored for stored in held if not stored.pool):
         given[each.kind] = given.get(each.kind, 0) + each.value.local_bytes(mesh)
     stepped = any(output.kind is OutputKind.PARAMETER for output in graph.outputs)
-    gradients = {output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     return Memory(
         given.get(InputKind.PARAMETER, 0),
         given.get(InputKind.BUFFER, 0),
@@ -74,15 +82,17 @@ def memory_of(graph: Graph, peak: Peak, beside: int = 0) -> Memory:
         + given.get(InputKind.SEED, 0)
         + given.get(InputKind.OPTION, 0),
         given.get(InputKind.CONSTANT, 0),
-        0 if stepped else sum(value.local_bytes(mesh) for value in gradients),
+        0 if stepped else gradients_of_rank(graph, rank),
         peak,
         given.get(InputKind.STATE, 0),
-        beside + sum(each.value.local_bytes(mesh) for each in graph.inputs if each.pool),
+        beside + sum(each.value.local_bytes(mesh) for each in held if each.pool),
     )
 
 
-def comm_rows(graph: Graph, mesh: Mesh, kinds: Iterable[OutputKind] = tuple(OutputKind)) -> list[CommRow]:
-    """The collectives that outputs of some kinds need by axes and kind, in the order of the mesh, what sends most
+def comm_rows(
+    graph: Graph, mesh: Mesh, kinds: Iterable[OutputKind] = tuple(OutputKind), rank: int = 0
+) -> list[CommRow]:
+    """What a rank sends for outputs of some kinds, by axes and kind, in the order of the mesh, what sends most
     first; times are by its links."""
     outputs = {output.value: output for output in graph.outputs}
     inputs = {given.value: given.name for given in graph.inputs}
@@ -90,7 +100,8 @@ def comm_rows(graph: Graph, mesh: Mesh, kinds: Iterable[OutputKind] = tuple(Outp
     _, chosen, wanted = select(graph, kinds)
     turns = Turns.among(chosen, wanted, mesh)
     for node in chosen:
-        if is_comm(node) and not node.op.stays and not over_time(node, mesh):
+        between = is_comm(node) and not node.op.stays and not over_time(node, mesh)
+        if between and is_of_rank(node, graph, rank):
             rows.setdefault((mesh.sort(node.kwargs["axes"]), comm_name(node, mesh)), []).append(node)
     made = []
     for (axes, kind), nodes in rows.items():

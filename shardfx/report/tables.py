@@ -67,17 +67,12 @@ def count_text(number: float, unit: str) -> str:
     return f"{number:.3g} P{unit}"
 
 
-def report_text(report: Report) -> str:
-    """The tables of a report as plain text."""
-    return render(report_tables(report))
-
-
-def report_tables(report: Report) -> RenderableType:
-    """The tables of a report: memory, communication, time, warnings."""
+def report_tables(report: Report, first: Iterable[RenderableType] = ()) -> RenderableType:
+    """The tables of a report: the ``first`` ones, memory, communication, time, warnings."""
     mesh, (before, after) = report.mesh, report.ops
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
     head = Text.assemble(("Plan", "bold"), f"  {axes}: {mesh.size} ranks; {before} ops captured, {after} planned")
-    parts: list[RenderableType] = [head, "", *_memory(report), "", _communication(report), "", *_time(report)]
+    parts: list[RenderableType] = [head, "", *first, *_memory(report), "", _communication(report), "", *_time(report)]
     if report.warnings:
         parts += ["", Text("Warnings", "bold")]
         parts += [Padding(Text(f"- {warning}", "yellow"), (0, 0, 0, 2)) for warning in report.warnings]

@@ -30,6 +30,7 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped", "ir.program.units")
+CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
     "ir.rules": ("ir",),
@@ -45,6 +46,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.program.looped": (*GRAPHS, "ir.program", "ir.program.units"),
     "ir.program.units": (*GRAPHS, "ir.program", "ir.program.looped", "ir.schedule"),
     "ir.cost": (*PROGRAMS, "ir.rules"),
+    "ir.timing": (*PROGRAMS, "ir.cost", "ir.schedule"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (
         *ONE_OP,
@@ -83,7 +85,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.virtual": (*PROGRAMS, "runtime"),
     "runtime.distributed": (*PROGRAMS, "runtime", "runtime.distributed.stages"),
     "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed"),
-    "runtime.debug": (*GRAPHS, "runtime"),
+    "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
     "runtime.verify": (
         *PROGRAMS,
@@ -102,7 +104,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "visualize.scene": (*GRAPHS, "ir.cost", "ir.text"),
     "visualize.layout": ("ir", "visualize.scene"),
     "visualize.paint": (*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "visualize.layout", "visualize.scene"),
-    "report": ("shardfx", *PROGRAMS, "ir.cost", "ir.text"),
+    "report": ("shardfx", *PROGRAMS, *CLOCKS, "ir.text", "passes.stages", "schedules"),
     "memory": (
         "shardfx",
         *PROGRAMS,
@@ -115,16 +117,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "report",
         "visualize",
     ),
-    "schedules": (
-        "shardfx",
-        *ONE_OP,
-        "ir.capture",
-        "ir.schedule",
-        "passes.sharding",
-        "passes.time",
-        "report",
-        "visualize",
-    ),
+    "schedules": ("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.time", "report"),
     "scenes": (*RULES, "visualize", "module", "module.held", "runtime.distributed"),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),

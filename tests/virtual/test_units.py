@@ -55,6 +55,14 @@ def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Me
     assert pm.verify()
 
 
+@pytest.mark.parametrize(("mesh", "hints"), [(sx.Mesh(tp=2), {}), (sx.Mesh(dp=2), {"zero": 2, "zero_min": 0})])
+def test_ranks_that_meet_do_turns_in_one_order(mesh: sx.Mesh, hints: dict[str, Any]) -> None:
+    pm = in_order("mlp3", mesh, ONE_AHEAD, **hints)
+    assert pm.verify()
+    pm._programs.step.put(1, TRAIN, program(pm, 1, ORDERS["any"]))
+    assert "is of turn 3 of mb, and of turn 0 of mb on rank 0" in pm.verify().why
+
+
 # ---- memory
 
 

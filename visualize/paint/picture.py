@@ -6,6 +6,7 @@ import math
 
 from shardfx.ir.graph import Phase, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import comm
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.layout.arrange import plan
 from shardfx.visualize.layout.dot import Point
@@ -55,6 +56,7 @@ def picture_svg(picture: Picture, title: str, *, header: bool = True) -> str:
 
 def _lanes(canvas: Canvas, made: Arrangement, mesh: Mesh) -> None:
     depth: dict[Box, int] = {}
+    within: dict[Box, set[tuple[int, ...]]] = {}
     for lane in made.lanes:
         name, arrow, fill, ink = LANES[lane.phase]
         panel = Canvas()
@@ -64,12 +66,14 @@ def _lanes(canvas: Canvas, made: Arrangement, mesh: Mesh) -> None:
         for spot in lane.spots:
             if spot.box.kind is Kind.OPEN:
                 depth.update(dict.fromkeys(spot.box.children, depth.get(spot.box, 0) + 1))
+                within.update(dict.fromkeys(spot.box.children, stages_of(spot.box)))
                 _container(canvas, spot, depth.get(spot.box, 0), mesh)
         for wire in lane.wires:
             _wire(canvas, wire, mesh)
         for spot in lane.spots:
             if spot.box.kind is Kind.OPEN:
-                _container_title(canvas, spot, depth.get(spot.box, 0), mesh)
+                around = within.get(spot.box, set())
+                _container_title(canvas, spot, depth.get(spot.box, 0), mesh, around)
             else:
                 with canvas.group("b", box_text(spot.box, mesh)):
                     draw_leaf(canvas, spot, mesh)
@@ -86,7 +90,13 @@ def _container(canvas: Canvas, spot: Spot, depth: int, mesh: Mesh) -> None:
         canvas.rect(body, 10, fill=fill, stroke="#64748b" if folded else RULE, class_="f")
 
 
-def _container_title(canvas: Canvas, spot: Spot, depth: int, mesh: Mesh) -> None:
+def stages_of(box: Box) -> set[tuple[int, ...]]:
+    """The stages in which what is in a box is done, but for what goes from one to another."""
+    return {node.at for leaf in box.leaves() for node in leaf.nodes if node.op is not comm.send} - {()}
+
+
+def _container_title(canvas: Canvas, spot: Spot, depth: int, mesh: Mesh, around: set[tuple[int, ...]]) -> None:
+    """A module's name, how often it is there, and its stage, where the module ``around`` it is not all of one."""
     box, body = spot.box, spot.body
     halo = SHADES[min(depth, len(SHADES) - 1)]
     y = body.y + 19
@@ -98,8 +108,8 @@ def _container_title(canvas: Canvas, spot: Spot, depth: int, mesh: Mesh) -> None
         canvas.rect(badge, 9.5, fill=colour)
         canvas.text(badge.x + wide / 2, y, text, size=11.5, bold=True, colour=PAPER, anchor="middle")
         left += wide + 6
-    stages = {node.at for leaf in box.leaves() for node in leaf.nodes}
-    if depth == 0 and len(stages) == 1 and stages != {()}:
+    stages = stages_of(box)
+    if len(stages) == 1 and stages != around:
         canvas.text(body.right - 12, y, stage_text(stages.pop()), size=11.5, colour=MUTED, anchor="end", halo=halo)
 
 

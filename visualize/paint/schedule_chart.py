@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardfx.ir.schedule.actions import KINDS, Action
@@ -27,35 +27,42 @@ HATCH = (
 )
 
 
-def draw_schedule(of: Simulation, path: str | Path, title: str) -> Path:
+def draw_schedule(
+    of: Simulation, path: str | Path, title: str, rows: Sequence[int] = (), before: Sequence[Span] = ()
+) -> Path:
     """Draw a simulated schedule as one SVG file.
 
     Args:
         of: what is done where, and when.
         path: where to write the file; its folder is made.
         title: what stands above.
+        rows: for each rank the row of the schedule that it does; none: each its own.
+        before: for each row what is done once, before its first action.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(schedule_svg(of, title), encoding="utf-8")
+    path.write_text(schedule_svg(of, title, rows, before), encoding="utf-8")
     return path
 
 
-def schedule_svg(of: Simulation, title: str) -> str:
+def schedule_svg(of: Simulation, title: str, rows: Sequence[int] = (), before: Sequence[Span] = ()) -> str:
     """The picture as SVG text (see :func:`draw_schedule`)."""
     canvas, schedule = Canvas(), of.schedule
+    rows = rows or schedule.ranks
     canvas.parts.append(HATCH)
     canvas.text(MARGIN, 34, title, size=17, bold=True)
     said = f"{len(schedule.stages)} stages, {len(schedule.turns)} turns; a step takes {of.step:.4g}"
     canvas.text(MARGIN, 57, f"{said}, of which {of.bubble:.1%} is bubble", size=12.5, colour=MUTED)
-    area = Rect(LEFT, TOP, _width(of), len(schedule.ranks) * (ROW + GAP) - GAP)
+    area = Rect(LEFT, TOP, _width(of), len(rows) * (ROW + GAP) - GAP)
     per_time = area.w / of.step if of.step else 0.0
-    for rank in schedule.ranks:
+    for rank, row in enumerate(rows):
         lane = Rect(area.x, area.y + rank * (ROW + GAP), area.w, ROW)
-        _lane(canvas, of, rank, lane, per_time)
+        _lane(canvas, of, f"rank {rank}", row, lane, per_time)
+        if before and before[row].length:
+            _once(canvas, before[row], lane, per_time)
     y = _axis(canvas, of, area, per_time)
     _legend(canvas, of, y + 34)
-    described = f"{said}, bubble {of.bubble:.1%}, on {len(schedule.ranks)} ranks"
+    described = f"{said}, bubble {of.bubble:.1%}, on {len(rows)} ranks"
     return document(canvas, max(canvas.right, area.right) + MARGIN, canvas.bottom + MARGIN, title, described)
 
 
@@ -66,15 +73,21 @@ def _width(of: Simulation) -> float:
     return min(max(wanted, NARROW), WIDE)
 
 
-def _lane(canvas: Canvas, of: Simulation, rank: int, lane: Rect, per_time: float) -> None:
+def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, per_time: float) -> None:
     """One rank: hatched, its actions on it, and how much of the step it waits."""
-    canvas.text(lane.x - 12, lane.middle + 4, f"rank {rank}", size=TEXT, bold=True, anchor="end")
+    canvas.text(lane.x - 12, lane.middle + 4, name, size=TEXT, bold=True, anchor="end")
     idle = 1 - of.busy[rank] / of.step if of.step else 0.0
-    with canvas.group("", f"rank {rank} waits for {of.step - of.busy[rank]:.4g} of {of.step:.4g}"):
+    with canvas.group("", f"{name} waits for {of.step - of.busy[rank]:.4g} of {of.step:.4g}"):
         canvas.rect(lane, 4, fill="url(#idle)")
     for action in of.schedule.rows[rank]:
         _cell(canvas, of, action, rank, lane, per_time)
     canvas.text(lane.right + 12, lane.middle + 4, f"{idle:.0%} idle", size=11, colour=MUTED)
+
+
+def _once(canvas: Canvas, span: Span, lane: Rect, per_time: float) -> None:
+    """What is done before all turns."""
+    with canvas.group("b", f"once, before all turns\n{span.start:.4g} to {span.end:.4g}"):
+        canvas.rect(Rect(lane.x + span.start * per_time, lane.y, span.length * per_time, lane.h), 0, fill=MUTED)
 
 
 def _cell(canvas: Canvas, of: Simulation, action: Action, rank: int, lane: Rect, per_time: float) -> None:

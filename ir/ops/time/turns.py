@@ -73,6 +73,25 @@ def add(total: Tensor, x: Tensor) -> Tensor:
     return total.add_(x if x.shape == total.shape else x.reshape(total.shape))
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The sum over the turns so far, and a matrix product, in the memory of ``total``; where that is in pieces, those
+    of its rows."""
+    if total.dim() == 2:
+        return total.addmm_(a, b)
+    for rows, piece in zip(a.chunk(total.shape[0]), total, strict=True):
+        piece.addmm_(rows, b)
+    return total
+
+
+def add_rows(total: Tensor, grad: Tensor, places: Tensor, rows: int, padding: int, by_frequency: bool) -> Tensor:
+    """The sum over the turns so far, and the gradient of a table by that of what was looked up at some places; the
+    arguments are those of ``aten.embedding_dense_backward``. Only the rows of these places are touched."""
+    given = grad.reshape(-1, total.shape[1])
+    if padding >= 0:
+        given = given.masked_fill((places == padding).reshape(-1, 1), 0.0)
+    return total.index_add_(0, places.reshape(-1), given)
+
+
 def greatest(most: Tensor, x: Tensor) -> Tensor:
     """The maximum over the turns so far, in the memory of ``most``."""
     return torch.maximum(most, x, out=most)

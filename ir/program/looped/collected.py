@@ -114,10 +114,10 @@ class Walk:
 
     def collects(self, node: fx.Node) -> None:
         """What a call collects over the turns around it, as ranks would reduce or gather it."""
-        memory, x = node.args[:2]
+        memory = node.args[0]
+        x = self._added(node)
         if not isinstance(memory, fx.Node) or not isinstance(x, fx.Node) or not self.open:
             raise NotTurns(f"{node.name} collects what is not done in turns", node)
-        self._usable(x, node)
         others = [user for user in memory.users if user is not node and not _frames(user)]
         depth = len(self.inside[memory])
         if others or self.inside[memory] != tuple(self.open[:depth]) or depth == len(self.open):
@@ -127,11 +127,27 @@ class Walk:
         if node.target is turns.put:
             self._put(node, memory, collected)
             return
-        self.env[node] = self._summed(node, memory, self.env[x], collected)
+        self.env[node] = self._summed(node, memory, x, collected)
+
+    def _added(self, node: fx.Node) -> Any:
+        """What a call adds to what is collected, or puts there: an operand, or what it does itself."""
+        row, given = row_of(node.target), node.args[1]
+        if row is None or row.adds is None:
+            if isinstance(given, fx.Node):
+                self._usable(given, node)
+            return self.env[given] if isinstance(given, fx.Node) else None
+        target, args, kwargs = row.adds(node.args, node.kwargs)
+        fx.map_arg((args, kwargs), lambda used: self._usable(used, node))
+        given, named = fx.map_arg((args, kwargs), self.env.__getitem__)
+        made = self._make(node, target, given, named)
+        planned = node.meta.get("shardfx")
+        if isinstance(planned, Node) and planned.operands:
+            made.meta["shardfx"] = self.place_of.get(planned.operands[0].name)
+        return made
 
     def _summed(self, node: fx.Node, memory: fx.Node, x: Any, collected: list[fx.Node]) -> fx.Node:
         """What so many ranks would reduce."""
-        reduce, first = REDUCTION[node.target]
+        reduce, first = REDUCTION.get(node.target, REDUCTION[turns.add])
         source: Any = memory.args[0] if memory.target is memory_ops.part else memory
         planned = node.meta.get("shardfx")
         if len(collected) != 1 or source.target is not memory_ops.filled or not isinstance(planned, Node):

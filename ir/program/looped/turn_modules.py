@@ -17,6 +17,7 @@ from torch import fx
 
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.units.driver import write_driver
+from shardfx.ir.program.units.execution import end_of
 from shardfx.ir.program.units.unit_order import order_of
 
 from .within_turns import part_in_turns
@@ -37,7 +38,7 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
             env[node] = made.node_copy(node, env.__getitem__)
             at += 1
             continue
-        end = _end(nodes, at)
+        end = end_of(nodes, at)
         if order_of(node):
             write_driver(nodes[at : end + 1], made, env, found)
             at = end + 1
@@ -53,17 +54,6 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
             env[each].meta = dict(each.meta)
         at = end + 1
     return made, found
-
-
-def _end(nodes: Sequence[fx.Node], begin: int) -> int:
-    """The place of the end of the turns that begin at a place."""
-    depth = 0
-    for at in range(begin, len(nodes)):
-        part = part_in_turns(nodes[at])
-        depth += (part == "opens") - (part == "closes")
-        if depth == 0:
-            return at
-    raise AssertionError("turns begin and do not end")
 
 
 def _unit(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:

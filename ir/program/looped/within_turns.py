@@ -8,6 +8,9 @@ from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
 
+FRAMES = ("opens", "unit", "closes")
+"""Where turns and their units begin and end."""
+
 
 def part_in_turns(node: fx.Node) -> str:
     """``opens``, ``closes``, ``unit``, ``number`` or ``collects``; empty for what is done as anywhere."""

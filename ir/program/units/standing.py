@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.program.looped.within_turns import part_in_turns, regions, sibling
+from shardfx.ir.program.looped.within_turns import FRAMES, part_in_turns, regions, sibling
 
 from .lifetimes import name_of
 from .unit_order import UnitOrder, order_of
@@ -34,7 +34,8 @@ class Standing:
 
     def __init__(self, nodes: Sequence[fx.Node], share: _Roots, fail: Fail) -> None:
         self._share, self._fail = share, fail
-        self._inside = regions(nodes)
+        self._parts = {node: part for node in nodes if (part := part_in_turns(node))}
+        self._inside = regions(nodes) if self._parts else {}
         self._open: list[fx.Node] = []
         self._orders: dict[fx.Node, UnitOrder] = {}
         self._begun: dict[fx.Node, dict[str, None]] = {}
@@ -43,7 +44,7 @@ class Standing:
         """By turns that have units: the memory that is written in them."""
         self._touched: dict[tuple[fx.Node, fx.Node], dict[str, None]] = {}
         """By turns and memory that is made and written in them: the units that use it so far."""
-        if any(part_in_turns(node) == "unit" for node in nodes):
+        if "unit" in self._parts.values():
             self._find_written(nodes)
 
     def _find_written(self, nodes: Sequence[fx.Node]) -> None:
@@ -56,8 +57,10 @@ class Standing:
 
     def take(self, node: fx.Node) -> None:
         """The next call."""
-        part = part_in_turns(node)
-        if part in ("opens", "unit", "closes") and node.kwargs:
+        if not self._parts:
+            return
+        part = self._parts.get(node, "")
+        if part in FRAMES and node.kwargs:
             self._fail(f"{node.name} takes its arguments by place", node)
         if part == "unit":
             self._unit(node)
@@ -87,7 +90,7 @@ class Standing:
         self._orders[node], self._begun[node] = order, {}
 
     def _unit(self, node: fx.Node) -> None:
-        if self._open and part_in_turns(self._open[-1]) == "unit":
+        if self._open and self._parts[self._open[-1]] == "unit":
             self._open.pop()
         if not self._open or node.args[0] is not self._open[-1]:
             self._fail(f"{node.name} is a unit of turns that did not begin last", node)
@@ -99,7 +102,7 @@ class Standing:
         self._open.append(node)
 
     def _close(self, node: fx.Node) -> None:
-        if self._open and part_in_turns(self._open[-1]) == "unit":
+        if self._open and self._parts[self._open[-1]] == "unit":
             self._open.pop()
         if not self._open or node.args[0] is not self._open[-1]:
             self._fail(f"{node.name} ends turns that did not begin last", node)
@@ -112,20 +115,21 @@ class Standing:
 
     def _used(self, node: fx.Node) -> None:
         top = self._open[-1] if self._open else None
-        alone = top is not None and part_in_turns(top) == "opens" and self._orders[top].words
-        if alone and part_in_turns(node) != "number":
+        alone = top is not None and self._parts[top] == "opens" and self._orders[top].words
+        if alone and self._parts.get(node) != "number":
             self._fail(f"{node.name} stands in no unit of its turns", node, expected="it in a unit")
         for used in node.all_input_nodes:
-            self._reaches(used, node)
-        for value in (*node.all_input_nodes, node):
+            if self._open or self._inside[used]:
+                self._reaches(used, node)
+        for value in (*node.all_input_nodes, node) if self._written else ():
             self._touches(value, node)
 
     def _reaches(self, used: fx.Node, node: fx.Node) -> None:
         """A value is there: made in turns that are not over, or by a unit that is done before."""
         made = self._inside[used]
-        if part_in_turns(used) == "opens":
+        if self._parts.get(used) == "opens":
             made = (*made, used)
-        collected = part_in_turns(used) == "collects"
+        collected = self._parts.get(used) == "collects"
         shared = next((i for i, (a, b) in enumerate(zip(made, self._open, strict=False)) if a is not b), None)
         shared = min(len(made), len(self._open)) if shared is None else shared
         at = sibling(made, self._open)
@@ -134,7 +138,7 @@ class Standing:
         if len(made) > shared + (at is not None) and not collected:
             self._fail(f"{used.name} is used behind its turns, which do not collect it", node)
         for loop in self._open[shared:]:
-            if part_in_turns(loop) == "opens" and used not in loop.args[2]:  # type: ignore[operator]
+            if self._parts.get(loop) == "opens" and used not in loop.args[2]:  # type: ignore[operator]
                 self._fail(f"{used.name} is used in turns that do not say so", node, expected=f"it in {loop.name}")
 
     def _handed_on(self, used: fx.Node, node: fx.Node, at: int) -> None:
@@ -152,7 +156,7 @@ class Standing:
     def _touches(self, value: fx.Node, node: fx.Node) -> None:
         """Of memory that units write, the order of its uses is the same in all turns."""
         for at, unit in enumerate(self._open):
-            if part_in_turns(unit) != "unit":
+            if self._parts.get(unit) != "unit":
                 continue
             begin, name, root = self._open[at - 1], name_of(unit), self._share.root(value)
             if root not in self._written.get(begin, ()) or begin not in self._inside[root]:

@@ -1,0 +1,206 @@
+"""What a rank does, as a clock sees it: it works, starts transfers, waits for them, sends and receives.
+
+    F0.0 works 2 ms     F0.0 sends %30 to place 1     F0.1 works 2 ms     RB1.0 receives %55     B0.0 works 4 ms ...
+
+All turns are gone through, in the order that the program says. Calls that follow one another are one piece of work.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from shardfx.ir.cost.amounts import Cost
+from shardfx.ir.cost.machine import Machine
+from shardfx.ir.cost.storages import Footprint
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.looped.within_turns import part_in_turns, regions
+from shardfx.ir.program.rank_program import RankProgram
+
+from .purposes import Purpose, main_turns, purposes
+
+Message = tuple[int, int, int, int]
+"""From one place along the axis of stages to another: these, what it is (its tag), and the turn."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """One thing that a rank does for a purpose in a turn; it takes so many seconds, of the rank or of a link."""
+
+    purpose: Purpose
+    seconds: float = 0.0
+    turn: int = 0
+
+
+class Works(Doing):
+    """It computes."""
+
+
+@dataclass(frozen=True)
+class Starts(Doing):
+    """It starts what goes on by itself, over one of its links: a collective, or a copy to another pool of memory."""
+
+    call: fx.Node | None = None
+    link: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Waits(Doing):
+    """It waits for what it started, or is to receive."""
+
+    call: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Sends(Doing):
+    """It sends, and goes on."""
+
+    message: Message = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Receives(Doing):
+    """It is to receive; a wait says when it needs it."""
+
+    message: Message = (0, 0, 0, 0)
+    call: fx.Node | None = None
+
+
+class _Word(NamedTuple):
+    """A turn of all units of a loop, or of one of them."""
+
+    unit: str
+    turn: int
+
+
+def doings(program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> list[Doing]:
+    """What a rank does in a step.
+
+    Args:
+        footprint: the replay of the program, which says what its calls cost.
+        machine, mesh: how long that takes.
+    """
+    return list(_joined(_Walk(program, footprint, machine, mesh).all()))
+
+
+class _Walk:
+    def __init__(self, program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> None:
+        self.nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+        self.costs: Mapping[fx.Node, Cost] = dict(zip(footprint.calls, footprint.costs, strict=True))
+        self.machine, self.mesh, self.coords = machine, mesh, mesh.coords(program.rank)
+        self.inside, self.purposes = regions(self.nodes), purposes(self.nodes)
+        self.main = main_turns(self.nodes)
+        self._made: dict[fx.Node, Doing] = {}
+
+    def all(self) -> Iterator[Doing]:
+        """The program from its first call to its last."""
+        return self._within(0, len(self.nodes), 0)
+
+    def _within(self, start: int, end: int, turn: int) -> Iterator[Doing]:
+        at = start
+        while at < end:
+            node = self.nodes[at]
+            if part_in_turns(node) == "opens":
+                closed = self._end(at)
+                for word in _words(node):
+                    number = word.turn if node is self.main else turn
+                    yield from self._within(*self._unit(at + 1, closed, word.unit), number)
+                at = closed
+            elif doing := self._doing(node):
+                yield replace(doing, turn=turn)
+            at += 1
+
+    def _end(self, at: int) -> int:
+        """Where the turns that a call opens are closed."""
+        outside = self.inside[self.nodes[at]]
+        here = range(at + 1, len(self.nodes))
+        return next(
+            i for i in here if part_in_turns(self.nodes[i]) == "closes" and self.inside[self.nodes[i]] == outside
+        )
+
+    def _unit(self, start: int, end: int, name: str) -> tuple[int, int]:
+        """The calls of a unit; of no name: all."""
+        if not name:
+            return start, end
+        begins = [i for i in range(start, end) if part_in_turns(self.nodes[i]) == "unit"]
+        at = next(place for place, i in enumerate(begins) if self.nodes[i].args[1] == name)
+        return begins[at] + 1, [*begins, end][at + 1]
+
+    def _doing(self, node: fx.Node) -> Doing | None:
+        """What a call is for the clock."""
+        if node not in self._made:
+            made = self._read(node)
+            self._made[node] = made if made is not None else NOTHING
+        doing = self._made[node]
+        return doing if doing is not NOTHING else None
+
+    def _read(self, node: fx.Node) -> Doing | None:
+        row, purpose = row_of(node.target), self.purposes[node]
+        args: Any = node.args
+        if row is not None and row.waits:
+            return Waits(purpose, call=_source(args[0]))
+        cost = self.costs.get(node)
+        if cost is None:
+            return None
+        times = prod(len(_turns(each)) for each in self.inside[node] if part_in_turns(each) == "opens")
+        if row is not None and row.message:
+            (axis,) = self.mesh.group_axes(str(args[row.group or 0]))
+            here = self.coords[axis]
+            if row.message == "receives":
+                return Receives(purpose, message=(args[3], here, args[4], 0), call=node)
+            nbytes = sum(sent.nbytes for sent in cost.sent.values()) / times
+            return Sends(purpose, self.mesh.link([axis]).seconds(1, nbytes), message=(here, args[1], args[2], 0))
+        if row is not None and row.starts:
+            seconds = cost.sending(self.machine, self.mesh) + cost.carrying(self.machine)
+            return Starts(purpose, seconds / times, call=node, link=next(iter(cost.sent), ("pool",)))
+        seconds = cost.computing(self.machine) / times
+        return Works(purpose, seconds) if seconds else None
+
+
+NOTHING = Doing(Purpose(""))
+
+
+def _words(turns: fx.Node) -> Sequence[_Word]:
+    """What is done of which turn, in order."""
+    args: Any = turns.args
+    if len(args) > 3 and args[3]:
+        parts = (word.rpartition(".") for word in args[3].split())
+        return [_Word(unit, int(turn)) for unit, _, turn in parts]
+    return [_Word("", turn) for turn in _turns(turns)]
+
+
+def _turns(turns: fx.Node) -> range:
+    args: Any = turns.args
+    return range(args[1])
+
+
+def _source(started: Any) -> fx.Node:
+    """What was started of which a result is waited for."""
+    while started.target is operator.getitem:
+        started = started.args[0]
+    made: fx.Node = started
+    return made
+
+
+def _joined(doings: Iterator[Doing]) -> Iterator[Doing]:
+    """Works that follow one another for one purpose in one turn, as one."""
+    last: Doing | None = None
+    for each in doings:
+        if (
+            isinstance(last, Works)
+            and isinstance(each, Works)
+            and (last.purpose, last.turn) == (each.purpose, each.turn)
+        ):
+            last = replace(last, seconds=last.seconds + each.seconds)
+            continue
+        if last is not None:
+            yield last
+        last = each
+    if last is not None:
+        yield last

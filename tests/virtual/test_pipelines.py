@@ -1,0 +1,266 @@
+"""Stages: loss and gradients of the whole batch on one device, by every schedule; proven, and damaged ones refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.cost.replay import replay
+from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.ir.ops.time import turns
+from shardfx.ir.program.program_text import parse_program
+from shardfx.module.programs import TRAIN
+from tests.live_memory import held_in_a_step
+from tests.models import GPT, LENGTH, VOCAB
+from tests.plans import plan, train_beside
+from tests.reference import rel_err
+from tests.zoo import Case, make
+
+slow = pytest.mark.slow
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}
+SCHEDULES |= {"dualpipev": 2, "auto": 1}
+
+
+def tied(layers: int) -> nn.Module:
+    """A GPT whose head has the embedding's weight: the first stage and the last one have it."""
+    torch.manual_seed(0)
+    model = GPT(fused=True, layers=layers).double()
+    model.head.weight = model.tok_emb.weight
+    return model
+
+
+def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (2, rows, LENGTH))
+    tokens[1, 0, : LENGTH // 2] = -100
+    return tokens[0], tokens[1]
+
+
+def in_stages(model: nn.Module, x: Tensor, y: Tensor, mesh: sx.Mesh, **hints: Any) -> sx.ParallelModule:
+    rows = "mb dp, -" if "dp" in mesh.names else "mb, -"
+    specs = {"args.0": rows, "targets.0": rows}
+    return sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=cross_entropy, targets=(y,), specs=specs, **hints))
+
+
+def check(pm: sx.ParallelModule, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Loss and all gradients are those of the model."""
+    loss, whole = pm(x, y), cross_entropy(model(x), y)
+    loss.backward()
+    whole.backward()
+    grads = pm.full_grads()
+    assert rel_err(loss, whole) < 1e-9
+    assert max(rel_err(grads[name], each.grad) for name, each in model.named_parameters()) < 1e-9
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow), pytest.param(4, marks=slow)])
+def test_every_schedule_is_the_whole_batch(name: str, ranks: int) -> None:
+    chunks, x, y = SCHEDULES[name], *batch(2 * ranks + 1)
+    model = tied(ranks * chunks)
+    mesh = sx.Mesh(pp=ranks, mb=sx.Time(2 * ranks))
+    pm = in_stages(model, x, y, mesh, pipeline=sx.Pipeline(schedule=name, chunks=chunks))
+    check(pm, model, x, y)
+    assert pm.verify()
+
+
+TOGETHER: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
+    "dp": (sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), {}),
+    "tp": (sx.Mesh(pp=2, tp=2, mb=sx.Time(3)), {}),
+    "dp tp": (sx.Mesh(dp=2, pp=2, tp=2, mb=sx.Time(2)), {}),
+    "zero 1": (sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), {"zero": 1, "zero_min": 0}),
+    "zero 2": (sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), {"zero": 2, "zero_min": 0}),
+    "zero 3": (sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), {"zero": 3, "zero_min": 0}),
+    "halves": (sx.Mesh(pp=2, dp=2, mb=sx.Time(4)), {"pipeline": sx.Pipeline(schedule="zb-h1")}),
+    "no turns": (sx.Mesh(pp=2, dp=2), {"pipeline": sx.Pipeline(time="", schedule="gpipe")}),
+}
+NAMES = ["mlp3", "gpt_fused", "llama", "unet", "moe_loop", "hf_gpt2", "hf_t5", "hf_bert", "hf_vit"]
+QUICK = {("mlp3", "dp tp"), ("gpt_fused", "zero 3"), ("llama", "tp"), ("unet", "halves"), ("mlp3", "no turns")}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [pytest.param(n, how, marks=() if (n, how) in QUICK else slow) for n in NAMES for how in TOGETHER],
+)
+def test_stages_go_with_other_axes(name: str, how: str) -> None:
+    mesh, hints = TOGETHER[how]
+    hints = {"pipeline": sx.Pipeline(), **hints}
+    rows = " ".join(axis for axis in ("mb", "dp") if axis in mesh.names)
+    case = make(name)
+    named = {f"args.{i}": t for i, t in enumerate(case.args)} | {f"targets.{i}": t for i, t in enumerate(case.targets)}
+    named |= {f"kwargs.{key}": t for key, t in case.kwargs.items()}
+    specs = {key: ", ".join([rows] + ["-"] * (t.dim() - 1)) for key, t in named.items()}
+    assert train_beside(name, mesh, specs=specs, steps=2, **hints).worst < 1e-9
+    assert plan(make(name), mesh, specs=specs, **hints).verify()
+
+
+def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    x, y = batch(6)
+    model, alone = tied(2), tied(2)
+    mesh = sx.Mesh(pp=2, dp=2, mb=sx.Time(2))
+    pm = in_stages(
+        model, x, y, mesh, pipeline=sx.Pipeline(), optimizer=adam, clip=0.1, zero=1, zero_min=0, recompute="layers.1"
+    )
+    optimizer = adam(list(alone.parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        whole = cross_entropy(alone(x), y)
+        whole.backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optimizer.step()
+        assert rel_err(pm.step(x, y), whole) < 1e-9
+    state = pm.full_state_dict()
+    assert max(rel_err(state[name], each) for name, each in alone.named_parameters()) < 1e-9
+    assert pm.verify()
+
+
+def test_results_evaluation_and_buffers_are_those_of_turns_alone() -> None:
+    found = []
+    for mesh, pipeline in ((sx.Mesh(one=1, mb=sx.Time(4)), None), (sx.Mesh(pp=2, mb=sx.Time(4)), sx.Pipeline())):
+        case = make("resnet")
+        specs = {"args.0": "mb, -, -, -", "targets.0": "mb"}
+        pm = plan(case, mesh, specs=specs, pipeline=pipeline, batch_stats="turn")
+        loss, out = pm(*case.args, *case.targets, with_results=True)
+        loss.backward()
+        pm.eval()
+        with torch.no_grad():
+            after = pm(*case.args, *case.targets)
+        assert pm.verify()
+        found.append([loss, out, after, *pm.full_grads().values(), *pm.full_state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_a_rank_holds_what_a_run_holds(name: str) -> None:
+    case = make("mlp3")
+    mesh = sx.Mesh(pp=2, mb=sx.Time(4))
+    pm = plan(case, mesh, specs={"args.0": "mb, -", "targets.0": "mb"}, pipeline=sx.Pipeline(schedule=name))
+    held = held_in_a_step(pm, case)
+    for rank in range(pm.mesh.size):
+        program = pm._programs.running(rank, TRAIN)
+        footprint = replay(program)
+        sent = 4 * 2 * 64 * 8  # what goes to the other stage in four turns, while it is under way
+        assert footprint.peak.nbytes <= held[rank].peak <= footprint.peak.nbytes + sent
+
+
+@pytest.mark.parametrize(("name", "live"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
+def test_so_many_turns_are_live_as_the_schedule_says(name: str, live: list[int]) -> None:
+    model, (x, y) = tied(4), batch(8)
+    pm = in_stages(model, x, y, sx.Mesh(pp=4, mb=sx.Time(8)), pipeline=sx.Pipeline(schedule=name))
+    found = []
+    for rank in range(4):
+        loops = [node for node in pm.rank_program(rank).graph.nodes if node.target is turns.turns]
+        begin = next(node for node in loops if len(node.args) > 3)
+        words, open_, most = str(begin.args[3]).split(), set[str](), 0
+        for word in words:
+            unit, _, turn = word.partition(".")
+            open_ = open_ | {turn} if unit[0] == "F" else open_ - {turn} if unit[0] == "B" else open_
+            most = max(most, len(open_))
+        found.append(most)
+    assert found == live
+
+
+# ---- damaged programs
+
+
+def of(graph: fx.Graph, name: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is BY_NAME[name].function]
+
+
+def to_the_wrong_stage(graph: fx.Graph) -> None:
+    node = of(graph, "stage.send")[-1]
+    node.args = (node.args[0], 2, *node.args[2:])
+
+
+def another_value(graph: fx.Graph) -> None:
+    first, second, *_ = of(graph, "stage.send")
+    first.args, second.args = (first.args[0], *second.args[1:]), (second.args[0], *first.args[1:])
+
+
+def of_the_turn_before(graph: fx.Graph) -> None:
+    node = of(graph, "stage.receive")[0]
+    number = node.args[5]
+    with graph.inserting_after(number):
+        other = graph.call_function(turns.at, (number.args[0], 3, -1))
+    node.args = (*node.args[:5], other, node.args[6])
+
+
+def order(graph: fx.Graph, change: Callable[[list[str]], list[str]]) -> None:
+    node = of(graph, "time.turns")[0]
+    node.args = (*node.args[:3], " ".join(change(str(node.args[3]).split())))
+
+
+def two_turns_exchanged(graph: fx.Graph) -> None:
+    swap = {"1": "2", "2": "1"}
+    order(graph, lambda words: [f"{word[:-1]}{swap.get(word[-1], word[-1])}" for word in words])
+
+
+def a_backward_left_out(graph: fx.Graph) -> None:
+    order(graph, lambda words: [word for word in words if word != "B1.3"])
+
+
+def a_backward_twice(graph: fx.Graph) -> None:
+    order(graph, lambda words: [*words, "B1.3"])
+
+
+def a_weight_gradient_lost(graph: fx.Graph) -> None:
+    node = of(graph, "time.add")[-1]
+    node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op == "output")
+
+
+def nothing_is_sent(graph: fx.Graph) -> None:
+    graph.erase_node(of(graph, "stage.send")[-1])
+
+
+MUTANTS = [
+    to_the_wrong_stage,
+    another_value,
+    of_the_turn_before,
+    two_turns_exchanged,
+    a_backward_left_out,
+    a_backward_twice,
+    a_weight_gradient_lost,
+    nothing_is_sent,
+]
+
+
+def three_stages() -> sx.ParallelModule:
+    case: Case = make("mlp3")
+    mesh, specs = sx.Mesh(pp=3, mb=sx.Time(4)), {"args.0": "mb, -", "targets.0": "mb"}
+    stages = (("fc1",), ("fc2",), ("fc3",))
+    return plan(case, mesh, specs=specs, pipeline=sx.Pipeline(stages=stages))
+
+
+@pytest.mark.parametrize("damage", MUTANTS)
+def test_damaged_stages_are_refused(damage: Callable[[fx.Graph], None]) -> None:
+    pm = three_stages()
+    program = pm.rank_program(1)
+    assert pm.verify(modules={1: program.module()})
+    damage(program.graph)
+    verdict = pm.verify(modules={1: program.module()})
+    assert not verdict and verdict.why
+
+
+def test_a_rank_has_what_is_of_its_stages_as_text_and_as_a_driver() -> None:
+    pm = three_stages()
+    for rank, layer in enumerate(("fc1", "fc2", "fc3")):
+        program = pm.rank_program(rank)
+        names = {given.name for given in program.inputs if given.kind == "parameter"}
+        assert names == {f"{layer}.weight", f"{layer}.bias"}
+        assert str(parse_program(str(program), pm.after)) == str(program)
+        assert f"F{rank}_1" in program.module().code.replace("f", "F")
