@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -209,6 +210,34 @@ def pipelines_are_called_in_other_forms(name: str) -> None:
             parameter.zero_()
     pm.load_state_dict(held)
     same_state(pm.full_state_dict(), alone.state_dict(), 1e-12)
+    assert pm.verify()
+    with pytest.raises(sx.Error, match="is not compiled"):
+        pm.compile()
+    for parameter_name, parameter in pm.named_parameters():
+        parameter.requires_grad_(parameter_name != "layers.3.fc.weight")
+    with pytest.raises(sx.Error, match=r"gradient of layers\.3\.fc\.weight"):
+        pm(x, y)
+
+
+@worker
+def pipelines_give_inputs_gradients() -> None:
+    """Also to a rank whose stage does not use them; and a stage may have nothing to train."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]).double()
+    x, y = torch.randn(2, 8, 6).double().unbind()
+    for wants in (True, False):
+        x = x.detach().requires_grad_(wants)
+        rows = {"args.0": "mb, -", "targets.0": "mb, -"}
+        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=rows, pipeline=sx.Pipeline())
+        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints)
+        pm(x, y).backward()
+        mine, x.grad = x.grad, None
+        F.mse_loss(model(x), y).backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        same_state(pm.full_grads(), expected, 1e-12)
+        assert mine is None if x.grad is None else rel_err(mine, x.grad) < 1e-12
+        model.zero_grad()
+        model[2:].requires_grad_(False)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

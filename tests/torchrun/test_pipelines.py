@@ -29,7 +29,7 @@ def test_pipelines_on_four_ranks() -> None:
 
 @pytest.mark.slow
 def test_other_forms_of_call_keep_the_stages() -> None:
-    on_ranks(2, "pipelines_are_called_in_other_forms:pp2")
+    on_ranks(2, "pipelines_are_called_in_other_forms:pp2", "pipelines_give_inputs_gradients")
     on_ranks(4, "pipelines_are_called_in_other_forms:pp2dp2")
 
 
