@@ -1,5 +1,5 @@
-"""Step time of pipelines (forward and backward of all turns) beside ``torch.distributed.pipelining``, on 2 ranks of
-this machine (gloo), and what a rank holds in it at most.
+"""Step time of pipelines (forward and backward of all turns) beside ``torch.distributed.pipelining`` on 2 gloo ranks
+of this machine, and what a rank holds in it at most.
 
     python -m benchmarks.pipeline_time [--dim 256 --layers 4 --turns 4 --rounds 15 --only 1f1b]
 

@@ -2,7 +2,7 @@
 
 It is lent to whoever asks for about as many bytes (:mod:`shardfx.ir.program.lending`) and taken back when nobody holds
 it, as torch does on a GPU. What a step hands out (gradients) are views of it; where somebody still holds one, the next
-step gets other memory. A footprint counts on it (:mod:`shardfx.ir.cost.storages`).
+step gets other memory. A footprint counts on it (:mod:`shardfx.ir.cost.live.storages`).
 """
 
 from __future__ import annotations

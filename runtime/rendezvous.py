@@ -149,19 +149,14 @@ def run(
         for rank in sorted(waiting):
             if rank not in waiting:
                 continue
-            request, given, _ = waiting[rank]
+            request = waiting[rank][0]
             members = groups.members(request.group, rank)
             if request.message:
-                message = request.of_rank(members.index(rank))
-                if request.message == "sends":
-                    mail.put(message, given)
-                elif not mail.has(message):
-                    continue
-                del waiting[rank]
-                for listener in listeners if request.message == "sends" else ():
-                    listener([(request, given)])
-                advance(rank, [given if request.message == "sends" else mail.take(message).clone()])
-                progressed = True
+                reply = _passed(request.of_rank(members.index(rank)), waiting[rank], mail)
+                if reply:
+                    del waiting[rank]
+                    advance(rank, reply)
+                    progressed = True
                 continue
             if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in members):
                 continue
@@ -185,6 +180,17 @@ def run(
             "nobody receives what a rank sends", where=str(left), expected="a receive for each send", got="none"
         )
     return results
+
+
+def _passed(message: Message, asked: Asked, mail: Mailbox[Tensor]) -> list[Tensor]:
+    """What a rank goes on with that sends, or receives; nothing where nothing has come yet."""
+    request, given, _ = asked
+    if request.message == "sends":
+        mail.put(message, given)
+        for listener in listeners:
+            listener([(request, given)])
+        return [given]
+    return [mail.take(message).clone()] if mail.has(message) else []
 
 
 class Mailbox(Generic[T]):

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
 from shardfx.ir.cost.call_facts import group_of
+from shardfx.ir.cost.live.storages import STEPS, Footprint
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.cost.storages import STEPS, Footprint
 from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.rank_program import RankProgram

@@ -38,11 +38,11 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 
 from .amounts import Cost, Work
-from .blocks import Block, BlockTensor
 from .call_facts import before_communication, called, group_of, is_memory
-from .call_moments import Moments, Standpoint
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
-from .storages import Footprint, Storage
+from .live.blocks import Block, BlockTensor
+from .live.call_moments import Moments, Standpoint
+from .live.storages import Footprint, Storage
 
 KEPT = {
     OutputKind.GRADIENT: "gradients",

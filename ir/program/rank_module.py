@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -97,6 +97,9 @@ class _Remarks(dict[str, Any]):
 
 class RankModule(fx.GraphModule):
     """The ``GraphModule`` of one rank's program."""
+
+    _is_impure: ClassVar[bool] = True
+    """To torch.fx: a call of one stays, also where nobody takes what it gives; units add up in place."""
 
     @staticmethod
     def of(graph: fx.Graph, comments: Mapping[str, str], constants: Mapping[str, Any], rank: int) -> RankModule:

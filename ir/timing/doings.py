@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from shardfx.ir.cost.amounts import Cost
+from shardfx.ir.cost.live.storages import Footprint
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.storages import Footprint
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.looped.within_turns import part_in_turns, regions

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.program.looped.within_turns import regions, sibling
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import Sharing
 
@@ -35,6 +36,7 @@ class InPlace(RankPass):
         graph, changed = program.graph, False
         share = Sharing(graph.nodes)
         nodes: list[fx.Node] = list(graph.nodes)
+        inside = regions(nodes)
         for node in nodes:
             if node.target is not c10d.all_reduce.default:
                 continue
@@ -42,6 +44,8 @@ class InPlace(RankPass):
             x, *rest = args
             if not share.owned(x) or not share.last_use(x, node) or share.sender(x, node) is not None:
                 continue
+            if sibling(inside[share.root(x)], inside[node]) is not None:
+                continue  # another unit of its turn made it, and the order of units may be another one in each turn
             dense: Any = x
             if x.target is not memory_ops.join:  # which is dense
                 with graph.inserting_before(node):

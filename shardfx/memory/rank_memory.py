@@ -18,7 +18,7 @@ from pathlib import Path
 
 import sympy
 
-from shardfx.ir.cost.storages import Footprint
+from shardfx.ir.cost.live.storages import Footprint
 from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from rich.console import RenderableType
 
 from shardfx.ir.cost.amounts import Cost
+from shardfx.ir.cost.live.storages import Peak
+from shardfx.ir.cost.live.turn_memory import TurnMemory
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.storages import Peak
-from shardfx.ir.cost.turn_memory import TurnMemory
 from shardfx.ir.mesh import Mesh
 from shardfx.runtime.debug.recording import Recording
 from shardfx.schedules.plan_timeline import PlanTimeline

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from shardfx.compile import no_collection
 from shardfx.ir.cost.call_facts import source_of
 from shardfx.ir.cost.how_often import Turns
+from shardfx.ir.cost.live.storages import Peak
+from shardfx.ir.cost.live.turn_memory import turn_memory
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.cost.storages import Peak
 from shardfx.ir.cost.traffic import comm_name, over_time, traffic
-from shardfx.ir.cost.turn_memory import turn_memory
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm

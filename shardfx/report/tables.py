@@ -19,7 +19,7 @@ from shardfx.ir.graph import op_name
 from shardfx.ir.text.printer import size_text
 
 if TYPE_CHECKING:
-    from shardfx.ir.cost.storages import Peak
+    from shardfx.ir.cost.live.storages import Peak
 
     from .figures import Cause, CommRow, Report
 

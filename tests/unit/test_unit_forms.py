@@ -19,7 +19,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import write_source
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.spec import TensorType
-from shardfx.passes.rank import RankContext, Waits
+from shardfx.passes.rank import InPlace, RankContext, Waits
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GROUP = "dp2/dp@0"
@@ -120,3 +120,27 @@ def test_a_wait_stays_in_its_unit() -> None:
     names = [node.name for node in made.graph.nodes]
     assert names.index("neg_default") < names.index("wait_tensor_default") < names.index("unit_1")
     validate_program(made, ends=False)
+
+
+def test_what_another_unit_made_is_not_reduced_where_it_lies() -> None:
+    def reduced(graph: fx.Graph, there: dict[str, fx.Node]) -> fx.Node:
+        arrived = called(graph, c10d.wait_tensor.default, all_reduced(graph, there["F0"]))
+        return called(graph, turns.add, there["total"], arrived)
+
+    def made_and_reduced(graph: fx.Graph, there: dict[str, fx.Node]) -> fx.Node:
+        return called(graph, c10d.wait_tensor.default, all_reduced(graph, doubled(graph, there)))
+
+    made = program(
+        THREE,
+        F0=made_and_reduced,
+        I0=lambda graph, there: called(graph, aten.neg.default, there["F0"]),
+        W0=reduced,
+    )
+    InPlace().run(made, RankContext(Graph(Mesh(dp=2))))
+    targets = [node.target for node in made.graph.nodes]
+    assert (targets.count(memory_ops.all_reduce_), targets.count(c10d.all_reduce.default)) == (1, 1)
+    validate_program(made, ends=False)
+
+
+def all_reduced(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return called(graph, c10d.all_reduce.default, x, "sum", GROUP)

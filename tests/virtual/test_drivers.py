@@ -191,6 +191,21 @@ def test_damaged_drivers_are_refused(damage: Callable[[fx.GraphModule], None], s
     assert why and said in why
 
 
+def test_calls_that_nobody_takes_from_stay() -> None:
+    pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
+    for module in (pm.rank_module(1), copy.deepcopy(pm.rank_module(1)), pickle.loads(pickle.dumps(pm.rank_module(1)))):
+        code = module.code
+        for each in (module, module.F0, module.B0):
+            assert isinstance(each, fx.GraphModule)
+            each.graph.eliminate_dead_code()
+            each.recompile()
+        assert [n.name for n in module.graph.nodes if n.op == "call_module"] == [
+            word.lower().replace(".", "_") for word in ONE_AHEAD.split()
+        ]
+        assert module.code == code
+    assert pm.verify(modules={1: module})
+
+
 def test_what_stands_between_calls_is_done_before() -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
     module = pm.rank_module(1)

@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.fx.node import has_side_effect
 
 Tensor = torch.Tensor
 
@@ -42,6 +43,7 @@ def turns(axis: str, count: int, around: Any, order: str = "") -> NoReturn:
     raise RuntimeError(f"the {count} turns of {axis} are a loop: it is written by the engine")
 
 
+@has_side_effect  # so that nobody takes it for dead code
 def unit(turn: int, name: str, axis: str = "") -> int:
     """The begin of a unit of turns; ``axis`` is theirs, in the module of one unit alone."""
     return turn

@@ -42,8 +42,11 @@ class Standing:
         """By turns: their units so far."""
         self._written: dict[fx.Node, set[fx.Node]] = {}
         """By turns that have units: the memory that is written in them."""
-        self._touched: dict[tuple[fx.Node, fx.Node], dict[str, None]] = {}
-        """By turns and memory that is made and written in them: the units that use it so far."""
+        self._touched: dict[tuple[fx.Node, fx.Node], dict[str, bool]] = {}
+        """By turns and memory that is made and written in them: the units that use it so far, and whether they
+        write it."""
+        self._into: dict[fx.Node, fx.Node] = {}
+        """The memory that a call writes."""
         if "unit" in self._parts.values():
             self._find_written(nodes)
 
@@ -52,6 +55,7 @@ class Standing:
             row = row_of(node.target) if node.op == "call_function" else None
             into = row.destination(node) if row is not None else None
             if into is not None:
+                self._into[node] = self._share.root(into)
                 for loop in self._inside[node]:
                     self._written.setdefault(loop, set()).add(self._share.root(into))
 
@@ -162,9 +166,10 @@ class Standing:
             if root not in self._written.get(begin, ()) or begin not in self._inside[root]:
                 continue
             before = self._touched.setdefault((begin, root), {})
-            for other in before:
+            writes = self._into.get(node) is root
+            for other, wrote in before.items():
                 turn = self._orders[begin].turned_round(other, name) if other != name else None
-                if turn is not None:
+                if turn is not None and (wrote or writes):
                     what = f"{value.name} lies in memory that is written over, and {name} uses it before {other}"
                     self._fail(f"{what} in turn {turn}", node, expected=f"{other}.{turn} before {name}.{turn}")
-            before[name] = None
+            before[name] = before.get(name, False) or writes

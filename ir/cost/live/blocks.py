@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardfx.ir.cost.fake_calls import Layout
 from shardfx.ir.graph import Node, Phase
 
 from .call_moments import Place
-from .fake_calls import Layout
 
 
 @dataclass(eq=False, slots=True)

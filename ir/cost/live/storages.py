@@ -10,10 +10,10 @@ from functools import cached_property
 
 from torch import fx
 
+from shardfx.ir.cost.amounts import Cost, total
 from shardfx.ir.graph import Node
 from shardfx.ir.program.lending import choose
 
-from .amounts import Cost, total
 from .call_moments import Moments
 
 STEPS = 3
