@@ -33,6 +33,7 @@ class ProcessEngine:
         self.device, self.rank = device, dist.get_rank()
         self._graph, self._ready, self._outbox = graph, False, messages.Outbox()
         self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
+        self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
     @property
@@ -72,6 +73,8 @@ class ProcessEngine:
         else:
             source = self.source(program)
         self._pools[program].next_step()
+        if program in self._inboxes:
+            self._inboxes[program].begin()
         with torch.no_grad():
             try:
                 if watch is not None:
@@ -98,7 +101,8 @@ class ProcessEngine:
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty}
         if self.device.type != "cpu":
             return Forms(instead)
+        inbox = self._inboxes.setdefault(program, messages.Inbox())
         instead[c10d.reduce_scatter_tensor.default] = gloo.reduce_scatter
         instead[c10d.wait_tensor.default] = gloo.wait
-        instead |= {handover.send: self._outbox.send, handover.receive: messages.receive}
+        instead |= {handover.send: self._outbox.send, handover.receive: inbox.receive}
         return Forms(instead=instead)

@@ -101,8 +101,8 @@ def main(arguments: list[str]) -> int:
         worker, _, given = call.partition(":")
         if len(given.split(",")) > 1 and given.split(",")[1] in MESHES:
             prepare(worker, given.split(","))
-        if worker == "pipelines_train_like_one_device":
-            pipeline_workers.prepare(*given.split(","))
+        if worker in pipeline_workers.PREPARED:
+            pipeline_workers.prepare(worker, given.split(","))
     if any(call.partition(":")[0] in GATED for call in calls):
         for name in PLANS:
             gated(name)

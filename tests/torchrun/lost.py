@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -92,6 +93,14 @@ def step(pm: sx.ParallelModule, mode: str) -> None:
         pm(x, y)
 
 
+def stage_raises(program: dict[str, Any]) -> None:
+    """On a rank of the first of two stages, whose other ranks wait for what it does not send."""
+    raises(program)
+
+
+MODES["stage_raises"] = stage_raises
+
+
 def planned(mode: str) -> sx.ParallelModule:
     torch.manual_seed(0)
     model = Net()
@@ -104,6 +113,11 @@ def planned(mode: str) -> sx.ParallelModule:
         targets=(torch.zeros(8, dtype=torch.int64),),
         specs={"args.0": "dp, -", "targets.0": "dp", "fc1.weight": "tp, -"},
     )
+    if mode == "stage_raises":
+        rows = {"args.0": "mb dp, -", "targets.0": "mb dp"}
+        return sx.parallelize(
+            model, sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), replace(hints, specs=rows, pipeline=sx.Pipeline())
+        )
     return sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints)
 
 
@@ -160,7 +174,8 @@ class Ranks:
 def main(modes: list[str]) -> int:
     """All modes at once, for their ranks mostly wait."""
     remember_plans()
-    planned("exits")  # which ranks inherit
+    for mode in {"exits", "stage_raises"} & {"exits", *modes}:
+        planned(mode)  # which ranks inherit
     started = {mode: Ranks(mode) for mode in modes}
     print("ENDS", json.dumps({mode: ranks.ends() for mode, ranks in started.items()}))
     return 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -44,12 +46,6 @@ def in_turns(name: str, mesh: sx.Mesh) -> dict[str, str]:
 def hints_of(name: str, mesh: str, zero: str = "0") -> dict[str, Any]:
     """The hints of a case on one of these meshes."""
     return {"specs": in_turns(name, PIPELINES[mesh]), "pipeline": sx.Pipeline(), "zero": int(zero), "zero_min": 0}
-
-
-def prepare(name: str, mesh: str, zero: str = "0") -> None:
-    """Plan and train alone, once for all ranks that are forked."""
-    plan(make(name), PIPELINES[mesh], **hints_of(name, mesh, zero))
-    tests.plans.single_device(make(name), 3)
 
 
 @worker
@@ -99,6 +95,11 @@ PLANS: dict[str, tuple[sx.Mesh, dict[str, str], dict[str, Any]]] = {
         sx.Mesh(pp=2, mb=sx.Time(2)),
         {"args.0": "mb, -", "targets.0": "mb, -"},
         {"pipeline": sx.Pipeline(stages=(1, 3))},
+    ),
+    "pp2chunks": (
+        sx.Mesh(pp=2, mb=sx.Time(2)),
+        {"args.0": "mb, -", "targets.0": "mb, -"},
+        {"pipeline": sx.Pipeline(schedule="interleaved", chunks=2)},
     ),
     "pp4": (sx.Mesh(pp=4, mb=sx.Time(4)), {"args.0": "mb, -", "targets.0": "mb, -"}, {"pipeline": sx.Pipeline()}),
     "pp2dp2": (
@@ -209,12 +210,47 @@ def pipelines_are_called_in_other_forms(name: str) -> None:
             parameter.zero_()
     pm.load_state_dict(held)
     same_state(pm.full_state_dict(), alone.state_dict(), 1e-12)
+    assert pm.verify()
+    with pytest.raises(sx.Error, match="is not compiled"):
+        pm.compile()
+    for parameter_name, parameter in pm.named_parameters():
+        parameter.requires_grad_(parameter_name != "layers.3.fc.weight")
+    with pytest.raises(sx.Error, match=r"gradient of layers\.3\.fc\.weight"):
+        pm(x, y)
+
+
+@worker
+def pipelines_give_inputs_gradients() -> None:
+    """Also to a rank whose stage does not use them; and a stage may have nothing to train."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]).double()
+    x, y = torch.randn(2, 8, 6).double().unbind()
+    for wants in (True, False):
+        x = x.detach().requires_grad_(wants)
+        rows = {"args.0": "mb, -", "targets.0": "mb, -"}
+        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=rows, pipeline=sx.Pipeline())
+        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints)
+        pm(x, y).backward()
+        mine, x.grad = x.grad, None
+        F.mse_loss(model(x), y).backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        same_state(pm.full_grads(), expected, 1e-12)
+        assert mine is None if x.grad is None else rel_err(mine, x.grad) < 1e-12
+        model.zero_grad()
+        model[2:].requires_grad_(False)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+STEPPED: dict[str, Any] = {"optimizer": adamw, "clip": 0.5}
 
 
 @worker
 def pipelines_step_like_one_device(name: str) -> None:
     """With the optimizer in the program, and its states saved whole."""
-    model, pm = tied(name, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), clip=0.5)
+    model, pm = tied(name, **STEPPED)
     (x, y), alone = data(), deepcopy(model)
     theirs = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     losses = trained(alone, theirs, 3, torchs_clip)[1::2]
@@ -224,6 +260,28 @@ def pipelines_step_like_one_device(name: str) -> None:
     names = [n for n, _ in alone.named_parameters()]
     for number, state in theirs.state_dict()["state"].items():
         same_state(whole["state"][names[number]], state, 1e-10)
+
+
+# ---- what the parent of all ranks does for them
+
+
+PREPARED = (
+    "pipelines_train_like_one_device",
+    "pipelines_serve_torchs_tools",
+    "pipelines_step_like_one_device",
+    "checkpoints_move_between_pipelines",
+)
+
+
+def prepare(worker: str, given: Sequence[str]) -> None:
+    """Plan, and train alone, once for all ranks that are forked."""
+    if worker == "pipelines_train_like_one_device":
+        name, mesh, *zero = given
+        plan(make(name), PIPELINES[mesh], **hints_of(name, mesh, *zero))
+        tests.plans.single_device(make(name), 3)
+    else:
+        for name in filter(PLANS.__contains__, given):
+            tied(name, **(STEPPED if worker == "pipelines_step_like_one_device" else {}))
 
 
 # ---- checkpoints
@@ -254,7 +312,7 @@ def checkpoints_move_between_pipelines(folder: str, *names: str) -> None:
 @worker
 def program_states_move_between_pipelines(folder: str, *names: str) -> None:
     """The same with the optimizer in the program: by DCP, and whole."""
-    factory = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2)}
+    factory = {"optimizer": adamw}
     x, y = data()
     for source in names:
         _, pm = tied(source, **factory)

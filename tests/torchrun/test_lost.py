@@ -49,6 +49,13 @@ def test_a_rank_whose_program_raises(ends: dict[str, list[End]]) -> None:
         assert "rank 1: a rank's program failed" in text and "no memory left" in text, text
 
 
+def test_a_stage_that_raises(ends: dict[str, list[End]]) -> None:
+    """Nobody waits for ever for what a rank does not send, nor for one that waits for it."""
+    for text in others(ends["stage_raises"]):
+        assert "while others waited for it in" in text, text
+        assert "rank 1: a rank's program failed" in text and "no memory left" in text, text
+
+
 def test_a_rank_that_sticks(ends: dict[str, list[End]]) -> None:
     """The group's time-out ends those that wait; the stuck one hears of it when it comes."""
     texts = others(ends["sticks"])

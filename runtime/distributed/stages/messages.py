@@ -14,6 +14,8 @@ import torch.distributed as dist
 from shardfx.ir.ops.time.handover import number, peers
 
 Tensor = torch.Tensor
+AHEAD = 2
+"""So many messages are received before they are asked for."""
 
 
 class Receipt:
@@ -28,14 +30,47 @@ class Receipt:
         return self.into
 
 
-def receive(
-    shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, turn: int, group: str
-) -> Receipt:
-    """Start to receive (:func:`shardfx.ir.ops.time.handover.receive`)."""
+Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
+"""What is received: shape, dtype, device, from which place of the group, tag, turn, group."""
+
+
+def _started(asked: Asked) -> Receipt:
+    shape, dtype, device, origin, tag, turn, group = asked
     into = torch.empty(shape, dtype=dtype, device=device)
     work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, turn))
     assert work is not None
     return Receipt(into, work)
+
+
+class Inbox:
+    """What a program receives. Each of its runs receives the same, in the same order: from the second one on, some
+    messages are under way ahead of the one that is asked for. (gloo's travel only when their receiver is ready.)"""
+
+    def __init__(self) -> None:
+        self._every: list[Asked] = []
+        self._known = False
+        self._at = 0
+        self._under_way: deque[Receipt] = deque()
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._known, self._at = bool(self._every), 0
+        self._under_way.clear()
+        for asked in self._every[:AHEAD]:
+            self._under_way.append(_started(asked))
+
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, turn: int, group: str
+    ) -> Receipt:
+        """Start to receive (:func:`shardfx.ir.ops.time.handover.receive`), if that is not under way."""
+        self._at += 1
+        if not self._known:
+            asked = (shape, dtype, device, origin, tag, turn, group)
+            self._every.append(asked)
+            return _started(asked)
+        if self._at + AHEAD <= len(self._every):
+            self._under_way.append(_started(self._every[self._at + AHEAD - 1]))
+        return self._under_way.popleft()
 
 
 class Outbox:
