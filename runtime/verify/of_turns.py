@@ -13,6 +13,8 @@ from shardfx.ir.program.looped.collected import NotTurns
 from shardfx.ir.program.looped.unrolled import as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 
+from .families.family import Family, families
+from .families.varying import Together
 from .fault import Fault, place
 from .message_order import out_of_order
 from .plan_proof import Asked, Broken, first_broken
@@ -79,9 +81,13 @@ class _Turned:
         """
         timed = self._timed(graph)
         changed = self.given.changed(timed)
-        known = self.known.setdefault(graph, {})
-        known |= {rank: self.given.program(timed, rank) for rank in range(self.mesh.size)}
-        fault = first_broken(changed.values()) or out_of_order({**known, **changed}, self.mesh)
+        own = tuple(rank for rank in range(self.mesh.size) if rank not in changed)
+        found = [Family(Together([rank]), program) for rank, program in changed.items()]
+        for family in families(lambda rank: self.given.program(timed, rank), [own] if own else []):
+            found.append(family)
+            if len(family.ranks) == 1 and isinstance(family.program, RankProgram):
+                self.known.setdefault(graph, {})[family.ranks[0]] = family.program
+        fault = first_broken(changed.values()) or out_of_order(found, self.mesh)
         if fault is not None:
             raise Broken(fault)
 
