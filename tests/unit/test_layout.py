@@ -90,6 +90,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "ir.oracle",
         "ir.oracle.running",
         "ir.rules",
+        "runtime",
         "runtime.verify.families",
         "runtime.verify.proof",
         "runtime.verify.sample",

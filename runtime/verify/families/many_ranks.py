@@ -34,7 +34,7 @@ from shardfx.runtime.verify.proof.known import Proof
 
 from .own_programs import Asked, Own
 from .single_ops import SingleOps, Write
-from .whole import Earlier, Whole, place_of
+from .whole_programs import Earlier, Whole, place_of
 
 EVERY = 16
 """On a mesh of up to so many ranks every program is interpreted."""
