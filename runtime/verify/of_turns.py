@@ -13,6 +13,8 @@ from shardfx.ir.program.looped.collected import NotTurns
 from shardfx.ir.program.looped.unrolled import as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 
+from .families.family import Family, families
+from .families.varying import Together
 from .fault import Fault, place
 from .order_of_turns import in_units, out_of_order
 from .plan_proof import Asked, Broken, first_broken
@@ -81,13 +83,17 @@ class _Turned:
         Raises:
             Broken: they do not.
         """
-        changed = self.given.changed(self._timed(graph))
-        if not any(map(in_units, (self._planned(graph, 0), *changed.values()))):
+        timed = self._timed(graph)
+        changed = self.given.changed(timed)
+        if not any(in_units(each.graph) for each in (self._planned(graph, 0), *changed.values())):
             return
-        fault = first_broken(changed.values())
-        if fault is None:
-            programs = {rank: changed.get(rank) or self._planned(graph, rank) for rank in range(self.mesh.size)}
-            fault = out_of_order(programs, self.mesh)
+        own = tuple(rank for rank in range(self.mesh.size) if rank not in changed)
+        found = [Family(Together([rank]), program) for rank, program in changed.items()]
+        for family in families(lambda rank: self.given.program(timed, rank), [own] if own else []):
+            found.append(family)
+            if len(family.ranks) == 1 and isinstance(family.program, RankProgram):
+                self.known.setdefault(graph, {})[family.ranks[0]] = family.program
+        fault = first_broken(changed.values()) or out_of_order(found, self.mesh)
         if fault is not None:
             raise Broken(fault)
 

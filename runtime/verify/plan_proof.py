@@ -14,6 +14,8 @@ from torch import fx
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.time.handover import turn_number
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
@@ -21,11 +23,12 @@ from shardfx.ir.program.units.of_stages import ends_here
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
-from .families import many_ranks
+from .families import many_ranks, own_programs
 from .fault import Fault
 from .first_change import named
 from .proof import every_rank
 from .proof.known import Proof
+from .proof.numbering import MESSAGES
 from .sample import compare, shrink_plan
 from .sample.counterexample import DOES_NOT_RUN, Numbers, first_line
 
@@ -125,6 +128,8 @@ class PlanProof:
     stored: Mapping[str, torch.Tensor]
     device: torch.device
     counts: Counter[str]
+    mesh: Mesh
+    """That of the plan: its turns are none of :attr:`after`'s, where each is a rank."""
     fakes: FakeCalls = field(default_factory=FakeCalls)
 
     @property
@@ -162,8 +167,7 @@ class PlanProof:
             return numbers.of_graph(proof)
         for task in self.tasks:
             self.counts["outputs"] += len(task.outputs) * len(self.ranks)
-        even = self.after.pipeline is None and many_ranks.is_even(self.after)
-        if len(self.ranks) > many_ranks.EVERY and even:
+        if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
             fault, number = self._many(proof)
             if fault is not None and not fault.certain and any(task.asked.together for task in self.tasks):
                 fault, number = self._each(proof)  # turns are few enough for that: each is gone through in a step
@@ -202,19 +206,30 @@ class PlanProof:
 
     def _many(self, proof: Proof) -> tuple[Fault | None, int]:
         def write(graph: Graph, rank: int) -> RankProgram:
-            return plain(lower(graph, rank, self.rules, {OutputKind.RESULT}, self.device), in_place=True)
+            made = plain(lower(graph, rank, self.rules, {OutputKind.RESULT}, self.device), in_place=True)
+            if graph.pipeline is not None:
+                self._in_its_turn(made, graph.mesh.coords(rank))
+            return made
 
         asked = [self._asked_of_many(task) for task in self.tasks]
         return many_ranks.verify(proof, self.rules, write, asked, self.counts)
 
-    def _asked_of_many(self, task: Task) -> many_ranks.Asked:
+    def _in_its_turn(self, program: RankProgram, coords: Mapping[str, int]) -> None:
+        """Number the messages of an op that stands alone, as those of the turn that a rank is."""
+        for node in program.graph.nodes:
+            if node.target in MESSAGES:
+                made = node.meta["shardfx"]
+                turn = turn_number(made.operands[0].spec, self.mesh, coords)
+                node.args = (*node.args[:-2], turn, node.args[-1])
+
+    def _asked_of_many(self, task: Task) -> own_programs.Asked:
         """The programs of a task; those of turns are written together, whoever gave them."""
         together = task.asked.together
         alone = {} if together is not None else task.changed
         given = frozenset(task.changed) - alone.keys()
         task.run((*alone.values(), *(task.changed[rank] for rank in sorted(given)[:1])), self.fakes)
         program = together or task.asked.program
-        return many_ranks.Asked(
+        return own_programs.Asked(
             lambda rank: task.sound(program(self.after, rank), in_place=True),
             {rank: task.sound(each) for rank, each in alone.items()},
             task.nodes,

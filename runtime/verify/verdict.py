@@ -156,6 +156,7 @@ def verify(
         stored,
         device,
         counts,
+        mesh,
     )
     try:
         fault = proof.shown() if run else proof.proven()

@@ -12,7 +12,7 @@ something else. Needs torch alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,9 @@ from torch import fx
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import RankEmit
+from shardfx.ir.spec import Spec
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
@@ -79,7 +81,9 @@ def handed_over(emit: RankEmit) -> list[Any]:
     (axis,) = kwargs["axes"]
     mine, origin, places, tag = emit.coords[axis], kwargs["origin"], kwargs["places"], kwargs["tag"]
     rank = mesh.rank(emit.coords)
-    group, turn = mesh.group_name(rank, [axis]), turn_of(emit)
+    (spec,) = {value.spec for value in node.operands}
+    assert spec is not None
+    group, turn = mesh.group_name(rank, [axis]), turn_number(spec, mesh, emit.coords)
     if mine == origin:
         for place in places:
             if place != mine:
@@ -94,11 +98,10 @@ def handed_over(emit: RankEmit) -> list[Any]:
     return [emit.call(c10d.wait_tensor.default, started, gives=shape)]
 
 
-def turn_of(emit: RankEmit) -> int:
+def turn_number(spec: Spec, mesh: Mesh, coords: Mapping[str, int]) -> int:
     """The number of the turn in which a value is sent: of all axes of time that it hangs on, as one."""
-    spec, turn = emit.node.operands[0].spec, 0
-    assert spec is not None
-    for axis in emit.mesh.axes:
+    turn = 0
+    for axis in mesh.axes:
         if axis.time and (axis.name in spec.axes or axis.name in spec.partial_axes):
-            turn = turn * axis.size + emit.coords[axis.name]
+            turn = turn * axis.size + coords[axis.name]
     return turn

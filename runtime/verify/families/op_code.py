@@ -6,7 +6,8 @@
 A program is *the planned graph in this code* if each of its calls is the next one of the code of the op that it comes
 from, takes what stands for the operands that the planned graph gives this op, and if it returns what stands for the
 planned outputs. Then what is proven of the code, op by op, and of the planned graph, is proven of the program. An op
-may be done again, as what two loops over turns need is: of the same operands it gives the same.
+may be done again, as what two loops over turns need is: of the same operands it gives the same. Messages are sent and
+received once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import fx
 
 from shardfx.ir.graph import Input, Node, Output, Value
 from shardfx.runtime.verify.proof.interpreter import IDENTITY
+from shardfx.runtime.verify.proof.numbering import MESSAGES
 
 from .family import Family, varies
 from .varying import Varying, leaves
@@ -53,17 +55,23 @@ class Code:
 
     family: Family
     calls: list[Call] = field(default_factory=list)
-    results: list[Operand | Made] = field(default_factory=list)
+    results: list[Operand | Made | None] = field(default_factory=list)
+    """What stands for each result; None for one that is another stage's."""
+
+    @property
+    def once(self) -> bool:
+        """Whether it must be done, and not again: another rank waits for each message."""
+        return any(call.target in MESSAGES for call in self.calls)
 
     @staticmethod
-    def of(family: Family) -> Code:
-        """The code of an op that stands alone in a program."""
+    def of(family: Family, results: int) -> Code:
+        """The code of an op with so many results that stands alone in a program."""
         code, env = Code(family), dict[fx.Node, Any]()
         for node in family.program.graph.nodes:
             if node.op == "placeholder":
                 env[node] = Operand(len(env))
             elif node.op == "output":
-                code.results = [env[result] for result in node.args[0]]
+                code.results = [env[result] for result in node.args[0]] or [None] * results
             elif node.target in IDENTITY:
                 env[node] = env[node.args[0]]
             else:
@@ -108,7 +116,7 @@ class Reading:
             for ref, value in zip(op.code.results, outs, strict=True):
                 if isinstance(ref, Operand):
                     self._same[value] = op.operands[ref.index]
-                elif first.setdefault(ref, value) is not value:
+                elif ref is not None and first.setdefault(ref, value) is not value:
                     self._same[value] = first[ref]
 
     def _one(self, value: Value) -> Value:
@@ -124,7 +132,8 @@ class Reading:
             elif node.op == "output":
                 results: Any = node.args[0]
                 returned = [self._stands.get(result) for result in results]
-                return None if returned == [self._one(output.value) for output in outputs] else node
+                done = all(op.next == len(op.code.calls) for op in self._ops.values() if op.code.once)
+                return None if done and returned == [self._one(output.value) for output in outputs] else node
             elif node.op != "call_function":
                 return node
             elif node.target in IDENTITY:

@@ -9,7 +9,10 @@ that is a *linear* function of the rank's coordinates, and is else the same on a
   places is right at all;
 - of an op whose rule writes the code itself (``local``): at two ranks of each family, and the code is compared with
   what the rule says for all ranks at once;
-- of any other, at two ranks of each family: only shapes could differ, and they are equal.
+- of any other, at two ranks of each family: only shapes could differ, and they are equal;
+- of a send from stage to stage, as one that communicates, where all ranks' messages meet (:mod:`.stage_messages`): it
+  stands in the stages that make its operand and in those that it leads to, and elsewhere there is nothing. Any other op stands
+  in all stages here.
 
 Where that is not so (no rule is the code's reason, yet it has numbers that differ), it is interpreted on all ranks.
 """
@@ -25,8 +28,10 @@ from torch import fx
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import comm
 from shardfx.ir.ops.alike import argument_key
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.program.units.of_stages import ends_here, made_at
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_cut
 from shardfx.runtime.verify.fault import Failed, Fault, place
@@ -39,6 +44,7 @@ from shardfx.runtime.verify.proof.terms import build
 
 from .family import Family, axes_of, families, refined
 from .op_code import Code, Operand
+from .stage_messages import all_meet
 from .varying import Split, leaves
 
 Write = Callable[[Graph, Any], HasGraph]
@@ -75,9 +81,9 @@ class SingleOps:
             key = self._keys[node]
             if key in self._codes:
                 continue
-            small = alone(node, self._graph.mesh)
+            small = alone(node, self._graph)
             made = list(families(lambda rank, small=small: self._write(small, rank), self.parts))  # type: ignore[misc]
-            self._codes[key] = [Code.of(family) for family in made]
+            self._codes[key] = [Code.of(family, len(node.outs)) for family in made]
             self.parts = refined(self.parts, [family.ranks for family in made])
             found = self._fault(small, made)
             if found is not None:
@@ -88,18 +94,23 @@ class SingleOps:
         universe = build(_silent(small), small, self._book)
         proof = Proof(small, universe, Deduction(universe, self._book, small.mesh), Numbering(universe, small.mesh))
         of = {rank: family for family in made for rank in family.ranks}
-        ranks = {r: Rank(proof, r, of[r].at(r), small.inputs) for r in self._ranks(small.nodes[0], made, small.mesh)}
+        asked = self._ranks(small.nodes[0], made, small.mesh)
+        ends = {r: ends_here(small, small.inputs, small.outputs, small.mesh.coords(r)) for r in asked}
+        ranks = {r: Rank(proof, r, of[r].at(r), given) for r, (given, _) in ends.items()}
         self.interpreted += len(ranks)
         try:
             LockStep(proof, ranks).run()
-            for rank in ranks.values():
-                rank.outputs(small.outputs)
+            for r, rank in ranks.items():
+                rank.outputs(ends[r][1])
         except Failed as failed:
             return failed.fault
         return None
 
     def _ranks(self, node: Node, made: Sequence[Family], mesh: Mesh) -> Iterable[int]:
         """The ranks at which the code of an op is interpreted."""
+        if node.op is comm.send:
+            (axis,) = node.kwargs["axes"]
+            return _linear((axis,), mesh) if all_meet(made, axis, mesh) else range(mesh.size)
         if isinstance(node.op, OwnOp):
             own = {*node.kwargs.get("axes", ()), *axes_of(_numbers(made, mesh), mesh)}
             return _linear(own, mesh)
@@ -190,11 +201,13 @@ def op_key(node: Node) -> Any:
     kwargs = tuple([(name, argument_key(arg, index)) for name, arg in node.kwargs.items()])
     held = tuple([(v.type, v.spec) for v in places])
     made = tuple([None if v is None else (v.type, v.spec) for v in node.results])
-    return node.op, args, kwargs, held, made, node.strategy
+    stages = (node.at, *map(made_at, places)) if node.op is comm.send else ()
+    return node.op, args, kwargs, held, made, node.strategy, stages
 
 
-def alone(node: Node, mesh: Mesh) -> Graph:
-    """A graph of one node: its operands come in as the plan places them, and its results go out so."""
+def alone(node: Node, graph: Graph) -> Graph:
+    """A graph of one node: its operands come in as the plan places them, and its results go out so. What passes from
+    stage to stage does so here, too; any other op is in all stages."""
     inputs: dict[Value, Value] = {}
 
     def given(value: Value) -> Value:
@@ -206,11 +219,13 @@ def alone(node: Node, mesh: Mesh) -> Graph:
     made.args = substitute(node.args, given)
     made.kwargs = {k: substitute(a, given) for k, a in node.kwargs.items()}
     made.results = [None if v is None else Value(v.type, made, v.index, v.name, v.spec) for v in node.results]
+    staged = node.op is comm.send
     return Graph(
-        mesh,
-        [Input(InputKind.ARGUMENT, v.name, v) for v in inputs.values()],
+        graph.mesh,
+        [Input(InputKind.ARGUMENT, v.name, v, at=made_at(of) if staged else ()) for of, v in inputs.items()],
         [made],
         [Output(OutputKind.RESULT, str(i), v) for i, v in enumerate(made.outs)],
+        pipeline=graph.pipeline if staged else None,
     )
 
 

@@ -9,7 +9,7 @@ being those of the shadow's coordinates. Who may be a shadow, and why, is said i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ class LockStep:
 
     proof: Proof
     ranks: Mapping[int, Rank]
-    pattern: Rank | None = None
-    """Whose program the shadows run; None: that of the rank whose group they are in."""
+    patterns: Mapping[int, Rank] = field(default_factory=dict)
+    """By rank: whose program the shadows in its groups run; where none is said, its own."""
 
     def run(self) -> None:
         """Interpret the programs to their ends.
@@ -159,7 +159,7 @@ class LockStep:
 
     def _shadow(self, member: int, rank: Rank, node: fx.Node, moved: dict[Any, Elements]) -> Asked:
         """What a rank that is not interpreted sends."""
-        pattern = self.pattern or rank
+        pattern = self.patterns.get(rank.rank, rank)
         twin = pattern.asked[len(rank.asked) - 1] if len(rank.asked) <= len(pattern.asked) else node
         if rank.changed or (twin.target, twin.args[1:-1]) != (node.target, node.args[1:-1]):
             what = f"the group {node.args[-1]} has ranks to which the plan's own programs do not speak here"

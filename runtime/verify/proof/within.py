@@ -4,7 +4,8 @@
     another:  mm = mm(x, w)   sum = all_reduce(mm)   done = wait(sum)   loss = f(done)
 
 Nothing of that is assumed: each call is looked up by its target, its constants and the calls that its operands are, and
-its collectives must come in the order of the other program, so that ranks which met there in that order meet here.
+its collectives and messages must come in the order of the other program, so that ranks which met there in that order
+meet here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from .interpreter import IDENTITY, Rank
-from .numbering import COLLECTIVES
+from .numbering import COLLECTIVES, MESSAGES
 
 
 class Within:
@@ -23,7 +24,7 @@ class Within:
 
     def __init__(self, known: Rank) -> None:
         self.known = known
-        self._inputs, self._calls, self._asked = {}, dict[Hashable, fx.Node](), dict[fx.Node, int]()
+        self._inputs, self._calls = {}, dict[Hashable, fx.Node]()
         given, same = iter(known.inputs), dict[fx.Node, fx.Node]()
         for node in known.module.graph.nodes:
             same[node] = node
@@ -31,7 +32,7 @@ class Within:
                 self._inputs[next(given).value] = node
             elif node.op == "call_function":
                 same[node] = self._calls.setdefault(_call(node, same), node)
-        self._asked = {node: place for place, node in enumerate(known.asked)}
+        self._asked = {node: place for place, node in enumerate(filter(_speaks, known.module.graph.nodes))}
 
     def read(self, rank: Rank) -> bool:
         """Whether all that a program of the same rank does is done here; then ``rank`` is as if it had been run."""
@@ -50,6 +51,7 @@ class Within:
             same[node], rank.items[node] = found, self.known.items[found]
             if node.target in COLLECTIVES:
                 rank.asked.append(node)
+            if _speaks(node):
                 if self._asked[found] <= last:
                     return False
                 last = self._asked[found]
@@ -57,6 +59,10 @@ class Within:
                 source: Any = node.args[0]
                 rank.root[node] = rank.root.get(source, source)
         return rank.result is not None
+
+
+def _speaks(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in COLLECTIVES | MESSAGES
 
 
 def _call(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> Hashable:

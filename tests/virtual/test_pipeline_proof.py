@@ -1,0 +1,210 @@
+"""Pipelines of many ranks and turns: proven from a few programs, and a rank that does otherwise is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.ops.time import handover, turns
+from shardfx.ir.program.lower import Lowering
+from shardfx.runtime.verify import of_turns
+from shardfx.runtime.verify.families import many_ranks
+
+OTHER = 2
+"""A rank of the middle stage that is not in the line of ranks whose whole programs are interpreted."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    def __init__(self, blocks: int, words: int = 12, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def next_tokens(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+@cache
+def in_stages(pp: int = 3, dp: int = 1, count: int = 4, schedule: str = "1f1b", chunks: int = 1) -> sx.ParallelModule:
+    x, y = torch.randint(12, (4 * count, 3)), torch.randint(12, (4 * count, 3))
+    specs = {"args.0": "mb dp, -", "targets.0": "mb dp, -"}
+    specs |= {"layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
+    stages = sx.Pipeline(schedule=schedule, chunks=chunks)
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=stages)
+    mesh = sx.Mesh(pp=pp, dp=dp, tp=2, mb=sx.Time(count))
+    return sx.parallelize(Language(pp * chunks), mesh, hints, virtual=True)
+
+
+@pytest.fixture
+def each(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on every program is interpreted."""
+    return lambda: monkeypatch.setattr(many_ranks, "EVERY", 1 << 20)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_one_line_of_ranks_is_interpreted(schedule: str, chunks: int, each: Callable[[], None]) -> None:
+    pm = in_stages(4, 2, 4, schedule, chunks)
+    verdict = pm.verify()
+    assert verdict, verdict
+    assert verdict.checked["programs read"] == len(verdict.programs) * 64
+    assert verdict.checked["whole programs"] + verdict.checked["programs within a whole one"] == (
+        4 * len(verdict.programs)
+    )
+    each()
+    assert pm.verify()
+
+
+def test_many_turns_are_proven_from_as_many_programs_as_few() -> None:
+    few, many = (in_stages(count=count).verify() for count in (4, 64))
+    assert few and many, (few, many)
+    for what in ("whole programs", "families", "distinct ops at every rank"):
+        assert many.checked[what] == few.checked[what]
+    assert many.checked["programs read"] == len(many.programs) * 6 * 64
+
+
+# ---- what is wrong on one rank
+
+
+def calls(graph: fx.Graph, target: Any) -> Iterator[fx.Node]:
+    return (node for node in graph.nodes if node.target is target)
+
+
+def sent(graph: fx.Graph) -> fx.Node:
+    return next(calls(graph, handover.send))
+
+
+def to_the_wrong_place(graph: fx.Graph) -> None:
+    node = sent(graph)
+    node.args = (node.args[0], 0, *node.args[2:])
+
+
+def a_wrong_tag(graph: fx.Graph) -> None:
+    renamed(sent(graph))
+
+
+def renamed(node: fx.Node) -> None:
+    node.args = (*node.args[:-3], 99, *node.args[-2:])
+
+
+def two_turns_exchanged(graph: fx.Graph) -> None:
+    exchanged(sent(graph))
+
+
+def exchanged(node: fx.Node) -> None:
+    turn = node.args[-2]
+    assert isinstance(turn, fx.Node)
+    with node.graph.inserting_after(turn):
+        other = node.graph.call_function(turns.pick, (turn.args[0], [(0, 1, 0), (1, 0, 0), (2, 2, 1)]))
+    node.args = (*node.args[:-2], other, node.args[-1])
+
+
+def an_add_left_out(graph: fx.Graph) -> None:
+    *_, add = calls(graph, torch.ops.aten.add.Tensor)
+    add.replace_all_uses_with(add.args[0])  # type: ignore[arg-type]
+
+
+def something_else_is_sent(graph: fx.Graph) -> None:
+    node, came = sent(graph), next(calls(graph, handover.receive))
+    node.args = (next(iter(came.users)), *node.args[1:])
+
+
+def not_sent(graph: fx.Graph) -> None:
+    graph.erase_node(sent(graph))
+
+
+def sent_twice(graph: fx.Graph) -> None:
+    node = sent(graph)
+    with graph.inserting_after(node):
+        graph.node_copy(node)
+
+
+DAMAGE = [
+    to_the_wrong_place,
+    a_wrong_tag,
+    two_turns_exchanged,
+    an_add_left_out,
+    something_else_is_sent,
+    not_sent,
+    sent_twice,
+]
+NOT_OF_MESSAGES = [an_add_left_out, something_else_is_sent]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "whatever order"])
+def test_what_is_wrong_on_one_rank_is_refused(
+    damage: Callable[[fx.Graph], None], ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the order of messages; and by the proof, if that would let it pass."""
+    if not ordered:
+        monkeypatch.setattr(of_turns, "out_of_order", lambda *_: None)
+    program = in_stages().rank_program(OTHER)
+    damage(program.graph)
+    verdict = in_stages().verify(modules={OTHER: program.module()})
+    assert not verdict and verdict.fault is not None
+    assert ("programs read" in verdict.checked) == (not ordered or damage in NOT_OF_MESSAGES)
+
+
+@pytest.mark.parametrize("change", [renamed, exchanged])
+def test_what_both_ends_name_otherwise_is_proven(change: Callable[[fx.Node], None]) -> None:
+    there, here = in_stages().rank_program(OTHER), in_stages().rank_program(OTHER + 2)
+    change(sent(there.graph))
+    change(next(calls(here.graph, handover.receive)))
+    verdict = in_stages().verify(modules={OTHER: there.module(), OTHER + 2: here.module()})
+    assert verdict, verdict
+    assert verdict.checked["programs read"] < len(verdict.programs) * 24
+
+
+def test_a_message_that_one_rank_alone_names_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lowering is wrong: the plan's own program of one rank, and no other."""
+    call = Lowering.call
+
+    def other(self: Lowering, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if op is handover.send and self.mesh.size == 6 and self.rank == OTHER:
+            args = (*args[:2], args[2] + 1, *args[3:])
+        return call(self, op, *args, **kwargs)
+
+    monkeypatch.setattr(Lowering, "call", other)
+    assert "is sent" in in_stages().verify().why
+    monkeypatch.setattr(of_turns, "out_of_order", lambda *_: None)
+    verdict = in_stages().verify()
+    assert not verdict
+    assert verdict.checked["programs read"] == 20
+
+
+def test_a_send_whose_code_does_not_meet_its_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where lowering is wrong of an op that stands alone: then that is interpreted on all ranks."""
+    call = Lowering.call
+
+    def other(self: Lowering, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if op is handover.receive and self.mesh.size == 24 and self.rank == 13:
+            args = (*args[:4], args[4] + 1, *args[5:])
+        return call(self, op, *args, **kwargs)
+
+    monkeypatch.setattr(Lowering, "call", other)
+    verdict = in_stages().verify()
+    assert not verdict
+    assert "whole programs" not in verdict.checked
