@@ -10,9 +10,9 @@ that is a *linear* function of the rank's coordinates, and is else the same on a
 - of an op whose rule writes the code itself (``local``): at two ranks of each family, and the code is compared with
   what the rule says for all ranks at once;
 - of any other, at two ranks of each family: only shapes could differ, and they are equal;
-- of a send from stage to stage, as one that communicates, where all ranks' messages meet (:mod:`.stage_messages`): it stands
-  in the stages that make its operand and in those that it leads to, and elsewhere there is nothing. Any other op stands
-  in all stages here.
+- of a send from stage to stage, as one that communicates, where all ranks' messages meet (:mod:`.stage_messages`): it
+  stands in the stages that make its operand and in those that it leads to, and elsewhere there is nothing. Any other
+  op stands in all stages here.
 
 Where that is not so (no rule is the code's reason, yet it has numbers that differ), it is interpreted on all ranks.
 """
@@ -43,8 +43,8 @@ from shardfx.runtime.verify.proof.numbering import Numbering
 from shardfx.runtime.verify.proof.terms import build
 
 from .family import Family, axes_of, families, refined
-from .stage_messages import all_meet
 from .op_code import Code, Operand
+from .stage_messages import all_meet
 from .varying import Split, leaves
 
 Write = Callable[[Graph, Any], HasGraph]
