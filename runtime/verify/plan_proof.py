@@ -19,7 +19,7 @@ from shardfx.ir.ops.time.handover import turn_number
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units.of_stages import ends_here
+from shardfx.ir.program.units.of_stages import ends_here, made_at
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
@@ -166,7 +166,7 @@ class PlanProof:
         if isinstance(proof, Fault):
             return numbers.of_graph(proof)
         for task in self.tasks:
-            self.counts["outputs"] += len(task.outputs) * len(self.ranks)
+            self.counts["outputs"] += sum(map(self._givers, task.outputs))
         if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
             fault, number = self._many(proof)
         else:
@@ -178,6 +178,13 @@ class PlanProof:
         if task.changed:
             fault = named(fault, {rank: task.asked.program(self.after, rank) for rank in task.changed}, task.changed)
         return fault if fault.certain else self._with_numbers(fault, task, numbers)
+
+    def _givers(self, output: Output) -> int:
+        """How many ranks give an output."""
+        pipeline = self.after.pipeline
+        if pipeline is None:
+            return len(self.ranks)
+        return len(pipeline.places(made_at(output.value))) * len(self.ranks) // self.after.mesh[pipeline.axis].size
 
     def _with_numbers(self, fault: Fault, task: Task, numbers: Numbers) -> Fault:
         """The fault with numbers that show it, of the plan or of the same in small, where all ranks can be run."""
