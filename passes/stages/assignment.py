@@ -137,9 +137,11 @@ class Assignment:
     # ---- the optimizer ------------------------------------------------------------------------------------------
 
     def _update(self, nodes: list[Node]) -> None:
-        """Where all is there that an update needs; where it is scattered over stages, in the first of them."""
+        """Where all is there that an update needs, but for single numbers (a rate, a norm), which are sent there; where
+        it is scattered over stages, in the first of them."""
         for node in nodes:
-            sets = [set(self.of(v)) for v in node.operands if v.node is None or v.node in self.at]
+            tensors = [value for value in node.operands if value.type.numel > 1] or node.operands
+            sets = [set(self.of(v)) for v in tensors if v.node is None or v.node in self.at]
             sets = [each for each in sets if each]
             common = set.intersection(*sets) if sets else set()
             every = set.union(*sets) if sets else {0}

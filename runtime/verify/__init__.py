@@ -19,6 +19,9 @@
 ``family``           ranks whose programs are one, up to such numbers
 ``op_code``          the code of an op; a program read as the planned graph in the code of its ops
 ``single_ops``       every distinct op alone, at every rank
+``stage_messages``   messages from stage to stage: each that a rank sends is one that another receives
+``own_programs``     the plan's own programs, read family by family
+``whole_programs``   whole programs, interpreted
 ``many_ranks``       the proof
 
 ``sample``, on numbers:

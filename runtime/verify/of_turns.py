@@ -14,7 +14,7 @@ from shardfx.ir.program.looped.unrolled import as_ranks, unrolled
 from shardfx.ir.program.rank_program import RankProgram
 
 from .families.family import Family, families
-from .families.varying import Together
+from .families.varying import Split, Together, Varying
 from .fault import Fault, place
 from .order_of_turns import in_units, out_of_order
 from .plan_proof import Asked, Broken, first_broken
@@ -49,6 +49,7 @@ class _Turned:
         self.mesh, self.given = mesh, asked
         self.timed: WeakKeyDictionary[Graph, Graph] = WeakKeyDictionary()
         self.known: WeakKeyDictionary[Graph, dict[int, RankProgram]] = WeakKeyDictionary()
+        self.families: WeakKeyDictionary[Graph, list[Family]] = WeakKeyDictionary()
 
     def asked(self, after: Graph) -> Asked:
         """The same, of ranks that are turns."""
@@ -58,23 +59,41 @@ class _Turned:
         def together(graph: Graph, rank: Any) -> RankProgram:
             own = self.rank_of(graph, rank)
             other = next((program for number, program in changed.items() if number == own), None)
-            made = other if other is not None else self.given.program(self._timed(graph), own)
+            made = other if other is not None else self._own(graph, own)
             return self.unrolled(made, graph, rank)
 
         return replace(self.given, program=self._program(), used=used, modules={}, together=together)
 
     def _program(self) -> Callable[[Graph, int], RankProgram]:
         def program(graph: Graph, rank: int) -> RankProgram:
-            return self.unrolled(self._planned(graph, self.rank_of(graph, rank)), graph, rank)
+            own = self.rank_of(graph, rank)
+            known = self.known.setdefault(graph, {})
+            if own not in known:
+                known[own] = self._own(graph, own)
+            return self.unrolled(known[own], graph, rank)
 
         return program
 
-    def _planned(self, graph: Graph, rank: int) -> RankProgram:
-        """The plan's own program of a rank of the mesh with turns."""
-        known = self.known.setdefault(graph, {})
-        if rank not in known:
-            known[rank] = self.given.program(self._timed(graph), rank)
-        return known[rank]
+    def _own(self, graph: Graph, own: Any) -> RankProgram:
+        """The plan's program of a rank, or of some that are together: of a family's, where that was written.
+
+        Raises:
+            Split: the ranks are of several families.
+        """
+        numbers = own.numbers() if isinstance(own, Varying) else (own,)
+        known = self.families.get(graph, ())
+        family = next((each for each in known if numbers[0] in each.together.place), None)
+        if family is None:
+            return self.given.program(self._timed(graph), own)
+        assert isinstance(family.program, RankProgram)
+        if isinstance(own, Varying):
+            parts: tuple[list[int], list[int]] = [], []
+            for rank, number in zip(own.together.ranks, numbers, strict=True):
+                parts[number not in family.together.place].append(rank)
+            if parts[1]:
+                raise Split(parts)
+        written = family.moved(own) if isinstance(own, Varying) else family.at(own)
+        return replace(family.program, rank=own, graph=written.graph)
 
     def check_order(self, graph: Graph) -> None:
         """Where units of turns are done in an order of their own, ranks meet and send in one order, over all turns: of
@@ -85,15 +104,13 @@ class _Turned:
         """
         timed = self._timed(graph)
         changed = self.given.changed(timed)
-        if not any(in_units(each.graph) for each in (self._planned(graph, 0), *changed.values())):
+        first = changed[0] if 0 in changed else self.given.program(timed, 0)
+        if not any(in_units(each.graph) for each in (first, *changed.values())):
             return
         own = tuple(rank for rank in range(self.mesh.size) if rank not in changed)
-        found = [Family(Together([rank]), program) for rank, program in changed.items()]
-        for family in families(lambda rank: self.given.program(timed, rank), [own] if own else []):
-            found.append(family)
-            if len(family.ranks) == 1 and isinstance(family.program, RankProgram):
-                self.known.setdefault(graph, {})[family.ranks[0]] = family.program
-        fault = first_broken(changed.values()) or out_of_order(found, self.mesh)
+        self.families[graph] = list(families(lambda rank: self.given.program(timed, rank), [own] if own else []))
+        given = [Family(Together([rank]), program) for rank, program in changed.items()]
+        fault = first_broken(changed.values()) or out_of_order([*given, *self.families[graph]], self.mesh)
         if fault is not None:
             raise Broken(fault)
 

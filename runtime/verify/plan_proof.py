@@ -19,7 +19,7 @@ from shardfx.ir.ops.time.handover import turn_number
 from shardfx.ir.program.lower import lower, select
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.units.of_stages import ends_here
+from shardfx.ir.program.units.of_stages import ends_here, made_at
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
@@ -31,6 +31,9 @@ from .proof.known import Proof
 from .proof.numbering import MESSAGES
 from .sample import compare, shrink_plan
 from .sample.counterexample import DOES_NOT_RUN, Numbers, first_line
+
+MOST_TURNS = 1024
+"""Of so many ranks and turns each is interpreted where families say nothing certain."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,11 @@ class PlanProof:
         if isinstance(proof, Fault):
             return numbers.of_graph(proof)
         for task in self.tasks:
-            self.counts["outputs"] += len(task.outputs) * len(self.ranks)
+            self.counts["outputs"] += sum(map(self._givers, task.outputs))
         if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
             fault, number = self._many(proof)
-            if fault is not None and not fault.certain and any(task.asked.together for task in self.tasks):
+            few = len(self.ranks) <= MOST_TURNS and any(task.asked.together for task in self.tasks)
+            if fault is not None and not fault.certain and few:
                 fault, number = self._each(proof)  # turns are few enough for that: each is gone through in a step
         else:
             fault, number = self._each(proof)
@@ -180,6 +184,13 @@ class PlanProof:
         if task.changed:
             fault = named(fault, {rank: task.asked.program(self.after, rank) for rank in task.changed}, task.changed)
         return fault if fault.certain else self._with_numbers(fault, task, numbers)
+
+    def _givers(self, output: Output) -> int:
+        """How many ranks give an output."""
+        pipeline = self.after.pipeline
+        if pipeline is None:
+            return len(self.ranks)
+        return len(pipeline.places(made_at(output.value))) * len(self.ranks) // self.after.mesh[pipeline.axis].size
 
     def _with_numbers(self, fault: Fault, task: Task, numbers: Numbers) -> Fault:
         """The fault with numbers that show it, of the plan or of the same in small, where all ranks can be run."""

@@ -45,12 +45,19 @@ class Family:
             return self.program
         key = tuple([self.together.at(arg, rank) for arg in self._numbers])
         if key not in self._copies:
-            graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-            for node in self.program.graph.nodes:
-                env[node] = graph.node_copy(node, env.__getitem__)
-            self._put(rank, [env[node] for node in self.varying])
-            self._copies[key] = Written(graph)
+            self._copies[key] = self._copy(lambda arg: self.together.at(arg, rank))
         return self._copies[key]
+
+    def moved(self, ranks: Varying) -> HasGraph:
+        """The program of other ranks that are together, each having that of one of these ``ranks``."""
+        return self._copy(lambda arg: self.together.moved(arg, ranks))
+
+    def _copy(self, at: Callable[[Any], Any]) -> Written:
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.program.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        _put([env[node] for node in self.varying], at)
+        return Written(graph)
 
     @cached_property
     def _numbers(self) -> list[Any]:
@@ -62,15 +69,13 @@ class Family:
 
     def settled(self, rank: int) -> HasGraph:
         """The same, without a copy: from now on the family is this rank alone."""
-        self._put(rank, self.varying)
+        _put(self.varying, lambda arg: self.together.at(arg, rank))
         return self.program
 
-    def _put(self, rank: int, nodes: Iterable[fx.Node]) -> None:
-        def at(arg: Any) -> Any:
-            return self.together.at(arg, rank)
 
-        for node in nodes:
-            node.args, node.kwargs = fx.node.map_aggregate(node.args, at), fx.node.map_aggregate(node.kwargs, at)
+def _put(nodes: Iterable[fx.Node], at: Callable[[Any], Any]) -> None:
+    for node in nodes:
+        node.args, node.kwargs = fx.node.map_aggregate(node.args, at), fx.node.map_aggregate(node.kwargs, at)
 
 
 def varies(arg: Any) -> bool:

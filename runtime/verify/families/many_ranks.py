@@ -15,10 +15,20 @@ groups only, and where an op is done otherwise on some ranks. Then these are pro
    coordinates. Programs for fewer outputs, whose calls all stand in one that was interpreted, in its order, are read as
    parts of it (:mod:`..proof.within`).
 
+Where the plan has stages, ranks at one place along their axis have the same ops, inputs and outputs, and are read for
+themselves: ranks of two places are in no family, and each place has its own order of collectives and messages. An op
+alone is done by all ranks, whatever its stage; a send by those that it concerns, and *all* ranks' messages of it are
+compared (:mod:`.stage_messages`). In 3 each message of an op's code must stand in the program once, for a rank waits
+for it. In 4 the whole programs are those of a *line* of ranks, one of each place and at the same coordinates else,
+which send to one another. Messages at other coordinates are then right by 1 and 3: they are those of the ops' codes,
+with each rank's own turn and group, and what a rank sends is what 1 and 3 say of its operand. In which order two ranks
+send and receive over all turns is checked beforehand (:mod:`..message_order`).
+
 A program that is not the planned graph in the code of its ops (rank passes may write it otherwise) is interpreted as a
-whole, on each rank of its family, and so is every rank with which it speaks; on two, where at least all its numbers are
-those of its ops' codes, unless somebody gave it. A program that somebody gives for a rank alone is always interpreted,
-with every rank to which it speaks; one that is given for many ranks, the turns of one, is read first.
+whole, on each rank of its family, and so is every rank with which it speaks, and the lines of these; on two ranks and
+their lines, where at least all its numbers are those of its ops' codes, unless somebody gave it. A program that
+somebody gives for a rank alone is always interpreted, with every rank to which it speaks; one that is given for many
+ranks, the turns of one, is read first.
 """
 
 from __future__ import annotations

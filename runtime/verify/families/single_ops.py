@@ -11,8 +11,8 @@ that is a *linear* function of the rank's coordinates, and is else the same on a
   what the rule says for all ranks at once;
 - of any other, at two ranks of each family: only shapes could differ, and they are equal;
 - of a send from stage to stage, as one that communicates, where all ranks' messages meet (:mod:`.stage_messages`): it
-  stands in the stages that make its operand and in those that it leads to, and elsewhere there is nothing. Any other op stands
-  in all stages here.
+  stands in the stages that make its operand and in those that it leads to, and elsewhere there is nothing. Any other
+  op stands in all stages here.
 
 Where that is not so (no rule is the code's reason, yet it has numbers that differ), it is interpreted on all ranks.
 """
