@@ -22,6 +22,7 @@ from typing import NamedTuple
 from torch import fx
 
 from shardfx.ir.graph import Node, Phase
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.program.looped.within_turns import part_in_turns, regions
 from shardfx.ir.schedule.actions import KINDS
 
@@ -41,7 +42,10 @@ class Purpose(NamedTuple):
 def main_turns(nodes: Sequence[fx.Node]) -> fx.Node | None:
     """The first call of the turns in which most of a program's forward and backward is done; None where none are."""
     inside = regions(nodes)
-    work = [node for node in nodes if _phase(node) in (Phase.FORWARD, Phase.BACKWARD)]
+    in_units = next((inside[node][0] for node in nodes if part_in_turns(node) == "unit"), None)
+    if in_units is not None:
+        return in_units
+    work = [node for node in nodes if _phase(node) in (Phase.FORWARD, Phase.BACKWARD) and not _is_comm(node)]
     sizes: dict[fx.Node, int] = {}
     for node in work:
         if inside[node]:
@@ -111,3 +115,8 @@ def _planned(node: fx.Node) -> Node | None:
 def _phase(node: fx.Node) -> Phase | None:
     planned = _planned(node)
     return planned.phase if planned is not None else None
+
+
+def _is_comm(node: fx.Node) -> bool:
+    planned = _planned(node)
+    return planned is not None and is_comm(planned)

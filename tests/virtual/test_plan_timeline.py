@@ -149,6 +149,18 @@ def test_memory_is_that_of_each_rank() -> None:
     assert timeline.places == (0, 0, 1, 1)
 
 
+def test_an_update_is_behind_all_turns() -> None:
+    pipeline = sx.Pipeline(schedule="interleaved", chunks=2)
+    adam: Any = lambda p: torch.optim.AdamW(p)  # noqa: E731
+    mesh, specs = sx.Mesh(pp=2, dp=2, mb=T(4)), {"args.0": "mb dp, -"}
+    timeline = planned(mesh, pipeline=pipeline, specs=specs, optimizer=adam).timeline()
+    for row in timeline.schedule.rows:
+        assert [action.kind == "U" for action in row] == [False] * 16 + [True]
+    assert 0 <= timeline.bubble < 1
+    turns = planned(sx.Mesh(dp=2), accumulate=2, optimizer=adam).timeline()
+    assert str(turns.schedule) == "F0.0 B0.0 F0.1 B0.1 U0"
+
+
 # ---- plans without
 
 
