@@ -22,7 +22,7 @@ compared (:mod:`.stage_messages`). In 3 each message of an op's code must stand 
 for it. In 4 the whole programs are those of a *line* of ranks, one of each place and at the same coordinates else,
 which send to one another. Messages at other coordinates are then right by 1 and 3: they are those of the ops' codes,
 with each rank's own turn and group, and what a rank sends is what 1 and 3 say of its operand. In which order two ranks
-send and receive over all turns is checked beforehand (:mod:`..message_order`).
+send and receive over all turns is checked beforehand (:mod:`..order_of_turns`).
 
 A program that is not the planned graph in the code of its ops (rank passes may write it otherwise) is interpreted as a
 whole, on each rank of its family, and so is every rank with which it speaks, and the lines of these; on two ranks and
