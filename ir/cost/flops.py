@@ -48,6 +48,7 @@ FLOPS: dict[Any, Callable[..., Any]] = {
     grouped_mm: _grouped_mm,
     grouped_outer: _grouped_outer,
     add_product: _add_product,
+    aten.addmm_.default: _add_product,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }

@@ -131,4 +131,4 @@ def test_formulas_of_communication() -> None:
     for name in ("all_gather_into_tensor_out", "c10d.all_gather_into", "all_gather_into_tensor_coalesced"):
         assert comm.row_of_collective(name) is comm.all_gather
     assert comm.row_of_collective("c10d.all_reduce_") is comm.all_reduce
-    assert comm.row_of_collective("all_to_all_single") is comm.all_to_all and comm.row_of_collective("send") is None
+    assert comm.row_of_collective("all_to_all_single") is comm.all_to_all and comm.row_of_collective("barrier") is None

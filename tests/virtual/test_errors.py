@@ -192,10 +192,6 @@ def test_something_that_is_no_pass() -> None:
     fails("not a pass", passes=[object()])
 
 
-def test_what_is_not_there_yet_says_so() -> None:
-    fails("pipeline", "not available", pipeline=2)
-
-
 def test_collectives_that_do_not_match_are_named_by_rank_and_node() -> None:
     pm = make(sx.Mesh(tp=2), specs={"fc1.weight": "tp, -"}, loss=None, targets=())
     modules = [pm.rank_module(r) for r in range(2)]
