@@ -78,8 +78,9 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
     "runtime": PROGRAMS,
     "runtime.virtual": (*PROGRAMS, "runtime"),
-    "runtime.distributed": (*PROGRAMS, "runtime"),
-    "runtime.debug": (*GRAPHS, "runtime"),
+    "runtime.distributed": (*PROGRAMS, "runtime", "runtime.same_host"),
+    "runtime.same_host": (),
+    "runtime.debug": (*GRAPHS, "runtime", "runtime.same_host"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
     "runtime.verify": (
         *PROGRAMS,
