@@ -5,18 +5,22 @@ done = wait_tensor(start)            other = aten.mm(a, b)            computed w
 other = aten.mm(a, b)          ->    done = wait_tensor(start)
 sum = aten.add(done, other)          sum = aten.add(done, other)
 
-A reduce-scatter holds all that a rank puts in until it is done, and gradients are needed at the end only: it is waited
+What is made of single numbers, and needed at the end only (a loss), is computed there, so that nobody is waited for
+before. A reduce-scatter holds all that a rank puts in until it is done, and gradients are needed at the end only: it is waited
 for when ``under_way`` later ones start.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 
+from shardfx.ir.graph import Node as PlannedNode
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.looped.within_turns import regions
 from shardfx.ir.program.rank_program import RankProgram
@@ -36,11 +40,12 @@ class Waits(RankPass):
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Move the waits."""
+        changed = _numbers_last(program)
         nodes = list(program.graph.nodes)
         place = {node: float(i) for i, node in enumerate(nodes)}
         scatters = [node for node in nodes if _is(node, "c10d.reduce_scatter_tensor")]
         behind = dict(zip(scatters, scatters[self.under_way :], strict=False))
-        inside, changed = regions(nodes), False
+        inside = regions(nodes)
         for i, node in enumerate(nodes):
             if not _waits(node):
                 continue
@@ -57,6 +62,30 @@ class Waits(RankPass):
                 place[each] = place[first] - 0.5
             changed = True
         return changed
+
+
+def _numbers_last(program: RankProgram) -> bool:
+    """Compute at the end what is one number, made of others that collectives bring, and needed for nothing else."""
+    nodes, end = list(program.graph.nodes), program.result()
+    inside = regions(nodes)
+    behind: set[fx.Node] = set()
+    """What is made of results of collectives."""
+    for node in nodes:
+        if _waits(node) or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    late: set[fx.Node] = set()
+    for node in reversed(nodes):
+        planned = node.meta.get("shardfx")
+        values = (*planned.operands, *planned.outs) if isinstance(planned, PlannedNode) else ()
+        number = bool(values) and all(math.prod(value.shape) == 1 for value in values)
+        computes = isinstance(node.target, torch._ops.OpOverload) and not _waits(node) and not inside[node]
+        if number and computes and node in behind and node.users and all(u is end or u in late for u in node.users):
+            late.add(node)
+    moved = [node for node in nodes if node in late]
+    changed = moved != nodes[len(nodes) - 1 - len(moved) : -1]
+    for node in moved if changed else ():
+        end.prepend(node)
+    return changed
 
 
 def _before_turns(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Node:
