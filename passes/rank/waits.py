@@ -6,8 +6,8 @@ other = aten.mm(a, b)          ->    done = wait_tensor(start)
 sum = aten.add(done, other)          sum = aten.add(done, other)
 
 What is made of single numbers, and needed at the end only (a loss), is computed there, so that nobody is waited for
-before. A reduce-scatter holds all that a rank puts in until it is done, and gradients are needed at the end only: it is waited
-for when ``under_way`` later ones start.
+before. A reduce-scatter holds all that a rank puts in until it is done, and gradients are needed at the end only: it is
+waited for when ``under_way`` later ones start.
 """
 
 from __future__ import annotations

@@ -104,9 +104,7 @@ class Neighbours:
 
         def finish_shared(number: int) -> Tensor:
             parts = [self._part(each) for each in self._seen(number, mine)]
-            self._fold(parts, op, parts[0])
-            for each in parts[1:]:
-                each.copy_(parts[0])
+            self._fold(parts, op, parts[0], spread=True)
             self._done(number, together=True)
             return x if where is not None else x.copy_(mine.view(x.shape))
 
@@ -200,8 +198,8 @@ class Neighbours:
         per = -(-x.numel() // self.count)
         return x[self.place * per : (self.place + 1) * per]
 
-    def _fold(self, parts: Sequence[Tensor], op: str, out: Tensor) -> None:
-        """Reduce tensors of one shape, in their order; ``out`` may be the first."""
+    def _fold(self, parts: Sequence[Tensor], op: str, out: Tensor, spread: bool = False) -> None:
+        """Reduce tensors of one shape, in their order; ``out`` may be the first. ``spread``: into all of them."""
         fold = FOLDS[op]
         size = BLOCK // out.element_size()
         flat: list[Any] = [each.view(-1).split(size) for each in (out, *parts)]
@@ -211,6 +209,8 @@ class Neighbours:
                 fold(to, each, out=to)
             if op == "avg":
                 to.div_(self.count)
+            for each in (second, *rest) if spread else ():
+                each.copy_(to)
 
 
 met: dict[str, Neighbours] = {}

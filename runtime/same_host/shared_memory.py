@@ -28,15 +28,11 @@ forgotten: list[int] = []
 """The numbers of segments that are no more."""
 
 
-def available() -> bool:
-    """Whether this system has files without a name."""
-    return hasattr(os, "memfd_create")
-
-
 def shared_bytes(nbytes: int) -> Tensor:
-    """Memory of so many bytes, one at least. It is known as shared for as long as this very tensor lives.
+    """Memory of so many bytes, one at least; its file ends with the last tensor in it.
 
     Raises:
+        AttributeError: this system has no files without a name.
         OSError: there is no room for it.
     """
     file = os.memfd_create("shardfx")
@@ -48,7 +44,7 @@ def shared_bytes(nbytes: int) -> Tensor:
         raise
     segment = Segment(next(_number), file, nbytes, flat.data_ptr())
     _mapped_here[segment.address] = segment
-    weakref.finalize(flat, _forget, segment)
+    weakref.finalize(flat.untyped_storage(), _forget, segment)
     return flat
 
 

@@ -14,7 +14,12 @@ from shardfx.ir.program.source import QUICK
 X, Y, BIAS = torch.randn(4, 6), torch.randn(6, 4), torch.randn(6)
 OUT = torch.empty(4, 6)
 ARGUMENTS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    "add.Tensor": [((X, BIAS), {"alpha": 2}), ((X, 2), {}), ((X.long(), 1.5), {}), ((X, torch.tensor(2.0).double()), {})],
+    "add.Tensor": [
+        ((X, BIAS), {"alpha": 2}),
+        ((X, 2), {}),
+        ((X.long(), 1.5), {}),
+        ((X, torch.tensor(2.0).double()), {}),
+    ],
     "add.out": [((X, 1e-8), {"out": OUT})],
     "addmm": [((BIAS, X, Y @ X), {}), ((BIAS, X, Y @ X), {"beta": 0.5, "alpha": 2.0})],
     "bmm": [((X.view(2, 2, 6), Y.view(2, 6, 2)), {})],
