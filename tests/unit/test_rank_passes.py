@@ -68,19 +68,6 @@ def test_the_text_of_a_program_is_read_back(name: str) -> None:
         validate_program(again)
 
 
-def test_a_loss_is_waited_for_at_the_end() -> None:
-    """How many targets count is needed in the backward, and waited for there; the loss is needed by nobody."""
-    pm = plan(make("gpt_fused"), MESH)
-    nodes = list(pm.rank_program(0).graph.nodes)
-    loss = nodes[-1].args[0][0]  # type: ignore[index,union-attr]
-    summed, counted = loss.all_input_nodes  # type: ignore[union-attr]
-    products = [nodes.index(node) for node in nodes if node.target in (aten.mm.default, aten.mm.out)]
-    first_gradient = nodes.index(next(node for node in nodes if "backward" in str(node.target)))
-    assert summed.target is counted.target is c10d.wait_tensor.default
-    assert nodes.index(counted) < first_gradient < products[-1] < nodes.index(summed) < nodes.index(loss)
-    assert pm.verify()
-
-
 def test_a_text_that_is_no_program_of_the_plan_is_an_error() -> None:
     pm = plan(make("mlp3"), MESH)
     text = str(pm.rank_program(0))
