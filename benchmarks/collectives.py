@@ -1,9 +1,10 @@
-"""What gloo's collectives cost among two processes of this machine, and what the memory costs that they write to.
+"""What collectives cost among two processes of this machine: gloo's, into which memory, and through shared memory.
 
     python -m benchmarks.collectives [--mb 14]
 
 Each in one thread, in turns; printed are medians. Into *fresh* memory every page is faulted in; *kept* memory was used
-before (:mod:`shardfx.runtime.distributed.buckets`).
+before (:mod:`shardfx.runtime.memory_pool`). *Near* are those of :mod:`shardfx.runtime.same_host`, in a bucket that lies
+in shared memory; *cpu* is the processor time of a rank, with that of its threads.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+import shardfx as sx
+from shardfx.runtime.distributed import gloo, groups
+from shardfx.runtime.same_host.shared_memory import shared_bytes
+
 c10d = torch.ops._c10d_functional
 ROUNDS = 15
 
@@ -25,10 +30,10 @@ ROUNDS = 15
 def rank_main(rank: int, port: int, mb: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    assert dist.group.WORLD is not None
-    group, half = dist.group.WORLD.group_name, int(mb * 1e6 / 8)
+    groups.make_groups(sx.Mesh(dp=2), [("dp",)])
+    group, half = sx.Mesh(dp=2).group_name(rank, ("dp",)), int(mb * 1e6 / 8)
     whole, part, kept = torch.randn(2 * half), torch.randn(half), torch.empty(2 * half)
-    wait = c10d.wait_tensor
+    shared, wait, near = shared_bytes(whole.nbytes).view(torch.float32), c10d.wait_tensor, gloo.wait
 
     def exchange() -> None:
         wait(c10d.all_to_all_single(whole, [half, half], [half, half], group)).view(2, half).sum(0)
@@ -40,17 +45,21 @@ def rank_main(rank: int, port: int, mb: float) -> None:
         "all-gather, kept": lambda: wait(c10d.all_gather_into_tensor_out(part, 2, group, out=kept)),
         "reduce-scatter": lambda: wait(c10d.reduce_scatter_tensor(whole, "sum", 2, group)),
         "exchange and sum": exchange,
+        "near all-reduce": lambda: near(gloo.all_reduce_(shared, "avg", group)),
+        "near all-gather": lambda: near(gloo.all_gather_into(part, 2, group, out=kept)),
+        "near reduce-scatter": lambda: near(gloo.reduce_scatter(shared, "sum", 2, group)),
     }
-    spent: dict[str, list[float]] = {name: [] for name in ways}
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
             dist.barrier()
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.process_time()
             way()
-            spent[name].append((time.perf_counter() - started) * 1e3)
+            spent[name].append(((time.perf_counter() - started) * 1e3, (time.process_time() - worked) * 1e3))
     if rank == 0:
         for name, times in spent.items():
-            print(f"{name:<22} {statistics.median(times):7.1f} ms for {mb:g} MB")
+            wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
+            print(f"{name:<22} {wall:7.1f} ms, {cpu:7.1f} ms cpu, for {mb:g} MB")
     dist.destroy_process_group()
 
 

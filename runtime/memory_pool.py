@@ -7,7 +7,7 @@ step gets other memory. A footprint counts on it (:mod:`shardfx.ir.cost.live.sto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -29,10 +29,15 @@ class _Lent:
 
 
 class MemoryPool:
-    """Memory of one program."""
+    """Memory of one program.
 
-    def __init__(self) -> None:
+    Args:
+        make: makes so many bytes of it, at least one; None: as torch does.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor] | None = None) -> None:
         self._kept: list[_Lent] = []
+        self._make = make
 
     def next_step(self) -> None:
         """Let go of what the last step did not ask for."""
@@ -51,7 +56,8 @@ class MemoryPool:
             lent = free[choice.take]
             lent.used = True
         else:
-            flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            own = self._make if nbytes else None
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=device) if own is None else own(nbytes)
             storage = flat.untyped_storage()
             lent = _Lent(flat, storage, _use_count(storage))
             self._kept.append(lent)

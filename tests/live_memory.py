@@ -26,6 +26,7 @@ from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.engine import Engine
+from shardfx.runtime.same_host.neighbourhood import met
 from tests.zoo import Case
 
 
@@ -77,8 +78,9 @@ class LiveMemory(TorchDispatchMode):
         self._inside = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._fresh.update((key, each) for key, each in storages(out) if not self._known(key))
+        out, own = func(*args, **(kwargs or {})), transport()
+        self._fresh = {key: each for key, each in self._fresh.items() if key not in own}
+        self._fresh.update((key, each) for key, each in storages(out) if not (key in own or self._known(key)))
         self._inside = max(self._inside, alive(self._fresh))
         return out
 
@@ -121,6 +123,11 @@ class LiveMemory(TorchDispatchMode):
     def _known(self, key: int) -> bool:
         every = (*self._owned.values(), *self._beside.values())
         return key in self._given or any(key in owned for owned in every)
+
+
+def transport() -> set[int]:
+    """What carries collectives, whose buffers belong to no program, as gloo's do not."""
+    return {each.untyped_storage()._cdata for near in met.values() for each in near.memory}
 
 
 @dataclass(frozen=True)

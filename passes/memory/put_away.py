@@ -39,6 +39,8 @@ class Pool:
         back = rewriter.comm(to_device, away, like=user, why=f"fetched for {user.name}")
         if away.node is not None:
             back.where = away.node.where
+        else:  # what several stages hold, each fetches
+            back.at = next(given.at for given in rewriter.graph.inputs if given.value is away)
         rewriter.before(rewriter.graph.nodes[max(places[user] - self.ahead, begin)], back)
         return back.outs[0]
 

@@ -7,7 +7,7 @@
 Under ``torchrun`` a rank sees the groups that it is in; virtual ranks see all groups. Bytes are those that one rank
 of the group sends, for the local tensors that the collective really has (padding included), by the formulas of
 :mod:`shardfx.ir.ops.sends`; of an exchange, in which each rank sends as much as it says, those of the rank that sends
-most (of a process, its own).
+most (of a process, its own). What neighbours do through shared memory counts as what it is.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardfx.ir.ops.comm import row_of_collective
 from shardfx.ir.ops.sends import sent as sent_of
 from shardfx.runtime.rendezvous import Request, listeners
+from shardfx.runtime.same_host.neighbourhood import heard, met
 
 Key = tuple[str, str]
 
@@ -69,12 +70,17 @@ def count_collectives() -> Iterator[Counts]:
             most = sent(request.op, local, n)
         counts.add(request.op, request.group, most)
 
+    def hears(op: str, group: str, local: torch.Tensor) -> None:
+        counts.add(op, group, sent(op, local, met[group].count))
+
     listeners.append(listen)
+    heard.append(hears)
     try:
         with _Watch(counts):
             yield counts
     finally:
         listeners.remove(listen)
+        heard.remove(hears)
 
 
 def sent(op: str, local: torch.Tensor, n: int) -> float:

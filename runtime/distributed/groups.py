@@ -24,6 +24,8 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import OwnOp
+from shardfx.runtime.same_host.links import connect
+from shardfx.runtime.same_host.neighbourhood import Neighbours, apart, met
 
 Axes = tuple[str, ...]
 
@@ -79,6 +81,27 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
             if dist.get_rank() in ranks:
                 _register_process_group(name, made)  # type: ignore[arg-type]
                 _made[name] = made
+        _meet_neighbours(mesh.group_name(dist.get_rank(), each), mesh.group(dist.get_rank(), each))
+
+
+def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
+    """Connect the ranks of a group of CPU ranks, if they are all on this machine."""
+    apart.discard(name)
+    if (left := met.pop(name, None)) is not None:  # of a job that is over
+        left.close()
+    group, mine = _made[name], dist.get_rank()
+
+    def gather(given: Any) -> list[Any]:
+        every: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(every, given, group=group)
+        return every
+
+    if len(ranks) > 1 and dist.get_backend(group) == "gloo":
+        links = connect(gather, ranks, mine, group_timeout())
+        if links is None:
+            apart.add(name)
+        else:
+            met[name] = Neighbours(links, list(ranks).index(mine))
 
 
 _made: dict[str, dist.ProcessGroup] = {}
@@ -114,6 +137,10 @@ def the_cpu_group() -> dist.ProcessGroup:
 
 def leave_groups() -> None:
     """Leave all groups that were made here: whoever waits in one is ended at once, before any time-out."""
+    for near in met.values():
+        near.close()
+    met.clear()
+    apart.clear()
     for name, made in list(_made.items()):
         del _made[name]
         if find_group(name) is made:

@@ -16,6 +16,8 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms, Source, write_source
 from shardfx.runtime.engine import Watch, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
+from shardfx.runtime.same_host.neighbourhood import met
+from shardfx.runtime.same_host.shared_memory import shared_bytes
 
 from . import gloo
 from .groups import axes_of, make_groups
@@ -23,7 +25,6 @@ from .peer_failure import ended, ending_together, finish_together
 from .stages import messages
 
 Tensor = torch.Tensor
-c10d = torch.ops._c10d_functional
 
 
 class ProcessEngine:
@@ -97,12 +98,11 @@ class ProcessEngine:
 
     def _forms(self, program: RankProgram) -> Forms:
         """How this backend does what a program asks for."""
-        pool = self._pools.setdefault(program, MemoryPool())
+        near = self.device.type == "cpu" and bool(met)
+        pool = self._pools.setdefault(program, MemoryPool(shared_bytes if near else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty}
         if self.device.type != "cpu":
             return Forms(instead)
         inbox = self._inboxes.setdefault(program, messages.Inbox())
-        instead[c10d.reduce_scatter_tensor.default] = gloo.reduce_scatter
-        instead[c10d.wait_tensor.default] = gloo.wait
         instead |= {handover.send: self._outbox.send, handover.receive: inbox.receive}
-        return Forms(instead=instead)
+        return Forms(instead | gloo.FORMS)

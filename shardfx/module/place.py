@@ -78,8 +78,13 @@ class Place:
 
     @property
     def exchanged(self) -> float:
-        """From how many bytes on reduce-scatters run as an exchange."""
+        """From how many bytes on reduce-scatters run as an exchange, where ranks are on several machines."""
         return gloo.LARGE if not self.virtual and self.device.type == "cpu" else inf
+
+    @property
+    def exchanged_here(self) -> float:
+        """From how many bytes on they do among these ranks, as far as that is known yet."""
+        return gloo.exchanged() if not self.virtual and self.device.type == "cpu" else inf
 
     def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
         """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""

@@ -193,7 +193,7 @@ class PlannedModule(Root):
 
     @property
     def _exchanged(self) -> float:
-        return self._place.exchanged if self._compiling is None else inf
+        return self._place.exchanged_here if self._compiling is None else inf
 
     @property
     def this_rank(self) -> int | None:

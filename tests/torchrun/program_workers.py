@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,7 +14,9 @@ import torch.distributed as dist
 
 import shardfx as sx
 from shardfx.ir.cost import calibrate
-from shardfx.runtime.distributed import gloo
+from shardfx.runtime.distributed import gloo, groups
+from shardfx.runtime.same_host.neighbourhood import EACH, met
+from shardfx.runtime.same_host.shared_memory import shared_bytes
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES, plan, stored_specs
 from tests.printed import check_printed, noting_programs
@@ -23,6 +27,7 @@ from tests.zoo import make
 from .workers import WORKERS, worker
 
 __all__ = ["WORKERS"]
+c10d = torch.ops._c10d_functional
 
 
 def step(pm: sx.ParallelModule, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -93,7 +98,7 @@ def runs_what_is_printed(name: str, mesh: str, stored: str = "") -> None:
         held = held_in_a_step(pm, case)
     check_printed(pm, ran)
     ((rank, mine),) = held.items()
-    found = check_footprint(pm.rank_program(rank), mine, exact=False, exchanged=gloo.LARGE)
+    found = check_footprint(pm.rank_program(rank), mine, exact=False, exchanged=gloo.exchanged())
     assert rank or pm.report().memory.peak == found.peak
 
 
@@ -102,9 +107,55 @@ def holds_what_is_exchanged(name: str, mesh: str, stored: str) -> None:
     """A reduce-scatter that runs as an exchange holds all that a rank gets, and the report counts it."""
     large, gloo.LARGE = gloo.LARGE, 256
     try:
-        runs_what_is_printed(name, mesh, stored)
+        with on_gloo():
+            runs_what_is_printed(name, mesh, stored)
     finally:
         gloo.LARGE = large
+
+
+@contextmanager
+def on_gloo() -> Iterator[None]:
+    """As if no two ranks were on one machine."""
+    connect, kept = groups.connect, dict(met)
+    met.clear()
+    groups.connect = lambda *_: None
+    try:
+        yield
+    finally:
+        groups.connect = connect
+        met.update(kept)
+
+
+@worker
+def neighbours_do_what_gloo_does() -> None:
+    """Every kind of collective, several under way at once, small ones and those that are shared out."""
+    groups.initialise("cpu")
+    n, rank = dist.get_world_size(), dist.get_rank()
+    mesh, generator = sx.Mesh(dp=n), torch.Generator().manual_seed(rank)
+    groups.make_groups(mesh, [("dp",)])
+    near = mesh.group_name(rank, ("dp",))
+    assert near in met
+    for rows in (n, 3 * n, 17 * n * EACH // 64):
+        x = torch.randn(rows, 7, generator=generator)
+        given = [x, x.double(), x.bfloat16(), (x * 9).long(), x.expand(2, *x.shape)[1]]
+        flat = shared_bytes(x.nbytes).view(x.dtype).view(x.shape)
+        for each in given:
+            for op in ("sum", "max", "min", "product", *(["avg"] if each.dtype.is_floating_point else [])):
+                first = gloo.all_reduce(each, op, near)
+                second = gloo.reduce_scatter(each, op, n, near)
+                third = gloo.all_gather(each, n, near)
+                fourth = gloo.all_reduce_(flat.copy_(x), "sum", near)
+                summed = c10d.wait_tensor(c10d.all_reduce(each, op, near))
+                tolerance = {"rtol": 2e-2, "atol": 1e-1} if each.dtype is torch.bfloat16 else {}
+                torch.testing.assert_close(gloo.wait(first), summed, **tolerance)
+                torch.testing.assert_close(gloo.wait(second), summed.chunk(n)[rank], **tolerance)
+                assert torch.equal(gloo.wait(third), c10d.wait_tensor(c10d.all_gather_into_tensor(each, n, near)))
+                everyone = gloo.wait(gloo.all_gather(gloo.wait(fourth), n, near))
+                assert all(torch.equal(part, flat) for part in everyone.chunk(n))
+    assert gloo.wait(gloo.all_reduce(torch.tensor(2.0), "sum", near)) == 2 * n
+    assert gloo.wait(gloo.all_reduce(torch.ones(0), "sum", near)).shape == (0,)
+    truths = torch.tensor([rank == 0, True, False])
+    assert gloo.wait(gloo.all_reduce(truths, "max", near)).tolist() == [True, True, False]
 
 
 @worker

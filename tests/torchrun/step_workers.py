@@ -49,7 +49,7 @@ def steps_are_the_same_put_away(to: str) -> None:
     case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})
     for run, kinds in ((other, TRAIN), (other.step, STEP)):
         for rank, held in held_in_a_step(other, case, run).items():
-            check_footprint(other._programs.running(rank, kinds), held, exact=False, exchanged=gloo.LARGE)
+            check_footprint(other._programs.running(rank, kinds), held, exact=False, exchanged=gloo.exchanged())
 
 
 @worker

@@ -82,9 +82,14 @@ def test_mistakes_and_programs(tmp_path: Path) -> None:
     )
 
 
+def test_neighbours() -> None:
+    on_ranks(3, "neighbours_do_what_gloo_does")
+
+
 def test_programs_run_as_they_are_printed() -> None:
     on_ranks(
         2,
+        "neighbours_do_what_gloo_does",
         "is_proven:mlp3,dp2",
         "runs_what_is_printed:mlp3,tp2",
         "runs_what_is_printed:gpt_fused,dp2,stored",

@@ -86,9 +86,10 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
     "runtime": PROGRAMS,
     "runtime.virtual": (*PROGRAMS, "runtime"),
-    "runtime.distributed": (*PROGRAMS, "runtime", "runtime.distributed.stages"),
+    "runtime.distributed": (*PROGRAMS, "runtime", "runtime.distributed.stages", "runtime.same_host"),
     "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed"),
-    "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime"),
+    "runtime.same_host": (),
+    "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime", "runtime.same_host"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
     "runtime.verify": (
         *PROGRAMS,

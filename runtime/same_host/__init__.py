@@ -1,0 +1,1 @@
+"""Collectives among CPU ranks of one machine, through memory that they share."""
