@@ -65,7 +65,12 @@ def each(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    ("pp", "dp", "schedule", "chunks"), [(4, 2, "1f1b", 1), (3, 1, "zb-h1", 1), (2, 2, "interleaved", 2)]
+    ("pp", "dp", "schedule", "chunks"),
+    [
+        pytest.param(4, 2, "1f1b", 1, marks=pytest.mark.slow),
+        (3, 1, "zb-h1", 1),
+        pytest.param(2, 2, "interleaved", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_one_line_of_ranks_is_interpreted(
     pp: int, dp: int, schedule: str, chunks: int, each: Callable[[], None]

@@ -62,7 +62,10 @@ def check(pm: sx.ParallelModule, model: nn.Module, x: Tensor, y: Tensor) -> None
     assert max(rel_err(grads[name], each.grad) for name, each in model.named_parameters()) < 1e-9
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+QUICKLY = ("1f1b", "interleaved", "zb-h1", "dualpipev")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICKLY else slow) for n in SCHEDULES])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow), pytest.param(4, marks=slow)])
 def test_every_schedule_is_the_whole_batch(name: str, ranks: int) -> None:
     chunks, x, y = SCHEDULES[name], *batch(2 * ranks + 1)
@@ -84,7 +87,7 @@ TOGETHER: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
     "no turns": (sx.Mesh(pp=2, dp=2), {"pipeline": sx.Pipeline(time="", schedule="gpipe")}),
 }
 NAMES = ["mlp3", "gpt_fused", "llama", "unet", "moe_loop", "hf_gpt2", "hf_t5", "hf_bert", "hf_vit"]
-QUICK = {("mlp3", "dp tp"), ("gpt_fused", "zero 3"), ("llama", "tp"), ("unet", "halves"), ("mlp3", "no turns")}
+QUICK = {("mlp3", "dp tp"), ("gpt_fused", "zero 3"), ("unet", "halves"), ("mlp3", "no turns")}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,31 @@ def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
     state = pm.full_state_dict()
     assert max(rel_err(state[name], each) for name, each in alone.named_parameters()) < 1e-9
     assert pm.verify()
+
+
+def test_stages_put_away_what_waits_and_fetch_what_they_share() -> None:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    found = []
+    for what in ((), ("activations", "optimizer", "parameters")):
+        model, (x, y) = tied(2), batch(4)
+        away = (sx.Offload(what, least=1),) if what else ()
+        mesh = sx.Mesh(pp=2, mb=sx.Time(2))
+        pm = in_stages(model, x, y, mesh, pipeline=sx.Pipeline(), optimizer=adam, offload=away)
+        found.append([pm.step(x, y), pm.step(x, y), *pm.full_state_dict().values()])
+        assert pm.verify()
+        assert bool(pm.memory(1).host) is bool(what)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@slow
+def test_tiles_go_through_stages() -> None:
+    case = make("unet")
+    specs = {"args.0": "mb, -, h, -", "targets.0": "mb, h, -" if case.targets[0].dim() == 3 else "mb, -, h, -"}
+    mesh = sx.Mesh(pp=2, h=2, mb=sx.Time(2))
+    assert train_beside("unet", mesh, specs=specs, steps=2, pipeline=sx.Pipeline()).worst < 1e-9
+    assert plan(make("unet"), mesh, specs=specs, pipeline=sx.Pipeline()).verify()
 
 
 def test_results_evaluation_and_buffers_are_those_of_turns_alone() -> None:
