@@ -8,7 +8,7 @@ from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whol
 from .rank import RankContext, RankPass
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement, hint_value
 from .space import Spatial
-from .stages import Pipeline, first_blocks
+from .stages import Pipeline, stages_as_planned
 from .time import Turns
 from .unfold_repeats import UnfoldRepeats
 
@@ -44,11 +44,11 @@ __all__ = [
     "Zero",
     "arrange",
     "check_order",
-    "first_blocks",
     "hint_value",
     "is_whole",
     "options_text",
     "parse_pass",
     "run_passes",
+    "stages_as_planned",
     "steps",
 ]

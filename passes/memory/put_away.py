@@ -38,7 +38,7 @@ class Pool:
         """What is fetched for its first user, so many nodes ahead, not before ``begin``."""
         back = rewriter.comm(to_device, away, like=user, why=f"fetched for {user.name}")
         if away.node is not None:
-            back.where = away.node.where
+            back.where, back.at = away.node.where, away.node.at
         else:  # what several stages hold, each fetches
             back.at = next(given.at for given in rewriter.graph.inputs if given.value is away)
         rewriter.before(rewriter.graph.nodes[max(places[user] - self.ahead, begin)], back)

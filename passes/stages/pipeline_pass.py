@@ -27,7 +27,7 @@ from shardfx.passes.time import make_schedule
 
 from .assignment import Assignment, At, places
 from .shared_sums import sum_behind_turns
-from .stage_blocks import Blocks, Stages
+from .stage_blocks import AsPlanned, Blocks, Stages
 
 STAGED = "STAGED"
 """Each node is in the stages of a pipeline, and what goes between them is sent."""
@@ -68,9 +68,10 @@ class Pipeline(Pass):
         self._check(graph)
         count = graph.mesh[self.axis].size * self.chunks
         own = Blocks(graph).stage_of(self.stages, count)
-        assigned = Assignment(graph, own, count - 1, told=self.stages is not None)
+        told = self.stages is not None and not isinstance(self.stages, AsPlanned)
+        assigned = Assignment(graph, own, count - 1, told=told)
         if self.time and sum_behind_turns(graph, assigned.at, self.time, context.rules):
-            assigned = Assignment(graph, own, count - 1, told=self.stages is not None)
+            assigned = Assignment(graph, own, count - 1, told=told)
         if missing := set(range(count)) - places(assigned.at):
             raise Error(
                 f"stage {min(missing)} has nothing to do",

@@ -21,6 +21,12 @@ Stages = tuple[int, ...] | tuple[str, ...] | tuple[tuple[str, ...], ...] | None
 WHERE = "Pipeline(stages=...)"
 
 
+class AsPlanned(tuple[tuple[str, ...], ...]):
+    """The blocks of each stage, as another graph of the model has them; others go where the data flow takes them."""
+
+    __slots__ = ()
+
+
 def block_of(module: str) -> str:
     """The block that a module lies in: up to the first part of its path that is a number; empty where none is.
 
@@ -80,6 +86,9 @@ class Blocks:
                 got=stages,
                 remedy="describe each stage, or leave it to the costs: stages=None",
             )
+        if isinstance(stages, AsPlanned):
+            known = {name: stage for stage, names in enumerate(stages) for name in names}
+            return lambda node: None if (block := self.of(node)) is None else known.get(self.names[block])
         if stages is not None and _are((tuple, list), stages):
             return self._by_patterns(stages)  # type: ignore[arg-type]
         if count > len(self.names):
@@ -181,19 +190,20 @@ class Blocks:
         return lambda node: stage(node.where.module) if node.where.module else None
 
 
-def first_blocks(graph: Graph) -> tuple[str, ...]:
-    """The first block of each stage of a graph in stages: what ``stages=`` takes to cut another graph of the model so.
+def stages_as_planned(graph: Graph) -> AsPlanned:
+    """The blocks of each stage of a graph in stages: what ``stages=`` takes to cut another graph of the model so.
 
     Example::
 
-        first_blocks(pm.after)    # ("layers.0", "layers.2")
+        stages_as_planned(pm.after)    # (("layers.0", "layers.1"), ("layers.2", "layers.3"))
     """
-    blocks, firsts = Blocks(graph), dict[int, int]()
+    blocks, stages = Blocks(graph), dict[int, int]()
     for node in graph.nodes:
         block = blocks.of(node)
-        if node.phase is Phase.FORWARD and len(node.at) == 1 and block is not None and flops_of(node) > 0:
-            firsts[node.at[0]] = min(block, firsts.get(node.at[0], block))
-    return tuple(blocks.names[firsts[stage]] for stage in sorted(firsts))
+        if node.phase is Phase.FORWARD and len(node.at) == 1 and block is not None:
+            stages[block] = min(node.at[0], stages.get(block, node.at[0]))  # some of it may wait for a later one
+    every = range(len(graph.pipeline.homes) if graph.pipeline is not None else 0)
+    return AsPlanned(tuple(blocks.names[each] for each in sorted(stages) if stages[each] == stage) for stage in every)
 
 
 def balanced(costs: Sequence[float], count: int) -> list[int]:

@@ -27,7 +27,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.unfolding.unfold import whole
-from shardfx.passes import first_blocks
+from shardfx.passes import stages_as_planned
 from shardfx.plan import PlannedSpecs
 from shardfx.runtime.engine import Watch
 from shardfx.runtime.peers import Content, Peers
@@ -251,8 +251,8 @@ class Variants:
             parameter.requires_grad_(name in form.gradients)
         model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
         hints = self._hints(stored(first), form, call)
-        if hints.pipeline is not None and hints.pipeline.stages is None:
-            hints = replace(hints, pipeline=replace(hints.pipeline, stages=first_blocks(first)))
+        if hints.pipeline is not None:
+            hints = replace(hints, pipeline=replace(hints.pipeline, stages=stages_as_planned(first)))
         made = self.build(model, hints)
         reject_stored_otherwise(first, made.after)
         return made

@@ -30,6 +30,7 @@ def one_rank(order: str) -> tuple[RankProgram, list[Tensor]]:
     return made, [state[given.name] for given in made.inputs]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_a_driver_runs_as_it_stands(order: str) -> None:
     made, inputs = one_rank(order)
@@ -181,6 +182,7 @@ def refusal(pm: sx.ParallelModule, module: fx.GraphModule) -> str:
     return "" if verdict else verdict.why
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("damage", "said"), MUTANTS)
 def test_damaged_drivers_are_refused(damage: Callable[[fx.GraphModule], None], said: str) -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)

@@ -145,6 +145,21 @@ def test_stages_put_away_what_waits_and_fetch_what_they_share() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_other_forms_of_call_have_the_same_stages() -> None:
+    """Also where a stage begins with a block that multiplies nothing."""
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(4, 4, 1), nn.AvgPool1d(2), nn.Flatten()]
+    model = nn.Sequential(nn.Sequential(*layers), nn.Dropout(0.1), nn.Linear(8, 5)).double()
+    x, y = torch.randn(6, 4, 4).double(), torch.randint(5, (6,))
+    hints = sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,), pipeline=sx.Pipeline())
+    pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(3)), hints)
+    pm(x, y).backward()
+    pm.eval()
+    assert rel_err(pm(x, y), F.cross_entropy(model.eval()(x), y)) < 1e-9
+    with torch.no_grad():
+        assert rel_err(pm(x[:3]), model(x[:3])) < 1e-9
+
+
 @slow
 def test_tiles_go_through_stages() -> None:
     case = make("unet")

@@ -52,6 +52,7 @@ def test_merged_exchanges_give_what_one_device_gives(name: str) -> None:
     assert counts["cost"] <= counts["never"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", ["h2", "3x1", "dp2h2"])
 def test_a_run_of_strides_dilations_and_norms_is_merged(mesh: str) -> None:
     torch.manual_seed(0)
@@ -110,6 +111,7 @@ def other_rim(program: fx.GraphModule) -> None:
     with_argument(convolution, 0, padded)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", [narrow, rim_counted_twice, shifted, other_rim])
 def test_a_damaged_rim_is_refused(damage: Callable[[fx.GraphModule], None]) -> None:
     torch.manual_seed(0)

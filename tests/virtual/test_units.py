@@ -32,6 +32,7 @@ PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), PLANS)
 def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     case = make(name)
@@ -74,6 +75,7 @@ HELD: list[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), HELD)
 def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     pm = in_order(name, mesh, ORDERS[how], **hints)
