@@ -138,6 +138,7 @@ def neighbours_do_what_gloo_does() -> None:
     for rows in (n, 3 * n, 17 * n * EACH // 64):
         x = torch.randn(rows, 7, generator=generator)
         given = [x, x.double(), x.bfloat16(), (x * 9).long(), x.expand(2, *x.shape)[1]]
+        given = given[:1] if rows > 100 * n else given  # what is shared out takes a while
         flat = shared_bytes(x.nbytes).view(x.dtype).view(x.shape)
         for each in given:
             for op in ("sum", "max", "min", "product", *(["avg"] if each.dtype.is_floating_point else [])):

@@ -137,6 +137,7 @@ def something_else_is_added(graph: fx.Graph) -> None:
 NUMBERS = [a_wrong_slice_in_turn_100, turn_100_skipped, a_turn_less, added_twice, stale]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("damage", "count"), [*((each, MANY) for each in NUMBERS), (something_else_is_added, 16)])
 def test_what_is_wrong_in_one_of_many_turns_is_refused(damage: Callable[[fx.Graph], None], count: int) -> None:
     pm = in_turns(count)

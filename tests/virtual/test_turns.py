@@ -42,7 +42,6 @@ PREPARED: dict[str, Callable[[Any], object]] = {
     "moe_mixtral": lambda model: model.set_experts_implementation("batched_mm"),  # which sorts nothing over the batch
 }
 QUICK = {
-    ("hf_t5", "tp2, 5 turns"),
     ("mlp3", "5 turns of 8 rows"),
     ("mlp3", "dp2 tp2, 3 turns"),
     ("mlp3", "8 turns"),
@@ -197,6 +196,7 @@ def test_a_program_with_turns_is_text_a_module_and_a_file() -> None:
     assert abs(pm(*case.args, *case.targets).item() - whole.item()) < 1e-12
 
 
+@slow
 def test_compiled_turns_are_the_same_turns() -> None:
     case = make("gpt_fused")
     pm = plan(case, sx.Mesh(dp=2), accumulate=2)
