@@ -164,6 +164,9 @@ class Send:
                 expected=f"coordinates 0 .. {mesh[axis].size - 1} on {axis!r}",
                 got=f"from {origin} to {list(places)}",
             )
+        if not 0 <= tag < handover.MOST:
+            expected = f"a tag of 0 .. {handover.MOST - 1}: so many values of a graph may be sent"
+            raise Error(f"{self.name} cannot be told from another", expected=expected, got=tag)
         return source
 
 

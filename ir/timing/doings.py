@@ -22,6 +22,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.looped.within_turns import part_in_turns, regions
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.units.execution import end_of
 
 from .purposes import Purpose, main_turns, purposes
 
@@ -106,7 +107,7 @@ class _Walk:
         while at < end:
             node = self.nodes[at]
             if part_in_turns(node) == "opens":
-                closed = self._end(at)
+                closed = end_of(self.nodes, at)
                 yield from self._in_turns(node, at + 1, closed)
                 at = closed
             elif doing := self._read(node):
@@ -122,14 +123,6 @@ class _Walk:
         for word in words:
             for each in units[word.unit]:
                 yield replace(each, turn=word.turn) if turns is self.main else each
-
-    def _end(self, at: int) -> int:
-        """Where the turns that a call opens are closed."""
-        outside = self.inside[self.nodes[at]]
-        here = range(at + 1, len(self.nodes))
-        return next(
-            i for i in here if part_in_turns(self.nodes[i]) == "closes" and self.inside[self.nodes[i]] == outside
-        )
 
     def _unit(self, start: int, end: int, name: str) -> tuple[int, int]:
         """The calls of a unit; of no name: all."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph, Node, Phase, Value
+from shardfx.ir.ops import comm
 from shardfx.ir.ops.traits import is_view
 from shardfx.ir.rewriter import Rewriter, dead_code
 
@@ -52,6 +53,8 @@ class Repeats:
             value = open_[-1]
             if value in self._made:
                 open_.pop()
+            elif value.node is not None and value.node.op is comm.send:  # what came from another stage stays
+                self._made[open_.pop()] = value
             elif not self.again(value):
                 self._made[open_.pop()] = self.kept(rewriter, value, anchor)
             else:

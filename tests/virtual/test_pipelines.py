@@ -129,6 +129,21 @@ def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
     assert pm.verify()
 
 
+def test_what_came_from_another_stage_is_not_made_again() -> None:
+    """Where a module that is made again lies in several stages."""
+    model, (x, y) = tied(2), batch(4)
+    pm = in_stages(model, x, y, sx.Mesh(pp=2, mb=sx.Time(2)), pipeline=sx.Pipeline(), recompute="layers")
+    check(pm, model, x, y)
+    assert pm.verify()
+
+
+def test_a_message_has_a_tag_of_its_own() -> None:
+    pm = three_stages()
+    sent = next(node for node in pm.after.nodes if str(node.op) == "comm.send")
+    with pytest.raises(sx.Error, match="cannot be told from another"):
+        sent.op.place(sent.operands[0].spec, sent.operands[0].shape, pm.mesh, **{**sent.kwargs, "tag": 1 << 14})
+
+
 @slow
 def test_stages_put_away_what_waits_and_fetch_what_they_share() -> None:
     def adam(parameters: Any) -> torch.optim.Optimizer:
