@@ -8,6 +8,7 @@ What is made stays registered with torch until ``destroy_process_group``, so a s
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -100,10 +101,12 @@ def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
         links = connect(gather, ranks, mine, group_timeout())
         if links is None:
             apart.add(name)
+            log.info("the ranks of %s share no memory: their collectives are gloo's", name)
         else:
             met[name] = Neighbours(links, list(ranks).index(mine))
 
 
+log = logging.getLogger("shardfx")
 _made: dict[str, dist.ProcessGroup] = {}
 CPU_GROUP = "shardfx/cpu"
 """All ranks, to tell one another what no device is to wait for."""
