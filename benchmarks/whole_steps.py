@@ -6,8 +6,8 @@
 Each rank passes its own part of the batch to either. Both live in the same two processes, one thread each, and take
 turns, round after round, so that a busy neighbour slows both alike. Printed are, for each model, medians of the clock
 of a step (the slowest rank's) and of the processor's time that a rank spends in it (their mean), and the medians of
-the rounds' ratios, ours over DDP's. Where the machine has more to do than cores, the processor's time is the one to trust.
-``--parts`` prints where the processor's time of a step goes: the call, the backward, the optimizer.
+the rounds' ratios, ours over DDP's. Where the machine has more to do than cores, the processor's time is the one to
+trust. ``--parts`` prints where the processor's time of a step goes: the call, the backward, the optimizer.
 """
 
 from __future__ import annotations
@@ -113,8 +113,10 @@ def rank_main(rank: int, port: int, rounds: int, steps: int, only: list[str], pa
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
     if rank == 0:
-        print(f"{'':16} {'parameters':>10}   {'clock: DDP':>10} {'ours':>8} {'ratio':>6}   "
-              f"{'processor: DDP':>14} {'ours':>8} {'ratio':>6}  {'aim':>4}")
+        print(
+            f"{'':16} {'parameters':>10}   {'clock: DDP':>10} {'ours':>8} {'ratio':>6}   "
+            f"{'processor: DDP':>14} {'ours':>8} {'ratio':>6}  {'aim':>4}"
+        )
     for name in only:
         torch.manual_seed(0)
         case = CASES[name]()
