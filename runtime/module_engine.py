@@ -37,6 +37,8 @@ class ModuleEngine:
         perform: how virtual ranks do a collective; None for a real rank.
     """
 
+    meets_late = False
+
     def __init__(
         self, engine: Engine, mesh: Mesh, options: Mapping[str, Any] | None, perform: Perform | None = None
     ) -> None:

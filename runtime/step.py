@@ -117,11 +117,23 @@ class Step:
         self.make_engine, self._engine = make_engine, None
         self._programs.clear()
 
-    def seed(self, kinds: Kinds) -> torch.Tensor | None:
-        """A seed for a run, the same on all ranks; None where nothing is random."""
+    def meets_late(self, kinds: Kinds) -> bool:
+        """Whether programs that have run here may begin before it is known what other ranks run."""
+        return self.has_run(kinds) and self._unprepared().meets_late
+
+    def draws(self, kinds: Kinds) -> bool:
+        """Whether a run needs a seed, the same on all ranks."""
         if kinds not in self._drawing:  # asked of the whole graph: all ranks draw together
             self._drawing[kinds] = any(given.kind is InputKind.SEED for given in select(self.graph, kinds)[0])
-        return self.engine.seed() if self._drawing[kinds] else None
+        return self._drawing[kinds]
+
+    def seed(self, kinds: Kinds) -> torch.Tensor | None:
+        """A seed for a run, the same on all ranks; None where nothing is random."""
+        return self.engine.seed() if self.draws(kinds) else None
+
+    def on_device(self, number: int) -> torch.Tensor:
+        """A number that was drawn as a seed, where programs run."""
+        return torch.tensor(number, device=self.engine.device)
 
     def run(
         self,

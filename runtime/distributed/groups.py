@@ -90,20 +90,25 @@ def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
     apart.discard(name)
     if (left := met.pop(name, None)) is not None:  # of a job that is over
         left.close()
-    group, mine = _made[name], dist.get_rank()
+    if len(ranks) > 1 and dist.get_backend(_made[name]) == "gloo":
+        near = _neighbours(_made[name], ranks)
+        if near is None:
+            apart.add(name)
+            log.info("the ranks of %s share no memory: their collectives are gloo's", name)
+        else:
+            met[name] = near
+
+
+def _neighbours(group: dist.ProcessGroup, ranks: Sequence[int]) -> Neighbours | None:
+    """The ranks of a group on gloo, connected; None where they are on several machines."""
 
     def gather(given: Any) -> list[Any]:
         every: list[Any] = [None] * len(ranks)
         dist.all_gather_object(every, given, group=group)
         return every
 
-    if len(ranks) > 1 and dist.get_backend(group) == "gloo":
-        links = connect(gather, ranks, mine, group_timeout())
-        if links is None:
-            apart.add(name)
-            log.info("the ranks of %s share no memory: their collectives are gloo's", name)
-        else:
-            met[name] = Neighbours(links, list(ranks).index(mine))
+    links = connect(gather, ranks, dist.get_rank(), group_timeout())
+    return None if links is None else Neighbours(links, list(ranks).index(dist.get_rank()))
 
 
 log = logging.getLogger("shardfx")
@@ -118,6 +123,17 @@ def make_cpu_group() -> None:
         made = dist.new_group(backend="gloo", timeout=_timeout())
         _register_process_group(CPU_GROUP, made)  # type: ignore[arg-type]
         _made[CPU_GROUP] = made
+        near = _neighbours(made, range(dist.get_world_size()))
+        _all_near[:] = [near] if near is not None and near.links else []
+
+
+_all_near: list[Neighbours] = []
+"""All ranks, where they are on one machine."""
+
+
+def all_near() -> Neighbours | None:
+    """All ranks as neighbours; None where they are on several machines, or this one left them."""
+    return _all_near[0] if _all_near else None
 
 
 def the_cpu_group() -> dist.ProcessGroup:
@@ -140,9 +156,10 @@ def the_cpu_group() -> dist.ProcessGroup:
 
 def leave_groups() -> None:
     """Leave all groups that were made here: whoever waits in one is ended at once, before any time-out."""
-    for near in met.values():
+    for near in (*met.values(), *_all_near):
         near.close()
     met.clear()
+    _all_near.clear()
     apart.clear()
     for name, made in list(_made.items()):
         del _made[name]

@@ -246,6 +246,12 @@ def passed(step: Step, call: Call) -> Passed:
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
 
 
+def cuts_inputs(step: Step) -> bool:
+    """Whether ranks read parts of some input: else how a rank is given its inputs tells nothing of the others."""
+    given = [g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)]
+    return any(g.value.spec is not None and g.value.spec.axes for g in given)
+
+
 def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:
     shape = tuple(tensor.shape)
     if shape not in step.local_shapes(given):
