@@ -141,8 +141,7 @@ class ProcessStore:
 
     def piece(self, name: str, rank: int) -> Tensor:
         """This rank's piece, plain and local."""
-        held = self._held(name)[0]
-        return DTensorShard.unwrap(held).detach() if self._cuts else held.detach()
+        return DTensorShard.unwrap(self._held(name)[0]).detach()
 
     def _held(self, name: str) -> Sequence[Tensor]:
         return self.parameters.get(name) or self.buffers.get(name) or self.states[name]
