@@ -26,6 +26,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import OwnOp
 from shardfx.runtime.same_host.links import connect
+from shardfx.runtime.same_host.near_group import NearGroup
 from shardfx.runtime.same_host.neighbourhood import Neighbours, apart, met
 
 Axes = tuple[str, ...]
@@ -80,8 +81,7 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
         for name, ranks in names.items():
             made = _new_group(ranks)
             if dist.get_rank() in ranks:
-                _register_process_group(name, made)  # type: ignore[arg-type]
-                _made[name] = made
+                _register(name, made)
         _meet_neighbours(mesh.group_name(dist.get_rank(), each), mesh.group(dist.get_rank(), each))
 
 
@@ -90,13 +90,15 @@ def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
     apart.discard(name)
     if (left := met.pop(name, None)) is not None:  # of a job that is over
         left.close()
-    if len(ranks) > 1 and dist.get_backend(_made[name]) == "gloo":
-        near = _neighbours(_made[name], ranks)
+    group = _made[name]
+    if len(ranks) > 1 and dist.get_backend(group) == "gloo":
+        near = _neighbours(group, ranks)
         if near is None:
             apart.add(name)
             log.info("the ranks of %s share no memory: their collectives are gloo's", name)
         else:
             met[name] = near
+            _register(name, NearGroup(near, group))
 
 
 def _neighbours(group: dist.ProcessGroup, ranks: Sequence[int]) -> Neighbours | None:
@@ -117,14 +119,24 @@ CPU_GROUP = "shardfx/cpu"
 """All ranks, to tell one another what no device is to wait for."""
 
 
+def _register(name: str, made: dist.ProcessGroup) -> None:
+    """Let programs find a group by this name, which may have been another's."""
+    if find_group(name) is not None:
+        _unregister_process_group(name)  # type: ignore[arg-type]
+    _register_process_group(name, made)  # type: ignore[arg-type]
+    _made[name] = made
+
+
 def make_cpu_group() -> None:
     """Make the group of all ranks on gloo, unless it is there. All ranks call it alike."""
     if find_group(CPU_GROUP) is None:
         made = dist.new_group(backend="gloo", timeout=_timeout())
-        _register_process_group(CPU_GROUP, made)  # type: ignore[arg-type]
-        _made[CPU_GROUP] = made
-        near = _neighbours(made, range(dist.get_world_size()))
-        _all_near[:] = [near] if near is not None and near.links else []
+        _register(CPU_GROUP, made)
+        ranks = range(dist.get_world_size())
+        near = _neighbours(made, ranks) if len(ranks) > 1 else None
+        for left in _all_near:  # of a job that is over
+            left.close()
+        _all_near[:] = [near] if near is not None else []
 
 
 _all_near: list[Neighbours] = []
@@ -166,7 +178,7 @@ def leave_groups() -> None:
         if find_group(name) is made:
             _unregister_process_group(name)  # type: ignore[arg-type]
         with suppress(RuntimeError, ValueError, AssertionError):  # the job is over, and the group with it
-            dist.destroy_process_group(made)
+            dist.destroy_process_group(made.gloo if isinstance(made, NearGroup) else made)
 
 
 def device_mesh(mesh: Mesh, device_type: str, axes: Sequence[str]) -> DeviceMesh:
