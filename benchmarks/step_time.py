@@ -4,6 +4,7 @@ machine; with the update of AdamW, too.
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp --compile]
     python -m benchmarks.step_time --only dp-update zero-update
     python -m benchmarks.step_time --only turns             (four micro-batches; DDP's by no_sync)
+    python -m benchmarks.step_time --only interleave        (tensor parallelism, two turns side by side, and without)
 
 DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do. All variants live in the same two
 processes, one thread each, and take turns, round after round, so that a busy neighbour slows all of them alike. A
@@ -42,10 +43,11 @@ PAIRS = {
     "zero": ("ours, zero 3", "FSDP2"),
     "tp": ("ours, tp", "DTensor TP"),
     "turns": ("ours, 4 turns", "DDP, 4 turns"),
+    "interleave": ("tp, side by side", "tp, 2 turns"),
     "dp-update": ("ours, dp, step", "DDP, AdamW"),
     "zero-update": ("ours, zero 3, step", "FSDP2, AdamW"),
 }
-AIMS = {"dp": 1.05, "turns": 1.1, "zero": 1.3, "tp": 1.5, "dp-update": 1.05, "zero-update": 1.3}
+AIMS = {"dp": 1.05, "turns": 1.1, "interleave": 1.0, "zero": 1.3, "tp": 1.5, "dp-update": 1.05, "zero-update": 1.3}
 MEGATRON = {
     **dict.fromkeys((f"layers.*.{n}.weight" for n in ("q", "k", "v", "fc1")), "tp, -"),
     **dict.fromkeys((f"layers.*.{n}.bias" for n in ("q", "k", "v", "fc1")), "tp"),
@@ -62,6 +64,14 @@ def ours(
     """Our plan of the model, and its step on the global batch."""
     hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs, accumulate=accumulate)
     pm = sx.parallelize(model, sx.Mesh(**{axis: RANKS}), hints)
+    return pm, lambda: pm(x, y)
+
+
+def side_by_side(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> tuple[nn.Module, Step]:
+    """Our plan of tensor parallelism in two turns, one behind the other or interleaved."""
+    specs = MEGATRON | {"args.0": "mb, -", "targets.0": "mb, -"}
+    hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs)
+    pm = sx.parallelize(model, sx.Mesh(mb=sx.Time(2, interleave=interleave), tp=RANKS), hints)
     return pm, lambda: pm(x, y)
 
 
@@ -133,6 +143,9 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tup
         module = DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True)
         made["DDP, 4 turns"] = in_turns(module, x[mine], y[mine])
         made["ours, 4 turns"] = ours(model, "dp", BATCH, x, y, accumulate=TURNS)
+    if "interleave" in only:
+        made["tp, 2 turns"] = side_by_side(model, x, y, interleave=False)
+        made["tp, side by side"] = side_by_side(deepcopy(model), x, y, interleave=True)
     if "zero" in only:
         made["FSDP2"] = theirs(sharded(deepcopy(model)), x[mine], y[mine])
         made["ours, zero 3"] = ours(model, "dp", BATCH | stored, x, y)

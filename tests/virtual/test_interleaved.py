@@ -172,6 +172,12 @@ def test_chunks_of_a_block_side_by_side() -> None:
     assert pm.timeline().bubble >= 0
 
 
+def test_turns_side_by_side_within_turns() -> None:
+    specs = {"args.0": "mb copy, -", "targets.0": "mb copy", "fc1.weight": "tp, -", "fc2.weight": "-, tp"}
+    mesh = sx.Mesh(mb=sx.Time(2), copy=sx.Time(2, interleave=True), tp=2)
+    check("mlp3", plan(make("mlp3"), mesh, specs=specs))
+
+
 # ---- what is wrong is refused
 
 
