@@ -4,7 +4,8 @@ ranks of this machine.
     python -m benchmarks.step_memory [--dim 256 --layers 4]
 
 Looked at op by op, whoever holds them: parameters and states, which are there before the step, and all that the step
-makes. Beside ours stands what ``pm.memory()`` foresees.
+makes; not what carries collectives (gloo's buffers, and ours where ranks share memory).
+Memory that is kept between steps counts from its first use on. Beside ours stands what ``pm.memory()`` foresees.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
+from shardfx.runtime.same_host.neighbourhood import met
 
 from .models import GPT, Size
 from .step_time import RANKS, Step, sharded, updated, whole
@@ -56,7 +58,10 @@ class Live(TorchDispatchMode):
 
     def _there(self) -> int:
         total = 0
+        carried = {each.untyped_storage()._cdata for near in met.values() for each in near.memory}
         for key, ref in list(self._found.items()):
+            if key in carried:
+                continue
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self._found[key]
