@@ -213,7 +213,7 @@ def rank_main(rank: int, port: int, size: Size, rounds: int, steps: int, only: l
             elif rank == 0:
                 print(f"warming up: {name}, loss {loss:.4f}")
     if rank == 0:
-        report(times, work, only)
+        report(times, only)
     dist.destroy_process_group()
 
 
