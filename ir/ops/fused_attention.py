@@ -156,7 +156,7 @@ def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> I
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), in place."""
+    """In place, the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators, 2014)."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
     return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
