@@ -52,6 +52,12 @@ NAMES = {
     "a whole step, and results": STEP | BESIDE,
 }
 """The programs that a call may run."""
+RUNS = {kinds: name for name, kinds in NAMES.items()} | {
+    TRAIN: "a training step",
+    LOSS: "the loss alone",
+    INFER: "the model's results",
+}
+"""What a call does, in words."""
 USUAL = (TRAIN, LOSS, STEP, INFER)
 """Those that any call may run; the others are asked for."""
 
