@@ -107,6 +107,7 @@ def test_where_a_users_function_failed_is_said(target: str) -> None:
 def test_meshes_as_text() -> None:
     assert parse_mesh("dp=2, tp=4") == sx.Mesh(dp=2, tp=4)
     assert parse_mesh("pp=2,mb=Time(8)") == sx.Mesh(pp=2, mb=sx.Time(8))
+    assert parse_mesh("mb=Time(2, interleave=True),tp=2") == sx.Mesh(mb=sx.Time(2, interleave=True), tp=2)
 
 
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
