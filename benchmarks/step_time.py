@@ -4,12 +4,13 @@ machine; with the update of AdamW, too.
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp --compile]
     python -m benchmarks.step_time --only dp-update zero-1-update zero-update      (python -m benchmarks.step_memory)
     python -m benchmarks.step_time --only turns             (four micro-batches; DDP's by no_sync)
+    python -m benchmarks.step_time --only interleave        (tensor parallelism, two turns side by side, and without)
 
 DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do. All variants live in the same two
 processes, one thread each, and take turns, round after round, so that a busy neighbour slows all of them alike. A
-round's time is the slowest rank's. Printed are medians, and the median over the rounds of each ratio; beside the clock
-the processor's time of a rank, with the threads that send: where others want the cores, it says more. All of them run
-through ``torch.compile`` with ``--compile``.
+round's time is the slowest rank's. Printed are medians, and the median over the rounds of each ratio: by the clock, and
+by the time that a rank's processors worked, which hangs less on neighbours. All of them run through ``torch.compile``
+with ``--compile``.
 """
 
 from __future__ import annotations
@@ -43,11 +44,21 @@ PAIRS = {
     "zero": ("ours, zero 3", "FSDP2"),
     "tp": ("ours, tp", "DTensor TP"),
     "turns": ("ours, 4 turns", "DDP, 4 turns"),
+    "interleave": ("tp, side by side", "tp, 2 turns"),
     "dp-update": ("ours, dp, step", "DDP, AdamW"),
     "zero-1-update": ("ours, zero 1, step", "DDP, AdamW"),
     "zero-update": ("ours, zero 3, step", "FSDP2, AdamW"),
 }
-AIMS = {"dp": 1.05, "turns": 1.1, "zero": 1.3, "tp": 1.5, "dp-update": 1.05, "zero-1-update": 1.05, "zero-update": 1.2}
+AIMS = {
+    "dp": 1.05,
+    "turns": 1.1,
+    "interleave": 1.0,
+    "zero": 1.3,
+    "tp": 1.5,
+    "dp-update": 1.05,
+    "zero-1-update": 1.05,
+    "zero-update": 1.2,
+}
 MEGATRON = {
     **dict.fromkeys((f"layers.*.{n}.weight" for n in ("q", "k", "v", "fc1")), "tp, -"),
     **dict.fromkeys((f"layers.*.{n}.bias" for n in ("q", "k", "v", "fc1")), "tp"),
@@ -64,6 +75,14 @@ def ours(
     """Our plan of the model, and its step on the global batch."""
     hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs, accumulate=accumulate)
     pm = sx.parallelize(model, sx.Mesh(**{axis: RANKS}), hints)
+    return pm, lambda: pm(x, y)
+
+
+def side_by_side(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> tuple[nn.Module, Step]:
+    """Our plan of tensor parallelism in two turns, one behind the other or interleaved."""
+    specs = MEGATRON | {"args.0": "mb, -", "targets.0": "mb, -"}
+    hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs)
+    pm = sx.parallelize(model, sx.Mesh(mb=sx.Time(2, interleave=interleave), tp=RANKS), hints)
     return pm, lambda: pm(x, y)
 
 
@@ -137,6 +156,9 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tup
         module = DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True)
         made["DDP, 4 turns"] = in_turns(module, x[mine], y[mine])
         made["ours, 4 turns"] = ours(model, "dp", BATCH, x, y, accumulate=TURNS)
+    if "interleave" in only:
+        made["tp, 2 turns"] = side_by_side(model, x, y, interleave=False)
+        made["tp, side by side"] = side_by_side(deepcopy(model), x, y, interleave=True)
     if "zero" in only:
         made["FSDP2"] = theirs(sharded(deepcopy(model)), x[mine], y[mine])
         made["ours, zero 3"] = ours(model, "dp", BATCH | stored, x, y)
@@ -156,8 +178,8 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tup
     return made
 
 
-def measure(module: nn.Module, step: Step, steps: int) -> tuple[float, float, float]:
-    """Milliseconds of a step, of the slowest rank: by the clock, and of the processor; and the loss."""
+def measure(module: nn.Module, step: Step, steps: int) -> tuple[tuple[float, float], float]:
+    """Milliseconds of a step, of the slowest rank, by the clock and of processors; and the loss."""
     dist.barrier()
     started, worked = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -167,8 +189,8 @@ def measure(module: nn.Module, step: Step, steps: int) -> tuple[float, float, fl
             loss.backward()
     spent = torch.tensor([time.perf_counter() - started, time.process_time() - worked]) / steps * 1e3
     dist.all_reduce(spent, dist.ReduceOp.MAX)
-    clock, processor = spent.tolist()
-    return clock, processor, loss.item()
+    clock, processors = spent.tolist()
+    return (clock, processors), loss.item()
 
 
 def rank_main(rank: int, port: int, size: Size, rounds: int, steps: int, only: list[str], through: bool) -> None:
@@ -182,32 +204,29 @@ def rank_main(rank: int, port: int, size: Size, rounds: int, steps: int, only: l
     made = variants(model, x, y, only)
     for module, _ in made.values() if through else ():
         module.compile()
-    times: dict[str, list[float]] = {name: [] for name in made}
-    work: dict[str, list[float]] = {name: [] for name in made}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for number in range(rounds + 2):
         for name, (module, step) in made.items():
-            spent, worked, loss = measure(module, step, steps)
+            spent, loss = measure(module, step, steps)
             if number >= 2:
                 times[name].append(spent)
-                work[name].append(worked)
             elif rank == 0:
                 print(f"warming up: {name}, loss {loss:.4f}")
     if rank == 0:
-        report(times, work, only)
+        report(times, only)
     dist.destroy_process_group()
 
 
-def report(times: dict[str, list[float]], work: dict[str, list[float]], only: list[str]) -> None:
+def report(times: dict[str, list[tuple[float, float]]], only: list[str]) -> None:
     for name, spent in times.items():
-        line = f"{name:18} {statistics.median(spent):7.1f} ms   least {min(spent):7.1f}   most {max(spent):7.1f}"
-        print(f"{line}   processor {statistics.median(work[name]):7.1f}")
+        clock, processors = zip(*spent, strict=True)
+        least = f"least {min(clock):7.1f}   most {max(clock):7.1f}   of processors {statistics.median(processors):7.1f}"
+        print(f"{name:18} {statistics.median(clock):7.1f} ms   {least}")
     for key in only:
         mine, other = PAIRS[key]
-        clock, processor = (
-            statistics.median(b / a for a, b in zip(found[mine], found[other], strict=True)) for found in (times, work)
-        )
-        said = f"{mine} is {clock:.2f} x as fast as {other} (aim {AIMS[key]})"
-        print(f"{said}; by the processor's time {processor:.2f} x")
+        both = list(zip(times[mine], times[other], strict=True))
+        clock, processors = (statistics.median(b[i] / a[i] for a, b in both) for i in range(2))
+        print(f"{mine} is {clock:.2f} x as fast as {other} (aim {AIMS[key]}), {processors:.2f} x by time of processors")
 
 
 def main() -> None:
