@@ -29,8 +29,8 @@ def space_axes(graph: Graph) -> set[str]:
 
 
 def gathered(node: Node, rule: ShardingRule, extents: Mapping[str, int]) -> Mapping[str, str]:
-    """The factors that a node needs whole though an operand is cut there over some axes: each with its axes. Where the
-    dim is of fewer blocks than there are ranks, no op could share it."""
+    """The factors that a node needs whole though an operand is cut there over some axes: each with its axes. Of a dim
+    that is one block there is nothing to share."""
     made, found = node.strategy, {}
     assert made is not None
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
@@ -38,7 +38,7 @@ def gathered(node: Node, rule: ShardingRule, extents: Mapping[str, int]) -> Mapp
             lost = [axis for axis in cut.axes if axis in extents and axis not in need.axes + need.partial_axes]
             whole = [factor for factor in dims[dim] if factor in rule.whole]
             blocks = [rule.sizes[factor] for factor in dims[dim] if factor not in rule.whole]
-            few = blocks and math.prod(blocks) < math.prod(extents[axis] for axis in lost)
+            few = blocks and math.prod(blocks) == 1
             if lost and whole and not few:
                 found[" ".join(whole)] = ", ".join(lost)
     return found

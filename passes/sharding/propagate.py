@@ -119,7 +119,7 @@ def is_blocked(node: Node, state: Held) -> bool:
             continue
         for d, dim in enumerate(dims):
             if held[d].axes and any(f in rule.whole for f in dim):
-                pieces = parted(held[d], dim, rule, state.mesh)
+                pieces = parted(held[d], dim, rule, state)
                 if not any(pieces) or any(c.axes and f in rule.whole for f, c in zip(dim, pieces, strict=True)):
                     return True
     return False

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.graph import Node, op_name
+from shardfx.ir.ops.computing.no_share import no_share
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.local import gives_list
 
@@ -26,6 +27,8 @@ from .known import Known, Proof
 
 aten = torch.ops.aten
 
+OF_NOTHING = {aten.new_full.default, no_share}
+"""What rules write for a rank that has nothing of a factor that is shared."""
 REACH = 8
 """How far a rule's own calls may reach from the result back to the operands, where the plan's do not reach as far."""
 
@@ -61,6 +64,8 @@ class Calls:
             unknown = next(n for n, f in zip(operands, direct, strict=True) if not f)
             best = f"nothing is known of {unknown.name}"
         of_operands = bool(found)
+        if not found and node.target in OF_NOTHING:
+            found = self._of_nothing(node)
         if not found:
             made, why = self._by_rule(node)
             found, best = made, why or best
@@ -161,6 +166,21 @@ class Calls:
         if all_found:
             self.taken[all_found[0][1]] += 1
         return [made for _, _, found in all_found for made in found], best
+
+    def _of_nothing(self, node: fx.Node) -> list[list[Fact | None]]:
+        """What a call gives that a rule writes where this rank has nothing of what is shared: whatever it holds of the
+        operands, of which one stands in the call for its device. But for shares of sums that operands may be."""
+        deduction, found = self.proof.deduction, list[list[Fact | None]]()
+        for maker in self.proof.universe.lacking:
+            made = maker.strategy
+            assert made is not None
+            own = {axis for _, axes in made.cuts for axis in axes}
+            if any(axis not in own for spec in made.results for axis in spec.partial_axes):
+                continue
+            like = node.all_input_nodes[:1] * len(maker.operands)
+            if any(same(form, node, self.root, like) for form in deduction.forms(maker, made, self.rank)):
+                found.append(deduction.results(maker, made, ()))
+        return found
 
     def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
         """The known tensors behind a node, by their terms."""

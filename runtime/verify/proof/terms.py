@@ -20,6 +20,7 @@ from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_n
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.by_pieces import choices
+from shardfx.ir.rules.of_nothing import may_lack
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, justified, small
 
@@ -155,6 +156,8 @@ class Universe:
     makers: dict[tuple[Any, tuple[int, ...]], list[Node]] = field(default_factory=dict)
     written: list[tuple[frozenset[int], Node]] = field(default_factory=list)
     """Nodes whose rule writes a rank's version itself, with the terms of their operands."""
+    lacking: list[Node] = field(default_factory=list)
+    """Nodes of which some rank may have nothing of a factor that is shared."""
     specs: dict[int, list[Spec]] = field(default_factory=dict)
     """Placements in which the plan holds a term: claims, for what alone does not say how it is cut."""
     captured: set[int] = field(default_factory=set)
@@ -184,11 +187,15 @@ def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False) -> U
     registered: set[Any] = set()
     for node in after.nodes:
         if isinstance(node.op, OwnOp):
-            of.update(zip(node.outs, (of[v] for v in node.operands), strict=True))
+            one = len({of[v] for v in node.operands}) == 1
+            pieces = terms.apply(node, of.__getitem__) if node.op.joins and not one else ()  # of nothing that there is
+            of.update(zip(node.outs, pieces or [of[v] for v in node.operands], strict=False))  # type: ignore[arg-type]
             continue
         made = terms.apply(node, of.__getitem__) if reader is None else reader.results(node, of)
         of.update((v, t) for v, t in zip(node.results, made, strict=True) if v is not None and t is not None)
         key = tuple(of[v] for v in node.operands)
+        if may_lack(node, after.mesh):
+            universe.lacking.append(node)
         seen.add(made)
         asked = (SAME.get(node.op, node.op), key)
         if (asked, made) in registered:
