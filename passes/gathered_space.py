@@ -1,6 +1,6 @@
 """Which ops need a cut of space whole: said in a warning, or, where the user is strict, an error.
 
-args.0: dp, -, h, w     aten.adaptive_max_pool2d needs h0, h1 whole: each rank gathers the image, and pools all of it
+args.0: dp, -, h, w     aten.flip needs k2 whole: each rank gathers the image, and turns all of it round
 """
 
 from __future__ import annotations

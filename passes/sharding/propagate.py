@@ -77,6 +77,7 @@ class Propagate(Pass):
         while blocked := [node for node in graph.nodes if expander.can(node) and is_blocked(node, held)]:
             around = [value for node in blocked for value in node.operands]
             parted = expander.apply(graph, blocked, held.of)
+            around += [value for each in parted for node in each.made for value in node.operands]
             for old, new in (pair for each in parted for pair in each.swapped):
                 state.take_over(old, new)
                 new.hint, new.hinted_by = old.hint, old.hinted_by

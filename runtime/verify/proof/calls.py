@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shardfx.ir.graph import Node, op_name
 from shardfx.ir.ops.computing.no_share import no_share
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.local import gives_list
+from shardfx.ir.rules.of_nothing import may_lack
 
 from .deduction import ExpectedCall, Fact, Place, nesting, same
 from .known import Known, Proof
@@ -66,9 +68,11 @@ class Calls:
         of_operands = bool(found)
         if not found and node.target in OF_NOTHING:
             found = self._of_nothing(node)
-        if not found:
-            made, why = self._by_rule(node)
+        for behind in (False, True) if not found else ():
+            made, why = self._by_rule(node, behind)
             found, best = made, why or best
+            if found:
+                break
         if not found:
             return Known(why=best or self._no_such(node, direct))
         count = len(found[0])
@@ -141,13 +145,14 @@ class Calls:
                 )
         return found, "" if found else why
 
-    def _by_rule(self, node: fx.Node) -> tuple[list[list[Fact | None]], str]:
-        """The same, for ops whose rule writes several calls: ``node`` is the last of them.
+    def _by_rule(self, node: fx.Node, behind: bool) -> tuple[list[list[Fact | None]], str]:
+        """The same, for ops whose rule writes several calls: ``node`` is the last of them. ``behind``: what another
+        one of them gives may be something of the model, too.
 
         A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come
         first that no earlier call was taken for.
         """
-        cone = self._cone(node)
+        cone = self._cone(node, behind)
         best = ""
         all_found: list[tuple[int, Node, list[list[Fact | None]]]] = []
         for terms, maker in self.proof.universe.written:
@@ -167,11 +172,16 @@ class Calls:
             self.taken[all_found[0][1]] += 1
         return [made for _, _, found in all_found for made in found], best
 
+    @cached_property
+    def _lacking(self) -> list[Node]:
+        """The nodes of which some rank may have nothing of a factor that is shared."""
+        return [node for node in self.proof.after.nodes if may_lack(node, self.proof.deduction.mesh)]
+
     def _of_nothing(self, node: fx.Node) -> list[list[Fact | None]]:
         """What a call gives that a rule writes where this rank has nothing of what is shared: whatever it holds of the
         operands, of which one stands in the call for its device. But for shares of sums that operands may be."""
         deduction, found = self.proof.deduction, list[list[Fact | None]]()
-        for maker in self.proof.universe.lacking:
+        for maker in self._lacking:
             made = maker.strategy
             assert made is not None
             own = {axis for _, axes in made.cuts for axis in axes}
@@ -182,8 +192,8 @@ class Calls:
                 found.append(deduction.results(maker, made, ()))
         return found
 
-    def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
-        """The known tensors behind a node, by their terms."""
+    def _cone(self, node: fx.Node, behind: bool) -> dict[int, list[tuple[fx.Node, Fact]]]:
+        """The known tensors behind a node, by their terms; also those ``behind`` known ones."""
         found: dict[int, list[tuple[fx.Node, Fact]]] = {}
         reach = self._reach()
         seen: set[fx.Node] = set()
@@ -196,7 +206,7 @@ class Calls:
             facts = self.facts(each)
             for fact in facts:
                 found.setdefault(fact.term, []).append((each, fact))
-            if depth < reach and not facts:
+            if depth < reach and (behind or not facts):
                 front += [(n, depth + 1) for n in each.all_input_nodes]
         return found
 

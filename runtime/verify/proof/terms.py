@@ -20,7 +20,6 @@ from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_n
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.by_pieces import choices
-from shardfx.ir.rules.of_nothing import may_lack
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, justified, small
 
@@ -46,6 +45,7 @@ class Terms:
     names: list[str] = field(default_factory=list)
     _known: dict[Any, tuple[int | None, ...]] = field(default_factory=dict)
     _sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _seen_as: dict[int, int] = field(default_factory=dict)  # in another shape
 
     def _new(self, type: TensorType, where: Where, name: str) -> int:
         self.types.append(type)
@@ -77,8 +77,12 @@ class Terms:
             return made
         if gives_back(node):
             return (operands[0],)
-        if op is aten.reshape.default:  # how the shape was written (-1, a SymInt) does not matter
-            args = (args[0], list(node.outs[0].shape))
+        if op is aten.reshape.default:  # in how many steps, and how the shape was written, does not matter
+            base = self._seen_as.get(operands[0], operands[0])
+            same = self.types[base] == node.outs[0].type
+            made = (base,) if same else self._make((op, base, types[0]), types, node)
+            self._seen_as.update((t, base) for t in made if t is not None and t != base)
+            return made
         return self._make((op, frozen(args), frozen(kwargs)), types, node)
 
     def _make(self, key: Any, types: Sequence[TensorType | None], node: Node) -> tuple[int | None, ...]:
@@ -156,8 +160,6 @@ class Universe:
     makers: dict[tuple[Any, tuple[int, ...]], list[Node]] = field(default_factory=dict)
     written: list[tuple[frozenset[int], Node]] = field(default_factory=list)
     """Nodes whose rule writes a rank's version itself, with the terms of their operands."""
-    lacking: list[Node] = field(default_factory=list)
-    """Nodes of which some rank may have nothing of a factor that is shared."""
     specs: dict[int, list[Spec]] = field(default_factory=dict)
     """Placements in which the plan holds a term: claims, for what alone does not say how it is cut."""
     captured: set[int] = field(default_factory=set)
@@ -194,8 +196,6 @@ def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False) -> U
         made = terms.apply(node, of.__getitem__) if reader is None else reader.results(node, of)
         of.update((v, t) for v, t in zip(node.results, made, strict=True) if v is not None and t is not None)
         key = tuple(of[v] for v in node.operands)
-        if may_lack(node, after.mesh):
-            universe.lacking.append(node)
         seen.add(made)
         asked = (SAME.get(node.op, node.op), key)
         if (asked, made) in registered:
