@@ -120,6 +120,19 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
 
+@pytest.mark.slow
+def test_a_rank_holds_a_fourth_and_its_halos_at_most() -> None:
+    """The peak of a UNet on 2 x 2 ranks, beside that of a plan for one; a rim is little of tiles of this size."""
+    x, peaks = torch.randn(1, 3, 256, 256), []
+    for mesh in (sx.Mesh(h=1, w=1), MESHES["2x2"]):
+        torch.manual_seed(0)
+        hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge="never")])
+        pm = sx.parallelize(UNet(), mesh, hints, virtual=True)
+        halos = sum(node.op.sends(node, mesh).nbytes for node in pm.after.nodes if str(node.op) == "comm.halo")
+        peaks.append(pm.memory().peak - halos)
+    assert peaks[1] <= 1.1 * peaks[0] / 4
+
+
 @pytest.mark.parametrize("merge", ["never", "always"])
 @pytest.mark.parametrize("mesh", ["2x2", "3x1"])
 def test_an_exchange_sends_the_bytes_of_the_formula(mesh: str, merge: str) -> None:
