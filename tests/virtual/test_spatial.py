@@ -142,11 +142,12 @@ def rim_of_own_rows(program: fx.GraphModule) -> None:
 
 
 def inner_row_lost(program: fx.GraphModule) -> None:
-    """A row of the inner piece is taken twice, and another one not at all."""
+    """The first row of the inner piece stands in the place of the last one, too."""
     joined = call(program, "join_rows")
-    boxes = [list(box) for box in joined.args[2]]  # type: ignore[union-attr]
-    boxes[1][1], boxes[2] = boxes[1][1] - 1, [0, 1]
-    with_argument(joined, 2, boxes)
+    first, (start, length), last = joined.args[2]  # type: ignore[misc]
+    above, inner, below = joined.args[0]  # type: ignore[misc]
+    with_argument(joined, 0, [above, inner, inner, below])
+    with_argument(joined, 2, [first, [start, length - 1], [start, 1], last])
 
 
 @pytest.mark.one_in(2)
