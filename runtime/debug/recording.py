@@ -22,7 +22,7 @@ from shardfx.ir.graph import Input
 from shardfx.ir.program.looped.within_turns import part_in_turns, regions
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
-from shardfx.ir.timing.purposes import Purpose, main_turns, purposes
+from shardfx.ir.timing.purposes import BEFORE, Purpose, main_turns, purposes
 
 Tensor = torch.Tensor
 Row = tuple[tuple[Action, Span], ...]
@@ -125,6 +125,8 @@ class _Recorder:
         before, last = self.start, None
         for node, end in self.stamps:
             purpose = of[node]
+            if purpose.kind == BEFORE and last is not None:
+                purpose = last  # memory that is made when it is needed first
             if purpose.kind in KINDS:
                 if node is begins[purpose] or purpose not in counts or purpose != last:
                     if node is begins[purpose] or purpose not in counts:

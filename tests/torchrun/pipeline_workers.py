@@ -16,12 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import shardfx as sx
 import tests.plans
-from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import plan, specs_of, train_beside
 from tests.reference import rel_err
 from tests.zoo import make
 
-from .program_workers import on_gloo
 from .step_workers import WORKERS
 from .workers import same_state, worker
 
@@ -56,22 +54,6 @@ def pipelines_train_like_one_device(name: str, mesh: str, zero: str = "0") -> No
     difference = train_beside(name, PIPELINES[mesh], **hints_of(name, mesh, zero))
     assert dist.get_world_size() == PIPELINES[mesh].size
     assert difference.worst < 1e-9, difference
-
-
-@worker
-def pipelines_train_on_gloo(name: str, mesh: str) -> None:
-    """The same between machines, whose ranks share no memory."""
-    with on_gloo():
-        pipelines_train_like_one_device(name, mesh)
-
-
-@worker
-def pipelines_hold_what_is_predicted(name: str, mesh: str, schedule: str = "1f1b") -> None:
-    """Call by call, what was received among it; and at most."""
-    case = make(name)
-    pm = plan(case, PIPELINES[mesh], specs=in_turns(name, PIPELINES[mesh]), pipeline=sx.Pipeline(schedule=schedule))
-    ((rank, held),) = held_in_a_step(pm, case).items()
-    check_footprint(pm.rank_program(rank), held, exact=False)
 
 
 # ---- a small model: a tied embedding, a buffer that all blocks use, a skip over all stages
