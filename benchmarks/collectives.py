@@ -4,7 +4,8 @@
 
 Each in one thread, in turns; printed are medians. Into *fresh* memory every page is faulted in; *kept* memory was used
 before (:mod:`shardfx.runtime.memory_pool`). *Near* are those of :mod:`shardfx.runtime.same_host`, in a bucket that lies
-in shared memory; *cpu* is the processor time of a rank, with that of its threads.
+in shared memory; *cpu* is the processor time of a rank, with that of its threads. A *message* goes from stage to stage,
+and comes back.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.multiprocessing
 
 import shardfx as sx
 from shardfx.runtime.distributed import gloo, groups
+from shardfx.runtime.same_host.neighbourhood import met
 from shardfx.runtime.same_host.shared_memory import shared_bytes
 
 c10d = torch.ops._c10d_functional
@@ -38,6 +40,24 @@ def rank_main(rank: int, port: int, mb: float) -> None:
     def exchange() -> None:
         wait(c10d.all_to_all_single(whole, [half, half], [half, half], group)).view(2, half).sum(0)
 
+    def to_and_fro() -> None:
+        sent = None
+        for origin in (0, 1):
+            if origin == rank:
+                sent = dist.isend(part, group=dist.group.WORLD, group_dst=1 - rank)
+            else:
+                dist.recv(kept[:half], group=dist.group.WORLD, group_src=1 - rank)
+        assert sent is not None
+        sent.wait()
+
+    def near_to_and_fro() -> None:
+        parcels = met[group].parcels
+        for origin in (0, 1):
+            if origin == rank:
+                parcels.send(part, 1 - rank, 0)
+            else:
+                parcels.receive(kept[:half], 1 - rank, 0).wait()
+
     ways: dict[str, Callable[[], object]] = {
         "all-reduce, fresh": lambda: wait(c10d.all_reduce(whole, "avg", group)),
         "all-reduce, in place": lambda: wait(c10d.all_reduce_(whole, "avg", group)),
@@ -48,6 +68,8 @@ def rank_main(rank: int, port: int, mb: float) -> None:
         "near all-reduce": lambda: near(gloo.all_reduce_(shared, "avg", group)),
         "near all-gather": lambda: near(gloo.all_gather_into(part, 2, group, out=kept)),
         "near reduce-scatter": lambda: near(gloo.reduce_scatter(shared, "sum", 2, group)),
+        "half of it as a message": to_and_fro,
+        "near message": near_to_and_fro,
     }
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
@@ -59,7 +81,7 @@ def rank_main(rank: int, port: int, mb: float) -> None:
     if rank == 0:
         for name, times in spent.items():
             wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
-            print(f"{name:<22} {wall:7.1f} ms, {cpu:7.1f} ms cpu, for {mb:g} MB")
+            print(f"{name:<24} {wall:7.1f} ms, {cpu:7.1f} ms cpu, for {mb:g} MB")
     dist.destroy_process_group()
 
 

@@ -35,6 +35,7 @@ from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.units.lifetimes import Lifetimes
 from shardfx.ir.shards import held_shape
 
 from .amounts import Cost, Work
@@ -276,8 +277,14 @@ class _Walk:
             Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept, b.pool, tuple(b.uses.values()))
             for b in self.blocks
         )
-        moments = Moments(self.stand.places) if any(self.stand.places) else None
+        moments = Moments(self.stand.places, self._made_for()) if any(self.stand.places) else None
         return Footprint(tuple(self.calls), storages, tuple(self.costs), tuple(self.inside), moments)
+
+    def _made_for(self) -> dict[int, int]:
+        """Calls that are done when another one needs them first, and that one."""
+        at = {node: place for place, node in enumerate(self.calls)}
+        nodes = list(self.calls[0].graph.nodes)
+        return {at[node]: at[user] for node, user in Lifetimes(nodes).made_for.items()}
 
     def _category(self, block: Block) -> str:
         node = block.node

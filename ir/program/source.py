@@ -10,7 +10,7 @@ What a call does is the program's; *how* it is done may be an engine's (:class:`
         return (all_reduce,)
 
 Turns are a loop; turns in units one over the words of their order, with a branch for each unit. What a unit makes for
-another of the same turn is kept by the number of the turn.
+another of the same turn is kept by the number of the turn, and memory that all collect into is made by the first.
 """
 
 from __future__ import annotations
@@ -140,13 +140,13 @@ class _Writer:
             part = part_in_turns(node)
             if part in FRAMES:
                 self._frame(node, part)
+            elif node in self.life.made_for:
+                self._add(node, f"{node.name} = None")
             else:
-                self._add(node, self._statement(node))
+                self._make_first(node)
+                self._call(node, part)
                 if (turns := self.life.kept(node)) is not None:
                     self._add(node, f"{self._kept(node)}[{turns.name}] = {node.name}")
-            if self.watch is not None and node.op == "call_function" and part in ("", "collects"):
-                operands = "".join(f"{used.name}, " for used in node.all_input_nodes)
-                self._add(node, f"{self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
             gone = [each.name for each in self.life.dying.get(node, ()) if each.name not in inputs]
             if gone and node.op != "output":
                 self._add(node, f"{' = '.join(gone)} = None")
@@ -156,6 +156,21 @@ class _Writer:
         linecache.cache[file] = (len(text), None, text.splitlines(True), file)
         exec(compile(text, file, "exec"), self.scope)
         return Source(text, self.scope["program"], self.nodes, tuple(self.owners), file)
+
+    def _call(self, node: fx.Node, part: str) -> None:
+        self._add(node, self._statement(node))
+        if self.watch is not None and node.op == "call_function" and part in ("", "collects"):
+            operands = "".join(f"{used.name}, " for used in node.all_input_nodes)
+            self._add(node, f"{self._name(self.watch)}({self._name(node)}, {node.name}, ({operands}))")
+
+    def _make_first(self, node: fx.Node) -> None:
+        """Make the memory that a call collects into, unless it has done so in another turn."""
+        for memory in node.all_input_nodes:
+            if self.life.made_for.get(memory) is node:
+                self._add(memory, f"if {memory.name} is None:")
+                self.open.append("made")
+                self._call(memory, "")
+                self.open.pop()
 
     def _add(self, node: fx.Node | None, line: str, indent: str | None = None) -> None:
         self.lines.append("    " * len(self.open) + line if indent is None else indent + line)

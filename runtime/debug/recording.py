@@ -23,7 +23,7 @@ from shardfx.ir.program.looped.within_turns import part_in_turns
 from shardfx.ir.program.units.execution import executed
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
-from shardfx.ir.timing.purposes import main_turns, purposes
+from shardfx.ir.timing.purposes import BEFORE, main_turns, purposes
 
 Tensor = torch.Tensor
 Row = tuple[tuple[Action, Span], ...]
@@ -129,6 +129,8 @@ class _Recorder:
             kind, stage = of[node]
             turn = 0 if kind == "U" else next((turn for name, turn in turns if name == axis), 0)
             action = Action(kind, stage, turn) if kind in KINDS else None
+            if kind == BEFORE:
+                action = last  # memory that is made when it is needed first
             if action is not None:
                 begin = found.pop()[1].start if action == last else before
                 found.append((action, Span(begin, end)))

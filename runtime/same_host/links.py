@@ -17,6 +17,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -39,12 +40,14 @@ SAID = 3
 
 class Word(IntEnum):
     """What a message says: of a collective that there is something to be seen, or that it has been seen; of a segment
-    that it is no more; or some numbers."""
+    that it is no more, or that it was taken; of what is for this neighbour alone that it is there; or some numbers."""
 
     READY = 0
     DONE = 1
     GONE = 2
-    SAYS = 3
+    SENT = 3
+    TAKEN = 4
+    SAYS = 5
 
 
 class NeighbourError(RuntimeError):
@@ -58,14 +61,14 @@ class Link:
         connection.setblocking(False)
         self._socket, self.rank, self._timeout = connection, rank, timeout
         self._poll = select.poll()
-        self._heard: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._heard: dict[tuple[int, int], deque[tuple[int, ...]]] = {}
         self._told: set[int] = set()
         self.memory: dict[int, Tensor] = {}
         """The neighbour's segments, as far as they were named."""
         self._forgotten = len(forgotten)
 
     def tell(self, word: Word, number: int, where: tuple[Segment, int] | None = None) -> None:
-        """Say something of the collective of this number, and where it is to be seen.
+        """Say something of what has this number, and where it is to be seen.
 
         One who has ended needs it no more; who still needs that one will notice.
         """
@@ -105,8 +108,17 @@ class Link:
         Raises:
             NeighbourError: it does not come.
         """
-        segment, _, offset = self._await(word, number)
+        segment, offset = self.hear_where(word, number)
         return self.memory[segment][offset:] if word is Word.READY else NOTHING
+
+    def hear_where(self, word: Word, number: int) -> tuple[int, int]:
+        """Wait for a message; gives the number of the segment that it names, and the byte in it.
+
+        Raises:
+            NeighbourError: it does not come.
+        """
+        segment, _, offset = self._await(word, number)
+        return segment, offset
 
     def said(self, number: int) -> tuple[int, ...]:
         """Wait for what the neighbour says.
@@ -117,10 +129,14 @@ class Link:
         return self._await(Word.SAYS, number)
 
     def _await(self, word: Word, number: int) -> tuple[int, ...]:
-        while (found := self._heard.pop((word, number), None)) is None:
+        """What comes with a message; of several that say the same, the one that was said first."""
+        while (found := self._heard.get((word, number))) is None:
             if not self._read():
                 self._wait(select.POLLIN)
-        return found
+        first = found.popleft()
+        if not found:
+            del self._heard[word, number]
+        return first
 
     def has_heard(self, word: Word, number: int) -> bool:
         """Whether a message is there by now."""
@@ -168,7 +184,7 @@ class Link:
         if word == Word.GONE:
             self.memory.pop(segment, None)
         else:
-            self._heard[word, number] = segment, nbytes, offset
+            self._heard.setdefault((word, number), deque()).append((segment, nbytes, offset))
         return True
 
     def _wait(self, events: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .links import Link, Word
+from .parcels import Parcels
 from .shared_memory import Segment, segment_of, shared_bytes
 
 Tensor = torch.Tensor
@@ -91,6 +92,8 @@ class Neighbours:
 
     def __init__(self, links: Sequence[Link], place: int) -> None:
         self.links, self.place, self.count = links, place, len(links) + 1
+        self.parcels = Parcels([*self.links[:place], None, *self.links[place:]])
+        """What goes from one of them to another."""
         self._numbers = count()
         self._places: list[Place] = []
         self._under_way: deque[Started] = deque()
@@ -98,7 +101,8 @@ class Neighbours:
     @property
     def memory(self) -> list[Tensor]:
         """What is seen of the others, and kept for what is sent: no program's."""
-        return [*(each for link in self.links for each in link.memory.values()), *(p.memory for p in self._places)]
+        seen = [each for link in self.links for each in link.memory.values()]
+        return [*seen, *(each.memory for each in self._places), *self.parcels.memory]
 
     def close(self) -> None:
         """Leave the group."""

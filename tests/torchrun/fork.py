@@ -25,7 +25,7 @@ from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
-from . import call_workers, pipeline_workers, scene_workers  # noqa: F401
+from . import call_workers, pipeline_workers, scene_workers, transport_workers  # noqa: F401
 from .pipeline_workers import WORKERS
 from .workers import PLANS, gated
 

@@ -12,6 +12,7 @@ from tests.torchrun.launch import on_ranks
 def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
     on_ranks(
         2,
+        "pipelines_hold_what_is_predicted:gpt_fused,pp2",
         "pipelines_serve_torchs_tools:pp2",
         "pipelines_step_like_one_device:pp2",
         "interleaved_turns_train_like_one_device:gpt_fused",
@@ -32,6 +33,12 @@ def test_pipelines_on_four_ranks() -> None:
 def test_other_forms_of_call_keep_the_stages() -> None:
     on_ranks(2, "pipelines_are_called_in_other_forms:pp2", "pipelines_give_inputs_gradients")
     on_ranks(4, "pipelines_are_called_in_other_forms:pp2dp2")
+
+
+@pytest.mark.slow
+def test_stages_on_several_machines() -> None:
+    on_ranks(2, "pipelines_train_on_gloo:gpt_fused,pp2", "pipelines_train_on_gloo:unet,pp2")
+    on_ranks(4, "pipelines_train_on_gloo:gpt_fused,pp2dp2")
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime": PROGRAMS,
     "runtime.virtual": (*PROGRAMS, "runtime"),
     "runtime.distributed": (*PROGRAMS, "runtime", "runtime.distributed.stages", "runtime.same_host"),
-    "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed"),
+    "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed", "runtime.same_host"),
     "runtime.same_host": (),
     "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime", "runtime.same_host"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),

@@ -11,6 +11,7 @@ import torch
 
 from shardfx.runtime.same_host.links import Link, NeighbourError, Word
 from shardfx.runtime.same_host.neighbourhood import EACH, Neighbours
+from shardfx.runtime.same_host.parcels import Parcels
 from shardfx.runtime.same_host.shared_memory import segment_of, shared_bytes
 
 
@@ -97,3 +98,36 @@ def test_places_are_lent_again_when_all_have_seen_them(links: tuple[Link, Link])
             *sums, memory = found
             assert sums == [3.0] * 4 + [float(x) for x in range(40)]
             assert memory <= 12
+
+
+def test_parcels_are_found_by_number_and_sent_before_anybody_waits(links: tuple[Link, Link]) -> None:
+    """In one thread: each sends all it has, and one number twice, before it receives that in another order."""
+    posts = Parcels([None, links[0]]), Parcels([links[1], None])
+    given = {3: torch.randn(5), 8: torch.randn(4, 6).t(), 1: torch.arange(7), 4: torch.empty(0)}
+    for post, other in zip(posts, (1, 0), strict=True):
+        for number, x in given.items():
+            post.send(x, other, number)
+        post.send(torch.ones(2), other, 3)
+    for post, other in zip(posts, (1, 0), strict=True):
+        for number in (1, 8, 4, 3):
+            x = given[number]
+            assert torch.equal(post.receive(torch.empty(x.shape, dtype=x.dtype), other, number).wait(), x)
+        assert torch.equal(post.receive(torch.empty(2), other, 3).wait(), torch.ones(2))
+    assert [len(post.memory) for post in posts] == [5, 5]
+
+
+def test_what_was_sent_stays_until_it_was_taken(links: tuple[Link, Link]) -> None:
+    """A place is used again only then, and grows."""
+    zero, one = Parcels([None, links[0]]), Parcels([links[1], None])
+    for step in range(20):
+        for turn in range(3):
+            zero.send(torch.full((step + 1,), 10.0 * step + turn), 1, turn)
+        for turn in (2, 0, 1):
+            seen = one.receive(torch.empty(step + 1), 0, turn).wait()
+            assert torch.equal(seen, torch.full((step + 1,), 10.0 * step + turn))
+    assert len(zero.memory) == 3
+    zero.send(torch.ones(4), 1, 0)
+    links[0].close()
+    assert torch.equal(one.receive(torch.empty(4), 0, 0).wait(), torch.ones(4))  # sent before it left
+    with pytest.raises(NeighbourError, match="Connection closed by rank 0"):
+        one.receive(torch.empty(4), 0, 1).wait()

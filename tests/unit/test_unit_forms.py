@@ -100,6 +100,18 @@ def test_a_value_is_let_go_by_the_unit_that_uses_it_last() -> None:
     assert "in (1,)" in source.text and "in (0,)" in source.text
 
 
+def test_what_turns_collect_into_is_made_by_the_first_that_does() -> None:
+    """In a run, and as it is foreseen."""
+    made = program("F0.0 F0.1 W0.1 W0.0", F0=doubled, W0=summed("F0"))
+    done: list[str] = []
+    (total,) = write_source(made, watch=lambda node, result, operands: done.append(node.name))()
+    assert total.tolist() == [4.0] * 4
+    found = replay(made)
+    assert found.moments is not None
+    assert done == [found.calls[at].name for at in found.moments.calls]
+    assert done == ["full_default", "mul_tensor", "mul_tensor", "filled", "add", "add"]
+
+
 def test_as_much_is_held_as_the_order_says() -> None:
     def live(order: str) -> int:
         return replay(program(order, F0=doubled, W0=summed("F0"))).peak.nbytes

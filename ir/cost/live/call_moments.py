@@ -4,13 +4,14 @@
     moments     0   1 2  1 2  3  3  4
 
 What a unit makes is there from its moment to that of the last use in the same turn. So as many turns are held at once
-as the order keeps under way.
+as the order keeps under way. What all turns collect into is made at the moment at which the first of them does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -56,10 +57,19 @@ class Standpoint:
 
 
 class Moments:
-    """The moments of a program's calls."""
+    """The moments of a program's calls.
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.places = places
+    Args:
+        places: where each call stands.
+        made_for: calls that are done once, before another one (:class:`shardfx.ir.program.units.lifetimes.Lifetimes`).
+    """
+
+    def __init__(self, places: Sequence[Place], made_for: Mapping[int, int] = MappingProxyType({})) -> None:
+        self.places, self._made_for = places, made_for
+        self._first: dict[int, list[int]] = {}
+        """What is still to be done before a call, once."""
+        for call, other in made_for.items():
+            self._first.setdefault(other, []).append(call)
         self.calls: list[int] = []
         """The call of each moment."""
         self._turn: list[tuple[int, ...]] = []
@@ -83,13 +93,18 @@ class Moments:
                 self._units(begin, units, depth, turn)
                 units = {}
             begin = inner
-            if inner is None:
-                self.calls.append(call)
-                self._turn.append(turn)
-            else:
+            if inner is None and call not in self._made_for:
+                for each in self._first.pop(call, ()):
+                    self._add(each, ())
+                self._add(call, turn)
+            elif inner is not None:
                 units.setdefault(place[depth][1], []).append(call)
         if begin is not None:
             self._units(begin, units, depth, turn)
+
+    def _add(self, call: int, turn: tuple[int, ...]) -> None:
+        self.calls.append(call)
+        self._turn.append(turn)
 
     def _units(self, begin: fx.Node, units: dict[str, list[int]], depth: int, turn: tuple[int, ...]) -> None:
         for word in UnitOrder.of(order_of(begin).split()).words:

@@ -1,4 +1,7 @@
-"""How long the values of a program are kept: to their last use; and, of a turn done in units, from one to another."""
+"""How long the values of a program are kept: to their last use; and, of a turn done in units, from one to another.
+
+Memory that such turns collect into is made when the first of them does: by then others of their values are gone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from shardfx.ir.ops.local_ops import sent_by
+from shardfx.ir.ops.local_ops import row_of, sent_by
 from shardfx.ir.program.looped.within_turns import part_in_turns, regions, sibling
 
 from .unit_order import UnitOrder, order_of
@@ -38,6 +41,21 @@ class Lifetimes:
         """Behind which call a value is let go; one that is kept for other units, by the unit."""
         for (used, _), user in last.items():
             self.dying.setdefault(user, []).append(used)
+
+        first = {node: self._first_need(node) for node in nodes}
+        self.made_for = {node: user for node, user in first.items() if user is not None}
+        """Of memory that turns in units collect into: the call that collects, before which it is made once."""
+
+    def _first_need(self, memory: fx.Node) -> fx.Node | None:
+        """The call that collects into memory, if nothing but a unit of turns that are in no others needs it."""
+        row = row_of(memory.target) if memory.op == "call_function" else None
+        if row is None or not row.filled or self.inside[memory]:
+            return None
+        needs = [user for user in memory.users if part_in_turns(user) not in ("opens", "closes")]
+        if len(needs) != 1 or part_in_turns(needs[0]) != "collects":
+            return None
+        around = self.inside[needs[0]]
+        return needs[0] if len(around) == 2 and part_in_turns(around[1]) == "unit" else None
 
     def _other_unit(self, value: fx.Node, user: fx.Node) -> fx.Node | None:
         """The unit that uses a value of another one of the same turn."""

@@ -4,24 +4,27 @@
     row "F0.0 F0.1 B0.0 B0.1"            the rank at pp=0: the nodes of stage 0, forward as F0, backward as B0
     row "F1.0 B1.0 F1.1 B1.1"
 
-A row with ``I`` and ``W`` has the backward in two units: what other stages and products wait for, and the rest. What
-comes from another rank is received in units of its own, in the order in which that one sends.
-What leaves the program from each turn, and comes from a later stage, is received behind all turns, in a unit ``O``.
+A row with ``I`` and ``W`` has the backward in two units: what other stages and products wait for, and the rest. In one
+with ``B`` the first is done first, as far as memory allows (:mod:`.sent_first`).
+What comes from another rank is received in units of its own, in the order in which that one sends. What leaves the
+program from each turn, and comes from a later stage, is received behind all turns, in a unit ``O``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.program.looped.in_turns import Loop, nodes_of
 from shardfx.ir.schedule.pipelined import Pipelined
 
 from .in_units import in_units
+from .sent_first import sent_first
 
 OUT = "O"
 """The unit in which a rank receives what it has no part in, and gives out."""
@@ -40,7 +43,8 @@ def of_stages(steps: Sequence[Node | Loop], graph: Graph, coords: Mapping[str, i
             ends = frozenset(value for value in step.ends if graph.is_here(made_at(value), coords))
             loop = Loop(step.axis, tuple(inside), ends)
             meet = step.axis == graph.pipeline.time and any(node.op is comm.send for node in nodes_of([step]))
-            found.append(_Units(graph.pipeline, coords[graph.pipeline.axis], loop).written() if meet else loop)
+            place = coords[graph.pipeline.axis]
+            found.append(_Units(graph.pipeline, graph.mesh, place, loop).written() if meet else loop)
     return found
 
 
@@ -105,13 +109,14 @@ class _Units:
     """The turns of a rank as units: those of its row, and before them what they receive (``RF0``: what F0 sends)."""
 
     pipeline: Pipelined
+    mesh: Mesh
     place: int
     loop: Loop
 
     def __post_init__(self) -> None:
         nodes = self.loop.nodes()
         self.back = "I" if is_halved(self.pipeline) else "B"
-        self._late = of_weights(nodes, self.place) if self.back == "I" else set[Node]()
+        self._late = of_weights(nodes, self.place)
         self._received = [node for node in nodes if node.op is comm.send and node.kwargs["origin"] != self.place]
         self._units = {node: self._unit(node) for node in nodes}
 
@@ -131,7 +136,14 @@ class _Units:
             if unit in there:
                 order.append(f"{unit}.{turn}")
         self._check_within(order)
-        return in_units(self.loop, self._units.__getitem__, order)
+        made = in_units(self.loop, self._units.__getitem__, order)
+        if self.back == "I":
+            return made
+        units = tuple((unit, tuple(self._sent_first(part))) for unit, part in made.units)
+        return replace(made, units=units, steps=tuple(step for _, part in units for step in part))
+
+    def _sent_first(self, steps: Sequence[Node | Loop]) -> list[Node | Loop]:
+        return sent_first(steps, self._late, self.place, self.mesh, self.loop.axis)
 
     def _check_within(self, order: Sequence[str]) -> None:
         """Turns of another axis lie in one unit whole: no unit before it may need what they make.
@@ -190,7 +202,7 @@ class _Units:
     def _named(self, stages: Sequence[int], phase: Phase, late: bool) -> str:
         if phase is Phase.FORWARD:
             return f"F{min(stages)}"
-        return f"{'W' if late else self.back}{max(stages)}"
+        return f"{'W' if late and self.back == 'I' else self.back}{max(stages)}"
 
 
 class _Receives:

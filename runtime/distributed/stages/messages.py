@@ -1,6 +1,7 @@
 """What goes from stage to stage between real ranks: started here, done while the rank goes on.
 
-What was sent is held until it has arrived; a rank's step ends when all it sent has.
+Between ranks of one machine it goes through memory that they share (:mod:`shardfx.runtime.same_host.parcels`): it
+leaves at once. Else gloo sends it: it is held until it has arrived, and a rank's step ends when all it sent has.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from shardfx.ir.ops.time.handover import number, peers
+from shardfx.runtime.same_host.neighbourhood import met
+from shardfx.runtime.same_host.parcels import Parcel
 
 Tensor = torch.Tensor
 AHEAD = 2
-"""So many messages are received before they are asked for."""
+"""So many messages of gloo are received before they are asked for."""
 
 
 class Receipt:
@@ -43,8 +46,9 @@ def _started(asked: Asked) -> Receipt:
 
 
 class Inbox:
-    """What a program receives. Each of its runs receives the same, in the same order: from the second one on, some
-    messages are under way ahead of the one that is asked for. (gloo's travel only when their receiver is ready.)"""
+    """What a program receives. Each of its runs receives the same, in the same order: from the second one on, some of
+    gloo's messages are under way ahead of the one that is asked for, for they travel only when their receiver is
+    ready."""
 
     def __init__(self) -> None:
         self._every: list[Asked] = []
@@ -61,8 +65,11 @@ class Inbox:
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, turn: int, group: str
-    ) -> Receipt:
+    ) -> Receipt | Parcel:
         """Start to receive (:func:`shardfx.ir.ops.time.handover.receive`), if that is not under way."""
+        if (near := met.get(group)) is not None:
+            into = torch.empty(shape, dtype=dtype, device=device)
+            return near.parcels.receive(into, origin, number(tag, turn))
         self._at += 1
         if not self._known:
             asked = (shape, dtype, device, origin, tag, turn, group)
@@ -74,13 +81,16 @@ class Inbox:
 
 
 class Outbox:
-    """What this rank has sent, until it has arrived."""
+    """What this rank has sent on gloo, until it has arrived."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor, to: int, tag: int, turn: int, group: str) -> None:
         """Start to send (:func:`shardfx.ir.ops.time.handover.send`)."""
+        if (near := met.get(group)) is not None:
+            near.parcels.send(x, to, number(tag, turn))
+            return
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         held = x.contiguous()
