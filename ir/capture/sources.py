@@ -66,4 +66,4 @@ def _source(module: str, trace: str, of_model: bool) -> Where:
         return users[-1]
     if of_model and torchs:
         return torchs[-1]
-    return Where(module, CAPTURE if frames else "")
+    return Where(module, CAPTURE if frames and not module else "")

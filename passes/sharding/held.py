@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.rule_cache import RuleCache
+
+from .seeds import strip
 
 
 class NodeTensor(NamedTuple):
@@ -40,7 +43,7 @@ WEAK = Origin("", False)
 class Held:
     """The cuts that values hold, and the rules of the nodes between them.
 
-    A ``closed`` value has a hint, and is never changed.
+    A ``closed`` value has a hint, and is never changed, but by axes of time, which say when it is made.
     """
 
     graph: Graph
@@ -106,6 +109,13 @@ class Held:
             if output.kind is OutputKind.GRADIENT and output.name in parameters:
                 found.setdefault(parameters[output.name], []).append(output.value)
         return found
+
+    def in_turns(self, value: Value, cuts: Mapping[str, Cut], node: Node) -> dict[str, Cut]:
+        """Of the cuts of a node's factors, what may be said of a closed value: what it holds, and axes of time."""
+        have = {axis for cut in self.of(value) for axis in cut.axes}
+        others = {axis for axis in self.mesh.names if not self.mesh[axis].time and axis not in have}
+        sizes = self.rules[node].sizes
+        return {factor: strip(cut, others, sizes[factor], self.mesh) for factor, cut in cuts.items()}
 
     def having(self, node: Node, axis: str, factor: str) -> list[Value]:
         """The tensors of a node that hold a cut of a factor over an axis."""
