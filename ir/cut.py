@@ -279,7 +279,7 @@ def common_parts(size: int, cuts: Sequence[Cut], mesh: Mesh) -> tuple[list[int],
 def join(a: Cut, b: Cut, size: int, mesh: Mesh) -> Cut | None:
     """The cut that has all of two cuts which agree, sub-dim by sub-dim, as far as both go; None if they don't.
 
-    An axis of time that one of them does not have, says when, and not where: ``dp`` agrees with ``mb dp``.
+    Axes of time say when, and not where: ``dp`` agrees with ``mb dp``.
     """
     if a == b or not b.axes:
         return a
@@ -306,7 +306,7 @@ def join(a: Cut, b: Cut, size: int, mesh: Mesh) -> Cut | None:
 def _joined(a: tuple[str, ...], b: tuple[str, ...], mesh: Mesh) -> tuple[str, ...] | None:
     """The axes of two cuts of one sub-dim, of which one says more."""
     less, more = sorted((a, b), key=len)
-    told = tuple(axis for axis in more if axis in less or not mesh[axis].time)
+    told = tuple(axis for axis in more if not mesh[axis].time)
     return more if less in (more[: len(less)], told[: len(less)]) else None
 
 

@@ -165,11 +165,15 @@ class Redistribution:
     def _moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
-        """The steps that lead nearer; over an axis of time values are collected and taken apart, and nothing else."""
+        """The steps that lead nearer; over an axis of time values are collected and taken apart, and nothing else: over
+        turns within turns first, for these end within a turn of the others."""
+        there = {*(axis for dim in state[0] for axis in dim), *(axis for axis, _ in state[1])}
+        innermost = next((axis.name for axis in reversed(self.mesh.axes) if axis.time and axis.name in there), None)
         for move in self._any_moves(state, goal):
             op, axes = move[:2]
             over = [self.mesh[axis].time for axis in axes]
-            if not any(over) or (len(axes) == 1 and op in (all_gather, all_reduce, shard)):
+            collected = len(axes) == 1 and (op is shard or (op in (all_gather, all_reduce) and axes[0] == innermost))
+            if not any(over) or collected:
                 yield move
 
     def _any_moves(
@@ -200,7 +204,7 @@ class Redistribution:
             if (axis, reduce) not in goal[1]:
                 to_reduce.setdefault(reduce, []).append(axis)
         for reduce, names in to_reduce.items():
-            for group in {tuple(names), *((name,) for name in names)}:
+            for group in dict.fromkeys((tuple(names), *((name,) for name in names))):
                 left = tuple(p for p in partial if p[0] not in group)
                 yield all_reduce, group, None, None, reduce, put({}, left), 1.0
             for name in names:

@@ -13,7 +13,7 @@ from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.rule_cache import RuleCache
 
-from .seeds import strip
+from .seeds import ChunkReach, strip
 
 
 class NodeTensor(NamedTuple):
@@ -43,7 +43,7 @@ WEAK = Origin("", False)
 class Held:
     """The cuts that values hold, and the rules of the nodes between them.
 
-    A ``closed`` value has a hint, and is never changed, but by axes of time, which say when it is made.
+    A ``closed`` value has a hint, and is never changed, but by axes of turns, which say when it is made.
     """
 
     graph: Graph
@@ -55,6 +55,7 @@ class Held:
     _tensors: dict[Node, list[NodeTensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.chunks = ChunkReach.of(self.graph)
         self.changed_graph()
 
     @property
@@ -111,9 +112,11 @@ class Held:
         return found
 
     def in_turns(self, value: Value, cuts: Mapping[str, Cut], node: Node) -> dict[str, Cut]:
-        """Of the cuts of a node's factors, what may be said of a closed value: what it holds, and axes of time."""
+        """Of the cuts of a node's factors, what may be said of a closed value: what it holds, and in which turns it is
+        made, into which the hints cut inputs."""
         have = {axis for cut in self.of(value) for axis in cut.axes}
-        others = {axis for axis in self.mesh.names if not self.mesh[axis].time and axis not in have}
+        turns = {each.name for each in self.mesh.axes if each.time and each.name not in self.chunks.modules}
+        others = {axis for axis in self.mesh.names if axis not in have | turns}
         sizes = self.rules[node].sizes
         return {factor: strip(cut, others, sizes[factor], self.mesh) for factor, cut in cuts.items()}
 
