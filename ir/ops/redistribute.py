@@ -167,8 +167,9 @@ class Redistribution:
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
         """The steps that lead nearer; over an axis of time values are collected and taken apart, and nothing else: over
         turns within turns first, for these end within a turn of the others."""
-        there = {*(axis for dim in state[0] for axis in dim), *(axis for axis, _ in state[1])}
-        innermost = next((axis.name for axis in reversed(self.mesh.axes) if axis.time and axis.name in there), None)
+        there, kept = ({axis for dim in s[0] for axis in dim} | {axis for axis, _ in s[1]} for s in (state, goal))
+        ending = [axis.name for axis in self.mesh.axes if axis.time and axis.name in there - kept]
+        innermost = ending[-1] if ending else None
         for move in self._any_moves(state, goal):
             op, axes = move[:2]
             over = [self.mesh[axis].time for axis in axes]

@@ -98,8 +98,9 @@ def staged(seed: int, blocks: int, batch: int) -> Staged:
     if rng.random() < 0.4 and many <= blocks:
         firsts = [0, *sorted(rng.sample(range(1, blocks), many - 1)), blocks]
         stages = tuple(end - start for start, end in pairwise(firsts))
-    chunk = 0
-    return Staged(ranks, turns, rng.choice(SCHEDULES[chunks]), chunks, stages, rng.random() < 0.3, chunk)
+    schedule, inner = rng.choice(SCHEDULES[chunks]), rng.random() < 0.3
+    in_parts = random.Random(f"chunk {seed}").random() < 0.15 and turns > 1 and batch % turns == 0
+    return Staged(ranks, turns, schedule, chunks, stages, inner, 2 * in_parts)
 
 
 def in_blocks(pieces: Sequence[Piece], skips: Sequence[tuple[int, int]]) -> tuple[str, str, list[str]]:
