@@ -165,17 +165,20 @@ class Redistribution:
     def _moves(
         self, state: _State, goal: _State
     ) -> Iterator[tuple[OwnOp, tuple[str, ...], int | None, int | None, str | None, _State, float]]:
-        """The steps that lead nearer; over an axis of time values are collected and taken apart, and nothing else: over
-        turns within turns first, for these end within a turn of the others."""
-        there, kept = ({axis for dim in s[0] for axis in dim} | {axis for axis, _ in s[1]} for s in (state, goal))
-        ending = [axis.name for axis in self.mesh.axes if axis.time and axis.name in there - kept]
-        innermost = ending[-1] if ending else None
+        """The steps that lead nearer; over an axis of time values are collected and taken apart, and nothing else."""
         for move in self._any_moves(state, goal):
             op, axes = move[:2]
-            over = [self.mesh[axis].time for axis in axes]
-            collected = len(axes) == 1 and (op is shard or (op in (all_gather, all_reduce) and axes[0] == innermost))
-            if not any(over) or collected:
+            if not any(self.mesh[axis].time for axis in axes) or self._over_turns(op, axes, state, goal):
                 yield move
+
+    def _over_turns(self, op: OwnOp, axes: Sequence[str], state: _State, goal: _State) -> bool:
+        """Whether a step may be one over turns: of one axis; and what hangs on turns within these, and shall not, is
+        collected over those before."""
+        if len(axes) > 1 or op not in (all_gather, all_reduce):
+            return len(axes) == 1 and op is shard
+        hangs, shall = ({each for dim in at[0] for each in dim} | {each for each, _ in at[1]} for at in (state, goal))
+        within = self.mesh.order(axes[0])
+        return not any(self.mesh[each].time and self.mesh.order(each) > within for each in hangs - shall)
 
     def _any_moves(
         self, state: _State, goal: _State
@@ -205,7 +208,7 @@ class Redistribution:
             if (axis, reduce) not in goal[1]:
                 to_reduce.setdefault(reduce, []).append(axis)
         for reduce, names in to_reduce.items():
-            for group in dict.fromkeys((tuple(names), *((name,) for name in names))):
+            for group in {tuple(names), *((name,) for name in names)}:
                 left = tuple(p for p in partial if p[0] not in group)
                 yield all_reduce, group, None, None, reduce, put({}, left), 1.0
             for name in names:

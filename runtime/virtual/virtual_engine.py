@@ -43,6 +43,8 @@ _running = threading.RLock()
 class VirtualEngine:
     """Runs every rank's program as a coroutine, up to its next collective (:mod:`shardfx.runtime.rendezvous`)."""
 
+    meets_late = False
+
     def __init__(self, mesh: Mesh, device: torch.device | None = None) -> None:
         self.mesh, self.device = mesh, device or torch.device("cpu")
         self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()

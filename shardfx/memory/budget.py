@@ -28,7 +28,8 @@ MOST = 5
 def foreseen(compiled: Compiled, place: Place) -> RankMemory:
     """What the rank that holds most holds in a step of a plan: the first, of those of each stage of a pipeline."""
     with no_collection():
-        context, passes = RankContext(compiled.after, place.device.type), place.rank_passes(compiled.hints)
+        machine, passes = Machine.of(compiled.hints.machine), place.rank_passes(compiled.hints)
+        context = RankContext(compiled.after, place.device.type, machine=machine)
         made = (
             program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
             for rank in _first_ranks(compiled.after)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from shardfx.runtime.step import Results, Step
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
 TARGETS = "targets."
+KNOWN = 8
+"""So many ways to nest arguments are kept in mind."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Call:
         """The same call with other tensors, by name."""
         return replace(self, leaves={**self.leaves, **tensors})
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name."""
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
@@ -165,26 +168,40 @@ def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
-def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """The inputs of a call by name: those of the model, then the loss's targets.
+class Reader:
+    """Reads calls: the names of their leaves, which are the same wherever calls are nested alike."""
 
-    Raises:
-        Error: there are others than the model was captured with.
-    """
-    count = len(hints.args)
-    named = dict(leaf_names(args[:count], kwargs, args[count:]))
-    wanted = dict(leaf_names(hints.args, hints.kwargs, hints.targets))
-    has_targets = len(args) > count or not any(name.startswith(TARGETS) for name in wanted)
-    needed = [name for name in wanted if has_targets or not name.startswith(TARGETS)]
-    if sorted(named) != sorted(needed):
-        raise Error(
-            "the inputs are not those that the model was captured with",
-            where="pm(...)",
-            expected=", ".join(needed),
-            got=", ".join(named) or "none",
-            remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
-        )
-    return Call(args[:count], kwargs, args[count:], named, has_targets)
+    def __init__(self, hints: Hints) -> None:
+        self._wanted = [name for name, _ in leaf_names(hints.args, hints.kwargs, hints.targets)]
+        self._count = len(hints.args)
+        self._targets = any(name.startswith(TARGETS) for name in self._wanted)
+        self._known: list[tuple[pytree.TreeSpec, list[str]]] = []
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """The inputs of a call by name: those of the model, then the loss's targets.
+
+        Raises:
+            Error: there are others than the model was captured with.
+        """
+        given = args[: self._count], dict(kwargs), args[self._count :]
+        leaves, tree = pytree.tree_flatten(given)
+        names = next((names for known, names in self._known if known == tree), None)
+        if names is None:
+            names = [name for name, _ in leaf_names(*given)]
+            self._check(names, bool(given[2]))
+            self._known = [(tree, names), *self._known[:KNOWN]]
+        return Call(*given, dict(zip(names, leaves, strict=True)), bool(given[2]) or not self._targets)
+
+    def _check(self, names: Sequence[str], has_targets: bool) -> None:
+        needed = [name for name in self._wanted if has_targets or not name.startswith(TARGETS)]
+        if sorted(names) != sorted(needed):
+            raise Error(
+                "the inputs are not those that the model was captured with",
+                where="pm(...)",
+                expected=", ".join(needed),
+                got=", ".join(names) or "none",
+                remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
+            )
 
 
 def inputs_of(call: Call, step: Step) -> dict[str, object]:
@@ -227,6 +244,12 @@ def passed(step: Step, call: Call) -> Passed:
     """How a rank was given its inputs: one that is its own part tells."""
     found = [_passed(step, given, tensor) for given, tensor in taken(step, call)]
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
+
+
+def cuts_inputs(step: Step) -> bool:
+    """Whether ranks read parts of some input: else how a rank is given its inputs tells nothing of the others."""
+    given = [g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)]
+    return any(g.value.spec is not None and g.value.spec.axes for g in given)
 
 
 def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:

@@ -47,7 +47,7 @@ class Staged:
     inner: bool = False
     """The axis of stages is the innermost."""
     chunk: int = 0
-    """So many parts of what the head makes, over an axis of time of its own."""
+    """So many parts of what the head makes, over an axis of time of its own: of cases that are written by hand."""
 
     def mesh(self, others: str) -> str:
         """The mesh's axes, with those beside."""
@@ -99,8 +99,7 @@ def staged(seed: int, blocks: int, batch: int) -> Staged:
         firsts = [0, *sorted(rng.sample(range(1, blocks), many - 1)), blocks]
         stages = tuple(end - start for start, end in pairwise(firsts))
     schedule, inner = rng.choice(SCHEDULES[chunks]), rng.random() < 0.3
-    in_parts = random.Random(f"chunk {seed}").random() < 0.15 and turns > 1 and batch % turns == 0
-    return Staged(ranks, turns, schedule, chunks, stages, inner, 2 * in_parts)
+    return Staged(ranks, turns, schedule, chunks, stages, inner)
 
 
 def in_blocks(pieces: Sequence[Piece], skips: Sequence[tuple[int, int]]) -> tuple[str, str, list[str]]:
