@@ -277,7 +277,10 @@ def common_parts(size: int, cuts: Sequence[Cut], mesh: Mesh) -> tuple[list[int],
 
 
 def join(a: Cut, b: Cut, size: int, mesh: Mesh) -> Cut | None:
-    """The cut that has all of two cuts which agree, sub-dim by sub-dim, as far as both go; None if they don't."""
+    """The cut that has all of two cuts which agree, sub-dim by sub-dim, as far as both go; None if they don't.
+
+    Axes of time say when, and not where: ``dp`` agrees with ``mb dp``.
+    """
     if a == b or not b.axes:
         return a
     if not a.axes:
@@ -285,20 +288,26 @@ def join(a: Cut, b: Cut, size: int, mesh: Mesh) -> Cut | None:
     if a.rows is not None or b.rows is not None:
         return None
     if not a.parts and not b.parts:
-        short, long = sorted((a, b), key=lambda cut: len(cut.axes))
-        return long if long.axes[: len(short.axes)] == short.axes else None
+        both = _joined(a.axes, b.axes, mesh)
+        return None if both is None else Cut(both)
     refined = common_parts(size, (a, b), mesh)
     if refined is None:
         return None
     factors, (left, right) = refined
     parts = []
     for part, x, y in zip(factors, left, right, strict=True):
-        less, more = sorted((x.axes, y.axes), key=len)
-        if more[: len(less)] != less:
+        if (both := _joined(x.axes, y.axes, mesh)) is None:
             return None
-        parts.append(Part(part, more))
+        parts.append(Part(part, both))
     axes = [axis for part in parts for axis in part.axes]
     return compound(parts, mesh) if len(axes) == len(set(axes)) else None
+
+
+def _joined(a: tuple[str, ...], b: tuple[str, ...], mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes of two cuts of one sub-dim, of which one says more."""
+    less, more = sorted((a, b), key=len)
+    told = tuple(axis for axis in more if not mesh[axis].time)
+    return more if less in (more[: len(less)], told[: len(less)]) else None
 
 
 def without(cut: Cut, axis: str, mesh: Mesh) -> Cut:

@@ -17,6 +17,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.memory.auto import fitted
 from shardfx.memory.budget import check_budget
+from shardfx.memory.live_turns import scheduled
 from shardfx.memory.when_reduced import reduced
 from shardfx.module.call import autocast_around
 from shardfx.module.held.original import unwatched, watch_original
@@ -90,7 +91,7 @@ def parallelize(
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():
                 made = compile_model(model, described, hints, all_rules(hints.rules))
-                made = fitted(reduced(made, place), place)
+                made = scheduled(fitted(reduced(made, place), place), place)
                 check_budget(made, place)
                 if hints.loss is not product:
                     check_gradients(model, made)
@@ -102,7 +103,7 @@ def parallelize(
         reject_half(compiled, autocast_around())
         variants = Variants(without_weights(module), hints, build)
         place = _place(module, described, hints, virtual)
-        compiled = fitted(reduced(compiled, place), place)
+        compiled = scheduled(fitted(reduced(compiled, place), place), place)
         check_budget(compiled, place)
         pm = ParallelModule(compiled, place, module, variants, optimizer)
     watch_original(given, pm.store)

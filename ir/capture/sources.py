@@ -23,6 +23,8 @@ OWN = tuple(
     )
 )
 """Where our own code lies, as installed and in a checkout."""
+TYPED = "<model>"
+"""Stands for the file of a model's own forward that was typed in, of which torch has no line."""
 CAPTURE = str(Path(__file__).with_name("model_and_loss.py"))
 
 
@@ -66,4 +68,6 @@ def _source(module: str, trace: str, of_model: bool) -> Where:
         return users[-1]
     if of_model and torchs:
         return torchs[-1]
-    return Where(module, CAPTURE if frames else "")
+    if of_model and frames:
+        return Where(module, "" if module else TYPED)
+    return Where(module, CAPTURE if frames and not module else "")

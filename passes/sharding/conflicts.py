@@ -81,8 +81,9 @@ class Conflicts:
                     continue
                 for each, given in zip(dim, parted(held[d], dim, rule, self.held), strict=True):
                     factor, cut = wished(rule, each, given)
-                    for axis in cut.axes if factor in rule.leaders else ():
-                        if mesh[axis].time:  # turns do not exchange rows
+                    for axis in cut.axes:
+                        rows = factor in rule.leaders and mesh[axis].time  # turns do not exchange rows
+                        if rows or not self.held.chunks.has(node, axis):
                             cut = without(cut, axis, mesh)
                     if cut.axes and factor not in rule.whole and self.held.feeds(cut, rule.sizes[factor]):
                         strong = any(self.held.is_strong(value, a) for a in cut.axes)

@@ -7,7 +7,8 @@ settles conflicts (:mod:`.conflicts`), and hands the result on. What is surest g
     1  from the operands of any op to its results and to its other operands
     2  from the results of any op back to its operands
 
-and all of the forward pass before the backward. A hint is never overwritten. A pin (:mod:`.pins`) says how a node is
+and all of the forward pass before the backward. A hint is never overwritten; but what is made within turns is so,
+though a hint on it says of ranks alone how it is cut. A pin (:mod:`.pins`) says how a node is
 cut, whatever its tensors hold.
 """
 
@@ -106,9 +107,10 @@ class Propagation:
             cuts = wishes(held.rules[node], cuts)
             for value, dims, _ in held.tensors(node):
                 later = node.phase is not Phase.FORWARD and (value.node is None or value.node.phase is Phase.FORWARD)
-                if value in held.closed or later:
+                if later or (value in held.closed and value.node is None):
                     continue
-                if self._extend(value, dims, cuts, node, level, refused):
+                given = held.in_turns(value, cuts, node) if value in held.closed else cuts
+                if self._extend(value, dims, given, node, level, refused):
                     touch(value)
                     for gradient in gradients.get(value, ()):
                         if self._follow(gradient, value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.gathered_space import space_axes
 from shardfx.passes.rule_cache import RuleCache
+
+from .seeds import ChunkReach, strip
 
 
 class NodeTensor(NamedTuple):
@@ -42,7 +45,7 @@ WEAK = Origin("", False)
 class Held:
     """The cuts that values hold, and the rules of the nodes between them.
 
-    A ``closed`` value has a hint, and is never changed.
+    A ``closed`` value has a hint, and is never changed, but by axes of turns, which say when it is made.
     """
 
     graph: Graph
@@ -54,6 +57,7 @@ class Held:
     _tensors: dict[Node, list[NodeTensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.chunks = ChunkReach.of(self.graph)
         self.changed_graph()
 
     @property
@@ -119,6 +123,15 @@ class Held:
             if output.kind is OutputKind.GRADIENT and output.name in parameters:
                 found.setdefault(parameters[output.name], []).append(output.value)
         return found
+
+    def in_turns(self, value: Value, cuts: Mapping[str, Cut], node: Node) -> dict[str, Cut]:
+        """Of the cuts of a node's factors, what may be said of a closed value: what it holds, and in which turns it is
+        made, into which the hints cut inputs."""
+        have = {axis for cut in self.of(value) for axis in cut.axes}
+        turns = {each.name for each in self.mesh.axes if each.time and each.name not in self.chunks.modules}
+        others = {axis for axis in self.mesh.names if axis not in have | turns}
+        sizes = self.rules[node].sizes
+        return {factor: strip(cut, others, sizes[factor], self.mesh) for factor, cut in cuts.items()}
 
     def having(self, node: Node, axis: str, factor: str) -> list[Value]:
         """The tensors of a node that hold a cut of a factor over an axis."""

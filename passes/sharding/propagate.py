@@ -164,6 +164,7 @@ def write(held: Held, cuts: Mapping[Node, dict[str, Cut]]) -> None:
         node.strategy = held.cache.strategy(held.rules[node], cuts[node])
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
+            value.hint = held.spec(value) if value.hint is not None else None  # with the turns it is made in
     for given in held.graph.inputs:
         if given.value.spec is None or given.kind is not InputKind.PARAMETER:
             given.value.spec = held.spec(given.value)

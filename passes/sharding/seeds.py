@@ -2,16 +2,25 @@
 
 An axis that cuts the leading dim of an input of the model is a *data axis*: on a parameter it says how the parameter
 is stored, not how it computes (gathered at use, its gradient reduce-scattered), and is no part of the seed.
+
+An axis of time that cuts no input makes chunks of a step (``head "dp, chunk, -"``). It reaches from what is hinted to
+what follows, and into the backward of these: chunks that came back along the residual stream to an attention would have
+to meet there, layer by layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from shardfx.ir.cut import Cut, Part, compound
-from shardfx.ir.graph import Graph, InputKind, OutputKind, Value
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -75,3 +84,42 @@ def strip(cut: Cut, axes: set[str], size: int, mesh: Mesh) -> Cut:
     if not axes & set(cut.axes):
         return cut
     return compound([Part(p.size, tuple(a for a in p.axes if a not in axes)) for p in cut.sub(size)], mesh)
+
+
+@dataclass(frozen=True)
+class ChunkReach:
+    """By axis of time that cuts no input, the modules whose ops may be cut over it."""
+
+    modules: Mapping[str, frozenset[str]]
+
+    @staticmethod
+    def of(graph: Graph) -> ChunkReach:
+        """What the hints of a graph say."""
+        given = {axis for each in graph.of_kind(InputKind.ARGUMENT) for axis in _hinted(each.value, graph.mesh)}
+        axes = [axis.name for axis in graph.mesh.axes if axis.time and axis.name not in given]
+        return ChunkReach({axis: _modules(graph, axis) for axis in axes})
+
+    def has(self, node: Node, axis: str) -> bool:
+        """Whether a node may be cut over an axis. The sum of two gradients is no module's: both must be so made."""
+        if axis not in self.modules:
+            return True
+        known = self.modules[axis]
+        summed = node.operands if node.op is aten.add.Tensor and node.phase is Phase.BACKWARD else ()
+        return node.where.module in known and all(v.node is None or v.node.where.module in known for v in summed)
+
+
+def _modules(graph: Graph, axis: str) -> frozenset[str]:
+    """Those whose output a hint cuts, or one of whose ops is pinned so, and all that use what they make."""
+    forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
+    found = {node.where.module for node in forward if any(axis in _hinted(value, graph.mesh) for value in node.outs)}
+    found |= {node.where.module for node in forward if node.pin and any(axis in axes for _, axes in node.pin.cuts)}
+    behind: set[Value] = {each.value for each in graph.inputs if axis in _hinted(each.value, graph.mesh)}
+    for node in forward:
+        if node.where.module in found or any(value in behind for value in node.operands):
+            behind.update(node.outs)
+    return frozenset(found | {node.where.module for node in forward if any(value in behind for value in node.outs)})
+
+
+def _hinted(value: Value, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of time in the hint on a value."""
+    return tuple(axis for axis in value.hint.axes if mesh[axis].time) if value.hint is not None else ()

@@ -88,6 +88,9 @@ def _all_rows(placing: Placing, value: Value) -> Spec | None:
     dims = []
     for dim, cut in enumerate(made.dims):
         options = [cut, *(need.dims[dim] for need in needs if need.dims[dim] != cut)]
+        elsewhere = {axis for other, held in enumerate(made.dims) if other != dim for axis in held.axes}
+        if any(elsewhere & set(each.axes) for each in options):  # no exchange of rows: another dim is cut
+            return None
         widest = (
             each
             for each in options

@@ -47,6 +47,9 @@ class Pipeline(Pass):
         chunks: how many stages a rank has.
         stages: None, for stages that cost about the same; how many blocks each has, ``(1, 3)``; their first modules,
             ``("layers.0", "layers.2")``; or patterns of the modules of each, ``(("emb", "layers.0"), ("layers.1",))``.
+        live: how many turns may be live on a rank at most, each counted for every stage of it; None: any number, but
+            with schedule ``"auto"`` as many as fit, where ``Hints(memory=...)`` or ``machine`` says what a rank may
+            hold.
 
     Example::
 
@@ -63,6 +66,7 @@ class Pipeline(Pass):
     schedule: str | Maker = "1f1b"
     chunks: int = 1
     stages: Stages = None
+    live: int | None = None
 
     def run(self, graph: Graph, context: Context) -> bool:
         self._check(graph)
@@ -125,7 +129,7 @@ class Pipeline(Pass):
         if callable(self.schedule):
             made = self.schedule(count, turns, ranks, costs)
         elif not ACTION.match(self.schedule.strip()):
-            made = make_schedule(self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs)
+            made = make_schedule(self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs, live=self.live)
         else:
             made = Schedule.parse(self.schedule)
         check_schedule(made, stages=count, turns=turns)

@@ -87,12 +87,14 @@ class Turns(Pass):
             return
         if len(early) > 1 or self.strict or in_stages:
             times = f"{len(early)} times" if len(early) > 1 else "once"
+            few = _too_few_rows(axis, graph)
             raise Error(
                 f"all turns of {axis!r} must have come to this place {times} before any can go on",
                 where=where,
                 expected="turns that need of one another what inputs alone decide, such as how many targets count",
                 got=f"a value of the whole batch that parameters go into; {more:.3g} FLOPs would be done again",
-                remedy='of batch norms: Hints(batch_stats="turn"), statistics of each turn; of experts, which sort the '
+                remedy=few
+                or 'of batch norms: Hints(batch_stats="turn"), statistics of each turn; of experts, which sort the '
                 "tokens of the whole batch: ones that do not, in transformers "
                 'model.set_experts_implementation("batched_mm"); else no turns, or another axis of ranks',
             )
@@ -102,6 +104,17 @@ class Turns(Pass):
         )
         graph.notes.append(text)
         warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
+def _too_few_rows(axis: str, graph: Graph) -> str:
+    """What helps where an input has less than a row for each turn of each rank, so that it cannot be done in turns."""
+    for given in graph.of_kind(InputKind.ARGUMENT):
+        for size, cut in zip(given.value.shape, given.value.spec.dims if given.value.spec else (), strict=False):
+            parts = graph.mesh.extent(cut.axes)
+            if axis in cut.axes and size < parts:
+                over = " and ".join(cut.axes)
+                return f"{given.name} has {size} rows for {parts} parts, over {over}: a larger batch, or fewer turns"
+    return ""
 
 
 def _meeting(axis: str, loop: Loop, graph: Graph) -> Node:

@@ -9,11 +9,11 @@ from typing import Any
 
 from shardfx.compile import default_passes, no_collection, plan_graph
 from shardfx.compiled import Compiled
-from shardfx.hints import bytes_of
+from shardfx.hints import Hints, bytes_of
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import OutputKind
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.text.printer import size_text
 from shardfx.module.place import Place
 from shardfx.module.programs import program_of, usual_kinds
@@ -26,12 +26,29 @@ MOST = 5
 
 
 def foreseen(compiled: Compiled, place: Place) -> RankMemory:
-    """What rank 0, which holds most, holds in a step of a plan."""
+    """What the rank that holds most holds in a step of a plan: the first, of those of each stage of a pipeline."""
     with no_collection():
         machine, passes = Machine.of(compiled.hints.machine), place.rank_passes(compiled.hints)
         context = RankContext(compiled.after, place.device.type, machine=machine)
-        made = program_of(context, 0, usual_kinds(compiled), compiled.context.rules, passes)
-        return RankMemory(made, replay(made, place.exchanged))
+        made = (
+            program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
+            for rank in _first_ranks(compiled.after)
+        )
+        return max((RankMemory(each, replay(each, place.exchanged)) for each in made), key=lambda held: held.peak)
+
+
+def _first_ranks(graph: Graph) -> list[int]:
+    """The first rank at each place along the axis of stages; of no stages, the first."""
+    axis = graph.pipeline.axis if graph.pipeline is not None else ""
+    coords = (graph.mesh.coords(rank) for rank in range(graph.mesh.size))
+    return [rank for rank, at in enumerate(coords) if not any(place for name, place in at.items() if name != axis)]
+
+
+def budget_of(hints: Hints) -> int | None:
+    """What a rank may hold, as far as that is known."""
+    if hints.memory is not None:
+        return bytes_of(hints.memory)
+    return int(Machine.of(hints.machine).memory) if hints.machine is not None else None
 
 
 def check_budget(compiled: Compiled, place: Place) -> None:

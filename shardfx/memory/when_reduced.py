@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from shardfx.compile import plan_graph
 from shardfx.compiled import Compiled
-from shardfx.hints import Hints, bytes_of
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import comm
@@ -21,7 +20,7 @@ from shardfx.ir.text.printer import size_text
 from shardfx.module.place import Place
 from shardfx.plan import PlannedSpecs
 
-from .budget import foreseen
+from .budget import budget_of, foreseen
 
 WAYS = {"last": "once, behind the last turn", "each": "in each turn"}
 
@@ -42,7 +41,7 @@ class Candidate:
 def reduced(compiled: Compiled, place: Place) -> Compiled:
     """The plan in which gradients of turns are reduced when that is cheapest; itself, where nothing is to be chosen."""
     hints, mesh = compiled.hints, compiled.after.mesh
-    budget = _budget(hints)
+    budget = budget_of(hints)
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
     asked = hints.reduce == "auto" and not isinstance(hints.specs, PlannedSpecs)
     if not asked or not time_axes(mesh) or not hints.zero or not trains or budget is None:
@@ -62,13 +61,6 @@ def reduced(compiled: Compiled, place: Place) -> Compiled:
             gradients.update(node.operands)
             node.why = f"{node.why}; {why}" if node.why else why
     return best.plan
-
-
-def _budget(hints: Hints) -> int | None:
-    """What a rank may hold, as far as that is known."""
-    if hints.memory is not None:
-        return bytes_of(hints.memory)
-    return int(Machine.of(hints.machine).memory) if hints.machine is not None else None
 
 
 def _candidate(compiled: Compiled, way: str, place: Place, machine: Machine) -> Candidate:

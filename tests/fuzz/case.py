@@ -14,6 +14,7 @@ from math import prod
 
 from .grammar import KINDS
 from .pieces import NUMBERS, Pick, Piece
+from .staged import Staged, deep_layers, deep_skips, in_blocks, is_deep, staged
 from .template import FOOTER, HEADER, LOSSES, MODEL, PLUGINS, RESULTS, SECOND
 
 SHARE = 8
@@ -39,19 +40,24 @@ class Net:
     loss: str
     tied: bool
     mode: str
+    skips: tuple[tuple[int, int], ...] = ()
+    """Between layers of one shape, of a model that is a chain of blocks."""
+    blocks: bool = False
+    """Each layer is a module of a list, so that a pipeline can cut the model."""
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
-        time, dim = self.time, self.start
+        time, dim, there = self.time, self.start, 0
         for i, (kind, numbers) in enumerate(self.layers):
             if time < 2 and kind not in ("linear", "mlp"):
                 continue
             piece = KINDS[kind](Pick(numbers), time, dim)
             time, dim = piece.time, piece.dim
-            yield f"l{i}", piece
+            yield f"blocks.{there}.layer" if self.blocks else f"l{i}", piece
+            there += 1
 
     def source(self) -> str:
         """The model's class, ``make()``, the inputs and the loss, as text."""
-        members, lines, time, dim = self._chain()
+        classes_before, members, lines, time, dim = self._chain()
         tied = self.tied and bool(self.vocabulary) and dim == self.start
         classes = self.vocabulary if tied else 5
         members.append(f"self.head = nn.Linear({dim}, {classes}, bias={not tied})")
@@ -71,7 +77,7 @@ class Net:
             *ignored,
             "return model, args, kwargs, (t,)",
         ]
-        return MODEL.format(
+        return classes_before + MODEL.format(
             members=indented(members, 8),
             second=second,
             lines=indented([*lines, "out = self.head(y)", f"return {returned}"], 8),
@@ -79,16 +85,20 @@ class Net:
             make=indented(make, 4),
         )
 
-    def _chain(self) -> tuple[list[str], list[str], int, int]:
-        """Members and statements of embedding and layers, and the time and dim that they leave."""
+    def _chain(self) -> tuple[str, list[str], list[str], int, int]:
+        """Classes of blocks, members and statements of embedding and layers, and the time and dim that they leave."""
         members = [f"self.embed = nn.Embedding({self.vocabulary}, {self.start})"] if self.vocabulary else []
         lines = ["y = self.embed(x)" if self.vocabulary else "y = x", *SECOND[self.second][1]]
         time, dim = self.time, self.start
         for name, piece in self.pieces():
-            members += [f"self.{name}{suffix} = {value}" for suffix, value in piece.members]
-            lines += [line.replace("{n}", name) for line in piece.statements]
+            if not self.blocks:
+                members += [f"self.{name}{suffix} = {value}" for suffix, value in piece.members]
+                lines += [line.replace("{n}", name) for line in piece.statements]
             time, dim = piece.time, piece.dim
-        return members, lines, time, dim
+        if not self.blocks:
+            return "", members, lines, time, dim
+        classes, member, calls = in_blocks([piece for _, piece in self.pieces()], self.skips)
+        return classes, [*members, member], [*lines, *calls], time, dim
 
 
 def indented(lines: Sequence[str], by: int) -> str:
@@ -109,13 +119,17 @@ class Case:
     memory: tuple[tuple[str, object], ...] = ()
     """Hints on what a rank holds, and does in a step: ``zero``, ``recompute``, ``optimizer`` by name, ``clip``,
     ``offload``, ``compute``, ``accumulate``."""
+    staged: Staged | None = None
+    """Its pipeline."""
 
     def script(self) -> str:
         """The case as a program: it prints how its result differs from one device's."""
         mesh = ", ".join(f"{name}={size}" for name, size in zip(AXES, self.mesh, strict=False))
+        mesh = self.staged.mesh(mesh) if self.staged else mesh
         specs = "".join(f"    {name!r}: {text!r},\n" for name, text in self.specs)
         passes = ", ".join(PLUGINS[each][0] if each in PLUGINS else repr(each) for each in self.passes)
         memory = "".join(f", {name}={value!r}" for name, value in self.memory)
+        memory += self.staged.option() if self.staged else ""
         plugins = "".join(PLUGINS[each][1] for each in self.passes if each in PLUGINS)
         return (
             HEADER.format(seed=self.seed)
@@ -133,21 +147,27 @@ def draw(seed: int) -> Case:
     net = draw_net(seed // SHARE)
     rng = random.Random(f"case {seed}")
     mesh = rng.choice(MESHES + [sizes for sizes in MESHES if prod(sizes) <= 4] * 3)
+    pipeline = staged(seed, len(list(net.pieces())), net.batch) if net.blocks else None
+    if pipeline is not None:
+        mesh = rng.choice([(), *(sizes for sizes in MESHES if prod(sizes) * pipeline.ranks <= 8)])
     axes = AXES[: len(mesh)]
     specs: dict[str, str] = {}
-    for name, ndim, often in named(net):
+    for name, ndim, often in named(net) if axes else ():
         if rng.random() < often:
             specs[name] = spec(rng, axes, ndim)
+    if pipeline is not None and pipeline.chunk:
+        specs["head"] = f"{specs.get('head', '-, -, -').partition(',')[0]}, chunk, -"
     passes = rng.choice(((), (), (), ("identity",), ("fuse-comm{mb=0.0001}",), ("identity", "fuse-comm{mb=1}")))
     fuse = rng.choice((0, 1e-5, 25))
     strict = rng.random() < 0.1
-    return Case(seed, net, mesh, tuple(specs.items()), fuse, passes, strict, tuple(memory(seed, net, axes).items()))
+    held = {k: v for k, v in memory(seed, net, axes).items() if pipeline is None or k != "accumulate"}
+    return Case(seed, net, mesh, tuple(specs.items()), fuse, passes, strict, tuple(held.items()), pipeline)
 
 
 def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
     """Hints on what a rank holds, and does in a step, of about half of the cases."""
     rng, found = random.Random(f"memory {seed}"), dict[str, object]()
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 and axes:
         level, count = rng.choice((1, 2, 3)), rng.choice((1, 1, len(axes)))
         found = {"zero": level, "zero_axis": tuple(rng.sample(axes, count)), "zero_min": rng.choice((0, 12))}
     modules = sorted({name.rpartition(".")[0] for name, ndim, _ in named(net) if name.endswith(".weight") and ndim > 1})
@@ -207,9 +227,11 @@ def draw_net(seed: int) -> Net:
     layers = tuple(
         (rng.choice(kinds), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in range(rng.randint(1, 4))
     )
+    more = random.Random(f"deep {seed}")
+    layers = deep_layers(more) if is_deep(seed) else layers
     return Net(
         seed,
-        rng.choice((2, 3, 4, 8)),
+        rng.choice((2, 3, 4, 8)) if not is_deep(seed) else more.choice((8, 12)),
         rng.choice((4, 5, 6, 8)),
         rng.choice((4, 6, 8, 12)),
         rng.choice((0, 5, 8, 12)),
@@ -219,6 +241,8 @@ def draw_net(seed: int) -> Net:
         rng.choice(("cross_entropy", "cross_entropy", "squares", "sum")),
         rng.random() < 0.5,
         rng.choice(("train", "train", "train", "train", "eval", "inference", "both")),
+        deep_skips(more, len(layers)) if is_deep(seed) else (),
+        is_deep(seed),
     )
 
 

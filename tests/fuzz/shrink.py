@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .case import AXES, Case, Net, named
 from .pieces import NUMBERS
+from .staged import Staged
 
 Fails = Callable[[Case], str]
 """The kind of a case's failure; empty where it does not fail."""
@@ -33,7 +34,7 @@ def shrink(case: Case, fails: Fails, tries: int = 150) -> Case:
 def candidates(case: Case) -> Iterator[Case]:
     """Simpler cases, those that leave out most first."""
     simple = replace(case, passes=(), fuse_mb=0, strict=False, memory=())
-    yield replace(simple, specs=(), mesh=(2,))
+    yield replace(simple, specs=(), mesh=(2,), staged=None)
     for i in range(len(case.net.layers)):
         yield with_net(case, replace(case.net, layers=(case.net.layers[i],)))
     yield replace(case, specs=())
@@ -43,8 +44,10 @@ def candidates(case: Case) -> Iterator[Case]:
         yield replace(case, passes=case.passes[:i] + case.passes[i + 1 :])
     for i in range(len(case.memory)):
         yield replace(case, memory=case.memory[:i] + case.memory[i + 1 :])
+    if case.staged is not None:
+        yield from in_fewer_stages(case, case.staged)
     for i in range(len(case.mesh)):
-        if len(case.mesh) > 1:
+        if len(case.mesh) > 1 or case.staged is not None:
             yield without_axis(case, i)
     for i in range(len(case.specs)):
         yield replace(case, specs=case.specs[:i] + case.specs[i + 1 :])
@@ -58,6 +61,19 @@ def candidates(case: Case) -> Iterator[Case]:
             if axis in text and any(other in text for other in AXES if other != axis):
                 fewer = ", ".join(" ".join(a for a in dim.split() if a != axis) or "-" for dim in text.split(", "))
                 yield replace(case, specs=(*case.specs[:i], (name, fewer), *case.specs[i + 1 :]))
+
+
+def in_fewer_stages(case: Case, staged: Staged) -> Iterator[Case]:
+    """The case with a simpler pipeline."""
+    simple = Staged(2, 2)
+    if staged.chunk:
+        specs = tuple((name, text) for name, text in case.specs if "chunk" not in text)
+        yield replace(case, staged=replace(staged, chunk=0), specs=specs)
+    else:
+        yield replace(case, staged=simple)
+    for field in ("ranks", "turns", "schedule", "chunks", "stages", "inner"):
+        if getattr(staged, field) != getattr(simple, field):
+            yield replace(case, staged=replace(staged, **{field: getattr(simple, field)}))
 
 
 def with_net(case: Case, net: Net) -> Case:
@@ -84,7 +100,7 @@ def without_axis(case: Case, i: int) -> Case:
 def nets(net: Net) -> Iterator[Net]:
     """Simpler models."""
     for i in range(len(net.layers)):
-        yield replace(net, layers=net.layers[:i] + net.layers[i + 1 :])
+        yield replace(net, layers=net.layers[:i] + net.layers[i + 1 :], skips=())
     simple = replace(net, second="", results="one", loss="squares", tied=False, vocabulary=0, mode="train")
     for field in ("mode", "second", "results", "tied", "vocabulary", "loss"):
         if getattr(net, field) != getattr(simple, field):

@@ -106,3 +106,62 @@ def test_results_are_put_together_again() -> None:
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     with torch.no_grad():
         assert (pm(x) - model(x)).abs().max() < 1e-12
+
+
+class Attending(nn.Module):
+    """A small GPT whose head is tied: what chunks of the logits must not come back into are attentions."""
+
+    def __init__(self, vocabulary: int = 64, width: int = 16, blocks: int = 2) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(vocabulary, width)
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(blocks))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tok(x)
+        for qkv in self.qkv:
+            q, k, v = qkv(y).unsqueeze(1).chunk(3, -1)
+            y = y + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return self.head(y)
+
+
+STAGED = {
+    "tied": (sx.Mesh(dp=2, chunk=sx.Time(3)), None),
+    "1f1b": (sx.Mesh(pp=2, mb=sx.Time(4), chunk=sx.Time(3)), sx.Pipeline()),
+    "zb-h1": (sx.Mesh(pp=2, mb=sx.Time(8), chunk=sx.Time(3)), sx.Pipeline(schedule="zb-h1")),
+}
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how == "1f1b" else pytest.mark.slow) for how in STAGED])
+def test_chunks_of_the_head_stay_behind_the_attentions(how: str) -> None:
+    """In the last stage of a pipeline too: forward and backward of the chunks stand in its backward."""
+    torch.manual_seed(0)
+    mesh, pipeline = STAGED[how]
+    model, x, y = Attending().double(), torch.randint(64, (8, 9)), torch.randint(64, (8, 9))
+    y[0, :5] = -100
+    specs = {"head": "-, chunk, -"} if pipeline else {"args.0": "dp, -", "head": "dp, chunk, -"}
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=pipeline)
+    pm = sx.parallelize(model, mesh, hints, virtual=True)
+    cut = [node for node in pm.after.nodes if any(v.spec and "chunk" in v.spec.axes for v in node.outs)]
+    assert {node.where.module for node in cut if not str(node.op).startswith("comm.")} == {"head", "loss"}
+    made, loss = pm(x, y), next_tokens(model(x), y)
+    made.backward(), loss.backward()
+    torch.testing.assert_close(made, loss)
+    for name, gradient in pm.full_grads().items():
+        torch.testing.assert_close(gradient, dict(model.named_parameters())[name].grad)
+    assert pm.verify()
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (4, 3)])
+def test_turns_within_turns_end_first(sizes: tuple[int, int]) -> None:
+    """Whichever of the axes has more turns, and in whatever order a set of their names is."""
+    model, x, y = language()
+    mesh = sx.Mesh(dp=1, mb=sx.Time(sizes[0]), chunk=sx.Time(sizes[1]))
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs={"args.0": "mb, -", "head": "mb, chunk, -"})
+    graph = sx.parallelize(model, mesh, hints, virtual=True).after
+    over = [node.kwargs["axes"][0] for node in graph.nodes if str(node.op) == "comm.all_reduce"]
+    assert {"mb", "chunk"} == set(over)
+    for node in graph.nodes:
+        if str(node.op) == "comm.all_reduce" and node.kwargs["axes"] == ["mb"]:
+            assert all(v.spec is not None and "chunk" not in v.spec.partial_axes for v in node.operands)

@@ -297,3 +297,30 @@ def test_batch_norms_of_each_turn_are_those_of_a_loop_over_turns() -> None:
     for name in ("norm.running_mean", "norm.running_var"):
         assert (state[name] - model.get_buffer(name)).abs().max() < 1e-12
     assert pm.verify()
+
+
+@pytest.mark.parametrize("data", ["dp", "-"])
+def test_a_hint_on_a_module_says_nothing_of_turns(data: str) -> None:
+    """What is cut over ranks between blocks (Megatron's tokens over tp) is so in each turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+    x, t = torch.randn(8, 4, 6, dtype=torch.float64), torch.randint(3, (8, 4))
+    pm = sx.parallelize(
+        model,
+        sx.Mesh(tp=2, **({"dp": 2} if data == "dp" else {})),
+        sx.Hints(
+            args=(x,),
+            loss=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+            targets=(t,),
+            specs={"args.0": f"{data}, -, -", "1": f"{data}, tp, -", "3": f"{data}, tp, -"},
+            accumulate=2,
+        ),
+        virtual=True,
+    )
+    hints = [str(node.outs[0].hint) for node in pm.after.nodes if node.outs and node.outs[0].hint is not None]
+    assert hints == 2 * [f"[.{{{'mb,dp' if data == 'dp' else 'mb'}}}, .{{tp}}, .]"]
+    loss, alone = pm(x, t), F.cross_entropy(model(x).flatten(0, 1), t.flatten())
+    loss.backward(), alone.backward()
+    torch.testing.assert_close(loss, alone)
+    torch.testing.assert_close(pm.full_grads()["0.weight"], model[0].weight.grad)
+    assert pm.verify()

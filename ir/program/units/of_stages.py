@@ -6,8 +6,10 @@
 
 A row with ``I`` and ``W`` has the backward in two units: what other stages and products wait for, and the rest. In one
 with ``B`` the first is done first, as far as memory allows (:mod:`.sent_first`).
-What comes from another rank is received in units of its own, in the order in which that one sends. What leaves the
-program from each turn, and comes from a later stage, is received behind all turns, in a unit ``O``.
+What comes from another rank is received in units of its own, in the order in which that one sends.
+What leaves the program from each turn, and comes from a later stage, is received behind all turns, in a unit ``O``.
+
+Turns within turns lie in one unit whole: a loss in chunks has forward and backward in them, and stands in the backward.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def of_stages(steps: Sequence[Node | Loop], graph: Graph, coords: Mapping[str, i
             ends = frozenset(value for value in step.ends if graph.is_here(made_at(value), coords))
             loop = Loop(step.axis, tuple(inside), ends)
             meet = step.axis == graph.pipeline.time and any(node.op is comm.send for node in nodes_of([step]))
-            place = coords[graph.pipeline.axis]
-            found.append(_Units(graph.pipeline, graph.mesh, place, loop).written() if meet else loop)
+            place, behind = coords[graph.pipeline.axis], forward_within_backward(step.steps)
+            found.append(_Units(graph.pipeline, graph.mesh, place, loop, behind).written() if meet else loop)
     return found
 
 
@@ -68,7 +70,22 @@ def made_at(value: Value) -> tuple[int, ...]:
     return value.node.at if value.node is not None else ()
 
 
-def of_weights(nodes: Sequence[Node], place: int) -> set[Node]:
+def forward_within_backward(steps: Sequence[Node | Loop]) -> set[tuple[Node, int]]:
+    """What of the forward is done with the backward, by node and stage: it stands in turns within a turn that have
+    backward in them as well, or needs what is made there."""
+    found: set[tuple[Node, int]] = set()
+    for step in steps:
+        nodes = nodes_of([step])
+        backward = [node for node in nodes if node.phase is Phase.BACKWARD] if isinstance(step, Loop) else []
+        both = {stage for node in backward for stage in node.at}
+        for node in (node for node in nodes if node.phase is Phase.FORWARD):
+            for stage in node.at:
+                if stage in both or any((value.node, stage) in found for value in node.operands):
+                    found.add((node, stage))
+    return found
+
+
+def of_weights(steps: Sequence[Node | Loop], place: int) -> set[Node]:
     """What of the backward no other stage and no product waits for: it makes the gradients of weights.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
@@ -78,15 +95,18 @@ def of_weights(nodes: Sequence[Node], place: int) -> set[Node]:
     """
     awaited: set[Value] = set()
     found = set()
-    for node in reversed(nodes):
-        if node.phase is not Phase.BACKWARD:
+    for step in reversed(steps):
+        nodes = nodes_of([step])
+        backward = [node for node in nodes if node.phase is Phase.BACKWARD]
+        if not backward:
             continue
-        sends = node.op is comm.send and node.kwargs["origin"] == place
-        waited = sends or any(value in awaited for value in node.outs)
+        sends = any(node.op is comm.send and node.kwargs["origin"] == place for node in backward)
+        both = len(backward) < len(nodes)
+        waited = sends or both or any(value in awaited for node in backward for value in node.outs)
         if not waited:
-            found.add(node)
-        if waited or is_heavy(node):
-            awaited.update(node.operands)
+            found.update(backward)
+        if waited or any(is_heavy(node) for node in backward):
+            awaited.update(value for node in nodes for value in node.operands)
     return found
 
 
@@ -112,11 +132,13 @@ class _Units:
     mesh: Mesh
     place: int
     loop: Loop
+    behind: set[tuple[Node, int]]
+    """What of the forward is done in the backward, in which stages."""
 
     def __post_init__(self) -> None:
         nodes = self.loop.nodes()
         self.back = "I" if is_halved(self.pipeline) else "B"
-        self._late = of_weights(nodes, self.place)
+        self._late = of_weights(self.loop.steps, self.place)
         self._received = [node for node in nodes if node.op is comm.send and node.kwargs["origin"] != self.place]
         self._units = {node: self._unit(node) for node in nodes}
 
@@ -173,14 +195,19 @@ class _Units:
             if node.kwargs["origin"] != self.place:
                 return "R" + self._sender(node)
             return self._sender(node)
-        return self._named(self._here(node.at), node.phase, node in self._late)
+        here = self._here(node.at)
+        return self._named(here, self._phase(node, here), node in self._late)
 
     def _sender(self, node: Node) -> str:
         """The unit that sends."""
         (maker,) = (value.node for value in node.operands)
         assert maker is not None
         stages = [stage for stage in maker.at if self.pipeline.homes[stage] == node.kwargs["origin"]]
-        return self._named(stages, maker.phase, False)
+        return self._named(stages, self._phase(maker, stages), False)
+
+    def _phase(self, node: Node, stages: Iterable[int]) -> Phase:
+        """The phase with which a node is done in some stages."""
+        return Phase.BACKWARD if any((node, stage) in self.behind for stage in stages) else node.phase
 
     def _taker(self, node: Node) -> str:
         """The unit before which a value must have come."""

@@ -1,0 +1,80 @@
+"""Llama-3-70B's shapes on 64 ranks in stages, planned without weights: from the module to one rank's program, proven.
+
+    python -m benchmarks.pipeline_scale [--layers 80 --turns 256 --schedule interleaved --no-verify]
+
+The published layout: 8 stages times 8 ranks of tensor parallelism with tokens cut between blocks, two stretches of
+layers on each rank (interleaved), 256 micro-batches, and the layers that are made again chosen stage by stage: as many
+in the first stages as their live turns ask for, none in the last. Aim: under 30 s from module to program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import shardfx as sx
+
+from .plan_scale import SPECS, llama, loss, most_memory
+
+MESH = {"pp": 8, "tp": 8}
+CHUNKS = 2
+BETWEEN = {f"model.layers.*.{norm}": "-, tp, -" for norm in ("input_layernorm", "post_attention_layernorm")}
+"""Tokens are cut over tp between attention and feed forward."""
+
+
+def made_again(layers: int) -> tuple[str, ...]:
+    """The layers whose forward is run again: of each stage's stretch fewer, the later it is."""
+    stages = MESH["pp"] * CHUNKS
+    size = layers // stages
+    often = [max(size - stage * (size + 1) // stages, 0) for stage in range(stages)]
+    return tuple(f"model.layers.{stage * size + i}" for stage in range(stages) for i in range(often[stage]))
+
+
+def planned(layers: int, turns: int, schedule: str) -> sx.ParallelModule:
+    """The plan of one sample of 4,096 tokens a micro-batch."""
+    model, x = llama(layers, turns)
+    specs = {
+        **{name: spec for name, spec in SPECS.items() if not name.startswith(("args", "targets"))},
+        **BETWEEN,
+        "model.norm": "-, tp, -",
+    }
+    hints = sx.Hints(
+        args=(x,),
+        loss=loss,
+        targets=(x,),
+        specs={"args.0": "mb, -", "targets.0": "mb, -", **specs},
+        recompute=made_again(layers),
+        pipeline=sx.Pipeline(schedule=schedule, chunks=CHUNKS),
+    )
+    return sx.parallelize(model, sx.Mesh(**MESH, mb=sx.Time(turns)), hints)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--turns", type=int, default=256)
+    parser.add_argument("--schedule", default="interleaved")
+    parser.add_argument("--no-verify", action="store_true")
+    given = parser.parse_args()
+    started, busy = time.perf_counter(), time.process_time()
+    pm = planned(given.layers, given.turns, given.schedule)
+    ready = time.perf_counter()
+    program = pm.rank_program(0)
+    done, busy = time.perf_counter(), time.process_time() - busy
+    again = made_again(given.layers)
+    print(f"layers                 {given.layers}, {len(again)} of them made again, {len(pm.after.nodes)} IR nodes")
+    print(f"model to plan          {ready - started:6.1f} s")
+    print(f"rank 0's program       {done - ready:6.1f} s, {len(program.graph.nodes)} fx nodes")
+    print(f"model to program       {done - started:6.1f} s, {busy:.1f} s of them on a processor")
+    print(f"most memory            {most_memory():6.2f} GB")
+    if not given.no_verify:
+        started, busy = time.perf_counter(), time.process_time()
+        verdict = pm.verify()
+        spent, busy = time.perf_counter() - started, time.process_time() - busy
+        print(f"{verdict.status:<22} {spent:6.1f} s, {busy:.1f} s of them on a processor, {most_memory():.2f} GB")
+        if not verdict:
+            raise SystemExit(str(verdict))
+
+
+if __name__ == "__main__":
+    main()
