@@ -142,8 +142,8 @@ def apart_at(got: torch.Tensor, wanted: torch.Tensor, seed: int) -> str:
     place = ", ".join(map(str, torch.unravel_index(torch.tensor(at), got.shape))) if got.dim() else ""
     mine, theirs = wanted.reshape(-1)[at].item(), got.reshape(-1)[at].item()
     digits = next((n for n in (6, 9, 12) if f"{theirs:.{n}g}" != f"{mine:.{n}g}"), 17)
-    mine, theirs = f"{mine:.{digits}g}", f"{theirs:.{digits}g}"
-    return f"element [{place}] is {theirs}, and {mine} of the model, on random inputs (seed {seed})"
+    told = f"{theirs:.{digits}g}, and {mine:.{digits}g} of the model"
+    return f"element [{place}] is {told}, on random inputs (seed {seed})"
 
 
 def _spec(value: Value) -> Spec:
