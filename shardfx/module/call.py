@@ -17,6 +17,7 @@ from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.peers import Content, Passed
 from shardfx.runtime.step import Results, Step
+from shardfx.runtime.verify.claims import without_content
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
 TARGETS = "targets."
@@ -88,7 +89,8 @@ class Form:
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
-    around the call. ``pulls``: the targets are gradients of the results.
+    around the call. ``pulls``: the targets are gradients of the results. ``contents`` is what the model's code reads of
+    lists and dicts of the model (:func:`.held.like.containers`).
     """
 
     training: frozenset[str]
@@ -96,19 +98,23 @@ class Form:
     gradients: frozenset[str]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     pulls: bool = False
+    contents: tuple[tuple[str, str], ...] = ()
 
     def serves(self, other: Form) -> bool:
         """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
         same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
-        around = (self.training, self.autocast, self.pulls) == (other.training, other.autocast, other.pulls)
-        return same and rest and around and other.gradients <= self.gradients
+        return same and rest and self._around == other._around and other.gradients <= self.gradients
+
+    @property
+    def _around(self) -> Hashable:
+        return self.training, self.autocast, self.pulls, self.contents
 
     @property
     def key(self) -> Hashable:
         """The same for equal forms."""
-        return self.training, frozenset(self.inputs.items()), self.gradients, self.autocast, self.pulls
+        return frozenset(self.inputs.items()), self.gradients, self._around
 
     def words(self) -> dict[str, str]:
         """The form by subject; equal forms have the same words in every process."""
@@ -116,6 +122,7 @@ class Form:
         found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
+        found |= dict(self.contents)
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: Form) -> str:
@@ -125,13 +132,15 @@ class Form:
             if self.inputs.get(name) != given and not (other.pulls and name.startswith(TARGETS)):
                 found.append(f"{name} is {_said(given)}, not {_said(self.inputs.get(name))}")
         if self.training != other.training:
-            changed = sorted(self.training ^ other.training)
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            mode = "training" if changed[0] in other.training else "evaluation"
-            found.append(f"{changed[0] or 'the model'}{more} in {mode} mode")
+            modes = sorted(self.training ^ other.training)
+            more = f" and {len(modes) - 1} more" if len(modes) > 1 else ""
+            mode = "training" if modes[0] in other.training else "evaluation"
+            found.append(f"{modes[0] or 'the model'}{more} in {mode} mode")
         if self.autocast != other.autocast:
             dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in other.autocast)
             found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
+        changed = [name for name, now in other.contents if dict(self.contents).get(name) != now]
+        found += [f"another content of {', '.join(changed[:3])}"] if changed else []
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
         return "; ".join(found) or "no targets"
 
@@ -151,12 +160,15 @@ def kind_of(leaf: object) -> object:
     return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, PLAIN) else Thing(leaf, attributes(leaf))
 
 
-def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, bool]) -> Form:
+def first_form(
+    hints: Hints, training: frozenset[str], trainable: Mapping[str, bool], contents: tuple[tuple[str, str], ...] = ()
+) -> Form:
     """What the first programs are made for: the example inputs, and the model as it was."""
     named = leaf_names(hints.args, hints.kwargs, hints.targets)
     wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     wanting |= {name for name, wants in trainable.items() if wants}
-    return Form(training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting), autocast_around())
+    inputs = {name: kind_of(leaf) for name, leaf in named}
+    return Form(training, inputs, frozenset(wanting), autocast_around(), contents=contents)
 
 
 def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
@@ -183,6 +195,16 @@ def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             expected=", ".join(needed),
             got=", ".join(named) or "none",
             remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
+        )
+    tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+    empty = next((name for name, leaf in tensors.items() if without_content(leaf)), None)
+    if empty is not None:
+        raise Error(
+            "an input has no content",
+            where="pm(...)",
+            expected=f"a real tensor as {empty}",
+            got="a fake one, or one on meta",
+            remedy="sx.trace(model, hints) and pm.verify() need no inputs",
         )
     return Call(args[:count], kwargs, args[count:], named, has_targets)
 

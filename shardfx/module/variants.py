@@ -35,10 +35,10 @@ from shardfx.runtime.step import Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
+from .hand_out import check_step, leaves, trained, wanting
 from .hand_out import gradients as gradients_of
-from .hand_out import leaves, trained, wanting
+from .held.like import containers, said
 from .held.one_store import reject_stored_otherwise, stored
-from .held.program_optimizer import check_step
 from .programs import BESIDE, INFER, LOSS, NAMES, PULL, STEP, TRAIN, Programs
 from .pull_back import AsItWas, attach, draws, pulling, refuse, reject_part, reject_without_loss
 
@@ -82,12 +82,19 @@ class Variants:
     def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
         self.skeleton, self.hints, self.build = skeleton, hints, build
         self.fill: Fill = lambda model: model
+        self._containers = containers(skeleton)
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
 
     def begin(self, form: Form, programs: Programs, fill: Fill) -> None:
         """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
         self.known, self.fill = [(form, programs)], fill
+
+    @property
+    def contents(self) -> tuple[tuple[str, str], ...]:
+        """What the lists and dicts of the model hold at the moment, by name: what a script changes there is captured
+        anew."""
+        return tuple((name, said(value)) for name, value in self._containers)
 
     @property
     def all(self) -> list[Programs]:
@@ -134,8 +141,8 @@ class Variants:
         gradients = frozenset(wanted) if learns else frozenset[str]()
         if steps:
             gradients = frozenset(wanting(first.step.store))
-            check_step(first.compiled, gradients, call.has_targets)
-        form = Form(training, inputs_of(call, first.step), gradients, autocast_around())
+            check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
+        form = Form(training, inputs_of(call, first.step), gradients, autocast_around(), contents=self.contents)
 
         def words() -> dict[str, str]:
             return {
