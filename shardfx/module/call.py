@@ -89,8 +89,8 @@ class Form:
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
-    around the call. ``pulls``: the targets are gradients of the results. ``contents`` is what the model's code reads of
-    lists and dicts of the model (:func:`.held.like.containers`).
+    around the call. ``pulls``: the targets are gradients of the results. ``state`` is the number of the state
+    in which is what the code reads beside its inputs, and ``changed`` what of it is not as it was first.
     """
 
     training: frozenset[str]
@@ -98,7 +98,8 @@ class Form:
     gradients: frozenset[str]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     pulls: bool = False
-    contents: tuple[tuple[str, str], ...] = ()
+    state: int = 0
+    changed: tuple[str, ...] = ()
 
     def serves(self, other: Form) -> bool:
         """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
@@ -109,7 +110,7 @@ class Form:
 
     @property
     def _around(self) -> Hashable:
-        return self.training, self.autocast, self.pulls, self.contents
+        return self.training, self.autocast, self.pulls, self.state
 
     @property
     def key(self) -> Hashable:
@@ -122,7 +123,7 @@ class Form:
         found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
-        found |= dict(self.contents)
+        found |= {"what the code reads beside its inputs": f"state {self.state}"} if self.state else {}
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: Form) -> str:
@@ -139,8 +140,8 @@ class Form:
         if self.autocast != other.autocast:
             dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in other.autocast)
             found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
-        changed = [name for name, now in other.contents if dict(self.contents).get(name) != now]
-        found += [f"another content of {', '.join(changed[:3])}"] if changed else []
+        if self.state != other.state:
+            found.append(f"another value of {', '.join(other.changed[:3])}, which the code reads")
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
         return "; ".join(found) or "no targets"
 
@@ -160,15 +161,13 @@ def kind_of(leaf: object) -> object:
     return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, PLAIN) else Thing(leaf, attributes(leaf))
 
 
-def first_form(
-    hints: Hints, training: frozenset[str], trainable: Mapping[str, bool], contents: tuple[tuple[str, str], ...] = ()
-) -> Form:
+def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, bool]) -> Form:
     """What the first programs are made for: the example inputs, and the model as it was."""
     named = leaf_names(hints.args, hints.kwargs, hints.targets)
     wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     wanting |= {name for name, wants in trainable.items() if wants}
     inputs = {name: kind_of(leaf) for name, leaf in named}
-    return Form(training, inputs, frozenset(wanting), autocast_around(), contents=contents)
+    return Form(training, inputs, frozenset(wanting), autocast_around())
 
 
 def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:

@@ -23,6 +23,7 @@ from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.given import copied
+from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
@@ -37,7 +38,6 @@ from shardfx.runtime.verify.verdict import Verdict, together
 from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
 from .hand_out import check_step, leaves, trained, wanting
 from .hand_out import gradients as gradients_of
-from .held.like import containers, said
 from .held.one_store import reject_stored_otherwise, stored
 from .programs import BESIDE, INFER, LOSS, NAMES, PULL, STEP, TRAIN, Programs
 from .pull_back import AsItWas, attach, draws, pulling, refuse, reject_part, reject_without_loss
@@ -82,19 +82,14 @@ class Variants:
     def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
         self.skeleton, self.hints, self.build = skeleton, hints, build
         self.fill: Fill = lambda model: model
-        self._containers = containers(skeleton)
+        self._surroundings = Surroundings(skeleton, hints.loss)
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
 
     def begin(self, form: Form, programs: Programs, fill: Fill) -> None:
         """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
         self.known, self.fill = [(form, programs)], fill
-
-    @property
-    def contents(self) -> tuple[tuple[str, str], ...]:
-        """What the lists and dicts of the model hold at the moment, by name: what a script changes there is captured
-        anew."""
-        return tuple((name, said(value)) for name, value in self._containers)
+        self._surroundings.settle(0)
 
     @property
     def all(self) -> list[Programs]:
@@ -142,7 +137,8 @@ class Variants:
         if steps:
             gradients = frozenset(wanting(first.step.store))
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
-        form = Form(training, inputs_of(call, first.step), gradients, autocast_around(), contents=self.contents)
+        inputs, (state, changed) = inputs_of(call, first.step), self._surroundings.state()
+        form = Form(training, inputs, gradients, autocast_around(), state=state, changed=changed)
 
         def words() -> dict[str, str]:
             return {
@@ -228,6 +224,7 @@ class Variants:
         first, ours = self.known[0][0], self.known[0][1].compiled.after
         started = time.perf_counter()
         made = make(peers.planned(lambda: self._plan(ours, form, call), lambda plan: plan.after))
+        self._surroundings.settle(form.state)
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
         if len(self.known) > self.hints.shapes:

@@ -204,7 +204,7 @@ def test_what_a_script_changes_in_a_configuration_is_captured_anew(caplog: pytes
     for each in (model, pm):
         each.cfg["more"][1]["power"] = 3
     assert near(pm(X, Y), F.cross_entropy(model(X), Y))
-    assert "another content of cfg" in caplog.text
+    assert "another value of cfg" in caplog.text
     for each in (model, pm):
         each.cfg["more"][1]["power"] = 1
         each.losses.append(0.5)  # which no code of the model reads
@@ -224,3 +224,37 @@ def test_lists_and_dicts_of_modules_are_the_models() -> None:
     for asked in (lambda: pm[0], lambda: len(pm), lambda: iter(pm), lambda: 0 in pm, lambda: len(pm.heads.a)):
         with pytest.raises(TypeError, match="object"):
             asked()
+
+
+FACTOR = 2.0
+
+
+def weighted(closure: list[float]) -> Any:
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return scaled(F.cross_entropy(out, target)) * closure[0]
+
+    return loss
+
+
+def scaled(value: torch.Tensor) -> torch.Tensor:
+    return value * FACTOR
+
+
+def test_numbers_that_the_loss_reads_are_those_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of its closure, of a global that a function reads which it calls, and of a module's attribute."""
+    model, held, smooth = Net().double(), [1.0], nn.CrossEntropyLoss()
+    pm, other = parallel(copy.deepcopy(model), loss=weighted(held)), parallel(copy.deepcopy(model), loss=smooth)
+    again = copy.deepcopy(pm)
+    held[0] = 3.0
+    assert near(pm(X, Y), weighted([3.0])(model(X), Y)) and near(again(X, Y), weighted([3.0])(model(X), Y))
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    assert near(pm(X, Y), weighted([3.0])(model(X), Y))
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    held[0] = 1.0
+    planned = len(caplog.records)
+    assert near(pm(X, Y), weighted([1.0])(model(X), Y)) and len(caplog.records) == planned
+    smooth.label_smoothing = 0.3
+    assert near(other(X, Y), smooth(model(X), Y))
+    assert all(each in caplog.text for each in ("value of closure,", "FACTOR", "value of loss.label_smoothing"))

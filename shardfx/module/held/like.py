@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
-from itertools import islice
-from types import CodeType, SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from shardfx.ir.errors import Error
@@ -90,59 +85,6 @@ class Like(nn.Module):
         if pieces:
             return f"{name!r} is in {len(pieces)} pieces here: {', '.join(f'{own}.{name}' for own in pieces)}"
         return f"neither a parallel module nor {type(self.__dict__['_twin']).__name__!r} has an attribute {name!r}"
-
-
-def containers(model: nn.Module) -> list[tuple[str, object]]:
-    """The lists, dicts and configurations of a model's modules that its code may read, by name. Others are none of the
-    model: a record of losses, which no code of the model names, may grow."""
-    read = {kind: _read(kind) for kind in {type(module) for module in model.modules()}}
-    found: dict[int, tuple[str, object]] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name in read[type(module)] and name not in STATE and _changes(value):
-                found.setdefault(id(value), (f"{path}.{name}" if path else name, value))
-    return list(found.values())
-
-
-def _read(kind: type[nn.Module]) -> frozenset[str]:
-    """The names that the code of a class uses, but where it begins."""
-    front: list[Any] = []
-    for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        made = [getattr(f, "fget", f) for name, f in vars(each).items() if name != "__init__"]
-        front += [getattr(inspect.unwrap(f), "__code__", None) for f in made if callable(f)]
-    names: set[str] = set()
-    while front:
-        code = front.pop()
-        if isinstance(code, CodeType):
-            names.update(code.co_names)
-            front.extend(code.co_consts)
-    return frozenset(names)
-
-
-def _changes(value: object) -> bool:
-    """Whether it is a container or a configuration, whose contents may change."""
-    return isinstance(value, (dict, list, set, SimpleNamespace, Namespace)) or (
-        not isinstance(value, type) and (is_dataclass(value) or hasattr(type(value), "to_dict"))
-    )
-
-
-MOST = 256
-"""Of a container with more entries the first ones are looked at, and how many there are."""
-
-
-def said(value: object, depth: int = 4) -> str:
-    """What a container holds, as text: the same for equal contents in every process."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        inside = [said(each, depth - 1) for each in islice(value, MOST)] if depth else []
-        return f"{len(value)} [{', '.join(sorted(inside) if isinstance(value, (set, frozenset)) else inside)}]"
-    if isinstance(value, Mapping) or _changes(value):
-        held = value if isinstance(value, Mapping) else vars(value)
-        pairs = [f"{key!s}: {said(each, depth - 1)}" for key, each in islice(held.items(), MOST)] if depth else []
-        return f"{len(held)} {{{', '.join(pairs)}}}"
-    return repr(value) if isinstance(value, ATOMS) else type(value).__name__
-
-
-ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def refuse_whole(name: str) -> NoReturn:
