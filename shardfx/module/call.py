@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.autograd import forward_ad
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
@@ -205,7 +206,26 @@ def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             got="a fake one, or one on meta",
             remedy="sx.trace(model, hints) and pm.verify() need no inputs",
         )
+    _reject_transforms(tensors)
     return Call(args[:count], kwargs, args[count:], named, has_targets)
+
+
+def _reject_transforms(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a call within a transform that programs have no part in.
+
+    Raises:
+        Error: one of ``torch.func``; or an input with a tangent, which would be lost.
+    """
+    dual = forward_ad._current_level >= 0
+    moves = dual and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values())
+    if moves or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Error(
+            "pm(...) is called within a transform of its inputs",
+            where="pm(...)",
+            expected="a call with tensors as they are, and loss.backward() or torch.autograd.grad",
+            got="an input with a tangent (forward_ad)" if moves else "torch.func.grad, jvp, vmap or the like",
+            remedy="transform the model itself: with pm.gathered() as model: ...",
+        )
 
 
 def inputs_of(call: Call, step: Step) -> dict[str, object]:

@@ -30,8 +30,22 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
     """Refuse a state dict that says other pieces than are held here.
 
     Raises:
-        Error: naming the first parameter or buffer that is another piece, or is cut in another way.
+        Error: naming the first parameter or buffer that is another piece, is cut in another way, or is whole where
+            there are pieces; new tensors are to be put in the place of those that there are.
     """
+    own = {key for key, _ in (*module.named_parameters(), *module.named_buffers())}
+    unsaid = module.store.held() if STAMP not in local_metadata else ()
+    whole = next((name for name in unsaid if prefix + name in state_dict and name not in own), None)
+    if whole is not None or local_metadata.get("assign_to_params_buffers"):
+        raise Error(
+            "new tensors cannot take the place of the stored ones"
+            if whole is None
+            else f"{whole!r} of this state dict is whole, and in pieces here",
+            where="pm.load_state_dict(...)",
+            expected="pieces, as pm.state_dict() gives them",
+            got="assign=True" if whole is None else "a state dict of the model itself",
+            remedy="leave assign=True out" if whole is None else "pm.load_full_state_dict(...)",
+        )
     theirs = local_metadata.get(STAMP, {})
     for name, (spec, piece) in module.store.held().items():
         got_spec, got = theirs.get(name, (spec, piece))
