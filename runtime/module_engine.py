@@ -7,6 +7,7 @@ collectives, each stretch a module, and meet as always.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,13 +36,19 @@ class ModuleEngine:
         engine: whose ranks these are.
         options: of ``torch.compile``; None: modules run as they are.
         perform: how virtual ranks do a collective; None for a real rank.
+        ending: the context in which a real rank runs, which tells the others how it ends.
     """
 
     def __init__(
-        self, engine: Engine, mesh: Mesh, options: Mapping[str, Any] | None, perform: Perform | None = None
+        self,
+        engine: Engine,
+        mesh: Mesh,
+        options: Mapping[str, Any] | None,
+        perform: Perform | None = None,
+        ending: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.mesh, self.device = mesh, engine.device
-        self._engine, self._options, self._perform = engine, options, perform
+        self._engine, self._options, self._perform, self._ending = engine, options, perform, ending
         self._modules: WeakKeyDictionary[RankProgram, Any] = WeakKeyDictionary()
 
     @property
@@ -69,7 +76,8 @@ class ModuleEngine:
         with torch.no_grad():
             if self._perform is None:
                 (rank,) = programs
-                return {rank: self._module(programs[rank], self._whole)(*inputs[rank])}
+                with self._ending():
+                    return {rank: self._module(programs[rank], self._whole)(*inputs[rank])}
             made = {rank: self._module(program, self._stretches) for rank, program in programs.items()}
             return run(made, inputs, self.mesh, self._perform)
 

@@ -70,8 +70,10 @@ def count_collectives() -> Iterator[Counts]:
             most = sent(request.op, local, n)
         counts.add(request.op, request.group, most)
 
-    def hears(op: str, group: str, local: torch.Tensor) -> None:
-        counts.add(op, group, sent(op, local, met[group].count))
+    def hears(op: str, group: str, local: torch.Tensor, lengths: Sequence[int] | None) -> None:
+        near = met[group]
+        given = sent(op, local, near.count) if lengths is None else exchanged(lengths, near.place, local)
+        counts.add(op, group, given)
 
     listeners.append(listen)
     heard.append(hears)
@@ -115,11 +117,11 @@ class _Watch(TorchDispatchMode):
         if namespace == "_c10d_functional" and op in COUNTED:
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             group = str(args[-1])
-            n = dist.get_world_size(_resolve(group))
+            ranks = _resolve(group)
             if op == EXCHANGE:
-                self._counts.add(op, group, exchanged(args[2], dist.get_rank(_resolve(group)), tensors[0]))
+                self._counts.add(op, group, exchanged(args[2], ranks.rank(), tensors[0]))
             else:
-                self._counts.add(op, group, sum(sent(op, tensor, n) for tensor in tensors))
+                self._counts.add(op, group, sum(sent(op, tensor, ranks.size()) for tensor in tensors))
         return func(*args, **(kwargs or {}))
 
 

@@ -6,7 +6,7 @@ benchmarks.collectives``). Counted at run time, a large reduce-scatter on gloo i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -71,6 +71,12 @@ def reduce_scatter(x: Tensor, op: str, ranks: int, group: str) -> Any:
     return Exchange(c10d.all_to_all_single(x, each, each, group), op, ranks)
 
 
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Any:
+    """Start an exchange of rows."""
+    near = _near("all_to_all_single", x, group, sent=sent)
+    return near.all_to_all(x, sent, received) if near is not None else c10d.all_to_all_single(x, received, sent, group)
+
+
 def exchanged() -> float:
     """From how many bytes on a rank holds all that it gets for a reduce-scatter: neighbours do not."""
     return inf if met and not apart else LARGE
@@ -88,16 +94,19 @@ FORMS: dict[Any, Callable[..., Any]] = {
     c10d.all_reduce.default: all_reduce,
     c10d.all_gather_into_tensor.default: all_gather,
     c10d.reduce_scatter_tensor.default: reduce_scatter,
+    c10d.all_to_all_single.default: all_to_all,
     c10d.wait_tensor.default: wait,
 }
 """What is called in the place of a program's collectives."""
 
 
-def _near(kind: str, x: Tensor, group: str, op: str | None = None) -> Neighbours | None:
+def _near(
+    kind: str, x: Tensor, group: str, op: str | None = None, sent: Sequence[int] | None = None
+) -> Neighbours | None:
     """The neighbours who do a collective among them; None where it is done on gloo."""
     near = met.get(group)
     if near is None or (op is not None and not near.reduces(x, op)):
         return None
     for hears in heard:
-        hears(kind, group, x)
+        hears(kind, group, x, sent)
     return near

@@ -26,6 +26,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import OwnOp
 from shardfx.runtime.same_host.links import connect
+from shardfx.runtime.same_host.near_group import NearGroup
 from shardfx.runtime.same_host.neighbourhood import Neighbours, apart, met
 
 Axes = tuple[str, ...]
@@ -80,8 +81,7 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
         for name, ranks in names.items():
             made = _new_group(ranks)
             if dist.get_rank() in ranks:
-                _register_process_group(name, made)  # type: ignore[arg-type]
-                _made[name] = made
+                _register(name, made)
         _meet_neighbours(mesh.group_name(dist.get_rank(), each), mesh.group(dist.get_rank(), each))
 
 
@@ -104,6 +104,7 @@ def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
             log.info("the ranks of %s share no memory: their collectives are gloo's", name)
         else:
             met[name] = Neighbours(links, list(ranks).index(mine))
+            _register(name, NearGroup(met[name], group))
 
 
 log = logging.getLogger("shardfx")
@@ -112,12 +113,18 @@ CPU_GROUP = "shardfx/cpu"
 """All ranks, to tell one another what no device is to wait for."""
 
 
+def _register(name: str, made: dist.ProcessGroup) -> None:
+    """Let programs find a group by this name, which may have been another's."""
+    if find_group(name) is not None:
+        _unregister_process_group(name)  # type: ignore[arg-type]
+    _register_process_group(name, made)  # type: ignore[arg-type]
+    _made[name] = made
+
+
 def make_cpu_group() -> None:
     """Make the group of all ranks on gloo, unless it is there. All ranks call it alike."""
     if find_group(CPU_GROUP) is None:
-        made = dist.new_group(backend="gloo", timeout=_timeout())
-        _register_process_group(CPU_GROUP, made)  # type: ignore[arg-type]
-        _made[CPU_GROUP] = made
+        _register(CPU_GROUP, dist.new_group(backend="gloo", timeout=_timeout()))
 
 
 def the_cpu_group() -> dist.ProcessGroup:
@@ -149,7 +156,7 @@ def leave_groups() -> None:
         if find_group(name) is made:
             _unregister_process_group(name)  # type: ignore[arg-type]
         with suppress(RuntimeError, ValueError, AssertionError):  # the job is over, and the group with it
-            dist.destroy_process_group(made)
+            dist.destroy_process_group(made.gloo if isinstance(made, NearGroup) else made)
 
 
 def device_mesh(mesh: Mesh, device_type: str, axes: Sequence[str]) -> DeviceMesh:

@@ -51,6 +51,16 @@ def ending_together(what: str = "") -> Iterator[None]:
         raise ended(None, error, what) from error
 
 
+@contextmanager
+def ending_compiled() -> Iterator[None]:
+    """Within, a compiled program that raises, or waits in vain, becomes an error that says so; and the others hear."""
+    try:
+        yield
+    except Exception as error:
+        broken = isinstance(error, RuntimeError) and _broken(error)
+        raise ended(None, error, "a collective of the compiled program" if broken else "") from error
+
+
 def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
     """Tell the others how this rank's program ended, and leave; gives the error to raise here."""
     rank, generation = dist.get_rank(), _left

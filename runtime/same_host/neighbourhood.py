@@ -5,13 +5,15 @@
 
 Among two processes of one machine this takes a fifth of the processor time of gloo, which sends through sockets
 (``python -m benchmarks.collectives``). Sums are taken in the order of the ranks, so that they are the same on all. A
-collective is done by those that wait for it, when they do: all ranks wait in one order, as their programs do.
+collective is done by those that wait for it, when they do, and with it those of its group that were started before: in
+which order ranks wait does not matter, if they start in the same one.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -29,19 +31,26 @@ FOLDS: dict[str, Callable[..., Tensor]] = {
 }
 EACH = 1 << 20
 """An all-reduce of so many bytes is shared out: each rank adds up a part."""
+FEW = 3
+"""So few ranks are done sooner where each adds up all of what must be laid out for others and taken back."""
 BLOCK = 1 << 18
 """So many bytes are added at a time, which stay in a processor's cache."""
 
 
 class Started:
-    """A collective under way."""
+    """A collective under way; ``before`` it and with it, those of its group that are not done yet."""
 
-    def __init__(self, number: int, finish: Callable[[int], Tensor]) -> None:
-        self._number, self._finish = number, finish
+    def __init__(self, number: int, finish: Callable[[int], Tensor], before: deque[Started]) -> None:
+        self._number, self._finish, self._before = number, finish, before
+        self._result: Tensor | None = None
+        before.append(self)
 
     def wait(self) -> Tensor:
-        """Do this rank's part; gives the result."""
-        return self._finish(self._number)
+        """Do this rank's part, also of what was started before; gives the result."""
+        while self._result is None:
+            first = self._before.popleft()
+            first._result = first._finish(first._number)
+        return self._result
 
 
 class Place:
@@ -66,6 +75,7 @@ class Neighbours:
         self.links, self.place, self.count = links, place, len(links) + 1
         self._numbers = count()
         self._places: list[Place] = []
+        self._under_way: deque[Started] = deque()
 
     @property
     def memory(self) -> list[Tensor]:
@@ -88,7 +98,8 @@ class Neighbours:
     def all_reduce_(self, x: Tensor, op: str) -> Started:
         """Reduce over ``x``, which is dense, and which nobody uses until it is waited for."""
         number = next(self._numbers)
-        if x.nbytes < EACH:
+        where = segment_of(x)
+        if x.nbytes < EACH or (where is None and self.count <= FEW):
             mine = self._lay(number, x)
 
             def finish(number: int) -> Tensor:
@@ -96,8 +107,7 @@ class Neighbours:
                 self._done(number)
                 return x
 
-            return Started(number, finish)
-        where = segment_of(x)
+            return Started(number, finish, self._under_way)
         mine = self._lay(number, x) if where is None else x.view(-1)
         if where is not None:
             self._ready(number, where)
@@ -108,7 +118,7 @@ class Neighbours:
             self._done(number, together=True)
             return x if where is not None else x.copy_(mine.view(x.shape))
 
-        return Started(number, finish_shared)
+        return Started(number, finish_shared, self._under_way)
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Started:
         """All ranks' ``x`` joined along the first dim, in ``out`` if that is given."""
@@ -122,12 +132,12 @@ class Neighbours:
             self._done(number)
             return to
 
-        return Started(number, finish)
+        return Started(number, finish, self._under_way)
 
-    def reduce_scatter(self, x: Tensor, op: str) -> Started:
-        """This rank's piece, along the first dim, of what is reduced."""
+    def reduce_scatter(self, x: Tensor, op: str, out: Tensor | None = None) -> Started:
+        """This rank's piece, along the first dim, of what is reduced, in ``out`` if that is given."""
         number = next(self._numbers)
-        piece = torch.empty([x.shape[0] // self.count, *x.shape[1:]], dtype=x.dtype)
+        piece = torch.empty([x.shape[0] // self.count, *x.shape[1:]], dtype=x.dtype) if out is None else out
         where = segment_of(x) if x.is_contiguous() and x.nbytes >= EACH else None
         mine = self._lay(number, x) if where is None else x.view(-1)
         if where is not None:
@@ -139,19 +149,42 @@ class Neighbours:
             self._done(number, together=where is not None)
             return piece
 
-        return Started(number, finish)
+        return Started(number, finish, self._under_way)
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int], out: Tensor | None = None) -> Started:
+        """The rows of ``x`` that are for this rank, of all ranks.
+
+        Args:
+            x: rows for each rank of the group, in their order.
+            sent: how many, for each.
+            received: how many come from each.
+            out: where they are joined, if that is given.
+        """
+        number, row = next(self._numbers), x.shape[1:].numel()
+        to = torch.empty([sum(received), *x.shape[1:]], dtype=x.dtype) if out is None else out
+        mine = self._lay(number, x, [rows * row * x.element_size() for rows in accumulate(sent, initial=0)])
+
+        def finish(number: int) -> Tensor:
+            own = mine.split([rows * row for rows in sent])[self.place]
+            found = self._heard(number, own)
+            for part, each in zip(to.view(-1).split([rows * row for rows in received]), found, strict=True):
+                part.copy_(each[: part.nbytes].view(part.dtype) if each is not own else own)
+            self._done(number)
+            return to
+
+        return Started(number, finish, self._under_way)
 
     # ---- what they are made of -------------------------------------------------------------------------------
 
-    def _lay(self, number: int, x: Tensor) -> Tensor:
-        """Lay a copy of ``x`` where the others see it; gives it, flat."""
+    def _lay(self, number: int, x: Tensor, parts: Sequence[int] | None = None) -> Tensor:
+        """Lay a copy of ``x`` where the others see it; gives it, flat. ``parts``: from which byte on, each."""
         place = self._place_of(x.nbytes)
         place.number, place.free, place.seen_here = number, False, False
         copy = place.memory[: x.nbytes].view(x.dtype)
         copy.view(x.shape).copy_(x)
         where = segment_of(place.memory)
         assert where is not None
-        self._ready(number, where)
+        self._ready(number, where, parts)
         return copy
 
     def _place_of(self, nbytes: int) -> Place:
@@ -169,13 +202,20 @@ class Neighbours:
         self._places.append(Place(max(nbytes, 1)))
         return self._places[-1]
 
-    def _ready(self, number: int, where: tuple[Segment, int]) -> None:
-        for link in self.links:
-            link.tell(Word.READY, number, where)
+    def _ready(self, number: int, where: tuple[Segment, int], parts: Sequence[int] | None = None) -> None:
+        segment, offset = where
+        for at, link in enumerate(self.links):
+            part = 0 if parts is None else parts[at + (at >= self.place)]
+            link.tell(Word.READY, number, (segment, offset + part))
 
     def _seen(self, number: int, mine: Tensor) -> list[Tensor]:
         """What each rank of the group put in, flat, once it is there."""
-        found = [link.hear(Word.READY, number)[: mine.nbytes].view(mine.dtype) for link in self.links]
+        found = self._heard(number, mine)
+        return [each if each is mine else each[: mine.nbytes].view(mine.dtype) for each in found]
+
+    def _heard(self, number: int, mine: Tensor) -> list[Tensor]:
+        """The memory that each of the others named, once it did; ``mine`` in its place."""
+        found = [link.hear(Word.READY, number) for link in self.links]
         return [*found[: self.place], mine, *found[self.place :]]
 
     def _done(self, number: int, together: bool = False) -> None:
@@ -217,5 +257,6 @@ met: dict[str, Neighbours] = {}
 """The groups whose ranks are all on this machine, by name."""
 apart: set[str] = set()
 """Those whose ranks are not."""
-heard: list[Callable[[str, str, Tensor], None]] = []
-"""Who wants to know of each collective that starts here: its kind, its group, and what this rank puts in."""
+heard: list[Callable[[str, str, Tensor, Sequence[int] | None], None]] = []
+"""Who wants to know of each collective that starts here: its kind, its group, what this rank puts in, and how many rows
+of it are for whom where that is said."""

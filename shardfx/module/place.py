@@ -16,6 +16,7 @@ from shardfx.ir.graph import Graph
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.distributed import gloo
+from shardfx.runtime.distributed.peer_failure import ending_compiled
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import ModuleEngine
 from shardfx.runtime.peers import Alone, Peers
@@ -74,7 +75,10 @@ class Place:
 
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs as modules, through ``torch.compile(**options)``."""
-        return ModuleEngine(self.make_engine(graph), graph.mesh, options, perform if self.virtual else None)
+        engine = self.make_engine(graph)
+        if self.virtual:
+            return ModuleEngine(engine, graph.mesh, options, perform)
+        return ModuleEngine(engine, graph.mesh, options, ending=ending_compiled)
 
     @property
     def exchanged(self) -> float:

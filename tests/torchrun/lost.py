@@ -86,6 +86,9 @@ def step(pm: sx.ParallelModule, mode: str) -> None:
     if mode == "makes_nan":
         with pm.debug_nan():
             pm(x, y)
+    elif mode == "compiled_raises":
+        pm.compile(backend=broken if dist.get_rank() == 1 else "eager")
+        pm(x, y)
     else:
         if mode in MODES and dist.get_rank() == 1:
             source = pm._programs.step.engine.source(pm._programs.step.programs(TRAIN)[1])
@@ -99,6 +102,22 @@ def stage_raises(program: dict[str, Any]) -> None:
 
 
 MODES["stage_raises"] = stage_raises
+
+
+def compiled_raises(_: dict[str, Any]) -> None:
+    """In what torch compiled."""
+
+
+MODES["compiled_raises"] = compiled_raises
+
+
+def broken(*_: Any) -> Callable[..., Any]:
+    """A backend of torch.compile whose programs raise."""
+
+    def run(*_: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    return run
 
 
 def planned(mode: str) -> sx.ParallelModule:

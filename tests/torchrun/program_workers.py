@@ -15,6 +15,7 @@ import torch.distributed as dist
 import shardfx as sx
 from shardfx.ir.cost import calibrate
 from shardfx.runtime.distributed import gloo, groups
+from shardfx.runtime.same_host.near_group import NearGroup
 from shardfx.runtime.same_host.neighbourhood import EACH, met
 from shardfx.runtime.same_host.shared_memory import shared_bytes
 from tests.live_memory import check_footprint, held_in_a_step
@@ -128,13 +129,19 @@ def on_gloo() -> Iterator[None]:
 
 @worker
 def neighbours_do_what_gloo_does() -> None:
-    """Every kind of collective, several under way at once, small ones and those that are shared out."""
+    """Every kind of collective, several under way at once, small ones and those that are shared out; also where a
+    program calls torch's."""
     groups.initialise("cpu")
     n, rank = dist.get_world_size(), dist.get_rank()
     mesh, generator = sx.Mesh(dp=n), torch.Generator().manual_seed(rank)
     groups.make_groups(mesh, [("dp",)])
     near = mesh.group_name(rank, ("dp",))
     assert near in met
+    group = groups.find_group(near)
+    assert isinstance(group, NearGroup)
+    far = group.gloo.group_name
+    sent = [(rank + to) % 2 for to in range(n)]
+    received = [(of + rank) % 2 for of in range(n)]
     for rows in (n, 3 * n, 17 * n * EACH // 64):
         x = torch.randn(rows, 7, generator=generator)
         given = [x, x.double(), x.bfloat16(), (x * 9).long(), x.expand(2, *x.shape)[1]]
@@ -146,11 +153,23 @@ def neighbours_do_what_gloo_does() -> None:
                 second = gloo.reduce_scatter(each, op, n, near)
                 third = gloo.all_gather(each, n, near)
                 fourth = gloo.all_reduce_(flat.copy_(x), "sum", near)
-                summed = c10d.wait_tensor(c10d.all_reduce(each, op, near))
+                fifth = gloo.all_to_all(each[: sum(sent)], received, sent, near)
+                summed = c10d.wait_tensor(c10d.all_reduce(each, op, far))
                 tolerance = {"rtol": 2e-2, "atol": 1e-1} if each.dtype is torch.bfloat16 else {}
                 torch.testing.assert_close(gloo.wait(first), summed, **tolerance)
                 torch.testing.assert_close(gloo.wait(second), summed.chunk(n)[rank], **tolerance)
-                assert torch.equal(gloo.wait(third), c10d.wait_tensor(c10d.all_gather_into_tensor(each, n, near)))
+                joined = c10d.wait_tensor(c10d.all_gather_into_tensor(each, n, far))
+                moved = c10d.wait_tensor(c10d.all_to_all_single(each[: sum(sent)].contiguous(), received, sent, far))
+                assert torch.equal(gloo.wait(third), joined) and torch.equal(gloo.wait(fifth), moved)
+                by_torch = [
+                    c10d.all_reduce(each, op, near),
+                    c10d.reduce_scatter_tensor(each, op, n, near),
+                    c10d.all_gather_into_tensor(each, n, near),
+                    c10d.all_to_all_single(each[: sum(sent)].contiguous(), received, sent, near),
+                ]
+                expected = [summed, summed.chunk(n)[rank], joined, moved]
+                for given_back, right in reversed(list(zip(by_torch, expected, strict=True))):
+                    torch.testing.assert_close(c10d.wait_tensor(given_back), right, **tolerance)
                 everyone = gloo.wait(gloo.all_gather(gloo.wait(fourth), n, near))
                 assert all(torch.equal(part, flat) for part in everyone.chunk(n))
     assert gloo.wait(gloo.all_reduce(torch.tensor(2.0), "sum", near)) == 2 * n

@@ -56,6 +56,14 @@ def test_a_stage_that_raises(ends: dict[str, list[End]]) -> None:
         assert "rank 1: a rank's program failed" in text and "no memory left" in text, text
 
 
+def test_a_compiled_program_that_raises(ends: dict[str, list[End]]) -> None:
+    own = ends["compiled_raises"][1]
+    assert own is not None and "a rank's program failed" in own[1] and "no memory left" in own[1], own
+    for text in others(ends["compiled_raises"]):
+        assert "while others waited for it in a collective of the compiled program" in text, text
+        assert "rank 1: a rank's program failed" in text and "no memory left" in text, text
+
+
 def test_a_rank_that_sticks(ends: dict[str, list[End]]) -> None:
     """The group's time-out ends those that wait; the stuck one hears of it when it comes."""
     texts = others(ends["sticks"])
