@@ -33,9 +33,10 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
         Error: naming the first parameter or buffer that is another piece, is cut in another way, or is whole where
             there are pieces; new tensors are to be put in the place of those that there are.
     """
-    own = {key for key, _ in (*module.named_parameters(), *module.named_buffers())}
-    unsaid = module.store.held() if STAMP not in local_metadata else ()
-    whole = next((name for name in unsaid if prefix + name in state_dict and name not in own), None)
+    own = dict((*module.named_parameters(), *module.named_buffers()))
+    given = {name: state_dict[prefix + name] for name in module.store.held() if prefix + name in state_dict}
+    unsaid = given if STAMP not in local_metadata else {}
+    whole = next((name for name, new in unsaid.items() if _is_piece(own.get(name)) and not _is_piece(new)), None)
     if whole is not None or local_metadata.get("assign_to_params_buffers"):
         raise Error(
             "new tensors cannot take the place of the stored ones"
@@ -60,3 +61,8 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
             remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the pieces of all "
             "ranks by torch.distributed.checkpoint",
         )
+
+
+def _is_piece(held: object) -> bool:
+    """Whether this is no whole tensor: one of a DTensor, or (None) of a parameter that has a name for each piece."""
+    return held is None or hasattr(type(held), "to_local")
