@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import Error
 
@@ -43,26 +43,40 @@ class Link:
 
 @dataclass(frozen=True)
 class Time:
-    """An axis of turns instead of ranks: its parts are computed one after the other."""
+    """An axis of turns instead of ranks: its parts are computed one after the other.
+
+    With ``interleave`` a turn goes on while another one waits for what ranks send one another: one's collectives
+    travel while the other computes, and as many turns are held as are under way.
+    """
 
     turns: int
+    interleave: bool = False
+
+    def __str__(self) -> str:
+        return f"Time({self.turns}{', interleave=True' if self.interleave else ''})"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One named axis: ``size`` ranks (space) or turns (time)."""
+    """One named axis: ``size`` ranks (space) or turns (time), which may be interleaved."""
 
     name: str
     size: int
     time: bool = False
     link: Link = Link()
+    interleave: bool = False
+
+    @property
+    def extent(self) -> int | Time:
+        """Its size as a :class:`Mesh` is given it."""
+        return Time(self.size, self.interleave) if self.time else self.size
 
 
 class Mesh:
     """Named axes, outermost first; rank 0 is all zeros, the last axis varies fastest.
 
     Args:
-        axes: ``name=int`` for ranks, ``name=Time(int)`` for turns.
+        axes: ``name=int`` for ranks, ``name=Time(int)`` for turns (see :class:`Time`).
         links: a :class:`Link` per axis name; the default serves where none is given.
     """
 
@@ -82,7 +96,12 @@ class Mesh:
                 raise Error(
                     f"mesh axis {name!r} has no valid size", expected="an int of at least 1, or Time(turns)", got=value
                 )
-            made.append(Axis(name, size, isinstance(value, Time), links.get(name, Link())))
+            interleave = isinstance(value, Time) and value.interleave
+            if not isinstance(interleave, bool):
+                raise Error(
+                    f"mesh axis {name!r}: turns are interleaved or not", expected="True or False", got=interleave
+                )
+            made.append(Axis(name, size, isinstance(value, Time), links.get(name, Link()), interleave))
         self.axes: tuple[Axis, ...] = tuple(made)
 
     @cached_property
@@ -121,8 +140,7 @@ class Mesh:
 
     def with_links(self, links: Mapping[str, Link]) -> Mesh:
         """The same axes with these links, and no others."""
-        axes: dict[str, Any] = {axis.name: Time(axis.size) if axis.time else axis.size for axis in self.axes}
-        return Mesh(links=links, **axes)
+        return Mesh(links=links, **{axis.name: axis.extent for axis in self.axes})
 
     def link(self, axes: Iterable[str]) -> Link:
         """What a group over some axes is limited by: the lowest bandwidth, the longest latency."""
@@ -231,4 +249,4 @@ class Mesh:
         return hash(self.axes)
 
     def __repr__(self) -> str:
-        return "Mesh(" + ", ".join(f"{a.name}={f'Time({a.size})' if a.time else a.size}" for a in self.axes) + ")"
+        return f"Mesh({', '.join(f'{axis.name}={axis.extent}' for axis in self.axes)})"

@@ -39,6 +39,8 @@ class ModuleEngine:
         ending: the context in which a real rank runs, which tells the others how it ends.
     """
 
+    meets_late = False
+
     def __init__(
         self,
         engine: Engine,

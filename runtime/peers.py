@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -31,6 +31,13 @@ class Passed(IntEnum):
     PART = 1
     EITHER = 2
     """This rank's own part has the shape of the whole."""
+
+
+class Agreed(NamedTuple):
+    """What all ranks agree on: whether inputs are passed in parts, and the number that the first rank drew."""
+
+    in_parts: bool
+    drawn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,21 @@ class Peers(Protocol):
             Error: another thread is in a call, and its order on the other ranks is not known.
         """
 
-    def agree(self, key: Hashable, words: Words, passed: Passed = Passed.EITHER) -> bool:
-        """All ranks are about to do the same, of which ``key`` is the text; gives whether inputs are passed in parts.
+    def agree(
+        self,
+        key: Hashable,
+        words: Words,
+        passed: Passed = Passed.EITHER,
+        draw: int | None = None,
+        later: bool = False,
+    ) -> Agreed:
+        """All ranks are about to do the same, of which ``key`` is the text.
+
+        Args:
+            passed: how this rank's inputs are passed.
+            draw: a number that this rank drew, where all ranks need the same one.
+            later: go on without waiting for the others, where this rank knows how their inputs are passed: what is to
+                be raised is raised before anything is sent.
 
         Raises:
             Error: they are not; or a rank failed before it came here.
@@ -97,9 +117,16 @@ class Alone:
         with self._turn:
             yield
 
-    def agree(self, key: Hashable, words: Words, passed: Passed = Passed.EITHER) -> bool:
+    def agree(
+        self,
+        key: Hashable,
+        words: Words,
+        passed: Passed = Passed.EITHER,
+        draw: int | None = None,
+        later: bool = False,
+    ) -> Agreed:
         """Inputs are whole."""
-        return False
+        return Agreed(False, draw)
 
     def planned(self, make: Callable[[], T], graph: Callable[[T], Graph]) -> T:
         """What is planned."""

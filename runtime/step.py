@@ -16,6 +16,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import Shards
 
 from .engine import Engine, Watch
+from .guards import ELSEWHERE, check_guards
 from .store import Store
 
 Kinds = frozenset[OutputKind]
@@ -26,43 +27,30 @@ HELD = (*STORED, InputKind.STATE)
 """What a store holds."""
 
 
-ELSEWHERE = "these data lead the model elsewhere than the example did"
-
-
-def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None:
-    """Raise where a watched value is another than for the example that the program was captured with.
-
-    Raises:
-        Error: naming the model's line, and both values.
-    """
-    for output, value in zip(outputs, out, strict=True):
-        guard = output.guard
-        if guard is None or guard.holds(value := value.cpu()):
-            continue
-        where = "  ".join(part for part in (str(guard.where), guard.where.code) if part)
-        if guard.op:
-            raise Error(
-                f"{guard.op} cannot be computed of these data",
-                where=where,
-                expected="matrices that it is defined for, in all of the batch",
-                got="at least one that is singular, or not positive definite",
-                remedy="call the model on one device, which says which; torch.linalg has forms such as inv_ex that "
-                "say it in a tensor",
-            )
-        raise Error(
-            ELSEWHERE,
-            where=where,
-            expected=f"{guard.expected!r:.200}, as for the example that was captured",
-            got=f"{value.tolist()!r:.200}",
-            remedy="parallelize the model once more, with an example that takes this way",
-        )
-
-
 class Kept(NamedTuple):
     """What a run goes out from in the place of the store's: a seed, and buffers by name and rank."""
 
     seed: torch.Tensor | None
     buffers: Mapping[tuple[str, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a run asks of a program: the names of parameters and states that it may write over, whether it gives new
+    content of what is stored, and whether it has guards."""
+
+    renewed: frozenset[str]
+    keeps: bool
+    guarded: bool
+
+    @staticmethod
+    def of(program: RankProgram) -> _Facts:
+        outputs = program.outputs
+        return _Facts(
+            frozenset(each.name for each in outputs if each.kind.is_stepped),
+            any(each.kind.is_kept for each in outputs),
+            any(each.guard is not None for each in outputs),
+        )
 
 
 @dataclass
@@ -89,7 +77,7 @@ class Step:
     _shards: dict[str, Shards] = field(default_factory=dict)
     _layouts: dict[Output, Shards] = field(default_factory=dict)
     _constants: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    _written: WeakKeyDictionary[RankProgram, frozenset[str]] = field(default_factory=WeakKeyDictionary)
+    _facts: WeakKeyDictionary[RankProgram, _Facts] = field(default_factory=WeakKeyDictionary)
 
     @property
     def engine(self) -> Engine:
@@ -129,11 +117,23 @@ class Step:
         self.make_engine, self._engine = make_engine, None
         self._programs.clear()
 
-    def seed(self, kinds: Kinds) -> torch.Tensor | None:
-        """A seed for a run, the same on all ranks; None where nothing is random."""
+    def meets_late(self, kinds: Kinds) -> bool:
+        """Whether programs that have run here may begin before it is known what other ranks run."""
+        return self.has_run(kinds) and self._unprepared().meets_late
+
+    def draws(self, kinds: Kinds) -> bool:
+        """Whether a run needs a seed, the same on all ranks."""
         if kinds not in self._drawing:  # asked of the whole graph: all ranks draw together
             self._drawing[kinds] = any(given.kind is InputKind.SEED for given in select(self.graph, kinds)[0])
-        return self.engine.seed() if self._drawing[kinds] else None
+        return self._drawing[kinds]
+
+    def seed(self, kinds: Kinds) -> torch.Tensor | None:
+        """A seed for a run, the same on all ranks; None where nothing is random."""
+        return self.engine.seed() if self.draws(kinds) else None
+
+    def on_device(self, number: int) -> torch.Tensor:
+        """A number that was drawn as a seed, where programs run."""
+        return torch.tensor(number, device=self.engine.device)
 
     def run(
         self,
@@ -152,27 +152,23 @@ class Step:
             Error: a guard does not hold: the model would do something else for these inputs. Nothing is stored.
         """
         programs, engine = self.programs(kinds), self.engine
-        first = next(iter(programs.values()))
+        facts = {rank: self._of(program) for rank, program in programs.items()}
         kept = Kept(self.seed(kinds), {}) if kept is None else kept
         cut: dict[tuple[str, int], torch.Tensor] = {}
         with torch.no_grad(), torch.autocast(engine.device.type, enabled=False):  # casts are in the programs
-            given = {
-                rank: [self._piece(g, rank, inputs, kept, cut, program) for g in program.inputs]
-                for rank, program in programs.items()
-            }
+            given = {rank: self._given(program, rank, inputs, kept, cut) for rank, program in programs.items()}
             try:
                 outs = engine.run(programs, given, watch)
             except Error as error:
-                if (
-                    kinds
-                    and self._runs_on
-                    and any(o.guard is not None for each in programs.values() for o in each.outputs)
-                ):
+                if kinds and self._runs_on and any(each.guarded for each in facts.values()):
                     self._explain(inputs, error)
                 raise
             for rank, out in outs.items():
-                check_guards(programs[rank].outputs, out)
-            return self._kept(programs, outs, {} if len(programs) > 1 or kept.buffers else self._places(first, given))
+                if facts[rank].guarded:
+                    check_guards(programs[rank].outputs, out)
+            first = next(iter(programs))
+            alone = len(programs) == 1 and not kept.buffers and facts[first].keeps
+            return self._kept(programs, outs, self._places(programs[first], given) if alone else {})
 
     def _kept(
         self,
@@ -191,10 +187,11 @@ class Step:
                     pieces[piece] = new
                     if output.kind.is_kept and places.get(output.name) != new.data_ptr():
                         self.store.commit(output.name, rank, new)
+        parameters, as_gradient = self.store.parameters, self.store.as_gradient
         for output, pieces in made.items():
             found = [pieces[index] for index in sorted(pieces)] if len(pieces) > 1 else [*pieces.values()]
-            if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
-                found = [self.store.as_gradient(output.name, piece) for piece in found]
+            if output.kind is OutputKind.GRADIENT and output.name in parameters:
+                found = [as_gradient(output.name, piece) for piece in found]
             results[output.kind, output.name] = found
         return results
 
@@ -241,6 +238,22 @@ class Step:
             self._shards[given.name] = Shards.of(given.value.spec, given.value.shape, self.graph.mesh)
         return self._shards[given.name]
 
+    def _given(
+        self,
+        program: RankProgram,
+        rank: int,
+        inputs: Mapping[str, torch.Tensor],
+        kept: Kept,
+        cut: dict[tuple[str, int], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """What a rank starts from: ranks that hold the same share one tensor, unless the program writes over it."""
+        shared = self._of(program).renewed if len(self.ranks) > 1 else frozenset[str]()
+        made = [self._piece(each, rank, inputs, kept, cut) for each in program.inputs]
+        if not shared:
+            return made
+        pairs = zip(program.inputs, made, strict=True)
+        return [new.clone() if each.kind in HELD and each.name in shared else new for each, new in pairs]
+
     def _piece(
         self,
         given: Input,
@@ -248,14 +261,12 @@ class Step:
         inputs: Mapping[str, torch.Tensor],
         kept: Kept,
         cut: dict[tuple[str, int], torch.Tensor],
-        program: RankProgram | None = None,
     ) -> torch.Tensor:
-        """What a rank starts from: ranks that hold the same share one tensor, unless ``program`` writes over it."""
+        """What a rank starts from of one input."""
         name = given.name
         if given.kind in HELD:
-            held = kept.buffers[name, rank] if (name, rank) in kept.buffers else self.store.piece(name, rank)
-            shared = program is not None and len(self.ranks) > 1 and name in self._renewed(program)
-            return held.clone() if shared else held
+            buffers = kept.buffers
+            return buffers[name, rank] if buffers and (name, rank) in buffers else self.store.piece(name, rank)
         if given.kind is InputKind.SEED:
             assert kept.seed is not None
             return kept.seed
@@ -271,11 +282,10 @@ class Step:
             known[name, which] = whole if is_local else self.shards(given).cut(whole, which)
         return known[name, which]
 
-    def _renewed(self, program: RankProgram) -> frozenset[str]:
-        """The names of parameters and states that a program may write over."""
-        if program not in self._written:
-            self._written[program] = frozenset(o.name for o in program.outputs if o.kind.is_stepped)
-        return self._written[program]
+    def _of(self, program: RankProgram) -> _Facts:
+        if program not in self._facts:
+            self._facts[program] = _Facts.of(program)
+        return self._facts[program]
 
     def local_shapes(self, given: Input) -> set[tuple[int, ...]]:
         """The shapes that a rank of this process may pass for an input beside the global one."""

@@ -164,14 +164,14 @@ def planned(arguments: argparse.Namespace) -> ParallelModule:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that ``dp=2,tp=2`` says; an axis of turns is ``mb=Time(8)``."""
+    """The mesh that ``dp=2,tp=2`` says; an axis of turns is ``mb=Time(8)``, or ``mb=Time(8, interleave=True)``."""
     axes: dict[str, int | Time] = {}
-    for item in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(?:(\d+)|Time\((\d+)\))\s*", item)
+    for item in re.split(r",(?![^(]*\))", text):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(?:(\d+)|Time\((\d+)(\s*,\s*interleave=True)?\))\s*", item)
         if match is None or match[1] in axes:
             expected = "name=ranks for each axis, with commas between: dp=2,tp=2"
             raise Error("the mesh cannot be read", where="--mesh", expected=expected, got=text)
-        axes[match[1]] = int(match[2]) if match[2] else Time(int(match[3]))
+        axes[match[1]] = int(match[2]) if match[2] else Time(int(match[3]), bool(match[4]))
     return Mesh(links=None, **axes)
 
 

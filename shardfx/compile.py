@@ -141,12 +141,16 @@ def check_offload(hints: Hints) -> None:
 
 
 def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ...]:
-    """The passes on the ranks' programs that hints ask for, on a kind of device: the built-in ones, and the user's.
+    """The passes on the ranks' programs that hints ask for, on a kind of device: the built-in ones, and the user's
+    behind them; one that has the name of a built-in one takes its place.
 
     Raises:
         Error: a rank pass is not known, or is none.
     """
-    return (*built_in(device), *as_rank_passes(hints.rank_passes))
+    ours, given = built_in(device), as_rank_passes(hints.rank_passes)
+    own = {each.name: each for each in given}
+    names = {each.name for each in ours}
+    return (*(own.get(each.name, each) for each in ours), *(each for each in given if each.name not in names))
 
 
 @contextmanager

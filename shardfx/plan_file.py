@@ -47,7 +47,14 @@ def write_plan(path: str | Path, plan: PlanFields) -> Path:
         "version": VERSION,
         **{each.name: getattr(plan, each.name) for each in fields(PlanFields)},
         "mesh": [
-            {"name": a.name, "size": a.size, "time": a.time, "bandwidth": link.bandwidth, "latency": link.latency}
+            {
+                "name": a.name,
+                "size": a.size,
+                "time": a.time,
+                "interleave": a.interleave,
+                "bandwidth": link.bandwidth,
+                "latency": link.latency,
+            }
             for a, link in axes
         ],
     }
@@ -138,7 +145,7 @@ def _list(given: Any) -> list[Any]:
 
 
 def _size(axis: dict[str, Any]) -> int | Time:
-    size, time = axis["size"], axis["time"]
-    if type(size) is not int or type(time) is not bool:
+    size, time, interleave = axis["size"], axis["time"], axis.get("interleave", False)
+    if type(size) is not int or type(time) is not bool or type(interleave) is not bool:
         raise TypeError(f"the size of a mesh axis is no whole number, or its time neither true nor false: {axis}")
-    return Time(size) if time else size
+    return Time(size, interleave) if time else size

@@ -28,9 +28,11 @@ def made(case: str) -> str:
     graph = parse_graph((FOLDER / f"{case}.graph.txt").read_text(encoding="utf-8"))
     program = lower(graph, 1, default_rules(), set(OutputKind), arrange=ARRANGED.get(case))
     texts = [f"lowered:\n{program}"]
+    established = frozenset[str]()
     for each in built_in("cpu"):
-        before = str(program)
-        program = run_rank_passes(parse_program(before, graph), [each], RankContext(graph))
+        before, context = str(program), RankContext(graph, established=established)
+        program = run_rank_passes(parse_program(before, graph), [each], context)
+        established |= each.establishes
         same = str(program) == before
         texts.append(f"{each}:{' nothing changes' if same else chr(10) + str(program)}")
     return "\n".join(text.rstrip("\n") + "\n" for text in texts)

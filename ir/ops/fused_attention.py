@@ -52,13 +52,13 @@ def bias_of(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
     """``[b h s t]``, minus infinity where a query does not see a key."""
     dtype = wide(q.dtype)
-    scores = (q.to(dtype) @ per_query_head(k, q).to(dtype).mT) * scale_of(q, scale)
+    scores = (q.to(dtype) @ per_query_head(k, q).to(dtype).mT).mul_(scale_of(q, scale))
     bias = bias_of(mask, dtype)
     if bias is not None:
-        scores = scores + bias
+        scores.add_(bias)
     if causal:
-        sees = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~sees, -torch.inf)
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(unseen, -torch.inf)
     return scores
 
 
@@ -90,8 +90,8 @@ def forward_by_hand(
     """Attention op by op; ``keep`` (bool, ``[b, h, s, t]``) says what dropout leaves of the weights."""
     scores = _scores(q, k, mask, causal, scale)
     logsumexp = scores.logsumexp(-1)
-    logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, 0.0)
-    weights = _kept((scores - logsumexp[..., None]).exp(), keep, p)
+    logsumexp.masked_fill_(logsumexp == -torch.inf, 0.0)
+    weights = _kept(scores.sub_(logsumexp[..., None]).exp_(), keep, p)
     return (weights @ per_query_head(v, q).to(weights.dtype)).to(q.dtype), logsumexp
 
 
@@ -111,11 +111,11 @@ def backward_by_hand(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and (if asked for) of the mask, op by op, from what the forward gave."""
     dtype = wide(q.dtype)
-    weights = (_scores(q, k, mask, causal, scale) - logsumexp[..., None]).exp()
+    weights = _scores(q, k, mask, causal, scale).sub_(logsumexp[..., None]).exp_()
     wide_grad = grad.to(dtype)
     of_weights = _kept(wide_grad @ per_query_head(v, q).to(dtype).mT, keep, p)
-    of_scores = weights * (of_weights - (wide_grad * out.to(dtype)).sum(-1, keepdim=True))
-    grad_q = of_scores @ per_query_head(k, q).to(dtype) * scale_of(q, scale)
+    of_scores = (of_weights - (wide_grad * out.to(dtype)).sum(-1, keepdim=True)).mul_(weights)
+    grad_q = (of_scores @ per_query_head(k, q).to(dtype)).mul_(scale_of(q, scale))
     grad_k = per_key_head(of_scores.mT @ q.to(dtype), k) * scale_of(q, scale)
     grad_v = per_key_head(_kept(weights, keep, p).mT @ wide_grad, v)
     grad_mask = q.new_empty(0)
@@ -125,7 +125,7 @@ def backward_by_hand(
 
 
 def _kept(weights: Tensor, keep: Tensor | None, p: float) -> Tensor:
-    return weights if keep is None else weights * keep * (1.0 / (1.0 - p) if p < 1 else 0.0)
+    return weights if keep is None else (weights * keep).mul_(1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
 def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box: Sequence[int]) -> Tensor | None:
@@ -135,11 +135,11 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box:
     """
     if p == 0 or seed is None:
         return None
-    state = _mix(_mix(seed.to(q.device)) + number)
+    state = _mix_(_mix_(seed.to(q.device, copy=True)) + number)
     shape = (*q.shape[:3], k.shape[2])
     for dim, place in enumerate(_places(shape, box, q.device)):
-        state = _mix(state + place.view(-1, *[1] * (3 - dim)) * GOLDEN)
-    return (state >> 11) & (2**53 - 1) >= int(p * 2**53)
+        state = _mix_(state + place.view(-1, *[1] * (3 - dim)) * GOLDEN)
+    return state.bitwise_right_shift_(11).bitwise_and_(2**53 - 1) >= int(p * 2**53)
 
 
 def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> Iterator[Tensor]:
@@ -155,11 +155,11 @@ def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> I
         yield place
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+def _mix_(x: Tensor) -> Tensor:
+    """In place, the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators, 2014)."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
-    return x ^ ((x >> 31) & (2**33 - 1))
+        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:

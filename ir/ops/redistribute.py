@@ -168,9 +168,17 @@ class Redistribution:
         """The steps that lead nearer; over an axis of time values are collected and taken apart, and nothing else."""
         for move in self._any_moves(state, goal):
             op, axes = move[:2]
-            over = [self.mesh[axis].time for axis in axes]
-            if not any(over) or (len(axes) == 1 and op in (all_gather, all_reduce, shard)):
+            if not any(self.mesh[axis].time for axis in axes) or self._over_turns(op, axes, state, goal):
                 yield move
+
+    def _over_turns(self, op: OwnOp, axes: Sequence[str], state: _State, goal: _State) -> bool:
+        """Whether a step may be one over turns: of one axis; and what hangs on turns within these, and shall not, is
+        collected over those before."""
+        if len(axes) > 1 or op not in (all_gather, all_reduce):
+            return len(axes) == 1 and op is shard
+        hangs, shall = ({each for dim in at[0] for each in dim} | {each for each, _ in at[1]} for at in (state, goal))
+        within = self.mesh.order(axes[0])
+        return not any(self.mesh[each].time and self.mesh.order(each) > within for each in hangs - shall)
 
     def _any_moves(
         self, state: _State, goal: _State

@@ -67,8 +67,11 @@ class Sharing:
         self._rows: dict[fx.Node, LocalOp | None] = {}
         self._waited: dict[fx.Node, int] = {}
         """Of collectives: the place of the wait for them."""
+        self._adjoins: dict[fx.Node, list[fx.Node]] = {}
+        """By root: the calls that may see it as one with other memory."""
         members: dict[fx.Node, list[fx.Node]] = {}
         taken: dict[tuple[fx.Node, object], fx.Node] = {}
+        adjoined: dict[fx.Node, list[fx.Node]] = {}
         root_of, owned, uses = self._root, self._owned, self._uses
         for place, node in enumerate(nodes):
             self._place[node] = place
@@ -80,7 +83,13 @@ class Sharing:
             if node.target is operator.getitem and not shared:  # the same result of a call, taken twice
                 first = taken.setdefault((inputs[0], node.args[1]), node)
                 shared = [first] if first is not node else []
-            if shared:
+            if row is not None and row.adjoins and len({root_of[used] for used in shared}) > 1:
+                for used in shared:
+                    adjoined.setdefault(used, []).append(node)
+                owned[node] = False
+                root_of[node] = node
+                members[node] = [node]
+            elif shared:
                 roots = dict.fromkeys([root_of[used] for used in shared])
                 root, *others = roots
                 owned[root] = all(owned[r] for r in roots)
@@ -97,6 +106,11 @@ class Sharing:
                 members[node] = [node]
             for used in inputs:
                 uses.setdefault(root_of[used], []).append(node)
+        for used, calls in adjoined.items():
+            self._adjoins.setdefault(root_of[used], []).extend(calls)
+        for root, calls in reversed(self._adjoins.items()):  # what reads memories as one reads each of them
+            for call in calls:
+                uses.setdefault(root, []).extend(uses.get(root_of[call], ()))
 
     def row(self, node: fx.Node) -> LocalOp | None:
         """The row of a call that is none of torch's ops."""
@@ -115,10 +129,20 @@ class Sharing:
         at = self._place[call]
         return all(self._place[use] <= at for use in self._uses.get(self._root[value], ()))
 
-    def adjoined(self, value: fx.Node) -> bool:
-        """Whether the memory may become a part of other memory, with what lies beside it."""
-        rows = (self._rows[use] for use in self._uses.get(self._root[value], ()))
-        return any(row is not None and row.adjoins for row in rows)
+    def seen_in(self, value: fx.Node) -> list[fx.Node]:
+        """The roots of all values that may lie in this memory, or in this memory and what lies beside it."""
+        found, todo = dict[fx.Node, None](), [self._root[value]]
+        while todo:
+            root = todo.pop()
+            if root not in found:
+                found[root] = None
+                todo += [self._root[call] for call in self._adjoins.get(root, ())]
+        return [*found]
+
+    def meet(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether one of two values may lie in the other's memory, or in memory that this is a part of."""
+        mine, theirs = {*self.seen_in(a)}, {*self.seen_in(b)}
+        return self._root[a] in theirs or self._root[b] in mine
 
     def sender(self, value: fx.Node, call: fx.Node) -> fx.Node | None:
         """A collective, copy or message of this memory that was started before ``call`` and is not waited for by then;

@@ -200,7 +200,7 @@ class _Walk:
                 node,
                 expected=f"a wait for {started.name}",
             )
-        for other in self.live.get(root, ()):
+        for other in (each for seen in self.share.seen_in(into) for each in self.live.get(seen, ())):
             if other in node.all_input_nodes and other is not into and not self._apart(other, slot):
                 self._fail(f"{node.name} writes over {other.name}, which it reads", node, expected="other memory")
             if other is into and slot is None:

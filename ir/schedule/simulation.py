@@ -70,10 +70,14 @@ class Simulation:
         """From the start of the first action to the end of the last."""
         return max(span.end for span in self.spans.values())
 
+    def pieces(self, action: Action) -> tuple[Span, ...]:
+        """From when to when an action is done: it may be interrupted by others."""
+        return (self.spans[action],)
+
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each rank how long it works."""
-        return tuple(sum(self.spans[action].length for action in row) for row in self.schedule.rows)
+        return tuple(sum(piece.length for action in row for piece in self.pieces(action)) for row in self.schedule.rows)
 
     @cached_property
     def bubble(self) -> float:

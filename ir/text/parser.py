@@ -172,9 +172,13 @@ class _Reader:
         if not line.accept("Time"):
             return name, line.number_of(int, "a number of ranks, or Time(turns)")
         line.expect("(")
-        turns = line.number_of(int, "a number of turns")
+        turns, interleave = line.number_of(int, "a number of turns"), False
+        if line.accept(","):
+            for each in ("interleave", "=", "True"):
+                line.expect(each)
+            interleave = True
         line.expect(")")
-        return name, Time(turns)
+        return name, Time(turns, interleave)
 
     def _link(self, line: Line) -> None:
         name = line.word("a mesh axis")

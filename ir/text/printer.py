@@ -82,7 +82,7 @@ class Printer:
     def header(self, sources: bool) -> Iterable[str]:
         """The lines above the inputs."""
         mesh, established = self.graph.mesh, self.graph.established
-        yield "mesh " + ", ".join(f"{a.name}={f'Time({a.size})' if a.time else a.size}" for a in mesh.axes)
+        yield "mesh " + ", ".join(f"{axis.name}={axis.extent}" for axis in mesh.axes)
         for axis in mesh.axes:
             if axis.link != Link():
                 yield f"link {axis.name} bandwidth={axis.link.bandwidth!r}, latency={axis.link.latency!r}"

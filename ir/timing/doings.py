@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,11 +32,13 @@ Message = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Doing:
-    """One thing that a rank does for a purpose in a turn; it takes so many seconds, of the rank or of a link."""
+    """One thing that a rank does for a purpose in a turn; it takes so many seconds, of the rank or of a link. ``at``:
+    the turns of all loops around, outermost first."""
 
     purpose: Purpose
     seconds: float = 0.0
     turn: int = 0
+    at: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 class Works(Doing):
@@ -116,19 +118,20 @@ class _Walk:
 
     def _in_turns(self, turns: fx.Node, start: int, end: int) -> Iterator[Doing]:
         """What is done in turns, each of their units read once."""
-        words = _words(turns)
-        units = {
-            unit: list(_joined(self._within(*self._unit(start, end, unit)))) for unit in {word.unit for word in words}
-        }
+        words, units = _words(turns), dict[str, list[Doing]]()
+        for unit in {word.unit for word in words}:
+            units[unit] = list(_joined(self._within(*self._unit(turns, start, end, unit))))
         for word in words:
             for each in units[word.unit]:
-                yield replace(each, turn=word.turn) if turns is self.main else each
+                made = replace(each, at=(word.turn, *each.at))
+                yield replace(made, turn=word.turn) if turns is self.main else made
 
-    def _unit(self, start: int, end: int, name: str) -> tuple[int, int]:
-        """The calls of a unit; of no name: all."""
+    def _unit(self, turns: fx.Node, start: int, end: int, name: str) -> tuple[int, int]:
+        """The calls of a unit of turns; of no name: all."""
         if not name:
             return start, end
-        begins = [i for i in range(start, end) if part_in_turns(self.nodes[i]) == "unit"]
+        units = (i for i in range(start, end) if part_in_turns(self.nodes[i]) == "unit")
+        begins = [i for i in units if self.nodes[i].args[0] is turns]
         at = next(place for place, i in enumerate(begins) if self.nodes[i].args[1] == name)
         return begins[at] + 1, [*begins, end][at + 1]
 

@@ -24,6 +24,7 @@ class Course:
 
     Args:
         spans: from when to when it does each action, in the order in which it does them.
+        pieces: the same, without what it does of other actions meanwhile.
         before: what is done once, in front of all turns.
         exposed: seconds in which it waits for communication that no computing hides: of what others send, no more than
             the transfer takes.
@@ -32,6 +33,7 @@ class Course:
     spans: Mapping[Action, Span]
     before: Span
     exposed: float
+    pieces: Mapping[Action, tuple[Span, ...]]
 
 
 def foreseen(rows: Sequence[Sequence[Doing]]) -> tuple[Course, ...]:
@@ -61,10 +63,11 @@ class _Clock:
     exposed: float = 0.0
     free: dict[object, float] = field(default_factory=dict)
     """From when a link has nothing to do."""
-    done: dict[fx.Node, float] = field(default_factory=dict)
-    """When what was started is done."""
+    done: dict[tuple[fx.Node, tuple[int, ...]], float] = field(default_factory=dict)
+    """When what was started in a turn is done."""
     expected: dict[fx.Node, Message] = field(default_factory=dict)
-    spans: dict[Action, Span] = field(default_factory=dict)
+    pieces: dict[Action, list[Span]] = field(default_factory=dict)
+    last: Action | None = None
     before: Span = NEVER
 
     @property
@@ -85,7 +88,7 @@ class _Clock:
             self.now += doing.seconds
         elif isinstance(doing, Starts):
             assert doing.call is not None
-            self.done[doing.call] = self._over(doing.link, doing.seconds)
+            self.done[doing.call, doing.at] = self._over(doing.link, doing.seconds)
         elif isinstance(doing, Sends):
             origin, to, tag, _ = doing.message
             come = self._over((origin, to), doing.seconds), doing.seconds
@@ -101,8 +104,8 @@ class _Clock:
                     return False
                 self._wait(*mail[message].popleft())
                 del self.expected[doing.call]
-            elif doing.call in self.done:
-                self._wait(self.done.pop(doing.call), float("inf"))
+            elif (started := (doing.call, doing.at)) in self.done:
+                self._wait(self.done.pop(started), float("inf"))
         self._note(doing, begin)
         return True
 
@@ -125,9 +128,14 @@ class _Clock:
             self.before = Span(self.before.start, self.now) if not kind else self.before
             return
         action = Action(kind, stage, 0 if kind == "U" else doing.turn)
-        known = self.spans.get(action)
-        self.spans[action] = Span(known.start if known is not None else begin, self.now)
+        known = self.pieces.setdefault(action, [])
+        if known and action == self.last:
+            begin = known.pop().start
+        known.append(Span(begin, self.now))
+        self.last = action
 
     def course(self) -> Course:
         """What it did."""
-        return Course(self.spans, self.before, self.exposed)
+        spans = {action: Span(pieces[0].start, pieces[-1].end) for action, pieces in self.pieces.items()}
+        pieces = {action: tuple(each) for action, each in self.pieces.items()}
+        return Course(spans, self.before, self.exposed, pieces)

@@ -14,8 +14,9 @@ gradients, is done for the update; what stands in front of them for no action.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from torch import fx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.program.looped.within_turns import part_in_turns, regions
+from shardfx.ir.program.units.lifetimes import name_of
 from shardfx.ir.schedule.actions import KINDS
 
 BEFORE = ""
@@ -42,7 +44,7 @@ class Purpose(NamedTuple):
 def main_turns(nodes: Sequence[fx.Node]) -> fx.Node | None:
     """The first call of the turns in which most of a program's forward and backward is done; None where none are."""
     inside = regions(nodes)
-    in_units = next((inside[node][0] for node in nodes if part_in_turns(node) == "unit"), None)
+    in_units = next((inside[node][0] for node in nodes if _names_action(node)), None)
     if in_units is not None:
         return in_units
     work = [node for node in nodes if _phase(node) in (Phase.FORWARD, Phase.BACKWARD) and not _is_comm(node)]
@@ -65,27 +67,28 @@ def purposes(nodes: Iterable[fx.Node]) -> dict[fx.Node, Purpose]:
     behind = [place for place, node in enumerate(calls) if turns in inside[node]][-1] + 1
     found = dict.fromkeys(calls[: first + 1], Purpose(BEFORE, stage))
     here = calls[first + 1 : behind]
-    found |= _in_units(here) if any(_units(here)) else _parted(here, stage)
+    found |= _in_units(here) if any(map(_names_action, here)) else _parted(here, stage)
     return found | dict.fromkeys(calls[behind:], Purpose("U", stage))
 
 
 def _stage(calls: Sequence[fx.Node]) -> int:
     """The stage that an update is said to be of: the first that has units, or that in which most is done."""
-    units = [int(unit[1:]) for unit in _units(calls) if unit[0] in KINDS]
+    units = [int(name[1:]) for name in map(name_of, filter(_names_action, calls)) if name[0] in KINDS]
     counts = Counter(node.at[0] for node in map(_planned, calls) if node is not None and node.at)
     return min(units) if units else max(counts, key=counts.__getitem__, default=0)
 
 
-def _units(calls: Iterable[fx.Node]) -> Iterator[str]:
-    return (str(node.args[1]) for node in calls if part_in_turns(node) == "unit")
+def _names_action(node: fx.Node) -> bool:
+    """Whether a unit begins that is an action of a schedule; others are stretches of a turn that is interleaved."""
+    return part_in_turns(node) == "unit" and re.fullmatch(rf"R?[{''.join(KINDS)}]\d+|O", name_of(node)) is not None
 
 
 def _in_units(calls: Sequence[fx.Node]) -> dict[fx.Node, Purpose]:
     """By the units' names: ``F0``; ``RB1`` receives what B1 sends, and ``O`` what leaves the program."""
     found, now = dict[fx.Node, Purpose](), Purpose(RECEIVED)
     for node in calls:
-        if part_in_turns(node) == "unit":
-            kind, stage = str(node.args[1])[0], str(node.args[1])[1:]
+        if _names_action(node):
+            kind, stage = name_of(node)[0], name_of(node)[1:]
             now = Purpose(kind, int(stage)) if kind in KINDS else Purpose(RECEIVED)
         found[node] = now
     return found

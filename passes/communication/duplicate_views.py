@@ -1,7 +1,8 @@
 """duplicate-views: views are made once for each placement that is needed of them, which costs nothing.
 
 What lies otherwise is then asked of *their* operand, and so on up: a value that is needed whole as it is and whole
-transposed is gathered once, and the gathered copy transposed.
+transposed is gathered once, and the gathered copy transposed. A partial sum is reduced where ``sum-placement``
+says, and not above a view that it was to pass: a gradient in its parameter's own shape travels with the others.
 
     %3 = t(%w) : [6, 8{tp}]    needed as such, and whole    ->    %3 = t(%w) : [6, 8{tp}]
                                                                  %4 = t(%w) : [6, 8]  needs [8, 6]
@@ -62,7 +63,7 @@ def _copies(node: Node, asked: dict[Spec, list[Use]], context: Context, rewriter
     rule = context.cache.rule(node)
     value, made = node.outs[0], [node]
     for spec, users in asked.items():
-        if spec == value.spec:
+        if spec == value.spec or value.spec is None or {*spec.partial} != {*value.spec.partial}:
             continue
         found = produce(rule, spec, node, context)
         if found is None:

@@ -31,8 +31,9 @@ FUSED = (comm.all_gather, comm.all_reduce, comm.reduce_scatter)
 Key = tuple[OwnOp, tuple[str, ...], torch.dtype, str, str, tuple[str, ...], tuple[int, ...]]
 
 
-PARTS, LEAST = 4, 1e6
-"""Into so many buckets at least, if they have so many bytes."""
+PARTS, FINER, LEAST = 4, 16, 1e6
+"""Into so many buckets at least, if they have so many bytes; and where parameters are gathered again in the backward,
+so that few of them are whole at a time."""
 
 
 @dataclass
@@ -48,7 +49,8 @@ class FuseComm(Pass):
     """Fuse collectives of one kind, group and dtype up to ``mb`` megabytes.
 
     Where that would leave fewer than four buckets they are smaller (but not below 1 MB), so that the first ones travel
-    while the rest is computed.
+    while the rest is computed. Where parameters are gathered again in the backward (``zero=3``) it is sixteen: a rank
+    has at most two segments of gathered parameters whole, and beside them a bucket of gradients.
 
     ``groups`` may name sets of parameters (patterns as in hints) whose gradients and gathers travel together,
     whatever their size; what is in no set is fused by size.
@@ -121,11 +123,15 @@ class FuseComm(Pass):
     def _limits(self, graph: Graph, named: dict[Node, str]) -> dict[Key, float]:
         """The most bytes of a bucket."""
         total: dict[Key, float] = {}
+        stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+        parts = PARTS
         for node in graph.nodes:
             key = self._key(node, graph, named)
             if key is not None:
                 total[key] = total.get(key, 0.0) + node.op.whole_bytes(node, graph.mesh)
-        return {key: min(self.mb * 1e6, max(nbytes / PARTS, LEAST)) for key, nbytes in total.items()}
+            if node.op is comm.all_gather and node.phase is Phase.BACKWARD and uncast(node.operands[0]) in stored:
+                parts = FINER
+        return {key: min(self.mb * 1e6, max(nbytes / parts, LEAST)) for key, nbytes in total.items()}
 
     def _late(self, graph: Graph, named: dict[Node, str]) -> list[CommGroup]:
         """Reductions, and gathers of what leaves, wait for later ones until one is used or the bucket is full."""

@@ -4,13 +4,24 @@ from .add_into import AddInto
 from .buckets import Buckets
 from .gather_into import GatherInto
 from .in_place import InPlace
+from .interleave import Interleave
 from .overwrite import Overwrite
 from .own_outputs import OwnOutputs
 from .rank_pass import RankContext, RankPass, run_rank_passes
 from .segments import Segments
 from .waits import Waits
 
-ORDER: tuple[type[RankPass], ...] = (Waits, Buckets, AddInto, GatherInto, InPlace, Overwrite, OwnOutputs, Segments)
+ORDER: tuple[type[RankPass], ...] = (
+    Waits,
+    Buckets,
+    AddInto,
+    GatherInto,
+    InPlace,
+    Overwrite,
+    OwnOutputs,
+    Segments,
+    Interleave,
+)
 BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
 
@@ -19,7 +30,7 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     if compiled:
         return (Waits(), OwnOutputs())
     gathers = (GatherInto(),) if device == "cpu" else ()
-    return (Waits(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite(), OwnOutputs(), Segments())
+    return (Waits(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite(), OwnOutputs(), Segments(), Interleave())
 
 
 __all__ = [
@@ -28,6 +39,7 @@ __all__ = [
     "Buckets",
     "GatherInto",
     "InPlace",
+    "Interleave",
     "Overwrite",
     "OwnOutputs",
     "RankContext",

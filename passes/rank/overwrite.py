@@ -10,8 +10,9 @@
     return (new, lerp, gathered, away)            away = memory.put(stored, m)
                                                   return (new, lerp, kept, away)
 
-So a step makes no second copy of parameters and states, and writes none. Where a condition is watched (a guard), what
-is stored may not change before it was looked at, and all stays as it is.
+So a step makes no second copy of parameters and states, and writes none; nor of the rows that a rank steps of what it
+has whole. Where a condition is watched (a guard), what is stored may not change before it was looked at, and all stays
+as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.graph import Input, Node, Phase, Value
-from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
@@ -63,6 +64,8 @@ class _Overwriting:
         changed, share = self._put(), self.share
         for node in self.program.graph.nodes:
             planned = node.meta.get("shardfx")
+            if node.target is pack.take and isinstance(planned, Node) and share.root(node) in self.renewed:
+                self.values[node] = planned.outs[0]  # a rank's rows of a parameter that is stored whole
             if not isinstance(planned, Node) or planned.phase is not Phase.UPDATE:
                 continue
             if node.target is transfer.arrived and share.owned(node):
@@ -72,7 +75,7 @@ class _Overwriting:
             form = OVERWRITING.get(node.target)
             if form is None or len(planned.outs) != 1:
                 continue
-            into = self._into(node, planned.outs[0]) if not self.share.adjoined(node) else None
+            into = self._into(node, planned.outs[0])
             self.values[node] = planned.outs[0]
             if into is not None:
                 node.target, node.kwargs = form, {**node.kwargs, "out": into}
@@ -99,7 +102,7 @@ class _Overwriting:
         graph, end, share = self.program.graph, self.program.result(), self.share
         written: dict[str, fx.Node] = {}
         for place, result in self.renewed.items():
-            free = share.last_use(place, result) and not share.adjoined(place) and share.sender(place, result) is None
+            free = share.last_use(place, result) and share.sender(place, result) is None
             apart = result.op == "call_function" and share.root(result) is not share.root(place)
             if not free or not apart or self._home(result) is place:
                 continue
@@ -126,10 +129,10 @@ class _Overwriting:
 
     def _may(self, node: fx.Node, value: Value, used: fx.Node) -> bool:
         theirs, share = self.values[used], self.share
-        if any(other is not used and share.root(other) is share.root(used) for other in node.all_input_nodes):
+        if any(other is not used and share.meet(other, used) for other in node.all_input_nodes):
             return False
         same = self._shape(value) == self._shape(theirs) and value.type.dtype == theirs.type.dtype
-        return same and not share.adjoined(used) and share.last_use(used, node) and share.sender(used, node) is None
+        return same and share.last_use(used, node) and share.sender(used, node) is None
 
     def _shape(self, value: Value) -> tuple[int, ...]:
         assert value.spec is not None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_program import RankProgram
@@ -21,11 +22,14 @@ from shardfx.passes.options import options_of
 
 @dataclass
 class RankContext:
-    """What rank passes know beside the program: the planned graph, the kind of device, and what they noted."""
+    """What rank passes know beside the program: the planned graph, the kind of device, what they noted, the machine
+    that is planned for, and what was established of the program before."""
 
     graph: Graph
     device: str = "cpu"
     notes: list[str] = field(default_factory=list)
+    machine: Machine = field(default_factory=lambda: Machine.of(None))
+    established: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def run_rank_passes(
 def _run(
     program: RankProgram, passes: Sequence[RankPass], context: RankContext, *, each_validated: bool
 ) -> RankProgram:
-    established: set[str] = set()
+    established = set(context.established)
     ran: list[str] = []
     order = order_of_collectives(program)
     for number, each in enumerate(passes):

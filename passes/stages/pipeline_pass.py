@@ -100,6 +100,14 @@ class Pipeline(Pass):
                     got=repr(mesh),
                     remedy="add it to the mesh" + (", and to the specs of inputs: 'mb dp, -'" if time else ""),
                 )
+        if self.time and mesh[self.time].interleave:
+            raise Error(
+                f"the turns of {self.time!r} are those of stages, whose order a schedule says",
+                where=f"Pipeline(time={self.time!r})",
+                expected=f"Mesh({self.time}=sx.Time({mesh[self.time].size}), ...)",
+                got=repr(mesh),
+                remedy="interleave turns of another axis, within these",
+            )
         cut = next((v for v in graph.values() if v.spec and self.axis in (*v.spec.axes, *v.spec.partial_axes)), None)
         if cut is not None:
             raise Error(

@@ -19,10 +19,11 @@ import torch
 from torch import fx
 
 from shardfx.ir.graph import Input
-from shardfx.ir.program.looped.within_turns import part_in_turns, regions
+from shardfx.ir.program.looped.within_turns import part_in_turns
+from shardfx.ir.program.units.execution import executed
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
-from shardfx.ir.timing.purposes import Purpose, main_turns, purposes
+from shardfx.ir.timing.purposes import main_turns, purposes
 
 Tensor = torch.Tensor
 Row = tuple[tuple[Action, Span], ...]
@@ -119,43 +120,17 @@ class _Recorder:
     def row(self) -> Row:
         """What was done for which action, from when to when."""
         calls = [node for node in self.stamps[0][0].graph.nodes if node.op == "call_function"]
-        of, begins, turns = purposes(calls), _begins(calls), _turns(calls)
+        of, main = purposes(calls), main_turns(calls)
+        axis = main.args[0] if main is not None else None
+        shown = ((node, turns) for node, turns in executed(calls) if part_in_turns(node) in ("", "collects"))
         found: list[tuple[Action, Span]] = []
-        counts: dict[Purpose, int] = {}
         before, last = self.start, None
-        for node, end in self.stamps:
-            purpose = of[node]
-            if purpose.kind in KINDS:
-                if node is begins[purpose] or purpose not in counts or purpose != last:
-                    if node is begins[purpose] or purpose not in counts:
-                        counts[purpose] = counts.get(purpose, -1) + 1
-                    turn = turns.get(purpose, range(counts[purpose] + 1))[counts[purpose]]
-                    found.append((Action(*purpose, 0 if purpose.kind == "U" else turn), Span(before, end)))
-                else:
-                    found[-1] = found[-1][0], Span(found[-1][1].start, end)
-            before, last = end, purpose
+        for (node, end), (_, turns) in zip(self.stamps, shown, strict=True):
+            kind, stage = of[node]
+            turn = 0 if kind == "U" else next((turn for name, turn in turns if name == axis), 0)
+            action = Action(kind, stage, turn) if kind in KINDS else None
+            if action is not None:
+                begin = found.pop()[1].start if action == last else before
+                found.append((action, Span(begin, end)))
+            before, last = end, action
         return tuple(found)
-
-
-def _begins(calls: Sequence[fx.Node]) -> dict[Purpose, fx.Node]:
-    """The first call of each purpose that is done once a turn: in no turns within."""
-    inside, of = regions(calls), purposes(calls)
-    shown = [node for node in calls if part_in_turns(node) in ("", "collects")]
-    found: dict[Purpose, fx.Node] = {}
-    for node in shown:
-        known = found.get(of[node])
-        if known is None or len(inside[node]) < len(inside[known]):
-            found[of[node]] = node
-    return found
-
-
-def _turns(calls: Sequence[fx.Node]) -> dict[Purpose, list[int]]:
-    """For units the turns in the order in which they are done."""
-    turns = main_turns(calls)
-    order = str(turns.args[3]) if turns is not None and len(turns.args) > 3 else ""
-    found: dict[Purpose, list[int]] = {}
-    for word in order.split():
-        unit, _, turn = word.rpartition(".")
-        if unit[0] in KINDS:
-            found.setdefault(Purpose(unit[0], int(unit[1:])), []).append(int(turn))
-    return found

@@ -90,21 +90,27 @@ def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
     apart.discard(name)
     if (left := met.pop(name, None)) is not None:  # of a job that is over
         left.close()
-    group, mine = _made[name], dist.get_rank()
+    group = _made[name]
+    if len(ranks) > 1 and dist.get_backend(group) == "gloo":
+        near = _neighbours(group, ranks)
+        if near is None:
+            apart.add(name)
+            log.info("the ranks of %s share no memory: their collectives are gloo's", name)
+        else:
+            met[name] = near
+            _register(name, NearGroup(near, group))
+
+
+def _neighbours(group: dist.ProcessGroup, ranks: Sequence[int]) -> Neighbours | None:
+    """The ranks of a group on gloo, connected; None where they are on several machines."""
 
     def gather(given: Any) -> list[Any]:
         every: list[Any] = [None] * len(ranks)
         dist.all_gather_object(every, given, group=group)
         return every
 
-    if len(ranks) > 1 and dist.get_backend(group) == "gloo":
-        links = connect(gather, ranks, mine, group_timeout())
-        if links is None:
-            apart.add(name)
-            log.info("the ranks of %s share no memory: their collectives are gloo's", name)
-        else:
-            met[name] = Neighbours(links, list(ranks).index(mine))
-            _register(name, NearGroup(met[name], group))
+    links = connect(gather, ranks, dist.get_rank(), group_timeout())
+    return None if links is None else Neighbours(links, list(ranks).index(dist.get_rank()))
 
 
 log = logging.getLogger("shardfx")
@@ -124,7 +130,22 @@ def _register(name: str, made: dist.ProcessGroup) -> None:
 def make_cpu_group() -> None:
     """Make the group of all ranks on gloo, unless it is there. All ranks call it alike."""
     if find_group(CPU_GROUP) is None:
-        _register(CPU_GROUP, dist.new_group(backend="gloo", timeout=_timeout()))
+        made = dist.new_group(backend="gloo", timeout=_timeout())
+        _register(CPU_GROUP, made)
+        ranks = range(dist.get_world_size())
+        near = _neighbours(made, ranks) if len(ranks) > 1 else None
+        for left in _all_near:  # of a job that is over
+            left.close()
+        _all_near[:] = [near] if near is not None else []
+
+
+_all_near: list[Neighbours] = []
+"""All ranks, where they are on one machine."""
+
+
+def all_near() -> Neighbours | None:
+    """All ranks as neighbours; None where they are on several machines, or this one left them."""
+    return _all_near[0] if _all_near else None
 
 
 def the_cpu_group() -> dist.ProcessGroup:
@@ -147,9 +168,10 @@ def the_cpu_group() -> dist.ProcessGroup:
 
 def leave_groups() -> None:
     """Leave all groups that were made here: whoever waits in one is ended at once, before any time-out."""
-    for near in met.values():
+    for near in (*met.values(), *_all_near):
         near.close()
     met.clear()
+    _all_near.clear()
     apart.clear()
     for name, made in list(_made.items()):
         del _made[name]

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import handover
@@ -21,6 +22,7 @@ from shardfx.runtime.same_host.shared_memory import shared_bytes
 
 from . import gloo
 from .groups import axes_of, make_groups
+from .handshake import forget, settle
 from .peer_failure import ended, ending_together, finish_together
 from .stages import messages
 
@@ -30,12 +32,16 @@ Tensor = torch.Tensor
 class ProcessEngine:
     """Runs this process's rank as a plain function."""
 
+    meets_late = True
+
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self.device, self.rank = device, dist.get_rank()
         self._graph, self._ready, self._outbox = graph, False, messages.Outbox()
         self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
         self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
+        self._unmet: Error | None = None
+        """Why the others do not run the same."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -45,12 +51,14 @@ class ProcessEngine:
     def prepare(self) -> None:
         """Make the groups of ranks, once."""
         if not self._ready:
+            settle()
             with ending_together("making the groups of ranks"):
                 make_groups(self._graph.mesh, axes_of(self._graph))
             self._ready = True
 
     def seed(self) -> Tensor:
         """Rank 0's draw. All ranks draw, so that generators that start alike stay alike."""
+        settle()
         seed = seed_tensor().to(self.device)
         with ending_together("the broadcast of the step's seed"):
             dist.broadcast(seed, 0)
@@ -65,7 +73,8 @@ class ProcessEngine:
         """Run this rank's program.
 
         Raises:
-            Error: it raised here, or on another rank while this one waited for it (see :mod:`.peer_failure`).
+            Error: it raised here, or on another rank while this one waited for it (see :mod:`.peer_failure`); or the
+                others do not run theirs, which is known before this one first needs them.
         """
         program, given = programs[self.rank], inputs[self.rank]
         if watch is not None:
@@ -81,14 +90,26 @@ class ProcessEngine:
                 if watch is not None:
                     watcher.inputs(program.inputs, given)
                 results: Sequence[Tensor] = source(*given)
+                self._meet()
             except Exception as error:
                 self._outbox.forget()
+                if error is self._unmet:
+                    raise
+                forget()
                 raise ended(source.node_of(error), error) from error
             with ending_together("waiting for what it sent to other stages to arrive"):
                 self._outbox.empty()
             if watch is not None:
                 finish_together()
         return {self.rank: results}
+
+    def _meet(self) -> None:
+        """What is to be known of the other ranks before they are needed."""
+        try:
+            settle()
+        except Error as error:
+            self._unmet = error
+            raise
 
     def source(self, program: RankProgram) -> Source:
         """The function that runs for a program, written once."""
@@ -102,7 +123,7 @@ class ProcessEngine:
         pool = self._pools.setdefault(program, MemoryPool(shared_bytes if near else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty}
         if self.device.type != "cpu":
-            return Forms(instead)
+            return Forms(instead, meet=self._meet)
         inbox = self._inboxes.setdefault(program, messages.Inbox())
         instead |= {handover.send: self._outbox.send, handover.receive: inbox.receive}
-        return Forms(instead | gloo.FORMS)
+        return Forms(instead | gloo.FORMS, meet=self._meet)

@@ -2,10 +2,10 @@
 
     rank 0                          rank 1
     a training step, [8, 6]         a loss without gradients, [8, 6]      -> both raise, with both sides in words
-    [digest, how passed, failed]    [digest, how passed, failed]          one all-gather of three numbers on gloo
+    [digest, how passed, draw]      [digest, how passed, draw]            three numbers from each rank
 
-It never waits for a device. The words are sent only where the numbers differ; what ranks pass in is compared by a
-checksum, on the first, second, fourth, eighth ... call of each form.
+(:mod:`.handshake`.) The words are sent only where the numbers differ; what ranks pass in is compared by a checksum, on
+the first, second, fourth, eighth ... call of each form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -27,20 +26,23 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.table import OwnOp
-from shardfx.runtime.peers import Content, Passed, Words
+from shardfx.runtime.peers import Agreed, Content, Passed, Words
 
 from .checksum import checksum
 from .groups import make_cpu_group, make_groups, the_cpu_group
+from .handshake import Handshake, is_open, leave_open, named, settle
 from .last_words import tell_when_it_ends
-from .peer_failure import ending_together, not_waiting, say_waiting
+from .peer_failure import ending_together
 
 T = TypeVar("T")
 c10d = torch.ops._c10d_functional
 log = logging.getLogger("shardfx")
-SOON, SLOW = 1.0, 10.0
-"""A rank that has waited so many seconds for others tells them; and says on its terminal for whom."""
 SHOWN = 4
-_numbers, _handshakes = itertools.count(), itertools.count()
+FAILED = max(Passed) + 1
+"""In the place of how inputs are passed: this rank cannot do what it was to do."""
+NOTHING = 0
+"""In the place of a number that a rank drew, which is said as the next one."""
+_numbers = itertools.count()
 _turn = threading.RLock()
 _refused: list[str] = []
 """What this rank is to tell the others at its next call."""
@@ -57,6 +59,7 @@ class ProcessPeers:
         self._agreed = False
         self._digests: dict[Hashable, int] = {}
         self._seen: Counter[Hashable] = Counter()
+        """How often all ranks agreed on something."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessPeers:
         return ProcessPeers()
@@ -85,21 +88,40 @@ class ProcessPeers:
         finally:
             _turn.release()
 
-    def agree(self, key: Hashable, words: Words, passed: Passed = Passed.EITHER) -> bool:
+    def agree(
+        self,
+        key: Hashable,
+        words: Words,
+        passed: Passed = Passed.EITHER,
+        draw: int | None = None,
+        later: bool = False,
+    ) -> Agreed:
         """All ranks are about to do the same."""
         self._agreed = True
         if key not in self._digests:
             self._digests[key] = digest(f"{self.number} {sorted(words().items())}")
         failed = "\n".join(_refused)
         _refused.clear()
-        rows = self._gather([self._digests[key], passed, bool(failed)], "the start of a call")
-        ways = {way for _, way, _ in rows} - {Passed.EITHER}
-        if len({number for number, _, _ in rows}) > 1 or len(ways) > 1 or any(bad for _, _, bad in rows):
-            said = {"module": f"parallel module {self.number}", **words()}
-            if passed is not Passed.EITHER:
-                said["inputs"] = "the whole of each" if passed is Passed.WHOLE else "this rank's own part"
-            raise difference(self._tell_all((failed, said)))
-        return Passed.PART in ways
+        drawn = NOTHING if draw is None else draw + 1
+        way = FAILED if failed else int(passed)
+        begun = Handshake([self._digests[key], way, drawn], "the start of a call")
+
+        def end() -> Sequence[Sequence[int]]:
+            rows = begun.rows()
+            ways = {row[1] for row in rows} - {Passed.EITHER}
+            if len({row[0] for row in rows}) > 1 or len(ways) > 1 or FAILED in ways:
+                said = {"module": f"parallel module {self.number}", **words()}
+                if passed is not Passed.EITHER:
+                    said["inputs"] = "the whole of each" if passed is Passed.WHOLE else "this rank's own part"
+                raise difference(self._tell_all((failed, said)))
+            self._seen[key] += 1
+            return rows
+
+        if later and self._seen[key] & (self._seen[key] + 1):  # else inputs are compared before anything is done
+            leave_open(end)
+            return Agreed(passed is Passed.PART)
+        rows = end()
+        return Agreed(any(row[1] == Passed.PART for row in rows), rows[0][2] - 1 if rows[0][2] != NOTHING else None)
 
     def planned(self, make: Callable[[], T], graph: Callable[[T], Graph]) -> T:
         """What ``make()`` plans; all ranks plan the same."""
@@ -115,12 +137,15 @@ class ProcessPeers:
 
     def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]], always: bool = False) -> None:
         """Inputs that should be the same on several ranks are."""
-        self._seen[key] += 1
+        if always:
+            settle()
+        elif is_open():
+            return
         times = self._seen[key]
         if (times & (times - 1) and not always) or not (given := contents()):
             return
         mine = [number for each in given for number in (each.piece, checksum(each.tensor))]
-        rows = self._gather(mine, "comparing inputs")
+        rows = Handshake(mine, "comparing inputs").rows()
         for i, each in enumerate(given):
             sums: dict[int, dict[int, list[int]]] = {}
             for rank, row in enumerate(rows):
@@ -131,6 +156,7 @@ class ProcessPeers:
 
     def firsts(self, mesh: Mesh, contents: Callable[[], Sequence[Content]]) -> Mapping[str, torch.Tensor]:
         """In the place of inputs that should be the same on several ranks, that of the first of these ranks."""
+        settle()
         given = [each for each in contents() if mesh.extent(each.axes) > 1]
         make_groups(mesh, sorted({each.axes for each in given}))
         found = {}
@@ -145,24 +171,10 @@ class ProcessPeers:
         """Tell the others that this rank's call failed before it began; they raise, too."""
         self._agreed = True
         try:
-            self._gather([0, Passed.EITHER, True], "telling that a call failed", str(error))
+            Handshake([0, FAILED, NOTHING], "telling that a call failed", str(error)).rows()
             self._tell_all((f"{type(error).__name__}: {error}" if not isinstance(error, Error) else str(error), {}))
         except Error as ended:
             log.warning("the other ranks do not hear that a call failed here: %s", ended)
-
-    def _gather(self, mine: Sequence[int], what: str, failed: str = "") -> list[list[int]]:
-        """The numbers of every rank, by rank."""
-        size, which = dist.get_world_size(), next(_handshakes)
-        sent = torch.tensor(mine)
-        every = torch.empty(size * len(mine), dtype=torch.int64)
-        with ending_together(what):
-            work = the_cpu_group()._allgather_base(every, sent)
-            if not _done(work, SOON):
-                say_waiting(which)
-                if not _done(work, SLOW - SOON):
-                    log.warning("%s", slow(not_waiting(which), what, failed))
-                work.wait()
-        return every.view(size, len(mine)).tolist()
 
     def _tell_all(self, mine: tuple[str, Mapping[str, str]]) -> list[tuple[str, Mapping[str, str]]]:
         """What every rank says, by rank."""
@@ -170,26 +182,6 @@ class ProcessPeers:
         with ending_together("telling in what the ranks differ"):
             dist.all_gather_object(every, mine, group=the_cpu_group())
         return every
-
-
-def _done(work: dist.Work, seconds: float) -> bool:
-    """Whether a collective comes to its end in so many seconds; raises what broke it."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
-    return True
-
-
-def slow(missing: Sequence[int], what: str, failed: str) -> str:
-    """What is said when a rank has waited for long."""
-    text = (
-        f"rank {dist.get_rank()} has waited {SLOW:g} s in {what} for {named(missing) if missing else 'the others'}; "
-        "where only some ranks evaluate or save a parallel module, call it on all of them"
-    )
-    return f"{text}; here it failed: {failed}" if failed else text
 
 
 def digest(text: str) -> int:
@@ -201,12 +193,6 @@ def plan_text(graph: Graph) -> str:
     """What ranks must have planned alike: inputs, and all that is sent."""
     lines = [f"{n.op} {n.kwargs} {[v.type for v in n.outs]}" for n in graph.nodes if isinstance(n.op, OwnOp)]
     return "\n".join([*lines, *(f"{g.name} {g.value.type} {g.value.spec}" for g in graph.inputs)])
-
-
-def named(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> Error:

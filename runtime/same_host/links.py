@@ -33,13 +33,18 @@ SOON = 10.0
 """So many seconds a process has to connect, once all have said where they are."""
 
 
+SAID = 3
+"""So many numbers go along with a message that names no memory."""
+
+
 class Word(IntEnum):
     """What a message says: of a collective that there is something to be seen, or that it has been seen; of a segment
-    that it is no more."""
+    that it is no more; or some numbers."""
 
     READY = 0
     DONE = 1
     GONE = 2
+    SAYS = 3
 
 
 class NeighbourError(RuntimeError):
@@ -53,7 +58,7 @@ class Link:
         connection.setblocking(False)
         self._socket, self.rank, self._timeout = connection, rank, timeout
         self._poll = select.poll()
-        self._heard: dict[tuple[int, int], tuple[int, int]] = {}
+        self._heard: dict[tuple[int, int], tuple[int, ...]] = {}
         self._told: set[int] = set()
         self.memory: dict[int, Tensor] = {}
         """The neighbour's segments, as far as they were named."""
@@ -78,6 +83,10 @@ class Link:
             self._told.add(segment.number)
             self._send(MESSAGE.pack(word, number, segment.number, segment.nbytes, offset), file)
 
+    def say(self, number: int, numbers: Sequence[int]) -> None:
+        """Say :data:`SAID` numbers, 0 .. 2**64 - 1, under the number of a collective."""
+        self._send(MESSAGE.pack(Word.SAYS, number, *numbers))
+
     def _send(self, message: bytes, file: int | None = None) -> None:
         along = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file))]
         while True:
@@ -96,17 +105,43 @@ class Link:
         Raises:
             NeighbourError: it does not come.
         """
+        segment, _, offset = self._await(word, number)
+        return self.memory[segment][offset:] if word is Word.READY else NOTHING
+
+    def said(self, number: int) -> tuple[int, ...]:
+        """Wait for what the neighbour says.
+
+        Raises:
+            NeighbourError: it does not come.
+        """
+        return self._await(Word.SAYS, number)
+
+    def _await(self, word: Word, number: int) -> tuple[int, ...]:
         while (found := self._heard.pop((word, number), None)) is None:
             if not self._read():
                 self._wait(select.POLLIN)
-        segment, offset = found
-        return self.memory[segment][offset:] if word is Word.READY else NOTHING
+        return found
 
     def has_heard(self, word: Word, number: int) -> bool:
         """Whether a message is there by now."""
         while (word, number) not in self._heard:
             if not self._read():
                 return False
+        return True
+
+    def comes(self, word: Word, number: int, seconds: float) -> bool:
+        """Whether a message comes within so many seconds.
+
+        Raises:
+            NeighbourError: the neighbour has ended.
+        """
+        until = time.monotonic() + seconds
+        while not self.has_heard(word, number):
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self._poll.register(self._socket, select.POLLIN)
+            self._poll.poll(left * 1e3)
         return True
 
     def close(self) -> None:
@@ -133,7 +168,7 @@ class Link:
         if word == Word.GONE:
             self.memory.pop(segment, None)
         else:
-            self._heard[word, number] = segment, offset
+            self._heard[word, number] = segment, nbytes, offset
         return True
 
     def _wait(self, events: int) -> None:

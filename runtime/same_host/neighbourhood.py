@@ -11,6 +11,7 @@ which order ranks wait does not matter, if they start in the same one.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count
@@ -51,6 +52,23 @@ class Started:
             first = self._before.popleft()
             first._result = first._finish(first._number)
         return self._result
+
+
+class Saying:
+    """Numbers that the members of a group tell one another, under way."""
+
+    def __init__(self, near: Neighbours, number: int, mine: tuple[int, ...]) -> None:
+        self._near, self._number, self._mine = near, number, mine
+
+    def comes(self, seconds: float) -> bool:
+        """Whether all have said theirs within so many seconds."""
+        until = time.monotonic() + seconds
+        return all(link.comes(Word.SAYS, self._number, until - time.monotonic()) for link in self._near.links)
+
+    def wait(self) -> list[tuple[int, ...]]:
+        """What each of them says, in their order."""
+        said = [link.said(self._number) for link in self._near.links]
+        return [*said[: self._near.place], self._mine, *said[self._near.place :]]
 
 
 class Place:
@@ -173,6 +191,13 @@ class Neighbours:
             return to
 
         return Started(number, finish, self._under_way)
+
+    def say(self, mine: Sequence[int]) -> Saying:
+        """Tell all others :data:`.links.SAID` numbers, 0 .. 2**64 - 1."""
+        number = next(self._numbers)
+        for link in self.links:
+            link.say(number, mine)
+        return Saying(self, number, tuple(mine))
 
     # ---- what they are made of -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 from shardfx.compile import default_passes, no_collection, plan_graph
 from shardfx.compiled import Compiled
 from shardfx.hints import bytes_of
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
@@ -27,7 +28,8 @@ MOST = 5
 def foreseen(compiled: Compiled, place: Place) -> RankMemory:
     """What rank 0, which holds most, holds in a step of a plan."""
     with no_collection():
-        context, passes = RankContext(compiled.after, place.device.type), place.rank_passes(compiled.hints)
+        machine, passes = Machine.of(compiled.hints.machine), place.rank_passes(compiled.hints)
+        context = RankContext(compiled.after, place.device.type, machine=machine)
         made = program_of(context, 0, usual_kinds(compiled), compiled.context.rules, passes)
         return RankMemory(made, replay(made, place.exchanged))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from shardfx.runtime.verify.claims import without_content
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
 TARGETS = "targets."
+KNOWN = 8
+"""So many ways to nest arguments are kept in mind."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Call:
         """The same call with other tensors, by name."""
         return replace(self, leaves={**self.leaves, **tensors})
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name."""
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
@@ -177,26 +180,50 @@ def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
-def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """The inputs of a call by name: those of the model, then the loss's targets.
+class Reader:
+    """Reads calls: the names of their leaves, which are the same wherever calls are nested alike."""
+
+    def __init__(self, hints: Hints) -> None:
+        self._wanted = [name for name, _ in leaf_names(hints.args, hints.kwargs, hints.targets)]
+        self._count = len(hints.args)
+        self._targets = any(name.startswith(TARGETS) for name in self._wanted)
+        self._known: list[tuple[pytree.TreeSpec, list[str]]] = []
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """The inputs of a call by name: those of the model, then the loss's targets.
+
+        Raises:
+            Error: there are others than the model was captured with.
+        """
+        given = args[: self._count], dict(kwargs), args[self._count :]
+        leaves, tree = pytree.tree_flatten(given)
+        names = next((names for known, names in self._known if known == tree), None)
+        if names is None:
+            names = [name for name, _ in leaf_names(*given)]
+            self._check(names, bool(given[2]))
+            self._known = [(tree, names), *self._known[:KNOWN]]
+        named = dict(zip(names, leaves, strict=True))
+        _reject_unreal({name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)})
+        return Call(*given, named, bool(given[2]) or not self._targets)
+
+    def _check(self, names: Sequence[str], has_targets: bool) -> None:
+        needed = [name for name in self._wanted if has_targets or not name.startswith(TARGETS)]
+        if sorted(names) != sorted(needed):
+            raise Error(
+                "the inputs are not those that the model was captured with",
+                where="pm(...)",
+                expected=", ".join(needed),
+                got=", ".join(names) or "none",
+                remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
+            )
+
+
+def _reject_unreal(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse inputs without content, and a call within a transform that programs have no part in.
 
     Raises:
-        Error: there are others than the model was captured with.
+        Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one.
     """
-    count = len(hints.args)
-    named = dict(leaf_names(args[:count], kwargs, args[count:]))
-    wanted = dict(leaf_names(hints.args, hints.kwargs, hints.targets))
-    has_targets = len(args) > count or not any(name.startswith(TARGETS) for name in wanted)
-    needed = [name for name in wanted if has_targets or not name.startswith(TARGETS)]
-    if sorted(named) != sorted(needed):
-        raise Error(
-            "the inputs are not those that the model was captured with",
-            where="pm(...)",
-            expected=", ".join(needed),
-            got=", ".join(named) or "none",
-            remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
-        )
-    tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)}
     empty = next((name for name, leaf in tensors.items() if without_content(leaf)), None)
     if empty is not None:
         raise Error(
@@ -206,16 +233,6 @@ def read_call(hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
             got="a fake one, or one on meta",
             remedy="sx.trace(model, hints) and pm.verify() need no inputs",
         )
-    _reject_transforms(tensors)
-    return Call(args[:count], kwargs, args[count:], named, has_targets)
-
-
-def _reject_transforms(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a call within a transform that programs have no part in.
-
-    Raises:
-        Error: one of ``torch.func``; or an input with a tangent, which would be lost.
-    """
     dual = forward_ad._current_level >= 0
     moves = dual and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values())
     if moves or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -268,6 +285,12 @@ def passed(step: Step, call: Call) -> Passed:
     """How a rank was given its inputs: one that is its own part tells."""
     found = [_passed(step, given, tensor) for given, tensor in taken(step, call)]
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
+
+
+def cuts_inputs(step: Step) -> bool:
+    """Whether ranks read parts of some input: else how a rank is given its inputs tells nothing of the others."""
+    given = [g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)]
+    return any(g.value.spec is not None and g.value.spec.axes for g in given)
 
 
 def _passed(step: Step, given: Input, tensor: torch.Tensor) -> Passed:

@@ -79,16 +79,18 @@ def wanting(store: Store, call: Call | None = None) -> dict[str, list[torch.Tens
     found: dict[str, list[torch.Tensor]] = {}
     elsewhere: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(store.trained_elsewhere)}
     for name, pieces in store.parameters.items():
-        found[name] = [piece for piece in pieces if piece.requires_grad]
-        if len(found[name]) not in (0, len(pieces)):
-            raise Error(
-                f"some pieces of {name!r} are frozen, and some are not",
-                where="pm(...)",
-                expected="all of them, or none",
-                got=f"{len(found[name])} of {len(pieces)} with requires_grad",
-            )
+        wants: list[torch.Tensor] = [piece for piece in pieces if piece.requires_grad]
+        if wants:
+            found[name] = wants
+            if len(wants) != len(pieces):
+                raise Error(
+                    f"some pieces of {name!r} are frozen, and some are not",
+                    where="pm(...)",
+                    expected="all of them, or none",
+                    got=f"{len(wants)} of {len(pieces)} with requires_grad",
+                )
     found |= {name: [tensor] for name, tensor in (call.tensors if call else {}).items() if tensor.requires_grad}
-    return {**elsewhere, **{name: tensors for name, tensors in found.items() if tensors}}
+    return {**elsewhere, **found}
 
 
 def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -102,14 +104,14 @@ def gradients(
     step: Step, call: Call, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
 ) -> list[torch.Tensor | None]:
     """The gradients of all that want one; an input's is whole, as the input is unless ``local``."""
-    outputs = {output.name: output for output in step.graph.outputs if output.kind is OutputKind.GRADIENT}
     grads: list[torch.Tensor | None] = []
     for name, pieces in wanted.items():
         made = results.get((OutputKind.GRADIENT, name))
         if made is None:
             grads += [None] * len(pieces)
         elif name in call.leaves and not local:
-            grads.append(step.whole(outputs[name], made))
+            output = next(o for o in step.graph.outputs if (o.kind, o.name) == (OutputKind.GRADIENT, name))
+            grads.append(step.whole(output, made))
         else:
             grads += made
     return grads

@@ -18,7 +18,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.runtime.store import version
 
-from .call import first_form, read_call
+from .call import Reader, first_form
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
 from .held.optimizer_states import cut, joined
@@ -52,7 +52,7 @@ class ParallelModule(SteppedModule):
         self._state = ModelState(compiled, place.make_store(compiled.after), model)
         self._peers = place.make_peers()
         self._compiling = None
-        self._variants = variants
+        self._variants, self._reader = variants, Reader(compiled.hints)
         self._watch = self._measured = None
         self._optimizer = None
         self._state.load_from(model)
@@ -137,7 +137,7 @@ class ParallelModule(SteppedModule):
             self._begin_counts()
             hints = self._compiled.hints
             beside = WITH_RESULTS not in hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
-            call = read_call(hints, args, kwargs)
+            call = self._reader.read(args, kwargs)
             return self._variants.run(call, self._tree.training, self._peers, self._new_programs, self._watch, beside)
 
     def train(self, mode: bool = True) -> ParallelModule:

@@ -15,6 +15,7 @@ from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.ir.capture.model_and_loss import leaf_names
+from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.lower import lower
@@ -51,6 +52,12 @@ NAMES = {
     "a whole step, and results": STEP | BESIDE,
 }
 """The programs that a call may run."""
+RUNS = {kinds: name for name, kinds in NAMES.items()} | {
+    TRAIN: "a training step",
+    LOSS: "the loss alone",
+    INFER: "the model's results",
+}
+"""What a call does, in words."""
 USUAL = (TRAIN, LOSS, STEP, INFER)
 """Those that any call may run; the others are asked for."""
 
@@ -123,7 +130,7 @@ class Programs:
 
     def made(self, graph: Graph, rank: int, kinds: Kinds) -> RankProgram:
         """The program of a rank of ``graph``: lowered, and changed by the rank passes."""
-        context = RankContext(graph, self.device)
+        context = RankContext(graph, self.device, machine=Machine.of(self.compiled.hints.machine))
         with no_collection():
             made = program_of(context, rank, kinds, self.compiled.context.rules, self.rank_passes)
         self.notes.update(dict.fromkeys(context.notes))

@@ -18,13 +18,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import InputKind, OutputKind
-from shardfx.ir.program.lower import select
+from shardfx.ir.graph import OutputKind
 from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.store import version
 
 from .call import TARGETS, Call, Form, kind_of
-from .programs import INFER
 
 
 def pulling(call: Call, form: Form, given: Sequence[torch.Tensor], wanted: frozenset[str]) -> tuple[Call, Form]:
@@ -117,11 +115,6 @@ def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
         for i, tensor in zip(places, made, strict=True):
             leaves[i] = tensor
     return pytree.tree_unflatten(leaves, tree)
-
-
-def draws(step: Step) -> bool:
-    """Whether the results depend on random numbers."""
-    return any(given.kind is InputKind.SEED for given in select(step.graph, INFER)[0])
 
 
 def reject_part() -> None:

@@ -11,7 +11,7 @@ import torch
 from shardfx.compiled import Compiled
 from shardfx.runtime.peers import Peers
 
-from .call import read_call
+from .call import Reader
 from .held.clipping import checked, clip, gradients_here
 from .held.program_optimizer import ProgramOptimizer
 from .held.tree import Tree
@@ -26,6 +26,7 @@ class SteppedModule(WatchedModule):
     """What a parallel module has of ``Hints(optimizer=...)``."""
 
     _peers: Peers
+    _reader: Reader
     _tree: Tree
     _optimizer: ProgramOptimizer | None
 
@@ -51,7 +52,7 @@ class SteppedModule(WatchedModule):
             self._tree.check()
             optimizer.begin()
             beside = WITH_RESULTS not in self._compiled.hints.kwargs and bool(kwargs.pop(WITH_RESULTS, False))
-            call = read_call(self._compiled.hints, args, kwargs)
+            call = self._reader.read(args, kwargs)
             around = self._tree.training, self._peers, self._new_programs, self._watch
             return self._variants.run(call, *around, beside, optimizer.options())
 

@@ -30,17 +30,17 @@ from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import stages_as_planned
 from shardfx.plan import PlannedSpecs
-from shardfx.runtime.engine import Watch
-from shardfx.runtime.peers import Content, Peers
-from shardfx.runtime.step import Step
+from shardfx.runtime.engine import Watch, seed_tensor
+from shardfx.runtime.peers import Content, Passed, Peers
+from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
-from .call import TARGETS, Call, Form, autocast_around, contents, inputs_of, model_results, passed
+from .call import TARGETS, Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
 from .hand_out import check_step, leaves, trained, wanting
 from .hand_out import gradients as gradients_of
 from .held.one_store import reject_stored_otherwise, stored
-from .programs import BESIDE, INFER, LOSS, NAMES, PULL, STEP, TRAIN, Programs
-from .pull_back import AsItWas, attach, draws, pulling, refuse, reject_part, reject_without_loss
+from .programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
+from .pull_back import AsItWas, attach, pulling, refuse, reject_part, reject_without_loss
 
 Build = Callable[[nn.Module, Hints], Compiled]
 Fill = Callable[[nn.Module], nn.Module]
@@ -58,11 +58,6 @@ class Around(NamedTuple):
     local: bool
 
 
-RUNS = {kinds: name for name, kinds in NAMES.items()} | {
-    TRAIN: "a training step",
-    LOSS: "the loss alone",
-    INFER: "the model's results",
-}
 log = logging.getLogger("shardfx")
 
 
@@ -117,13 +112,11 @@ class Variants:
         with_results: bool = False,
         options: Mapping[str, torch.Tensor] | None = None,
     ) -> Any:
-        """Run a call on this process's ranks, with the modules of these paths in training mode; the other ranks make
-        the same call. ``with_results``: the loss, and beside it the model's results. ``options``: a whole step, with
-        these rates of its optimizer.
+        """Run a call on this process's ranks, these paths in training mode; the other ranks make the same call.
+        ``with_results``: the loss, and the model's results. ``options``: a whole step, with these optimizer's rates.
 
         Raises:
-            Error: they do not; there is no loss where one is asked for; the model cannot be planned for such a call; a
-                rank fails.
+            Error: they do not; there is no loss where one is asked for; no plan for such a call; a rank fails.
         """
         first = self.known[0][1]
         trains = call.has_targets and first.trains
@@ -137,25 +130,29 @@ class Variants:
         if steps:
             gradients = frozenset(wanting(first.step.store))
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
-        inputs, (state, changed) = inputs_of(call, first.step), self._surroundings.state()
-        form = Form(training, inputs, gradients, autocast_around(), state=state, changed=changed)
+        state, changed = self._surroundings.state()
+        form = Form(training, inputs_of(call, first.step), gradients, autocast_around(), False, state, changed)
 
         def words() -> dict[str, str]:
-            return {
-                "runs": RUNS[kinds],
-                **form.words(),
-                **({"watched by": type(watch).__name__} if watch is not None else {}),
-            }
+            watched = {"watched by": type(watch).__name__} if watch is not None else {}
+            return {"runs": RUNS[kinds], **form.words(), **watched}
 
         key = (kinds, form.key, watch is not None)
-        local = peers.agree(key, words, passed(first.step, call))
+        way, known = passed(first.step, call), self._known_for(form)
+        onwards = kinds is INFER and bool(wanted)
+        draw = int(seed_tensor()) if known is not None and known.step.draws(kinds) and not onwards else None
+        late = known is not None and known.step.meets_late(kinds) and not steps and watch is None and draw is None
+        told = way is not Passed.EITHER or not cuts_inputs(first.step)
+        local, drawn = peers.agree(key, words, way, draw, late and told)
         programs = self.serving(form, call, peers, make)
         rates = [Content(name, rate, (), (), -1) for name, rate in (options or {}).items()]
         call = self._alike(programs.step, call, key, peers, local, rates)
-        if kinds is INFER and wanted:
+        if onwards:
             return self._onwards(programs, call, form, Around(peers, make, watch, local), wanted)
         step = programs.step
-        results = step.run(kinds, {**call.tensors, **(options or {})}, watch)
+        kept = None if drawn is None else Kept(step.on_device(drawn), {})
+        results = step.run(kinds, {**call.tensors, **(options or {})}, watch, kept)
+        self._used(programs)
         if not trains:
             return model_results(programs.compiled, step, local, results)
         learns = learns and not steps
@@ -186,7 +183,7 @@ class Variants:
         backward are programs of one plan, for ranks draw by what they hold."""
         peers, make, watch, local = around
         asked = frozenset(wanted)
-        if draws(programs.step) and not local:
+        if programs.step.draws(INFER) and not local:
             zeros = [torch.zeros((), dtype=o.value.type.dtype).expand(o.value.shape) for o in _pulled(programs)]
             its_call, its_form = pulling(call, form, zeros, asked)
             programs = self.serving(its_form, its_call, peers, make)
@@ -194,6 +191,7 @@ class Variants:
         tensors = leaves(wanted)
         before = AsItWas.of(step, [*tensors, *call.tensors.values()], seed)
         results = step.run(INFER, call.tensors, watch, before.kept)
+        self._used(programs)
 
         def pull(above: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
             with peers.calling():
@@ -203,24 +201,20 @@ class Variants:
                 its_call, its_form = pulling(call, form, above, asked)
                 key = (PULL, its_form.key, watch is not None)
                 peers.agree(key, lambda: {"runs": "a backward of results", **its_form.words()})
-                step = self.serving(its_form, its_call, peers, make).step
+                pulled = self.serving(its_form, its_call, peers, make)
+                step = pulled.step
                 its_call = self._alike(step, its_call, key, peers, False)
-                return gradients_of(step, its_call, False, wanted, step.run(PULL, its_call.tensors, watch, before.kept))
+                made = step.run(PULL, its_call.tensors, watch, before.kept)
+                self._used(pulled)
+                return gradients_of(step, its_call, False, wanted, made)
 
         out = model_results(programs.compiled, step, local, results)
         return attach(out, pull, tensors)
 
     def serving(self, form: Form, call: Call, peers: Peers, make: Make) -> Programs:
-        """The programs for a call; planned on all ranks, if there are none.
-
-        Raises:
-            Error: the model cannot be planned for such a call.
-        """
-        for i, (known, programs) in enumerate(self.known):
-            if known.serves(form):
-                if 0 < i < len(self.known) - 1:
-                    self.known.append(self.known.pop(i))
-                return programs
+        """The programs for a call; planned on all ranks, if there are none."""
+        if (programs := self._known_for(form)) is not None:
+            return programs
         first, ours = self.known[0][0], self.known[0][1].compiled.after
         started = time.perf_counter()
         made = make(peers.planned(lambda: self._plan(ours, form, call), lambda plan: plan.after))
@@ -231,6 +225,14 @@ class Variants:
             del self.known[1]
         self.known.append((form, made))
         return made
+
+    def _known_for(self, form: Form) -> Programs | None:
+        """The programs for a form, if there are some."""
+        return next((programs for known, programs in self.known if known.serves(form)), None)
+
+    def _used(self, programs: Programs) -> None:
+        """These are the ones used last, on all ranks."""
+        self.known[1:] = sorted(self.known[1:], key=lambda known: known[1] is programs)
 
     def trace(self, args: tuple[Any, ...], training: frozenset[str]) -> Graph:
         """The captured program of the model's results for other arguments, in a mode."""

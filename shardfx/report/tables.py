@@ -112,10 +112,11 @@ def _memory(report: Report) -> list[RenderableType]:
         Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(f"their sum, {at}".rstrip(", "))
     )
     for turn in memory.turns:
-        stays = (
-            f"at its peak: made in each of {turn.count} turns, and gone with it; beside it {size_text(turn.stays)} stay"
-        )
-        made.add_row(f"a turn of {turn.axis}", size_text(turn.own), Text(stays, "dim"))
+        name, held = f"a turn of {turn.axis}", f"at its peak: made in each of {turn.count} turns, and gone with it"
+        if turn.under_way > 1:
+            name, held = f"turns of {turn.axis}", f"at the peak of {turn.under_way} under way, of {turn.count}"
+        stays = f"{held}; beside it {size_text(turn.stays)} stay"
+        made.add_row(name, size_text(turn.own), Text(stays, "dim"))
     if memory.beside:
         made.add_row("put away", size_text(memory.beside), Text("in other memory than the device's, at most", "dim"))
     machine = report.time.machine

@@ -34,7 +34,7 @@ def with_turns(mesh: Mesh, hints: Hints) -> Mesh:
     if hints.accumulate == 1:
         return mesh
     axes: dict[str, Any] = {next(name for name in NAMES if name not in mesh.names): Time(hints.accumulate)}
-    axes |= {each.name: Time(each.size) if each.time else each.size for each in mesh.axes}
+    axes |= {each.name: each.extent for each in mesh.axes}
     return Mesh(links={each.name: each.link for each in mesh.axes}, **axes)
 
 

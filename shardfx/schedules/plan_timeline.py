@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,12 @@ class PlanTimeline(Timeline):
 
     planned: Schedule | None = None
     """The schedule of the plan: ``schedule`` is what ranks really do, with their updates."""
+    interrupted: Mapping[Action, tuple[Span, ...]] = field(default_factory=dict)
+    """When actions are done that others interrupt: turns that are interleaved."""
+
+    def pieces(self, action: Action) -> tuple[Span, ...]:
+        """From when to when an action is done."""
+        return self.interrupted.get(action) or super().pieces(action)
 
     @property
     def exposed(self) -> float:
@@ -51,7 +57,7 @@ class PlanTimeline(Timeline):
     def busy(self) -> tuple[float, ...]:
         """For each row how long it works, what is done before all turns included."""
         return tuple(
-            sum(self.spans[action].length for action in row) + before.length
+            sum(piece.length for action in row for piece in self.pieces(action)) + before.length
             for row, before in zip(self.schedule.rows, self.before, strict=True)
         )
 
@@ -94,6 +100,7 @@ def plan_timeline(
         tuple(course.exposed for course in courses),
         tuple(peaks[place] for place in places),
         graph.pipeline.schedule if graph.pipeline is not None else None,
+        {action: pieces for course in courses for action, pieces in course.pieces.items() if len(pieces) > 1},
     )
 
 

@@ -35,10 +35,11 @@ class Timeline(Simulation):
         """
         ranks = range(len(self._rows))
         done = [
-            trace_event(action, self.spans[action], rank)
+            trace_event(action, piece, rank)
             for action in self.order
             for rank in ranks
             if action in self._in_row[self._rows[rank]]
+            for piece in self.pieces(action)
         ]
         return write_trace(path, ranks, done)
 

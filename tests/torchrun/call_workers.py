@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import shardfx as sx
+from shardfx.module.programs import LOSS, TRAIN
 from tests.reference import rel_err
 
 from .workers import WORKERS, worker
@@ -115,6 +116,40 @@ def ranks_that_differ_are_told_both_sides() -> None:
     assert time.monotonic() - started < 5
     for _ in range(2):
         assert rel_err(pm(x[part], y[part]), F.mse_loss(model(x), y)) < 1e-12
+
+
+@worker
+def ranks_that_differ_are_told_where_they_first_need_others() -> None:
+    """Programs that have run begin before it is known what others run; nothing is stored, and all go on."""
+    rank, part = dist.get_rank(), slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    model, pm, x, y = planned(dp=2)
+
+    def evaluate() -> object:
+        with torch.no_grad():
+            return pm(x[part], y[part])
+
+    for _ in range(2):
+        pm(x[part], y[part]), evaluate(), pm(x[:5], y[:5])
+    step = pm._programs.step
+    assert step.meets_late(TRAIN) and step.meets_late(LOSS)
+    begun: list[object] = []
+    source = step.engine.source(step.programs(LOSS)[rank])
+    globals_ = source.start.__globals__
+    addmm = globals_["_addmm"]
+    globals_["_addmm"] = lambda *args: begun.append(args) or addmm(*args)
+    text = error(evaluate if rank == 0 else lambda: pm(x[part], y[part]))
+    assert re.search(r"rank 0: runs: the loss alone; .*\n +rank 1: runs: a training step; ", text), text
+    assert bool(begun) == (rank == 0), begun
+    text = error(lambda: pm(x, y) if rank == 0 else pm(x[part], y[part]))
+    assert "rank 0: inputs: the whole of each" in text and "rank 1: inputs: this rank's own part" in text, text
+    rows = x[part] if rank == 0 else x[:5]
+    text = error(lambda: pm(rows, y[part] if rank == 0 else y[:5]))
+    assert "rank 0: args.0: (8, 6) float64" in text and "rank 1: args.0: (5, 6) float64" in text, text
+    text = error(pm.full_state_dict if rank == 0 else evaluate)
+    assert "rank 0: runs: full_state_dict()" in text and "rank 1: runs: the loss alone" in text, text
+    for _ in range(4):  # inputs are compared at the fourth call on which all ranks agreed, on all of them
+        assert rel_err(pm(x[part], y[part]), F.mse_loss(model(x), y)) < 1e-12
+        evaluate()
 
 
 @worker

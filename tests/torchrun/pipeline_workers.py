@@ -56,6 +56,14 @@ def pipelines_train_like_one_device(name: str, mesh: str, zero: str = "0") -> No
     assert difference.worst < 1e-9, difference
 
 
+@worker
+def interleaved_turns_train_like_one_device(name: str) -> None:
+    """Collectives of two turns are under way at once."""
+    mesh = sx.Mesh(mb=sx.Time(2, interleave=True), tp=dist.get_world_size())
+    difference = train_beside(name, mesh, specs=in_turns(name, mesh))
+    assert difference.worst < 1e-9, difference
+
+
 # ---- a small model: a tied embedding, a buffer that all blocks use, a skip over all stages
 
 

@@ -14,6 +14,7 @@ def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
         2,
         "pipelines_serve_torchs_tools:pp2",
         "pipelines_step_like_one_device:pp2",
+        "interleaved_turns_train_like_one_device:gpt_fused",
         f"checkpoints_move_between_pipelines:{tmp_path}/whole,pp2,dp2",
     )
 

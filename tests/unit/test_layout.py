@@ -81,7 +81,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.communication": (*ONE_OP, "passes"),
     "passes.memory": (*ONE_OP, "passes"),
     "passes.sharding": (*ONE_OP, "ir.capture", "ir.capture.forms", "passes"),
-    "passes.rank": (*PROGRAMS, "passes"),
+    "passes.rank": (*PROGRAMS, "ir.cost", "passes"),
     "passes.space": (*ONE_OP, "ir.cost", "passes"),
     "passes.stages": (*ONE_OP, "ir.cost", "ir.schedule", "passes", "passes.time"),
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),

@@ -119,9 +119,8 @@ def test_steps_are_the_same_in_segments(kind: str, hints: dict[str, Any], monkey
     pm = small_plan(KINDS[kind], MESHES["dp2"], **hints)
     losses = [pm.step(x, y) for x, y in batches(3)]
     assert pm.verify(), pm.verify().why
-    if kind in ("AdamW", "Adam") and "zero" not in hints:
-        (one,) = found(pm)
-        assert one.args[2] == 4
+    if kind in ("AdamW", "Adam"):  # all four, and what is cut of them is computed where it is stored
+        assert [one.args[2] for one in found(pm)] == [4]
     monkeypatch.setattr(Segments, "run", lambda *_: False)
     other = small_plan(KINDS[kind], MESHES["dp2"], **hints)
     assert all(torch.equal(a, other.step(x, y)) for a, (x, y) in zip(losses, batches(3), strict=True))

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
+from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Phase
+from shardfx.ir.ops import memory_ops
 from shardfx.module.programs import TRAIN
 from tests.captures import captured_once
 from tests.live_memory import check_footprint, held_in_a_step
@@ -174,6 +176,21 @@ def test_zero_stores_pieces_and_gathers_them_again() -> None:
     small = blocks(zero=3, zero_min=100).after
     cut = {given.name for given in small.inputs if given.value.spec.axes and given.name.startswith("layers")}
     assert cut == {f"layers.{i}.{side}.weight" for i in range(6) for side in ("up", "down")}
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_at_most_two_segments_of_gathered_parameters_are_whole(level: int) -> None:
+    """One is used, and one under way. On level 1 parameters are gathered once, in fewer segments, and stay."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    x = torch.zeros(4, 512)
+    hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), specs=BATCH, zero=level)
+    found = replay(sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)._programs.running(0, TRAIN))
+    gathers = [call for call in found.calls if call.target is memory_ops.all_gather_into]
+    assert len(gathers) == (8 + 7 if level == 3 else 4)  # nobody asks for the gradient of the input
+    whole = [each for each in found.storages if each.category == "gathered" and each.kept]
+    alive = [sum(each.nbytes for each in whole if each.born <= call <= each.last) for call in range(len(found.calls))]
+    segment = 4 * 512 * 513
+    assert (max(alive) <= 2 * segment) == (level == 3), (max(alive), segment)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def schedule_svg(of: Simulation, title: str, rows: Sequence[int] = (), before: S
 
 def _width(of: Simulation) -> float:
     """How wide the rows are: an action of median length takes a cell."""
-    lengths = sorted(span.length for span in of.spans.values() if span.length)
+    lengths = sorted(piece.length for action in of.spans for piece in of.pieces(action) if piece.length)
     wanted = CELL * of.step / lengths[len(lengths) // 2] if lengths else NARROW
     return min(max(wanted, NARROW), WIDE)
 
@@ -80,7 +80,8 @@ def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, per_
     with canvas.group("", f"{name} waits for {of.step - of.busy[rank]:.4g} of {of.step:.4g}"):
         canvas.rect(lane, 4, fill="url(#idle)")
     for action in of.schedule.rows[rank]:
-        _cell(canvas, of, action, rank, lane, per_time)
+        for piece in of.pieces(action):
+            _cell(canvas, of, action, piece, rank, lane, per_time)
     canvas.text(lane.right + 12, lane.middle + 4, f"{idle:.0%} idle", size=11, colour=MUTED)
 
 
@@ -90,9 +91,10 @@ def _once(canvas: Canvas, span: Span, lane: Rect, per_time: float) -> None:
         canvas.rect(Rect(lane.x + span.start * per_time, lane.y, span.length * per_time, lane.h), 0, fill=MUTED)
 
 
-def _cell(canvas: Canvas, of: Simulation, action: Action, rank: int, lane: Rect, per_time: float) -> None:
-    """One action: its turn in the colour of its kind, the lighter the later its stage among those of the rank."""
-    span, stages = of.spans[action], of.schedule.stages_of(rank)
+def _cell(canvas: Canvas, of: Simulation, action: Action, span: Span, rank: int, lane: Rect, per_time: float) -> None:
+    """A piece of an action: its turn in the colour of its kind, the lighter the later its stage among those of the
+    rank."""
+    stages = of.schedule.stages_of(rank)
     share = LIGHTEST * stages.index(action.stage) / max(len(stages) - 1, 1)
     cell = Rect(lane.x + span.start * per_time, lane.y, span.length * per_time, lane.h)
     with canvas.group("b", _tooltip(action, span)):

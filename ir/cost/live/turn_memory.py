@@ -9,13 +9,15 @@ from itertools import groupby
 from torch import fx
 
 from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.units.unit_order import UnitOrder, order_of
 
 from .storages import Footprint
 
 
 @dataclass(frozen=True)
 class TurnMemory:
-    """The call of some turns during which most is held: bytes that the turn made, and bytes that were there before.
+    """The call of some turns during which most is held: bytes that the turn made (or all that are ``under_way``, where
+    turns have units), and bytes that were there before.
 
     Inputs, which belong to the caller, are in neither.
     """
@@ -24,6 +26,7 @@ class TurnMemory:
     count: int
     own: int
     stays: int
+    under_way: int = 1
 
 
 def turn_memory(footprint: Footprint) -> tuple[TurnMemory, ...]:
@@ -53,4 +56,5 @@ def _during(footprint: Footprint, loop: fx.Node, places: Sequence[int]) -> TurnM
     )
     axis, count = loop.args[:2]
     assert isinstance(axis, str) and isinstance(count, int)
-    return TurnMemory(axis, count, live[top] + inside[top] - kept, kept)
+    under_way = UnitOrder.of(order_of(loop).split()).under_way or 1
+    return TurnMemory(axis, count, live[top] + inside[top] - kept, kept, under_way)

@@ -138,14 +138,15 @@ class _Merge:
                 assert begin is not None
                 number = self._number(begin, node, call, inside[node])
                 if isinstance(old := _at((node.args, node.kwargs), path), fx.Node):
-                    number = self._on_top(old, number, call)
+                    number = self._on_top(old, number, call, node)
                 if path[0] == "args":
                     node.args = _replaced(node.args, path[1:], number)
                 else:
                     node.kwargs = _replaced(node.kwargs, path[1:], number)
 
-    def _on_top(self, inner: fx.Node, number: fx.Node, call: tuple[Any, ...]) -> fx.Node:
-        """A number that grows with the turns of this axis, and with those of one within it.
+    def _on_top(self, inner: fx.Node, number: fx.Node, call: tuple[Any, ...], before: fx.Node) -> fx.Node:
+        """A number that grows with the turns of this axis, and with those of one within it; it stands before who
+        takes it, for both stand there by then.
 
         Raises:
             Error: it does not grow evenly in both.
@@ -156,7 +157,7 @@ class _Merge:
                 expected="numbers of turns that divide what they cut",
                 got=f"turns of {self.axis!r} that are not alike",
             )
-        with self.graph.inserting_before(inner):
+        with self.graph.inserting_before(before):
             return self.graph.call_function(turns.at, (inner.args[0], number, inner.args[2]))
 
     def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...], inside: tuple[fx.Node, ...]) -> fx.Node:

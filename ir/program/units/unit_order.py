@@ -68,6 +68,19 @@ class UnitOrder:
         done = ((word, place.get(Word(first, word.turn), never)) for word in self.words if word.unit == second)
         return next((word.turn for word, at in done if at > place[word]), None)
 
+    @cached_property
+    def under_way(self) -> int:
+        """How many turns have begun and are not over, at most."""
+        left = Counter(word.turn for word in self.words)
+        begun, most = set[int](), 0
+        for word in self.words:
+            begun.add(word.turn)
+            most = max(most, len(begun))
+            left[word.turn] -= 1
+            if not left[word.turn]:
+                begun.remove(word.turn)
+        return most
+
     def last(self, units: Sequence[str], turn: int) -> str:
         """The unit of several that is done last of a turn."""
         return max(units, key=lambda unit: self._place[Word(unit, turn)])

@@ -1,0 +1,78 @@
+"""What is stored is stepped where it lies: also what was gathered with what lies beside it, once that has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import fx
+
+import shardfx as sx
+from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import comm, memory_ops
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import Sharing
+from shardfx.ir.program.validate_program import validate_program
+from shardfx.ir.spec import TensorType
+from tests.stepped import KINDS, small_plan
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+def stepped_beside(order: Sequence[str]) -> RankProgram:
+    """``a`` and ``b`` are gathered as one memory, and ``a`` is stepped, in this order of calls."""
+    graph, made = fx.Graph(), dict[str, fx.Node]()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    made["both"] = graph.call_function(memory_ops.adjoin, ([a, b],))
+    for what in order:
+        if what == "send":
+            args = (made["both"], 2, "dp2/dp@0")
+            made[what] = graph.call_function(c10d.all_gather_into_tensor.default, args)
+        elif what == "wait":
+            made[what] = graph.call_function(c10d.wait_tensor.default, (made["send"],))
+        elif what == "step":
+            made[what] = graph.call_function(aten.mul.out, (a, 0.9), {"out": a})
+        else:
+            made[what] = graph.call_function(aten.neg.default, (made["both"] if what == "both read" else b,))
+    graph.output((made["step"],))
+    value = Value(TensorType((2, 2), torch.float32))
+    inputs = tuple(Input(InputKind.PARAMETER, name, value) for name in "ab")
+    return RankProgram(0, Mesh(dp=2), graph, inputs, (Output(OutputKind.PARAMETER, "a", value),))
+
+
+@pytest.mark.parametrize(
+    ("order", "what"),
+    [
+        ("send, wait, step, b read", ""),
+        ("send, wait, both read, step", ""),
+        ("send, step, wait", "is written over while"),
+        ("send, wait, step, both read", "is read after its memory was written over"),
+    ],
+)
+def test_what_was_gathered_beside_others_may_be_written_over_once_it_has_arrived(order: str, what: str) -> None:
+    program = stepped_beside(order.split(", "))
+    if not what:
+        validate_program(program)
+        return
+    with pytest.raises(sx.Error, match=what):
+        validate_program(program)
+
+
+def test_memory_that_may_be_one_with_other_memory_meets_it() -> None:
+    """And not what lies beside it."""
+    program = stepped_beside(["send", "wait", "step"])
+    a, b, both, sent, *_ = program.graph.nodes
+    share = Sharing(program.graph.nodes)
+    assert share.meet(a, both) and share.meet(both, b) and share.meet(a, a)
+    assert not (share.meet(a, b) or share.meet(a, sent) or share.owned(both))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_gradients_of_biases_travel_with_those_of_weights(level: int) -> None:
+    """A sum over the batch passes the view to the bias's own shape, and is scattered with the others behind it."""
+    pm = small_plan(KINDS["AdamW"], Mesh(dp=2), zero=level)
+    scattered = [node for node in pm.after.nodes if node.op is comm.reduce_scatter]
+    assert len(scattered) < len([name for name, _ in pm.named_parameters()])
+    assert {node.kwargs["dim"] for node in scattered} == {0}

@@ -1,0 +1,250 @@
+"""Turns that are interleaved: one's collectives travel while another one computes; loss and gradients stay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import shardfx as sx
+from shardfx.ir.cost.replay import replay
+from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.ir.ops.time import turns
+from shardfx.ir.program.program_text import parse_program
+from shardfx.ir.program.units.unit_order import UnitOrder, order_of
+from shardfx.ir.program.validate_program import ProgramError, validate_program
+from shardfx.module.programs import TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
+from tests.plans import plan, specs_of
+from tests.reference import rel_err, single_device
+from tests.virtual.test_chunks import Language, next_tokens
+from tests.zoo import make
+
+
+def side_by_side(
+    name: str, sequence: bool = False, turns: int = 2, interleave: bool = True, zero: int = 0, **axes: int
+) -> sx.ParallelModule:
+    """The plan of a case whose batch is cut into turns, before ranks cut it."""
+    return with_hints(name, {"zero": zero, "zero_min": 0}, sequence, turns, interleave, **axes)
+
+
+def with_hints(
+    name: str, hints: dict[str, Any], sequence: bool = False, turns: int = 2, interleave: bool = True, **axes: int
+) -> sx.ParallelModule:
+    case = make(name)
+    mesh = sx.Mesh(mb=sx.Time(turns, interleave=interleave), **axes)
+    rows = "mb dp" if "dp" in axes else "mb"
+    inputs = [(f"args.{i}", t) for i, t in enumerate(case.args)] + [(f"kwargs.{k}", t) for k, t in case.kwargs.items()]
+    specs = specs_of(case, mesh, sequence)
+    if sequence:
+        specs |= {key: rows + specs[key][specs[key].index(",") :] for key in case.sequence_specs or {}}
+    specs |= {name: ", ".join([rows, *["-"] * (t.dim() - 1)]) for name, t in inputs}
+    specs |= {f"targets.{i}": ", ".join([rows, *["-"] * (t.dim() - 1)]) for i, t in enumerate(case.targets)}
+    return plan(case, mesh, specs=specs, **hints)
+
+
+def check(name: str, pm: sx.ParallelModule) -> None:
+    """Loss and gradients are one device's, it is proven, and its memory is that of the replay."""
+    case, reference = make(name), single_device(make(name), 1)
+    loss = pm(*case.args, *case.targets, **case.kwargs)
+    loss.backward()
+    grads = pm.full_grads()
+    assert rel_err(loss, reference.losses[0]) < 1e-9
+    assert max(rel_err(grads[key], each) for key, each in reference.grads.items()) < 1e-9
+    assert "time.unit" in str(pm.rank_program(0))
+    verdict = pm.verify()
+    assert verdict.status == "proven", verdict
+
+
+PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gpt, tokens over tp": ("gpt_fused", {"tp": 2, "sequence": True}, {}),
+    "zero 3": ("gpt_fused", {"dp": 2}, {"zero": 3, "zero_min": 0}),
+    "gpt, tp": ("gpt_fused", {"tp": 2}, {}),
+    "gpt, dp and tp": ("gpt_fused", {"dp": 2, "tp": 2, "sequence": True}, {}),
+    "llama, tp": ("llama", {"tp": 2}, {}),
+    "llama, tokens over tp": ("llama", {"tp": 2, "sequence": True}, {}),
+    "llama, dp and tp": ("llama", {"dp": 2, "tp": 2, "sequence": True}, {}),
+    "zero 2": ("llama", {"dp": 2}, {"zero": 2, "zero_min": 0}),
+    "recompute": ("gpt_fused", {"tp": 2, "sequence": True}, {"recompute": "layers.*"}),
+    "3 turns of 4 rows": ("gpt_fused", {"tp": 2, "turns": 3}, {}),
+    "4 turns": ("llama", {"tp": 2, "turns": 4}, {}),
+    "sums of each turn": ("gpt_fused", {"dp": 2, "tp": 2}, {"reduce": "each"}),
+    "put away": ("gpt_fused", {"tp": 2}, {"offload": ("activations",)}),
+    "encoder and decoder": ("hf_t5", {"tp": 2}, {}),
+}
+
+
+@pytest.mark.one_in(len(PLANS))
+@pytest.mark.parametrize("which", PLANS)
+def test_turns_side_by_side_are_the_whole_batch(which: str) -> None:
+    name, axes, hints = PLANS[which]
+    check(name, with_hints(name, hints, **axes))
+
+
+@cache
+def beside(interleave: bool) -> sx.ParallelModule:
+    return side_by_side("gpt_fused", tp=2, sequence=True, interleave=interleave)
+
+
+def test_less_communication_is_exposed() -> None:
+    fast = sx.Machine.load("accelerator")
+    slow = replace(fast, flops={name: rate / 1e4 for name, rate in fast.flops.items()}, bandwidth=fast.bandwidth / 1e4)
+    behind, interleaved = (beside(each).timeline(slow) for each in (False, True))
+    assert interleaved.exposed < 0.5 * behind.exposed
+    assert interleaved.step < behind.step
+    for timeline in (behind, interleaved):
+        assert 0 <= timeline.bubble < 1e-9
+    first, second = (interleaved.pieces(sx.Action("F", 0, turn)) for turn in range(2))
+    assert len(first) > 1
+    assert len(second) > 1
+    assert first[0].end <= second[0].start < first[1].start
+    assert sum(each.length for row in (first, second) for each in row) <= interleaved.step
+
+
+def test_what_is_foreseen_is_held() -> None:
+    pm = side_by_side("gpt_fused", tp=2, sequence=True)
+    held = held_in_a_step(pm, make("gpt_fused"))
+    for rank in range(2):
+        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
+    one_by_one, two = (replay(beside(each).rank_program(0)).peak.nbytes for each in (False, True))
+    assert one_by_one < two  # activations of both
+    assert "turns of mb" in str(beside(True).report())
+    assert "of 2 under way, of 2" in str(beside(True).report())
+
+
+def test_a_measured_step_says_which_turn_it_was(tmp_path: Any) -> None:
+    pm, case = beside(True), make("gpt_fused")
+    with pm.record(tmp_path / "step.json") as recording:
+        pm(*case.args, *case.targets).backward()
+    row = [action for action, _ in recording.steps[0].rows[0]]
+    assert row[:2] == [sx.Action("F", 0, 0), sx.Action("F", 0, 1)]
+    assert row.count(sx.Action("F", 0, 0)) > 1
+    assert {each.turn for each in row} == {0, 1}
+
+
+def test_programs_are_read_back() -> None:
+    pm = beside(True)
+    made = pm.rank_program(1)
+    assert str(parse_program(str(made), pm.after)) == str(made)
+    assert pm.verify(modules={1: made.module()})
+    driver = made.module()
+    called = [node.name for node in driver.graph.nodes if node.op == "call_module"]
+    assert called[:4] == ["s0_0", "s0_1", "s1_0", "s1_1"]
+
+
+def test_so_many_turns_are_under_way_as_the_pass_says() -> None:
+    case = make("mlp3")
+    specs = {"args.0": "mb, -", "targets.0": "mb", "fc1.weight": "tp, -", "fc2.weight": "-, tp"}
+    mesh = sx.Mesh(mb=sx.Time(4, interleave=True), tp=2)
+    for copies in (1, 2, 3):
+        hints = {"specs": specs, "rank_passes": [f"interleave{{copies={copies}}}"]}
+        program = plan(case, mesh, **hints).rank_program(0)
+        begin = next(node for node in reversed(program.graph.nodes) if node.target is turns.turns)
+        assert UnitOrder.of(order_of(begin).split()).under_way == copies
+    with pytest.raises(sx.Error, match="cannot be under way"):
+        plan(case, mesh, specs=specs, rank_passes=["interleave{copies=0}"])
+
+
+def test_chunks_of_a_block_side_by_side() -> None:
+    """Tokens are cut where nothing hangs on the others; the chunks of one turn of the batch stand side by side."""
+    torch.manual_seed(0)
+    model = Language().double()
+    x, y = torch.randint(300, (6, 12)), torch.randint(300, (6, 12))
+    y[0, :9] = -100
+    specs = {"args.0": "mb, -", "inner": "mb, -, -", "head": "mb, chunk, -", "head.weight": "tp, -"}
+    mesh = sx.Mesh(tp=2, mb=sx.Time(3), chunk=sx.Time(2, interleave=True))
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs)
+    pm = sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
+    assert "time.unit" in str(pm.rank_program(0))
+    alone, made = next_tokens(model(x), y), pm(x, y)
+    alone.backward()
+    made.backward()
+    grads = pm.full_grads()
+    assert abs(alone.item() - made.item()) < 1e-12
+    assert all((grads[name] - p.grad).abs().max() < 1e-12 for name, p in model.named_parameters() if p.grad is not None)
+    assert pm.verify()
+    assert pm.timeline().bubble >= 0
+
+
+def test_turns_side_by_side_within_turns() -> None:
+    specs = {"args.0": "mb copy, -", "targets.0": "mb copy", "fc1.weight": "tp, -", "fc2.weight": "-, tp"}
+    mesh = sx.Mesh(mb=sx.Time(2), copy=sx.Time(2, interleave=True), tp=2)
+    check("mlp3", plan(make("mlp3"), mesh, specs=specs))
+
+
+# ---- what is wrong is refused
+
+
+def named(graph: fx.Graph, name: str, last: bool = False) -> fx.Node:
+    found = [node for node in graph.nodes if node.target is BY_NAME[name].function]
+    return found[-1 if last else 0]
+
+
+def ordered(graph: fx.Graph, change: Callable[[list[str]], list[str]]) -> None:
+    begin = next(node for node in graph.nodes if len(node.args) > 3 and node.target is turns.turns)
+    begin.args = (*begin.args[:3], " ".join(change(begin.args[3].split())))
+
+
+def another_turn_first(graph: fx.Graph) -> None:
+    """One rank comes to a collective with the other turn."""
+    other = {"0": "1", "1": "0"}
+    ordered(graph, lambda words: [word[:-1] + other[word[-1]] for word in words])
+
+
+def a_slice_twice(graph: fx.Graph) -> None:
+    at = named(graph, "time.at")
+    at.args = (*at.args[:2], 0)
+
+
+def a_wait_moved(graph: fx.Graph) -> None:
+    """What uses the sum stands before it has come."""
+    wait = named(graph, "c10d.wait_tensor")
+    wait.replace_all_uses_with(wait.args[0])  # type: ignore[arg-type]
+    graph.erase_node(wait)
+
+
+def a_unit_earlier(graph: fx.Graph) -> None:
+    """It waits for what was not started yet."""
+
+    def change(words: list[str]) -> list[str]:
+        return [words[2], *words[:2], *words[3:]]
+
+    ordered(graph, change)
+
+
+def a_unit_left_out(graph: fx.Graph) -> None:
+    ordered(graph, lambda words: words[:-1])
+
+
+def added_twice(graph: fx.Graph) -> None:
+    node = named(graph, "time.add", last=True)
+    with graph.inserting_after(node):
+        again = graph.call_function(turns.add, (node, node.args[1]))
+    again.meta = dict(node.meta)
+    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("damage", [another_turn_first, a_slice_twice, added_twice])
+def test_a_wrong_program_is_not_proven(damage: Callable[[fx.Graph], None]) -> None:
+    pm = beside(True)
+    program = pm.rank_program(1)
+    damage(program.graph)
+    verdict = pm.verify(modules={1: program.module()})
+    assert not verdict
+    assert verdict.fault is not None
+    assert verdict.fault.rank is not None
+
+
+@pytest.mark.parametrize("damage", [a_wait_moved, a_unit_earlier, a_unit_left_out])
+def test_a_program_that_cannot_be_is_refused(damage: Callable[[fx.Graph], None]) -> None:
+    program = beside(True).rank_program(1)
+    damage(program.graph)
+    with pytest.raises(ProgramError):
+        validate_program(program)
