@@ -158,7 +158,8 @@ class Stretches:
                 assert request is not None
                 numbers = {n.name: env[n] for n in step.all_input_nodes if gives_number(n)}
                 request, to = request.of_turn(numbers) if numbers else request, None if into is None else env[into]
-                env[step] = (yield request, env[step.args[0]], to).pop()  # type: ignore[index]
+                given: Any = fx.node.map_arg(step.args[0], env.__getitem__)  # a tensor; of a receive a shape
+                env[step] = (yield request, given, to).pop()
                 del to
                 done = (step,)
             else:

@@ -117,17 +117,29 @@ class Groups:
             )
         return self._known[name]
 
+    def known(self, name: str) -> tuple[int, ...]:
+        """The members of a group that a rank asked for."""
+        return self._known[name]
+
+    def here(self, members: Sequence[int]) -> Sequence[int]:
+        """The ranks that meet for the members of a group: all of them."""
+        return members
+
 
 def run(
-    sources: Mapping[int, Source], inputs: Mapping[int, Sequence[Tensor]], mesh: Mesh, perform: Perform
+    sources: Mapping[int, Source],
+    inputs: Mapping[int, Sequence[Tensor]],
+    mesh: Mesh,
+    perform: Perform,
+    groups: Groups | None = None,
 ) -> dict[int, Sequence[Tensor]]:
-    """Run one program per rank to its end; gives what each returns.
+    """Run one program per rank to its end; gives what each returns. ``groups`` may say that some ranks are run for all.
 
     Raises:
         Error: a rank's program raises (the first node of the plan that does so, if several do); members of a group
             ask for different collectives, or wait for one that never comes.
     """
-    groups = Groups(mesh)
+    groups = groups or Groups(mesh)
     calls: dict[int, RankCoroutine] = {rank: source(*inputs[rank]) for rank, source in sources.items()}
     results: dict[int, Sequence[Tensor]] = {}
     waiting: dict[int, Asked] = {}
@@ -158,15 +170,16 @@ def run(
                     advance(rank, reply)
                     progressed = True
                 continue
-            if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in members):
+            here = groups.here(members)
+            if any(m not in waiting or waiting[m][0].message or waiting[m][0].group != request.group for m in here):
                 continue
-            asked = [waiting.pop(member) for member in members]
-            _check(members, asked)
+            asked = [waiting.pop(member) for member in here]
+            _check(here, asked, members)
             for listener in listeners:
                 listener([each[:2] for each in asked])
             replies = [[made] for made in perform(*zip(*asked, strict=True))]
             asked.clear()  # what was sent is the ranks' to hold, or to let go
-            for member, reply in zip(members, replies, strict=True):
+            for member, reply in zip(here, replies, strict=True):
                 advance(member, reply)
             progressed = True
         if waiting and not progressed:
@@ -238,15 +251,15 @@ def _first(failures: Mapping[int, Exception], sources: Mapping[int, Source], wai
     return failed(rank, at[rank], failures[rank], others)
 
 
-def _check(members: Sequence[int], asked: Sequence[Asked]) -> None:
+def _check(here: Sequence[int], asked: Sequence[Asked], members: Sequence[int]) -> None:
     first, given, _ = asked[0]
-    for member, (request, tensor, _) in zip(members[1:], asked[1:], strict=True):
+    for member, (request, tensor, _) in zip(here[1:], asked[1:], strict=True):
         exchange = first.op == "all_to_all_single"
         alike = tensor.dtype == given.dtype and (exchange or tensor.shape == given.shape)
         if not request.same(first) or not alike:
             raise Error(
                 "collectives do not match between ranks",
-                where=f"ranks {members[0]} and {member}",
+                where=f"ranks {here[0]} and {member}",
                 expected=f"{first}, {tuple(given.shape)} {given.dtype}",
                 got=f"{request}, {tuple(tensor.shape)} {tensor.dtype}",
                 remedy="every rank of a group must run the same collectives in the same order",
@@ -286,7 +299,7 @@ def _deadlock(waiting: Mapping[int, Asked], groups: Groups) -> Error:
     for rank in sorted(waiting)[:4]:
         request = waiting[rank][0]
         members = groups.members(request.group, rank)
-        missing = [m for m in members if m not in waiting or waiting[m][0].group != request.group]
+        missing = [m for m in groups.here(members) if m not in waiting or waiting[m][0].group != request.group]
         if request.message:
             missing = [members[request.of_rank(members.index(rank)).origin]]
         lines.append(f"rank {rank} waits in {request} for ranks {missing}")

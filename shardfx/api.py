@@ -75,6 +75,14 @@ def parallelize(
     """
     if not isinstance(hints, Hints):
         raise Error("these are no hints", where="parallelize(...)", expected="a shardfx.Hints", got=repr(hints))
+    if isinstance(model, ParallelModule):
+        raise Error(
+            "this model is parallel already",
+            where="parallelize(...)",
+            expected="the model that it was made of",
+            got="a ParallelModule",
+            remedy="with pm.gathered() as model: gives one with the weights of the moment",
+        )
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
     given = as_module(model)
     module, loss = with_own_loss(given, hints.loss)

@@ -82,9 +82,12 @@ def _wider(placing: Placing, value: Value) -> tuple[Placing, set[Value], set[Nod
 
 
 def _all_rows(placing: Placing, value: Value) -> Spec | None:
-    """The rows that have all those in which a value is used, and its tiles; None if there are none such."""
+    """The rows that have all those in which a value is used, and its tiles; None if there are none such, or an axis
+    that cuts one dim where it is made cuts another where it is used."""
     mesh, made = placing.costs.graph.mesh, placing.spec(value)
     needs = [made, *placing.exchanges(value)]
+    if any({*need.dims[dim].axes} - {*cut.axes} for need in needs for dim, cut in enumerate(made.dims)):
+        return None
     dims = []
     for dim, cut in enumerate(made.dims):
         options = [cut, *(need.dims[dim] for need in needs if need.dims[dim] != cut)]

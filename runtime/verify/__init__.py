@@ -28,6 +28,7 @@
 
 ``compare``          all ranks and the whole program on random numbers in float64 (``whole``)
 ``shrink_plan``      the same plan with small dims, for ``compare`` (``sizes``, ``small_graph``)
+``ranks_alike``      few ranks that are run for many, which do the same on the same
 ``counterexample``   numbers that refute what could not be proven
 
 ``claims`` holds a plan to the captured inputs, constants and outputs, ``plan_proof`` puts the parts together,

@@ -195,15 +195,17 @@ class PlanProof:
     def _with_numbers(self, fault: Fault, task: Task, numbers: Numbers) -> Fault:
         """The fault with numbers that show it, of the plan or of the same in small, where all ranks can be run."""
         after = self.after
-        if not numbers.affordable() and not task.changed:
+        if not task.changed and not numbers.affordable(len(self.ranks)):
             small = shrink_plan.shrink(self.before, self.after, self.rules)
             if small is not None:
                 numbers = Numbers(small.before, small.after, self.rules, small.known(self.stored))
                 task, after = Task.of(task.asked, {}, small.after), small.after
-        if not numbers.affordable():
-            return fault
-        given = {rank: task.changed.get(rank) or task.asked.program(after, rank) for rank in self.ranks}
-        return numbers.of_ranks(fault, given, task.inputs, task.outputs)
+        together = task.asked.together or task.asked.program
+
+        def program(rank: Any) -> RankProgram:
+            return task.asked.program(after, rank) if isinstance(rank, int) else together(after, rank)
+
+        return numbers.of_ranks(fault, program, task.changed, task.inputs, task.outputs)
 
     def _each(self, proof: Proof) -> tuple[Fault | None, int]:
         for number, task in enumerate(self.tasks):

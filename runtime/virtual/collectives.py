@@ -20,16 +20,22 @@ def perform(requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequen
 
 def _results(requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Tensor]:
     first, n = requests[0], len(tensors)
-    if first.op == "all_reduce":
-        total = reduce(tensors, first.args[0])
-        return [total] + [total.clone() for _ in range(n - 1)]
-    if first.op == "all_gather_into_tensor":
-        joined = torch.cat([t if t.dim() else t.reshape(1) for t in tensors])
-        return [joined] + [joined.clone() for _ in range(n - 1)]
+    made = alike(first, tensors)
+    if made is not None:
+        return [made] + [made.clone() for _ in range(n - 1)]
     if first.op == "reduce_scatter_tensor":
         return [piece.clone() for piece in reduce(tensors, first.args[0]).chunk(n)]
     sent = [t.split(list(r.args[1])) for t, r in zip(tensors, requests, strict=True)]
     return [torch.cat([sent[source][k] for source in range(n)]) for k in range(n)]
+
+
+def alike(request: Request, tensors: Sequence[Tensor]) -> Tensor | None:
+    """What all members get alike, of all their tensors; None where each gets something of its own."""
+    if request.op == "all_reduce":
+        return reduce(tensors, request.args[0])
+    if request.op == "all_gather_into_tensor":
+        return torch.cat([t if t.dim() else t.reshape(1) for t in tensors])
+    return None
 
 
 def reduce(tensors: Sequence[Tensor], kind: str) -> Tensor:

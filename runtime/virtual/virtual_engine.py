@@ -14,7 +14,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Source
 from shardfx.runtime.engine import Watch, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
-from shardfx.runtime.rendezvous import run
+from shardfx.runtime.rendezvous import Groups, Request, run
 
 from .collectives import perform
 from .coroutine import as_coroutine
@@ -40,13 +40,27 @@ def one_thread() -> Iterator[None]:
 _running = threading.RLock()
 
 
+class MeetingGroups(Groups):
+    """Groups whose members meet in a way of their own."""
+
+    def perform(
+        self, requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Do a collective on the tensors of the ranks that meet: what each of them gets."""
+        return perform(requests, tensors, into)
+
+
 class VirtualEngine:
-    """Runs every rank's program as a coroutine, up to its next collective (:mod:`shardfx.runtime.rendezvous`)."""
+    """Runs every rank's program as a coroutine, up to its next collective (:mod:`shardfx.runtime.rendezvous`).
+
+    ``groups`` may say that some ranks are run for all, and how those meet.
+    """
 
     meets_late = False
 
-    def __init__(self, mesh: Mesh, device: torch.device | None = None) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device | None = None, groups: MeetingGroups | None = None) -> None:
         self.mesh, self.device = mesh, device or torch.device("cpu")
+        self._groups = groups
         self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
 
@@ -83,4 +97,5 @@ class VirtualEngine:
         for rank, watcher in watchers.items():
             watcher.inputs(programs[rank].inputs, inputs[rank])
         with torch.no_grad(), one_thread():
-            return run(sources, inputs, self.mesh, perform)
+            meet = perform if self._groups is None else self._groups.perform
+            return run(sources, inputs, self.mesh, meet, self._groups)

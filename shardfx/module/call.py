@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.autograd import forward_ad
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
@@ -18,6 +19,7 @@ from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.peers import Content, Passed
 from shardfx.runtime.step import Results, Step
+from shardfx.runtime.verify.claims import without_content
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
 TARGETS = "targets."
@@ -91,7 +93,8 @@ class Form:
 
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
-    around the call. ``pulls``: the targets are gradients of the results.
+    around the call. ``pulls``: the targets are gradients of the results. ``state`` is the number of the state
+    in which is what the code reads beside its inputs, and ``changed`` what of it is not as it was first.
     """
 
     training: frozenset[str]
@@ -99,19 +102,24 @@ class Form:
     gradients: frozenset[str]
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     pulls: bool = False
+    state: int = 0
+    changed: tuple[str, ...] = ()
 
     def serves(self, other: Form) -> bool:
         """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
         same = all(name in self.inputs and self.inputs[name] == given for name, given in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
-        around = (self.training, self.autocast, self.pulls) == (other.training, other.autocast, other.pulls)
-        return same and rest and around and other.gradients <= self.gradients
+        return same and rest and self._around == other._around and other.gradients <= self.gradients
+
+    @property
+    def _around(self) -> Hashable:
+        return self.training, self.autocast, self.pulls, self.state
 
     @property
     def key(self) -> Hashable:
         """The same for equal forms."""
-        return self.training, frozenset(self.inputs.items()), self.gradients, self.autocast, self.pulls
+        return frozenset(self.inputs.items()), self.gradients, self._around
 
     def words(self) -> dict[str, str]:
         """The form by subject; equal forms have the same words in every process."""
@@ -119,6 +127,7 @@ class Form:
         found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
+        found |= {"what the code reads beside its inputs": f"state {self.state}"} if self.state else {}
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: Form) -> str:
@@ -128,13 +137,15 @@ class Form:
             if self.inputs.get(name) != given and not (other.pulls and name.startswith(TARGETS)):
                 found.append(f"{name} is {_said(given)}, not {_said(self.inputs.get(name))}")
         if self.training != other.training:
-            changed = sorted(self.training ^ other.training)
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            mode = "training" if changed[0] in other.training else "evaluation"
-            found.append(f"{changed[0] or 'the model'}{more} in {mode} mode")
+            modes = sorted(self.training ^ other.training)
+            more = f" and {len(modes) - 1} more" if len(modes) > 1 else ""
+            mode = "training" if modes[0] in other.training else "evaluation"
+            found.append(f"{modes[0] or 'the model'}{more} in {mode} mode")
         if self.autocast != other.autocast:
             dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in other.autocast)
             found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
+        if self.state != other.state:
+            found.append(f"another value of {', '.join(other.changed[:3])}, which the code reads")
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
         return "; ".join(found) or "no targets"
 
@@ -159,7 +170,8 @@ def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, b
     named = leaf_names(hints.args, hints.kwargs, hints.targets)
     wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     wanting |= {name for name, wants in trainable.items() if wants}
-    return Form(training, {name: kind_of(leaf) for name, leaf in named}, frozenset(wanting), autocast_around())
+    inputs = {name: kind_of(leaf) for name, leaf in named}
+    return Form(training, inputs, frozenset(wanting), autocast_around())
 
 
 def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:
@@ -190,7 +202,9 @@ class Reader:
             names = [name for name, _ in leaf_names(*given)]
             self._check(names, bool(given[2]))
             self._known = [(tree, names), *self._known[:KNOWN]]
-        return Call(*given, dict(zip(names, leaves, strict=True)), bool(given[2]) or not self._targets)
+        named = dict(zip(names, leaves, strict=True))
+        _reject_unreal({name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)})
+        return Call(*given, named, bool(given[2]) or not self._targets)
 
     def _check(self, names: Sequence[str], has_targets: bool) -> None:
         needed = [name for name in self._wanted if has_targets or not name.startswith(TARGETS)]
@@ -202,6 +216,33 @@ class Reader:
                 got=", ".join(names) or "none",
                 remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
             )
+
+
+def _reject_unreal(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse inputs without content, and a call within a transform that programs have no part in.
+
+    Raises:
+        Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one.
+    """
+    empty = next((name for name, leaf in tensors.items() if without_content(leaf)), None)
+    if empty is not None:
+        raise Error(
+            "an input has no content",
+            where="pm(...)",
+            expected=f"a real tensor as {empty}",
+            got="a fake one, or one on meta",
+            remedy="sx.trace(model, hints) and pm.verify() need no inputs",
+        )
+    dual = forward_ad._current_level >= 0
+    moves = dual and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values())
+    if moves or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Error(
+            "pm(...) is called within a transform of its inputs",
+            where="pm(...)",
+            expected="a call with tensors as they are, and loss.backward() or torch.autograd.grad",
+            got="an input with a tangent (forward_ad)" if moves else "torch.func.grad, jvp, vmap or the like",
+            remedy="transform the model itself: with pm.gathered() as model: ...",
+        )
 
 
 def inputs_of(call: Call, step: Step) -> dict[str, object]:

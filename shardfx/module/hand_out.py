@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from shardfx.compiled import Compiled
+from shardfx.gradients import gradients_of
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
 from shardfx.runtime.step import Results, Step
@@ -121,3 +124,43 @@ def trained(
     grads = gradients(step, call, local, wanted, results)
     tensors = leaves(wanted)
     return hand_out(results[OutputKind.LOSS, "loss"][0], grads or [None for _ in tensors], tensors)
+
+
+def check_step(
+    compiled: Compiled, parameters: Mapping[str, Iterable[nn.Parameter]], trained: Collection[str], has_targets: bool
+) -> None:
+    """A call may be a whole step: the parameters that want a gradient are those that the optimizer was planned for, and
+    nobody waits for their gradients.
+
+    Raises:
+        Error: they are others; one has a hook; or there is no loss, without targets.
+    """
+    if not has_targets:
+        raise Error(
+            "a step needs a loss, and so the loss's targets",
+            where="pm.step(...)",
+            expected="the targets behind the model's arguments: pm.step(x, y)",
+            got="a call that gives the model's results",
+        )
+    for name, pieces in parameters.items():
+        if any(piece._backward_hooks or piece._post_accumulate_grad_hooks for piece in pieces):
+            raise Error(
+                f"{name!r} has a hook on its gradient, which would never be called",
+                where="pm.step(...)",
+                expected="parameters without hooks: a step has its gradients within",
+                got="a hook that was registered after parallelize",
+                remedy="pm(x, y).backward() calls it, with an optimizer of pm.parameters(); or remove the hook",
+            )
+    update = compiled.captured.update
+    assert update is not None
+    planned = {name for name in gradients_of(compiled.before) if name in {n for g in update.groups for n in g.names}}
+    missing = sorted(planned - set(trained))
+    if missing:
+        raise Error(
+            f"{missing[0]!r} was frozen since its step was planned",
+            where="pm.step(...)",
+            expected="the parameters that were trained when the model was parallelized",
+            got=f"{len(missing)} of them with requires_grad=False",
+            remedy="freeze them in the model, parallelize it again, and carry states over by "
+            "pm.optimizer.full_state_dict()",
+        )

@@ -23,6 +23,7 @@ from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.given import copied
+from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
@@ -35,10 +36,9 @@ from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
+from .hand_out import check_step, leaves, trained, wanting
 from .hand_out import gradients as gradients_of
-from .hand_out import leaves, trained, wanting
 from .held.one_store import reject_stored_otherwise, stored
-from .held.program_optimizer import check_step
 from .programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
 from .pull_back import AsItWas, attach, pulling, refuse, reject_part, reject_without_loss
 
@@ -77,12 +77,14 @@ class Variants:
     def __init__(self, skeleton: nn.Module, hints: Hints, build: Build) -> None:
         self.skeleton, self.hints, self.build = skeleton, hints, build
         self.fill: Fill = lambda model: model
+        self._surroundings = Surroundings(skeleton, hints.loss)
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
 
     def begin(self, form: Form, programs: Programs, fill: Fill) -> None:
         """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
         self.known, self.fill = [(form, programs)], fill
+        self._surroundings.settle(0)
 
     @property
     def all(self) -> list[Programs]:
@@ -110,13 +112,11 @@ class Variants:
         with_results: bool = False,
         options: Mapping[str, torch.Tensor] | None = None,
     ) -> Any:
-        """Run a call on this process's ranks, with the modules of these paths in training mode; the other ranks make
-        the same call. ``with_results``: the loss, and beside it the model's results. ``options``: a whole step, with
-        these rates of its optimizer.
+        """Run a call on this process's ranks, these paths in training mode; the other ranks make the same call.
+        ``with_results``: the loss, and the model's results. ``options``: a whole step, with these optimizer's rates.
 
         Raises:
-            Error: they do not; there is no loss where one is asked for; the model cannot be planned for such a call; a
-                rank fails.
+            Error: they do not; there is no loss where one is asked for; no plan for such a call; a rank fails.
         """
         first = self.known[0][1]
         trains = call.has_targets and first.trains
@@ -129,8 +129,9 @@ class Variants:
         gradients = frozenset(wanted) if learns else frozenset[str]()
         if steps:
             gradients = frozenset(wanting(first.step.store))
-            check_step(first.compiled, gradients, call.has_targets)
-        form = Form(training, inputs_of(call, first.step), gradients, autocast_around())
+            check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
+        state, changed = self._surroundings.state()
+        form = Form(training, inputs_of(call, first.step), gradients, autocast_around(), False, state, changed)
 
         def words() -> dict[str, str]:
             watched = {"watched by": type(watch).__name__} if watch is not None else {}
@@ -211,16 +212,13 @@ class Variants:
         return attach(out, pull, tensors)
 
     def serving(self, form: Form, call: Call, peers: Peers, make: Make) -> Programs:
-        """The programs for a call; planned on all ranks, if there are none.
-
-        Raises:
-            Error: the model cannot be planned for such a call.
-        """
+        """The programs for a call; planned on all ranks, if there are none."""
         if (programs := self._known_for(form)) is not None:
             return programs
         first, ours = self.known[0][0], self.known[0][1].compiled.after
         started = time.perf_counter()
         made = make(peers.planned(lambda: self._plan(ours, form, call), lambda plan: plan.after))
+        self._surroundings.settle(form.state)
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
         if len(self.known) > self.hints.shapes:

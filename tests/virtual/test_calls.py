@@ -49,6 +49,12 @@ def same_step(pm: sx.ParallelModule, alone: nn.Module, x: torch.Tensor, y: torch
     assert set(grads) == {name for name, p in alone.named_parameters() if p.grad is not None}
 
 
+def test_an_input_without_content_is_refused() -> None:
+    pm, (x, y) = parallel(mlp()), batch()
+    with pytest.raises(sx.Error, match=r"(?s)no content.*args\.0"):
+        pm(x.to("meta"), y)
+
+
 # ---- another form of call -----------------------------------------------------------------------------------
 
 

@@ -176,3 +176,85 @@ def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
     update_bn([X, X.sin()], averages[1])
     state = averages[0].module.full_state_dict()
     assert all(near(state[name], each) for name, each in averages[1].module.state_dict().items())
+
+
+# ---- containers ---------------------------------------------------------------------------------------------
+
+
+class Configured(nn.Module):
+    """Computes by what is in a dict, and has lists and dicts of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cfg: dict[str, Any] = {"scale": 2.0, "more": [1, {"power": 1}]}
+        self.losses: list[float] = []
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (self.heads["a"](x) - self.heads["b"](x)) * self.cfg["scale"] ** self.cfg["more"][1]["power"]
+
+
+def test_what_a_script_changes_in_a_configuration_is_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
+    model = Configured().double()
+    pm = parallel(copy.deepcopy(model))
+    assert near(pm(X, Y), F.cross_entropy(model(X), Y))
+    for each in (model, pm):
+        each.cfg["more"][1]["power"] = 3
+    assert near(pm(X, Y), F.cross_entropy(model(X), Y))
+    assert "another value of cfg" in caplog.text
+    for each in (model, pm):
+        each.cfg["more"][1]["power"] = 1
+        each.losses.append(0.5)  # which no code of the model reads
+    assert near(pm(X, Y), F.cross_entropy(model(X), Y))
+    assert len(caplog.records) == 1 and pm.verify()
+
+
+def test_lists_and_dicts_of_modules_are_the_models() -> None:
+    pm = parallel(Configured().double())
+    assert pm.heads["a"] is pm.heads.a and "b" in pm.heads and [*pm.heads] == ["a", "b"]
+    assert [name for name, _ in pm.heads.items()] == ["a", "b"] and len(pm.heads) == 2
+    assert pm.layers[-1] is [*pm.layers][2] and [*pm.layers[1:]] == [*pm.layers][1:]
+    rows = parallel(nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5)).double())
+    rows[1].eval()
+    assert len(rows) == 2 and [*rows][1] is rows[1] and rows.training and not rows[1].training
+    assert pm and pm.heads.a
+    for asked in (lambda: pm[0], lambda: len(pm), lambda: iter(pm), lambda: 0 in pm, lambda: len(pm.heads.a)):
+        with pytest.raises(TypeError, match="object"):
+            asked()
+
+
+FACTOR = 2.0
+
+
+def weighted(closure: list[float]) -> Any:
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return scaled(F.cross_entropy(out, target)) * closure[0]
+
+    return loss
+
+
+def scaled(value: torch.Tensor) -> torch.Tensor:
+    return value * FACTOR
+
+
+def test_numbers_that_the_loss_reads_are_those_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of its closure, of a global that a function reads which it calls, and of a module's attribute."""
+    model, held, smooth = Net().double(), [1.0], nn.CrossEntropyLoss()
+    pm, other = parallel(copy.deepcopy(model), loss=weighted(held)), parallel(copy.deepcopy(model), loss=smooth)
+    again = copy.deepcopy(pm)
+    held[0] = 3.0
+    assert near(pm(X, Y), weighted([3.0])(model(X), Y)) and near(again(X, Y), weighted([3.0])(model(X), Y))
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    assert near(pm(X, Y), weighted([3.0])(model(X), Y))
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    held[0] = 1.0
+    planned = len(caplog.records)
+    assert near(pm(X, Y), weighted([1.0])(model(X), Y)) and len(caplog.records) == planned
+    smooth.label_smoothing = 0.3
+    assert near(other(X, Y), smooth(model(X), Y))
+    assert all(each in caplog.text for each in ("value of closure,", "FACTOR", "value of loss.label_smoothing"))

@@ -62,6 +62,15 @@ def check(pm: sx.ParallelModule, model: nn.Module, x: Tensor, y: Tensor) -> None
     assert max(rel_err(grads[name], each.grad) for name, each in model.named_parameters()) < 1e-9
 
 
+def test_compiled_stages_of_virtual_ranks_are_the_whole_batch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(y,), specs={"args.0": "mb, -"}, pipeline=sx.Pipeline())
+    pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints)
+    pm.compile(backend="eager")
+    assert rel_err(pm(x, y), F.mse_loss(model(x), y)) < 1e-9
+
+
 QUICKLY = ("1f1b", "interleaved", "zb-h1", "dualpipev")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -187,6 +188,28 @@ def test_another_step_beside_the_program_is_refused() -> None:
     plain = small_plan(None, DP2)
     refused("no optimizer in this plan", lambda: plain.step(x, y))
     refused("no optimizer in this plan", lambda: plain.optimizer)
+
+
+def test_a_copy_steps_on_its_own() -> None:
+    pm = small_plan(KINDS["AdamW"], DP2)
+    x, y = batches(1)[0]
+    pm.step(x, y)
+    other, before = copy.deepcopy(pm), pm.full_state_dict()
+    other.step(x, y)
+    assert all(torch.equal(value, before[name]) for name, value in pm.full_state_dict().items())
+    pm.step(x, y)
+    assert all(torch.equal(value, other.full_state_dict()[name]) for name, value in pm.full_state_dict().items())
+    refused("have an optimizer in the program", torch.optim.SGD(other.parameters(), lr=0.1).step)
+
+
+@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
+def test_hooks_that_a_step_would_not_call_are_refused(kind: str) -> None:
+    pm = small_plan(KINDS["AdamW"], DP2)
+    x, y = batches(1)[0]
+    hook = getattr(next(pm.parameters()), f"register_{kind}")(lambda each: None)
+    refused("has a hook on its gradient", lambda: pm.step(x, y))
+    hook.remove()
+    pm.step(x, y)
 
 
 def test_states_of_another_plan_or_optimizer_are_refused() -> None:

@@ -166,3 +166,36 @@ def test_a_scaler_comes_too_late_for_float16() -> None:
     (pm(x, y) * 1024.0).backward(), F.cross_entropy(alone(x), y).backward()
     grads = pm.full_grads()
     assert all(p.grad is not None and near(grads[name] / 1024, p.grad) for name, p in alone.named_parameters())
+
+
+def test_state_dicts_of_the_model_and_new_tensors_are_no_pieces() -> None:
+    model = mlp()
+    pm = parallel(model, sx.Mesh(dp=2, tp=2), specs={"args.0": "dp, -", **TP})
+    with pytest.raises(sx.Error, match=r"(?s)'0.weight' of this state dict is whole.*load_full_state_dict"):
+        pm.load_state_dict(model.state_dict())
+    with pytest.raises(sx.Error, match=r"leave assign=True out"):
+        pm.load_state_dict(pm.state_dict(), assign=True)
+    uncut = parallel(mlp())
+    uncut.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    assert all(near(uncut.full_state_dict()[name], value + 1) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_transforms_of_a_parallel_module_are_refused() -> None:
+    """A tangent would be lost, and a gradient be that of something else."""
+    pm, (x, y) = parallel(mlp()), batch()
+    for transformed in (
+        lambda: torch.func.jvp(pm, (x,), (x,)),
+        lambda: torch.vmap(lambda row: pm(row[None]))(x),
+        lambda: torch.func.grad(lambda x: pm(x, y))(x),
+    ):
+        with pytest.raises(sx.Error, match="within a transform"):
+            transformed()
+
+
+def test_models_that_are_not_ready_or_parallel_already() -> None:
+    x, y = batch()
+    with pytest.raises(sx.Error, match="call the model once"):
+        parallel(nn.Sequential(nn.LazyLinear(4)))
+    with pytest.raises(sx.Error, match="parallel already"):
+        sx.parallelize(parallel(mlp()), sx.Mesh(dp=2), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,)))

@@ -264,3 +264,23 @@ def test_the_report_says_what_tiles_cost_by_layer() -> None:
     assert "work done twice" in str(report)
     apart = planned(net, sx.Mesh(h=3), "never", image(1, 3, 12, 5)).report()
     assert apart.tiles and not any(row.rim_flops for row in apart.tiles)
+
+
+class Across(nn.Module):
+    """A line of rows that is halved twice, and cut along its features behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.head = nn.Linear(12, 12), nn.Upsample(scale_factor=2), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.twice(self.first(x).transpose(1, 2)[:, :, None])
+        y = nn.functional.max_pool1d(nn.functional.avg_pool2d(y, 2).flatten(2), 2).transpose(1, 2)
+        return self.head(y.view(y.shape[0], 3, 1, -1).transpose(1, 2).tanh().transpose(1, 2).flatten(2))
+
+
+def test_an_axis_that_cuts_rows_and_then_features_is_no_exchange_to_merge() -> None:
+    model, x, y = Across().double(), torch.randn(4, 6, 12).double(), torch.randn(4, 3, 12).double()
+    given = {"first": "-, a, -", "head.weight": "-, a"}
+    pm = sx.parallelize(model, sx.Mesh(a=2), sx.Hints(args=(x,), loss=nn.MSELoss(), targets=(y,), specs=given))
+    assert abs(pm(x, y).item() - nn.functional.mse_loss(model(x), y).item()) < 1e-12

@@ -31,7 +31,7 @@ def reject_module(model: nn.Module) -> None:
 
     Raises:
         Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, forward hooks that only look, a parameter
-            that is computed.
+            that is computed, or has no shape yet.
     """
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
@@ -65,6 +65,14 @@ def reject_module(model: nn.Module) -> None:
                     remedy="compute it in forward; for weight_norm see torch.nn.utils.parametrizations",
                 )
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise Error(
+                f"{name!r} has no shape yet",
+                where=name,
+                expected="parameters with shapes",
+                got="one of a lazy module that was not called",
+                remedy="call the model once on an example",
+            )
         for attribute, what in PARAMETER_HOOKS.items():
             if getattr(parameter, attribute, None):
                 refuse_hook(name, what, "register it on the parameters of pm, which are other tensors")

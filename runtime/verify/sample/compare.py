@@ -16,6 +16,7 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.program.plain import plain
@@ -30,6 +31,7 @@ from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.first_change import where
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
+from .ranks_alike import GroupsAlike, RanksAlike
 from .whole import Draw, apart_at, distance, first_difference, run_whole
 
 Tensor = torch.Tensor
@@ -62,22 +64,30 @@ def verify(
     tolerance: float = 1e-9,
     locate: bool = True,
     seed: int = 0,
+    alike: RanksAlike | None = None,
 ) -> tuple[Fault | None, dict[str, int]]:
     """The first output of a rank that differs from the captured program's, or None; and how much was checked.
 
     ``own`` are the programs that the plan itself gives: where ``modules`` are others, the first node that computes
-    something else than its namesake is named. ``known`` are inputs whose content counts (indices, masks).
+    something else than its namesake is named. ``known`` are inputs whose content counts (indices, masks). With
+    ``alike`` the ranks that it says are run for all, on inputs that are the same for ranks that are alike; nothing is
+    located.
     """
     sample = draw_sample(before, after, known, seed)
     counts = {"ranks": len(modules), "outputs": len(outputs) * len(modules)}
     mesh = after.mesh
-    whole = run_whole(sample.before, sample.inputs, by_boxes(sample.after))
+    ranks: Sequence[int] = range(mesh.size) if alike is None else alike.ranks
+    if alike is not None:
+        placed = {given.name: _spec(given.value) for given in after.inputs}
+        sample = replace(sample, inputs={name: alike.same(x, placed[name]) for name, x in sample.inputs.items()})
+    wanted_of = {o.value for o in sample.before.outputs}
+    whole = run_whole(sample.before, sample.inputs, by_boxes(sample.after), wanted_of)
     expected = {(o.kind, o.name): whole[o.value] for o in sample.before.outputs}
-    ends = [ends_here(after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)]
-    given = [[cut_local(sample.inputs[g.name], _spec(g.value), mesh, r) for g in ends[r][0]] for r in range(mesh.size)]
-    programs = [_widened(modules[r]) if sample.wide else modules[r] for r in range(mesh.size)]
+    ends = {r: ends_here(after, inputs, outputs, mesh.coords(r)) for r in ranks}
+    given = {r: [cut_local(sample.inputs[g.name], _spec(g.value), mesh, r) for g in ends[r][0]] for r in ranks}
+    programs = {r: _widened(modules[r]) if sample.wide else modules[r] for r in ranks}
     try:
-        got = _run(programs, given)
+        got = _run(mesh, programs, given, alike)
     except (Error, RuntimeError, IndexError, TypeError, ValueError) as error:
         return Fault(f"the programs do not run to their end: {error}", certain=True), counts
     for rank, results in got.items():
@@ -85,7 +95,7 @@ def verify(
             what = f"the program returns {len(results)} values, not {len(ends[rank][1])}"
             return Fault(what, rank=rank), counts
     for output in outputs:
-        for rank in range(mesh.size):
+        for rank in ranks:
             if output not in ends[rank][1]:
                 continue
             i = ends[rank][1].index(output)
@@ -117,7 +127,7 @@ def _located(
     book: RuleBook,
     modules: Mapping[int, RankProgram],
     own: Mapping[int, RankProgram],
-    given: Sequence[Sequence[Tensor]],
+    given: Mapping[int, Sequence[Tensor]],
 ) -> Fault:
     """The same fault, at the first node that differs."""
     if modules is own:
@@ -127,10 +137,10 @@ def _located(
             return fault
         what = f"{fault.what}, first seen at %{found.value.name} on rank {found.rank}"
         return Fault(what, fault.output, fault.rank, found.value.name, str(found.value.where))
-    mine, theirs = ([_every(ms[r], sample.wide) for r in range(len(given))] for ms in (own, modules))
-    values = [_run([program for program, _ in ms], given) for ms in (mine, theirs)]
+    mine, theirs = ({r: _every(ms[r], sample.wide) for r in given} for ms in (own, modules))
+    values = [_run(sample.after.mesh, {r: ms[r][0] for r in ms}, given) for ms in (mine, theirs)]
     apart: list[tuple[int, bool, int, str]] = []
-    for rank, (_, names) in enumerate(theirs):
+    for rank, (_, names) in theirs.items():
         right = dict(zip(mine[rank][1], values[0][rank], strict=True))
         for at, (name, value) in enumerate(zip(names, values[1][rank], strict=True)):
             if isinstance(value, Tensor) and not (name in right and distance(value, right[name]) <= 1e-12):
@@ -143,11 +153,16 @@ def _located(
     return replace(fault, rank=rank, node=name, where=where(node))
 
 
-def _run(programs: Sequence[RankProgram], given: Sequence[Sequence[Tensor]]) -> Mapping[int, Sequence[Tensor]]:
-    """Run all programs on copies of their inputs."""
-    mesh = programs[0].mesh
-    inputs = {rank: [t.clone() for t in each] for rank, each in enumerate(given)}
-    return VirtualEngine(mesh).run(dict(enumerate(programs)), inputs)
+def _run(
+    mesh: Mesh,
+    programs: Mapping[int, RankProgram],
+    given: Mapping[int, Sequence[Tensor]],
+    alike: RanksAlike | None = None,
+) -> Mapping[int, Sequence[Tensor]]:
+    """Run programs on copies of their inputs."""
+    inputs = {rank: [t.clone() for t in each] for rank, each in given.items()}
+    engine = VirtualEngine(mesh) if alike is None else VirtualEngine(mesh, groups=GroupsAlike(alike))
+    return engine.run(programs, inputs)
 
 
 def _every(program: RankProgram, wide: bool) -> tuple[RankProgram, list[str]]:

@@ -6,7 +6,7 @@ Run the ranks' programs beside that, join what they hold, and the first value th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,19 @@ Draw = Callable[[Node, tuple[Any, ...]], tuple[torch.Tensor, ...]]
 """Draws the random mask of a node as the ranks do, box by box; gets the node and its arguments."""
 
 
-def run_whole(graph: Graph, inputs: Mapping[str, torch.Tensor], draw: Draw | None = None) -> dict[Value, torch.Tensor]:
-    """Every value of the graph, computed on one device from whole inputs."""
+def run_whole(
+    graph: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    draw: Draw | None = None,
+    only: Collection[Value] | None = None,
+) -> dict[Value, torch.Tensor]:
+    """Every value of the graph, computed on one device from whole inputs; ``only`` some, the others let go."""
     env: dict[Value, torch.Tensor] = {}
+    dying: dict[Node, list[Value]] = {}
+    if only is not None:
+        last = {value: node for node in graph.nodes for value in (*node.outs, *node.operands)}
+        for value in last.keys() - {*only}:
+            dying.setdefault(last[value], []).append(value)
     for given in graph.inputs:
         env[given.value] = inputs[given.name]
     with torch.no_grad():
@@ -48,6 +58,7 @@ def run_whole(graph: Graph, inputs: Mapping[str, torch.Tensor], draw: Draw | Non
             if isinstance(node.op, OwnOp):
                 for source, value in carried(node):
                     env[value] = env[source]
+                _let_go(env, dying.get(node, ()))
                 continue
             op = torch.ops.aten.reshape.default if node.op is torch.ops.aten.view.default else node.op
             args = substitute(node.args, env.__getitem__)
@@ -59,7 +70,13 @@ def run_whole(graph: Graph, inputs: Mapping[str, torch.Tensor], draw: Draw | Non
             for made, result in zip(node.results, results, strict=False):
                 if made is not None:
                     env[made] = result
+            _let_go(env, dying.get(node, ()))
     return env
+
+
+def _let_go(env: dict[Value, torch.Tensor], values: Iterable[Value]) -> None:
+    for value in values:
+        env.pop(value, None)
 
 
 def run_ranks(graph: Graph, rules: RuleBook, inputs: Mapping[str, torch.Tensor]) -> dict[Value, list[torch.Tensor]]:
@@ -124,7 +141,9 @@ def apart_at(got: torch.Tensor, wanted: torch.Tensor, seed: int) -> str:
     at = int(torch.nan_to_num(apart, nan=torch.inf).reshape(-1).argmax())
     place = ", ".join(map(str, torch.unravel_index(torch.tensor(at), got.shape))) if got.dim() else ""
     mine, theirs = wanted.reshape(-1)[at].item(), got.reshape(-1)[at].item()
-    return f"element [{place}] is {theirs:.6g}, and {mine:.6g} of the model, on random inputs (seed {seed})"
+    digits = next((n for n in (6, 9, 12) if f"{theirs:.{n}g}" != f"{mine:.{n}g}"), 17)
+    told = f"{theirs:.{digits}g}, and {mine:.{digits}g} of the model"
+    return f"element [{place}] is {told}, on random inputs (seed {seed})"
 
 
 def _spec(value: Value) -> Spec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -45,6 +45,35 @@ class Like(nn.Module):
         if found is held:
             raise AttributeError(self._lacks(name))
         return found.__get__(self, type(twin)) if hasattr(type(found), "__get__") else found
+
+    def __getitem__(self, index: Any) -> Any:
+        """As the twin's class has it: a part of a list or a dict of modules."""
+        if isinstance(index, slice) and isinstance(self._twin, (nn.Sequential, nn.ModuleList)):
+            return nn.ModuleList(list(self)[index])
+        return self._as_twin("__getitem__", "is not subscriptable")(self, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._as_twin("__iter__", "is not iterable")(self))
+
+    def __len__(self) -> int:
+        return int(self._as_twin("__len__", "has no len()")(self))
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self._as_twin("__contains__", "is no container")(self, key))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _as_twin(self, name: str, otherwise: str) -> Callable[..., Any]:
+        """What the twin's class does in the place of an operator.
+
+        Raises:
+            TypeError: nothing, as the twin itself says.
+        """
+        kind = type(self.__dict__.get("_twin"))
+        if not hasattr(kind, name):
+            raise TypeError(f"{kind.__name__!r} object {otherwise}")
+        return getattr(kind, name)  # type: ignore[no-any-return]
 
     def __dir__(self) -> list[str]:
         twin = self.__dict__.get("_twin")

@@ -8,14 +8,13 @@ for x, y in batches:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfx.compiled import Compiled
-from shardfx.gradients import gradients_of
 from shardfx.ir.capture.update.loss_scale import SCALE
 from shardfx.ir.capture.update.stepped import NAMES, HeldState, fixed, inputs_of
 from shardfx.ir.errors import Error
@@ -73,6 +72,13 @@ class ProgramOptimizer(torch.optim.Optimizer):
             got="a step on its own",
             remedy="call pm.step(x, y) instead of pm(x, y), backward() and step()",
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProgramOptimizer:
+        """That of a copy of the module: torch's own copies leave out what they do not know."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        _stepped.update({piece: True for group in made.param_groups for piece in group["params"]})
+        return made
 
     def begin(self) -> None:
         """Make the states, if they are not there. All ranks call it alike."""
@@ -226,34 +232,6 @@ class ProgramOptimizer(torch.optim.Optimizer):
     def _placed(self) -> dict[str, str]:
         held = self.held.store.held()
         return {name: str(held[name]) for name in self.held.store.states}
-
-
-def check_step(compiled: Compiled, trained: Collection[str], has_targets: bool) -> None:
-    """A call may be a whole step: the parameters that want a gradient are those that the optimizer was planned for.
-
-    Raises:
-        Error: they are others; or there is no loss, without targets.
-    """
-    if not has_targets:
-        raise Error(
-            "a step needs a loss, and so the loss's targets",
-            where="pm.step(...)",
-            expected="the targets behind the model's arguments: pm.step(x, y)",
-            got="a call that gives the model's results",
-        )
-    update = compiled.captured.update
-    assert update is not None
-    planned = {name for name in gradients_of(compiled.before) if name in {n for g in update.groups for n in g.names}}
-    missing = sorted(planned - set(trained))
-    if missing:
-        raise Error(
-            f"{missing[0]!r} was frozen since its step was planned",
-            where="pm.step(...)",
-            expected="the parameters that were trained when the model was parallelized",
-            got=f"{len(missing)} of them with requires_grad=False",
-            remedy="freeze them in the model, parallelize it again, and carry states over by "
-            "pm.optimizer.full_state_dict()",
-        )
 
 
 def reject_stepped(optimizer: torch.optim.Optimizer) -> None:

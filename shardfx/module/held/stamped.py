@@ -30,8 +30,23 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
     """Refuse a state dict that says other pieces than are held here.
 
     Raises:
-        Error: naming the first parameter or buffer that is another piece, or is cut in another way.
+        Error: naming the first parameter or buffer that is another piece, is cut in another way, or is whole where
+            there are pieces; new tensors are to be put in the place of those that there are.
     """
+    own = dict((*module.named_parameters(), *module.named_buffers()))
+    given = {name: state_dict[prefix + name] for name in module.store.held() if prefix + name in state_dict}
+    unsaid = given if STAMP not in local_metadata else {}
+    whole = next((name for name, new in unsaid.items() if _is_piece(own.get(name)) and not _is_piece(new)), None)
+    if whole is not None or local_metadata.get("assign_to_params_buffers"):
+        raise Error(
+            "new tensors cannot take the place of the stored ones"
+            if whole is None
+            else f"{whole!r} of this state dict is whole, and in pieces here",
+            where="pm.load_state_dict(...)",
+            expected="pieces, as pm.state_dict() gives them",
+            got="assign=True" if whole is None else "a state dict of the model itself",
+            remedy="leave assign=True out" if whole is None else "pm.load_full_state_dict(...)",
+        )
     theirs = local_metadata.get(STAMP, {})
     for name, (spec, piece) in module.store.held().items():
         got_spec, got = theirs.get(name, (spec, piece))
@@ -46,3 +61,8 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
             remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the pieces of all "
             "ranks by torch.distributed.checkpoint",
         )
+
+
+def _is_piece(held: object) -> bool:
+    """Whether this is no whole tensor: one of a DTensor, or (None) of a parameter that has a name for each piece."""
+    return held is None or hasattr(type(held), "to_local")

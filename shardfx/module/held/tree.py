@@ -63,20 +63,6 @@ class Part(Like):
     def __delattr__(self, name: str) -> None:
         self._refuse(f"loses its {name!r}", "change the model, and parallelize it again")
 
-    def __getitem__(self, index: int) -> nn.Module:
-        """A part of a list."""
-        names = [name for name in self._modules if name.isdigit()]
-        return self._modules[names[index]]  # type: ignore[return-value]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter([module for name, module in self._modules.items() if name.isdigit() and module is not None])
-
-    def __len__(self) -> int:
-        return sum(name.isdigit() for name in self._modules)
-
-    def __bool__(self) -> bool:
-        return True
-
     def _get_name(self) -> str:
         return type(self._twin).__name__
 

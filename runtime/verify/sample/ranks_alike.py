@@ -1,0 +1,156 @@
+"""Ranks that do the same on the same: of many ranks, few are run, each for all that are like it.
+
+Where inputs are the same along an axis, and programs do not depend on the coordinate along it, ranks that differ in it
+alone hold the same at every step: what they add is so many times what one adds, and what they gather is as many copies.
+So a rank whose program somebody changed is run beside one rank of each kind: of ranks that share none of its
+coordinates, of those that share one, and so on: four ranks where there are two such axes, however long these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, InputKind
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.shards import Shards
+from shardfx.ir.spec import Spec
+from shardfx.runtime.rendezvous import Request
+from shardfx.runtime.verify.families.family import Family, axes_of, families
+from shardfx.runtime.verify.families.varying import leaves
+from shardfx.runtime.verify.proof.interpreter import HasGraph
+from shardfx.runtime.virtual.collectives import alike
+from shardfx.runtime.virtual.virtual_engine import MeetingGroups
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class RanksAlike:
+    """Which ranks are run for all.
+
+    Args:
+        apart: by axis along which ranks are alike, the coordinates of ranks that may be another kind.
+    """
+
+    mesh: Mesh
+    apart: Mapping[str, frozenset[int]]
+
+    @cached_property
+    def _at(self) -> dict[str, list[int]]:
+        """By axis and coordinate: the coordinate of the rank that is run."""
+        found = {}
+        for axis in self.mesh.space:
+            each = range(axis.size)
+            apart = self.apart.get(axis.name, frozenset(each))
+            other = next((i for i in each if i not in apart), 0)
+            found[axis.name] = [i if i in apart else other for i in each]
+        return found
+
+    def of(self, rank: int) -> int:
+        """The rank that is run for a rank."""
+        return self.mesh.rank({name: self._at[name][i] for name, i in self.mesh.coords(rank).items()})
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are run."""
+        return tuple(sorted({self.of(rank) for rank in range(self.mesh.size)}))
+
+    def same(self, whole: Tensor, spec: Spec) -> Tensor:
+        """A tensor of which ranks that are alike hold the same piece: that of the rank which is run for them."""
+        shards = Shards.of(spec, tuple(whole.shape), self.mesh)
+        pieces = (shards.by_rank[self.of(shards.first_rank(i))] for i in range(shards.count))
+        return shards.join([shards.cut(whole, piece) for piece in pieces])
+
+
+class GroupsAlike(MeetingGroups):
+    """Groups of which the ranks that are run meet for all members."""
+
+    def __init__(self, which: RanksAlike) -> None:
+        super().__init__(which.mesh)
+        self._which = which
+
+    def here(self, members: Sequence[int]) -> Sequence[int]:
+        """The ranks that are run for the members of a group."""
+        return tuple(dict.fromkeys(self._which.of(rank) for rank in members))
+
+    def perform(
+        self, requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Do a collective, of which all members get the same, on the tensors of the ranks that are run.
+
+        Raises:
+            Error: members get something of their own, and not all are run.
+        """
+        members = self.known(requests[0].group)
+        here = self.here(members)
+        if here == members:
+            return super().perform(requests, tensors, into)
+        held = dict(zip(here, tensors, strict=True))
+        made = alike(requests[0], [held[self._which.of(rank)] for rank in members])
+        if made is None:
+            raise Error("ranks that get something of their own are not alike", where=str(requests[0]))
+        return [made.clone() if at is None else at.copy_(made.view(at.shape)) for at in into]
+
+
+def ranks_alike(graph: Graph, program: Callable[[Any], HasGraph], changed: Iterable[int]) -> RanksAlike | None:
+    """The ranks of a plan that are alike but for ``changed`` ones; None where all have to be run.
+
+    Args:
+        program: writes the plan's own program of a rank, or of ranks together.
+    """
+    mesh = graph.mesh
+    axes = {axis.name for axis in mesh.space if axis.size > 2}
+    if graph.pipeline is not None:
+        axes.discard(graph.pipeline.axis)
+    for value in graph.values():
+        axes -= {a for cut in value.spec.dims if cut.rows is not None for a in cut.axes} if value.spec else set()
+    for given in graph.inputs:
+        if given.kind is InputKind.CONSTANT:
+            axes -= {*_spec(given).axes}
+    if not axes:
+        return None
+    found = list(families(program, [range(mesh.size)]))
+    axes -= axes_of({rank: i for i, family in enumerate(found) for rank in family.ranks}, mesh)
+    for family in found:
+        axes -= _varying(family, mesh) | _own_results(family, mesh)
+    coords = [mesh.coords(rank) for rank in changed] or [mesh.coords(0)]
+    apart = {name: frozenset(at[name] for at in coords) for name in axes}
+    apart = {name: at for name, at in apart.items() if len(at) < mesh[name].size - 1}
+    return RanksAlike(mesh, apart) if apart else None
+
+
+def _varying(family: Family, mesh: Mesh) -> set[str]:
+    """The axes along which a number of a program, other than the name of a group, is not the same."""
+    found: set[str] = set()
+    for node in family.varying:
+        row = row_of(node.target)
+        group = None if row is None or row.group is None else node.args[row.group]
+        for arg in leaves(node):
+            each = family.together.on_each(arg)
+            if each is not None and arg is not group:
+                found |= axes_of(dict(zip(family.ranks, each, strict=True)), mesh)
+    return found
+
+
+def _own_results(family: Family, mesh: Mesh) -> set[str]:
+    """The axes along which ranks get something of their own of a collective, or send to one another."""
+    found: set[str] = set()
+    for node in family.program.graph.nodes:
+        row = row_of(node.target) if node.op == "call_function" else None
+        request = Request.of(node)
+        if row is None or row.group is None or request is None:
+            continue
+        if request.message or request.op not in ("all_reduce", "all_gather_into_tensor"):
+            found |= {*mesh.group_axes(request.group)}
+    return found
+
+
+def _spec(given: Input) -> Spec:
+    return given.value.spec if given.value.spec is not None else Spec.whole(given.value.type.ndim)
