@@ -158,11 +158,17 @@ def rows_for(axes: tuple[str, ...], window: Window, size: int, mesh: Mesh) -> Cu
     if window.size and size % window.size == 0:
         same.append(compound([Part(window.size, axes), Part(size // window.size)], mesh))
     ranks = mesh.along(dict.fromkeys(mesh.names, 0), axes)
-    held = [made.span(size, mesh, coords) for coords in ranks]
+    held = [_stretch(made, size, mesh, coords) for coords in ranks]
     for cut in same:
-        if not in_stretches(cut) and [cut.span(size, mesh, coords) for coords in ranks] == held:
+        if not in_stretches(cut) and [_stretch(cut, size, mesh, coords) for coords in ranks] == held:
             return cut
     return made
+
+
+def _stretch(cut: Cut, size: int, mesh: Mesh, coords: Coords) -> tuple[int, int]:
+    """What a rank holds of a dim; of nothing it does not matter where it lies."""
+    start, length = cut.span(size, mesh, coords)
+    return (start, length) if length else (0, 0)
 
 
 @lru_cache(maxsize=4096)
@@ -228,6 +234,7 @@ class RowExchange:
         return all(
             first <= start and start + length <= first + count
             for held, needed in zip(self.held, self.needed, strict=True)
+            if all(length for _, length in needed)
             for (first, count), (start, length) in zip(held, needed, strict=True)
         )
 

@@ -1,13 +1,12 @@
 """Which ops need a cut of space whole: said in a warning, or, where the user is strict, an error.
 
-args.0: dp, -, h, w     aten.adaptive_max_pool2d needs h0, h1 whole: each rank gathers the image, and pools all of it
+args.0: dp, -, h, w     aten.flip needs k2 whole: each rank gathers the image, and turns all of it round
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, op_name
@@ -28,18 +27,16 @@ def space_axes(graph: Graph) -> set[str]:
     }
 
 
-def gathered(node: Node, rule: ShardingRule, extents: Mapping[str, int]) -> Mapping[str, str]:
-    """The factors that a node needs whole though an operand is cut there over some axes: each with its axes. Where the
-    dim is of fewer blocks than there are ranks, no op could share it."""
+def gathered(node: Node, rule: ShardingRule, axes: Collection[str]) -> Mapping[str, str]:
+    """The factors that a node needs whole though an operand is cut there over some axes: each with its axes. So it does
+    of what a single row is made of, through a window or in a block."""
     made, found = node.strategy, {}
     assert made is not None
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
         for dim, cut in enumerate(value.spec.dims if value.spec is not None else ()):
-            lost = [axis for axis in cut.axes if axis in extents and axis not in need.axes + need.partial_axes]
-            whole = [factor for factor in dims[dim] if factor in rule.whole]
-            blocks = [rule.sizes[factor] for factor in dims[dim] if factor not in rule.whole]
-            few = blocks and math.prod(blocks) < math.prod(extents[axis] for axis in lost)
-            if lost and whole and not few:
+            lost = [axis for axis in cut.axes if axis in axes and axis not in need.axes + need.partial_axes]
+            whole = [factor for factor in dims[dim] if factor in rule.whole or factor in rule.windows]
+            if lost and whole:
                 found[" ".join(whole)] = ", ".join(lost)
     return found
 
@@ -50,10 +47,10 @@ def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
     Raises:
         Error: ``strict``, and there is one.
     """
-    extents, said = {axis: graph.mesh.extent((axis,)) for axis in space_axes(graph)}, set()
-    for node in graph.nodes if extents else ():
+    axes, said = space_axes(graph), set()
+    for node in graph.nodes if axes else ():
         rule = cache.rule(node)
-        found = gathered(node, rule, extents)
+        found = gathered(node, rule, axes)
         if not found or node.where in said:
             continue
         said.add(node.where)

@@ -23,7 +23,6 @@ from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.rules.strategy import place
 from shardfx.ir.spec import Spec
 
-from .sharding.conflicts import feeds_all
 from .sharding.fixpoint import Propagation
 from .sharding.seeds import BY_PASS, Seed
 
@@ -64,7 +63,7 @@ def _by_rows(node: Node, axis: str, cuts: Mapping[str, Cut], state: Propagation,
     rows = (f for dim in dims for f in dim if f not in kept | rule.whole and not cuts.get(f, WHOLE).parts)
     for factor in rows:
         cut = Cut((*cuts.get(factor, WHOLE).axes, axis))
-        if value not in held.closed and feeds_all(cut, rule.sizes[factor], held.mesh):
+        if value not in held.closed and held.feeds(cut, rule.sizes[factor]):
             spec = Spec(place(dims, {**cuts, factor: cut}, rule, held.mesh))
             return Seed(value, spec, f"{BY_PASS}'propagate', which shares work over {axis}", closed=False)
     return None

@@ -47,7 +47,11 @@ from .plugins import all_passes, plugin_rules
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; gives the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help()
+        return 2
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardfxWarning)  # the report has them
@@ -67,7 +71,8 @@ def console() -> Console:
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="shardfx", description="A graph-level parallelizing compiler for PyTorch.")
     made.add_argument("--version", action="version", version=f"shardfx {version()}")
-    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    made.set_defaults(run=None)
+    commands = made.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Callable[[Any, Console], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -123,6 +128,9 @@ def run_rules(arguments: argparse.Namespace, out: Console) -> int:
     """The table of the rules that packages bring; what is wrong stands below it, and makes the exit code 2."""
     made = table("Rules", "op", "rule", "checked", "from")
     found = list(rule_infos(plugin_rules()))
+    if not found:
+        out.print("No installed package brings rules of its own, by entry points in 'shardfx.rules'.")
+        return 0
     for each in found:
         made.add_row(Text(each.name, "red" if each.wrong else "bold"), Text(each.text), Text(each.said), each.origin)
     out.print(made)

@@ -177,6 +177,7 @@ def capture_model(model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, h
         guard=hints.guard,
         optimizer=hints.optimizer if hints.loss is not None else None,
         clip=hints.clip,
+        scheduled=hints.scheduled,
         batch_parts=batch_parts(mesh, hints),
         compute=Compute.of(hints.compute),
     )

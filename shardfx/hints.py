@@ -73,6 +73,8 @@ class Hints:
             (``params.named``): ``lambda params: torch.optim.AdamW(params, lr=3e-4)``. Its step becomes a part of the
             program: ``pm.step(x, y)`` runs a whole step, and ``pm.optimizer`` has groups, rates and states. It may
             give a list of optimizers that share no parameter.
+        scheduled: options of the optimizer's groups that change from step to step beside ``lr``: ``("betas",)`` for
+            ``OneCycleLR``, ``("weight_decay", "momentum")``. What is not named here stays as it was planned.
         clip: the most that the norm of all gradients together may be; they are scaled down where it is more, before
             the optimizer's step, or (without ``optimizer``) before they are handed out.
         compute: the dtype in which the model computes, beside that of its parameters, which are the masters of
@@ -123,6 +125,7 @@ class Hints:
     memory: int | str | None = None
     optimizer: Callable[[Parameters], Any] | None = None
     clip: float | None = None
+    scheduled: Sequence[str] = ()
     compute: Compute | torch.dtype | None = None
     offload: Sequence[str | Offload] = ()
     accumulate: int = 1
@@ -210,6 +213,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "compute": (
         lambda given: given is None or isinstance(given, (Compute, torch.dtype)),
         "a dtype such as torch.bfloat16, a shardfx.Compute, or None",
+    ),
+    "scheduled": (
+        lambda given: isinstance(given, (tuple, list)) and all(isinstance(each, str) for each in given),
+        "names of options, such as ('betas', 'weight_decay')",
     ),
     "clip": (lambda given: given is None or (type(given) in (int, float) and given > 0), "a norm above zero, or None"),
     "offload": (

@@ -11,7 +11,7 @@ weights may be fake, or on ``meta``, and examples may be fake.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,6 +81,7 @@ def capture(
     guard: bool = False,
     optimizer: Factory | None = None,
     clip: float | None = None,
+    scheduled: Sequence[str] = (),
     batch_parts: BatchParts = ONE,
     compute: Compute | None = None,
 ) -> Captured:
@@ -89,6 +90,7 @@ def capture(
     Args:
         optimizer: makes the optimizer whose step stands behind the backward (see :mod:`.update.written`).
         clip: what the norm of all gradients may be at the most (see :mod:`.update.clip`).
+        scheduled: options of the optimizer's groups that are inputs, beside the rate.
         fold: leave out equal blocks (see :mod:`.repeats`), as the graph's ``repeats`` say.
         guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
         batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.forms.parts_of_batch`).
@@ -144,7 +146,7 @@ def capture(
             note = f"{TRACED_WHOLE} ({error.what})"
     hooks.check()
     _name_ties(graph, aliases)
-    behind = Behind(scale if loss is not None else None, clip, optimizer)
+    behind = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
     graph, update, apart = behind.write(graph, dict(traced.named_parameters()))
     guards = sum(output.guard is not None and not output.guard.op for output in graph.outputs)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""

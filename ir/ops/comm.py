@@ -6,7 +6,8 @@ Communication is never a plan of its own: it is what two placements that differ 
     f32[64{tp}, 512]     ->   f32[64, 512{tp}]      comm.all_to_all(axes=[tp], dim=0, to=1)
     f32[64{h}]           ->   f32[64 for 64{h} by o-1 to o+1]    comm.halo(axes=[h], rows=[0 for 64 by o-1 to o+1])
 
-Each is a row of the table (:mod:`.table`). Of several operands, operand k gives result k, and they travel together.
+Each is a row of the table (:mod:`.table`). Of several operands, operand k gives result k, and they travel together;
+but those of ``comm.join`` are pieces of one value, which a rank made one by one.
 What they send says :mod:`.sends`.
 """
 
@@ -170,6 +171,24 @@ class Send:
         return source
 
 
+@dataclass(frozen=True)
+class Join:
+    """The effect of ``comm.join``: what a rank has of a dim in several pieces, it has as its tile."""
+
+    name: str
+
+    def __call__(self, source: Spec, shape: Sequence[int], mesh: Mesh, *, axes: Sequence[str], dim: int) -> Spec:
+        """The placement that pieces are joined to: the dim in tiles.
+
+        Raises:
+            Error: the dim is not cut over the axes.
+        """
+        if not 0 <= dim < len(source.dims) or source.dims[dim].axes != tuple(axes) or in_stretches(source.dims[dim]):
+            expected = f"rows of dim {dim} over {{{','.join(axes)}}}"
+            raise Error(f"{self.name} cannot start from this placement", expected=expected, got=source.text(shape))
+        return source.with_dim(dim, Cut(tuple(axes)))
+
+
 def bytes_away(node: Node, mesh: Mesh) -> float:
     """The bytes that the rank which has a value sends to those that need it."""
     away = [place for place in node.kwargs["places"] if place != node.kwargs["origin"]]
@@ -259,8 +278,20 @@ send = OwnOp(
     rows=bytes_away,
 )
 
+join = OwnOp(
+    "comm.join",
+    {"axes": AXES, "dim": DIM},
+    Join("comm.join"),
+    factor=0.0,
+    whole="operands",
+    adjoint="",
+    local=comm_local.joined,
+    glyph="join",
+    joins=True,
+)
+
 OWN_OPS: dict[str, OwnOp] = {
-    op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard, halo, send)
+    op.name: op for op in (all_gather, all_reduce, reduce_scatter, all_to_all, shard, halo, join, send)
 }
 """The ops of the graph that are not torch's, by name."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.cut import bounds, chunk
+from shardfx.ir.errors import Error
 from shardfx.ir.shards import Box, RowExchange
 from shardfx.ir.spec import Spec, on_view
 
@@ -164,6 +165,8 @@ def halo(emit: RankEmit) -> list[Any]:
     moved = RowExchange(site.source, site.target, tuple(site.view), site.mesh, emit.coords, tuple(dims))
     me = next(k for k, at in enumerate(moved.members) if all(at[axis] == emit.coords[axis] for axis in site.axes))
     x, view = emit.args[0], site.local_view(site.source)
+    if moved.is_silent and not all(length for _, length in moved.needed[me]):
+        return [emit.call(pack.take, x, view, dims[0], 0, 0, list(site.shape))]
     if moved.is_silent:
         for dim, (first, _), (start, length) in zip(dims, moved.held[me], moved.needed[me], strict=True):
             before, view[dim] = list(view), length  # also where that is all: what is held is then held otherwise
@@ -193,7 +196,42 @@ def halo(emit: RankEmit) -> list[Any]:
     places = [-1 if k == me else sorted(come).index(k) for k, _ in tiles]
     own = within(next((box for k, box in tiles if k == me), None))
     shapes = [shape(box) for _, box in tiles]
+    if not tiles:  # what is received, which is nothing, is all that this rank needs
+        places, shapes, counts = [0], [list(site.shape)], [1] * len(dims)
     return [emit.call(pack.unpack_rows, x, waited, dims, own, places, shapes, counts, gives=site.shape)]
+
+
+def joined(emit: RankEmit) -> list[Any]:
+    """Pieces of a rank's tile, made one by one: of each what those before it do not have.
+
+    Raises:
+        Error: some of the tile is in none of them.
+    """
+    (result,), dim = emit.node.outs, emit.node.kwargs["dim"]
+    assert result.spec is not None
+    size = result.shape[dim]
+    held = [value.spec.dims[dim].span(size, emit.mesh, emit.coords) for value in emit.node.operands if value.spec]
+    boxes = pieces_of(result.spec.dims[dim].span(size, emit.mesh, emit.coords), held)
+    if boxes is None:
+        expected = f"pieces that are all of {result.spec.text(result.shape)}"
+        raise Error("comm.join lacks rows", where=str(emit.node.where), expected=expected, got=held)
+    used = [k for k in sorted(range(len(held)), key=held.__getitem__) if boxes[k][1]] or [0]
+    shape = list(emit.shape(result, result.spec))
+    return [emit.call(pack.join_rows, [emit.args[k] for k in used], dim, [boxes[k] for k in used], gives=shape)]
+
+
+def pieces_of(tile: tuple[int, int], held: Sequence[tuple[int, int]]) -> list[list[int]] | None:
+    """Which rows (start and length within a piece) each of several pieces gives to a tile, every row once; None where
+    the pieces lack some. Pieces and tile are start and length."""
+    first, end = tile[0], tile[0] + tile[1]
+    found, order = [[0, 0] for _ in held], sorted(range(len(held)), key=held.__getitem__)
+    for number in order:
+        start, length = held[number]
+        to = min(start + length, end)
+        if start <= first < to:
+            found[number] = [first - start, to - first]
+            first = to
+    return found if first >= end else None
 
 
 def take(emit: RankEmit) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from . import memory_ops, pack
+from .computing import no_share  # noqa: F401, an op that rules name
 from .computing.segment import segment
 from .pools import transfer
 from .table import LocalOp, Written
@@ -62,6 +63,7 @@ PACKING = (
     LocalOp("pack.unpack_exchange", pack.unpack_exchange, moves=True),
     LocalOp("pack.pack_rows", pack.pack_rows, moves=True),
     LocalOp("pack.unpack_rows", pack.unpack_rows, shares=True, moves=True),
+    LocalOp("pack.join_rows", pack.join_rows, shares=True, moves=True),
     LocalOp("pack.take", pack.take, shares=True, moves=True),
     LocalOp("pack.flatten", pack.flatten, moves=True),
     LocalOp("pack.unflatten", pack.unflatten, shares=True, moves=True),

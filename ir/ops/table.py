@@ -57,7 +57,7 @@ Place = Callable[..., Spec]
 
 @dataclass(frozen=True, eq=False)
 class OwnOp:
-    """An op of the graph that is not torch's. Operand k gives result k.
+    """An op of the graph that is not torch's. Operand k gives result k, or all of them are joined to one.
 
     Args:
         name: as it is printed, ``comm.all_reduce``.
@@ -70,6 +70,7 @@ class OwnOp:
         pool: what its results lie in, where that is not the device's memory.
         fetches: it takes what lies in such a pool.
         rows: the bytes that a rank sends, where that is no share of a whole.
+        joins: its operands are one value, of which each is held in other rows; its one result is that value.
     """
 
     name: str
@@ -83,6 +84,7 @@ class OwnOp:
     pool: str = ""
     fetches: bool = False
     rows: Callable[[Node, Mesh], float] | None = None
+    joins: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -116,6 +118,12 @@ class OwnOp:
         """What each of ``ranks`` ranks sends, where ``nbytes`` are gathered, unreduced or exchanged: all of the rows
         that others need."""
         return sent(self.factor, ranks, nbytes) if self.rows is None else exchanged(ranks, nbytes)
+
+
+def carried(node: Node) -> list[tuple[Value, Value]]:
+    """The operands of an own op, each with the result that is the same value, held otherwise."""
+    results = node.outs * len(node.operands) if node.op.joins else node.outs
+    return list(zip(node.operands, results, strict=True))
 
 
 Written = tuple[Any, tuple[Any, ...], dict[str, Any]]

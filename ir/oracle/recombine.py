@@ -25,7 +25,8 @@ def piece(tensor: torch.Tensor, spec: Spec, mesh: Mesh, coords: Coords) -> torch
 def join(
     parts: Mapping[int, torch.Tensor], like: torch.Tensor, spec: Spec, mesh: Mesh, bound: float | None = None
 ) -> tuple[torch.Tensor | None, str]:
-    """The whole of what the ranks hold, and "" or why there is none: a wrong shape, or replicas that differ."""
+    """The whole of what the ranks hold, and "" or why there is none: a wrong shape, or replicas that differ. Rows of a
+    value that is made in pieces, which no rank is to hold, are those of ``like``."""
     partial = dict(spec.partial)
     groups: dict[tuple[tuple[str, int], ...], list[torch.Tensor]] = {}
     boxes: dict[tuple[tuple[str, int], ...], Coords] = {}
@@ -39,7 +40,8 @@ def join(
         key = tuple((axis, coords[axis]) for axis in mesh.names if axis not in partial)
         groups.setdefault(key, []).append(part)
         boxes[key] = coords
-    whole = torch.zeros_like(like).reshape(spec.sub_shape(like.shape))
+    in_rows = any(cut.rows is not None for cut in spec.dims)
+    whole = (like.clone() if in_rows else torch.zeros_like(like)).reshape(spec.sub_shape(like.shape))
     seen: dict[Box, torch.Tensor] = {}
     for key, members in groups.items():
         value = reduce(members, next(iter(partial.values()), "sum"))

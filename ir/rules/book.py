@@ -27,18 +27,24 @@ from shardfx.ir.graph import Node, Value
 
 from .binding import Tensor
 from .local import TARGETS, Emit, is_cut
+from .of_nothing import may_lack, share_of_nothing
 from .sharding_rule import Dim, ShardingRule
 from .template import ALL, Template, parse_linear, parse_tensor, template
 
 
 def perform(entry: RuleEntry | None, emit: Emit) -> Any:
     """One rank's version of a node: as its rule's ``local`` says, or the op itself with the local shape."""
-    if entry is not None and entry.local is not None and is_cut(emit.node):
+    cut = is_cut(emit.node)
+    if cut and entry is not None and may_lack(emit.node, emit.mesh):
+        nothing = share_of_nothing(entry.make(emit.node), emit)
+        if nothing is not None:
+            return nothing
+    if entry is not None and entry.local is not None and cut:
         return entry.local(emit)
     args = emit.args
     if entry is not None and entry.shape_arg is not None:
         args = (*args[: entry.shape_arg], list(emit.result_shape(0)), *args[entry.shape_arg + 1 :])
-    if entry is not None and entry.sized and is_cut(emit.node):
+    if entry is not None and entry.sized and cut:
         args = sized_args(entry, emit, args)
     if entry is not None and entry.rows is not None and (leaders := cut_leaders(entry, emit.node)):
         return entry.rows(emit, args, leaders)

@@ -155,6 +155,7 @@ class Emit(Protocol):
     """What a rule's ``local`` function gets to write one rank's version of a node (made by code generation)."""
 
     node: Node
+    mesh: Mesh
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

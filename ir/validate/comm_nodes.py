@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.table import OwnOp, carried
 
 from .complaint import Complaint
 
@@ -14,10 +14,11 @@ def check_comm(node: Node, op: OwnOp, operands: list[Value], mesh: Mesh, wrong: 
     """The keywords are the op's own, the axes the mesh's, and operand k becomes result k."""
     _keywords(node, op, mesh, wrong)
     results = node.outs
-    if len(results) != len(operands) or not operands:
+    if len(results) != (1 if op.joins else len(operands)) or not operands:
         got = f"{len(operands)} operands, {len(results)} results"
-        wrong.fail(f"{op} does not have a result for each operand", node, expected="as many", got=got)
-    for value, result in zip(operands, results, strict=True):
+        expected = "one" if op.joins else "as many"
+        wrong.fail(f"{op} does not have a result for each operand", node, expected=expected, got=got)
+    for value, result in carried(node):
         if value.type != result.type:
             what = f"{op} changes the type of {wrong.name(value)}"
             wrong.fail(what, node, expected=value.type, got=result.type)

@@ -7,7 +7,8 @@
 
 A gather of stored parameters could start at once, but then all parameters would be whole at the same time: it starts
 when the ``ahead``-th op before its own first one that needs gathered parameters does; and so does, in the backward, one
-of what the forward put away in slices. All ranks run one graph, so that
+of what the forward put away in slices. Rows of those that a rank has are taken where they are needed: that waits for
+nobody before. All ranks run one graph, so that
 the order of collectives is the same on all.
 """
 
@@ -18,8 +19,7 @@ from typing import ClassVar
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Value
-from shardfx.ir.ops import comm
-from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.sends import is_comm, is_part
 from shardfx.ir.ops.traits import is_view, narrows
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -63,11 +63,16 @@ class _Places:
         fetches = self._fetches()
         self._place_fetches(fetches)
         for node in self.graph.nodes:
-            if travels(node) and node not in fetches:
+            if self._travels(node) and node not in fetches:
                 chain: list[Node] = [node]
                 ready = max((self._ready(value, fetches, chain) for value in node.operands), default=-1.0)
                 for each in chain:
                     self.at[each] = min(self.at.get(each, self.now[each]), ready + 0.5)
+        for node in reversed(self.graph.nodes):
+            if travels(node) and not self._travels(node) and node not in fetches:
+                uses = [self.at.get(user, self.now[user]) for value in node.outs for user in self.users[value]]
+                made = [self.at.get(each, self.now[each]) for each in makers(node)]
+                self.at[node] = max([min(uses, default=self.now[node]) - 0.5, *made])
         return sorted(self.graph.nodes, key=lambda node: (self.at.get(node, self.now[node]), self.now[node]))
 
     def _ready(self, value: Value, fetches: set[Node], chain: list[Node]) -> float:
@@ -108,7 +113,7 @@ class _Places:
         for node in reversed(ordered):
             uses = [user for value in node.outs for user in self.users[value]]
             first[node] = min((first.get(user, self.now[user]) for user in uses), default=len(self.now))
-            if travels(node) or any(user in leads for user in uses):
+            if self._travels(node) or any(user in leads for user in uses):
                 leads.add(node)
         needed = sorted({first[node] for node in leads})
         starts = {
@@ -123,8 +128,11 @@ class _Places:
             else:
                 late = any(value.node in behind for value in node.operands)
                 self.at[node] = first[node] - 0.5 if late else self.now[node]
-            if travels(node) or any(value.node in behind for value in node.operands):
+            if self._travels(node) or any(value.node in behind for value in node.operands):
                 behind.add(node)
+
+    def _travels(self, node: Node) -> bool:
+        return travels(node) and not is_part(node, self.graph.mesh)
 
 
 def makers(node: Node) -> list[Node]:
@@ -133,5 +141,5 @@ def makers(node: Node) -> list[Node]:
 
 
 def travels(node: Node) -> bool:
-    """Whether something is sent."""
-    return is_comm(node) and node.op is not comm.shard
+    """Whether something may be sent."""
+    return is_comm(node) and not node.op.stays

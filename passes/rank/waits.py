@@ -106,14 +106,14 @@ def _end(node: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Nod
 
 
 def _behind(wait: fx.Node, following: list[fx.Node]) -> list[fx.Node]:
-    """The wait, and what is made of nothing but its result for the same op of the plan: unpacking."""
+    """The wait, and what only moves its result, for the same op of the plan: unpacking, beside rows of a rank's own."""
     chain = [wait]
     made = wait.meta.get("shardfx")
     for node in following:
         if made is None or node.meta.get("shardfx") is not made:
             break
         row = row_of(node.target)
-        if row is None or not (row.moves or row.name == "getitem") or not set(node.all_input_nodes) <= set(chain):
+        if row is None or not (row.moves or row.name == "getitem") or set(chain).isdisjoint(node.all_input_nodes):
             break
         chain.append(node)
     return chain

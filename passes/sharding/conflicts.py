@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardfx.ir.cut import WHOLE, Cut, join, project, smallest, without
+from shardfx.ir.cut import WHOLE, Cut, join, project, without
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.reasons import Refused
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
@@ -80,12 +79,12 @@ class Conflicts:
             for d, dim in enumerate(dims):
                 if not held[d].axes:
                     continue
-                for each, given in zip(dim, parted(held[d], dim, rule, mesh), strict=True):
+                for each, given in zip(dim, parted(held[d], dim, rule, self.held), strict=True):
                     factor, cut = wished(rule, each, given)
                     for axis in cut.axes if factor in rule.leaders else ():
                         if mesh[axis].time:  # turns do not exchange rows
                             cut = without(cut, axis, mesh)
-                    if cut.axes and factor not in rule.whole and feeds_all(cut, rule.sizes[factor], mesh):
+                    if cut.axes and factor not in rule.whole and self.held.feeds(cut, rule.sizes[factor]):
                         strong = any(self.held.is_strong(value, a) for a in cut.axes)
                         found.setdefault(factor, []).append(Candidate(cut, value, strong))
         return found
@@ -141,18 +140,13 @@ class Conflicts:
         return total
 
 
-def parted(cut: Cut, dim: Dim, rule: ShardingRule, mesh: Mesh) -> tuple[Cut, ...]:
+def parted(cut: Cut, dim: Dim, rule: ShardingRule, held: Held) -> tuple[Cut, ...]:
     """The cuts of a dim's factors that a cut of it asks for. Tiles that end within a block are tiles of blocks then:
     64 rows for three ranks, of which a window reads 4 at a time, are 16 blocks for three ranks."""
-    sizes = rule.dim_sizes(dim)
+    sizes, mesh = rule.dim_sizes(dim), held.mesh
     found = project(cut, math.prod(sizes), sizes, mesh)
     if found is not None or not dim:
         return found or ()
     blocks, space = Cut(cut.axes), not cut.parts and not any(mesh[axis].time for axis in cut.axes)
-    fits = space and feeds_all(blocks, sizes[0], mesh)
+    fits = space and held.feeds(blocks, sizes[0])
     return (blocks if fits else WHOLE, *(WHOLE for _ in dim[1:]))
-
-
-def feeds_all(cut: Cut, size: int, mesh: Mesh) -> bool:
-    """Whether every rank gets something: most kernels refuse empty tensors."""
-    return all(smallest(part.size, part.axes, mesh) > 0 for part in cut.sub(size))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from shardfx.ir.cut import WHOLE, Cut
+from shardfx.ir.cut import WHOLE, Cut, smallest
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.spec import Spec
+from shardfx.passes.gathered_space import space_axes
 from shardfx.passes.rule_cache import RuleCache
 
 
@@ -65,6 +67,17 @@ class Held:
         for node in self.graph.nodes:
             if node not in self.rules:
                 self.rules[node] = self.cache.rule(node)
+
+    def feeds(self, cut: Cut, size: int) -> bool:
+        """Whether a dim may be cut so: every rank gets something, or it is cut over axes of space alone, and there is
+        something to be shared. A rank may have nothing of a small map, where its tile of the image is none of it."""
+        parts = [part for part in cut.sub(size) if smallest(part.size, part.axes, self.mesh) == 0]
+        return all(part.size > 1 and self.space.issuperset(part.axes) for part in parts)
+
+    @cached_property
+    def space(self) -> frozenset[str]:
+        """The axes that cut an image."""
+        return frozenset(space_axes(self.graph))
 
     def tensors(self, node: Node) -> list[NodeTensor]:
         """The operands and results of a node with their factors."""

@@ -77,6 +77,7 @@ class Propagate(Pass):
         while blocked := [node for node in graph.nodes if expander.can(node) and is_blocked(node, held)]:
             around = [value for node in blocked for value in node.operands]
             parted = expander.apply(graph, blocked, held.of)
+            around += [value for each in parted for node in each.made for value in node.operands]
             for old, new in (pair for each in parted for pair in each.swapped):
                 state.take_over(old, new)
                 new.hint, new.hinted_by = old.hint, old.hinted_by
@@ -119,7 +120,7 @@ def is_blocked(node: Node, state: Held) -> bool:
             continue
         for d, dim in enumerate(dims):
             if held[d].axes and any(f in rule.whole for f in dim):
-                pieces = parted(held[d], dim, rule, state.mesh)
+                pieces = parted(held[d], dim, rule, state)
                 if not any(pieces) or any(c.axes and f in rule.whole for f, c in zip(dim, pieces, strict=True)):
                     return True
     return False

@@ -3,7 +3,8 @@
     64{h} of a map is exchanged before each convolution   ->   once for two of them, and a rim is computed twice
 
 *merge* decides whether convolutions behind one another share one wider exchange (:mod:`.merge`), *leave* from which
-layer on small maps are shared by samples or channels instead (:mod:`.leave`).
+layer on small maps are shared by samples or channels instead (:mod:`.leave`), *overlap* whether inner rows are computed
+by themselves while others are exchanged (:mod:`.overlap`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shardfx.passes.gathered_space import space_axes
 
 from .leave import left
 from .merge import merged
+from .overlap import overlapped
 from .placing import Costs, Placing
 
 MERGE = ("cost", "always", "never")
@@ -34,7 +36,8 @@ class Spatial(Pass):
         leave: the layer from which on maps that are no larger than what goes into it are cut by samples or channels, or
             not at all, whichever takes least time: the path of a module; or ``"cost"``, for the maps for which that
             takes less time than to stay.
-        overlap: an exchange under way while the inner part is computed. This is not available yet.
+        overlap: an exchange under way while a convolution computes the rows that need nothing of it. Its result is made
+            in pieces, which are joined: that is worth it where a link takes longer than to copy the result once more.
 
     Example::
 
@@ -49,14 +52,6 @@ class Spatial(Pass):
     overlap: bool = False
 
     def __post_init__(self) -> None:
-        if self.overlap:
-            raise Error(
-                "exchanges of rows do not overlap with computing yet",
-                where="Spatial(overlap=...)",
-                expected="False",
-                got=self.overlap,
-                remedy="leave it out; transfers start as early as they may (the pass order)",
-            )
         if self.merge not in MERGE:
             raise Error(
                 "spatial cannot merge exchanges so",
@@ -70,15 +65,19 @@ class Spatial(Pass):
         if self.leave is not None:
             never, said = left(never, self.leave, space_axes(graph))
             graph.notes += [said] if said else []
-        before = exchanges(never)
-        if not before or self.merge == "never":
-            return never.write()
-        always = merged(never, at_any_price=True)
-        chosen = always if self.merge == "always" else min(never, always, merged(never, False), key=Placing.total)
+        before, chosen = exchanges(never), never
+        if before and self.merge != "never":
+            always = merged(never, at_any_price=True)
+            chosen = always if self.merge == "always" else min(never, always, merged(never, False), key=Placing.total)
         after = exchanges(chosen)
         if after != before:
             graph.notes.append(f"{before} exchanges of rows between tiles became {after}: rims are computed twice")
-        return chosen.write()
+        changed = chosen.write()
+        split = overlapped(Placing(chosen.costs)) if self.overlap and after else 0
+        if split:
+            said = "1 op computes" if split == 1 else f"{split} ops compute"
+            graph.notes.append(f"{said} the inner rows of tiles while those at their borders are exchanged")
+        return changed or bool(split)
 
 
 def exchanges(placing: Placing) -> int:

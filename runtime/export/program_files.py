@@ -21,7 +21,7 @@ from torch import fx
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
-from shardfx.ir.ops.computing import grouped_product, moments, resized, rings, segment, tiles
+from shardfx.ir.ops.computing import adaptive, grouped_product, moments, no_share, resized, rings, segment, tiles
 from shardfx.ir.ops.local_ops import POOLS, TURNS
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.time import turns
@@ -105,6 +105,8 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
         tiles.__file__,
         {tiles.max_pool_tile, tiles.max_pool_tile_backward, tiles.avg_pool_tile, tiles.avg_pool_tile_backward},
     ),
+    "adaptive": (adaptive.__file__, {adaptive.adaptive_max_tile}),
+    "no_share": (no_share.__file__, {no_share.no_share}),
     "resized": (resized.__file__, {resized.resize_tile, resized.resize_tile_backward}),
     "rings": (rings.__file__, {rings.ring, rings.ring_sum, rings.ring_tile}),
     "moment_ops": (moments.__file__, {moments.piece_moments, moments.joined_moments}),

@@ -50,6 +50,8 @@ class _Turned:
         self.timed: WeakKeyDictionary[Graph, Graph] = WeakKeyDictionary()
         self.known: WeakKeyDictionary[Graph, dict[int, RankProgram]] = WeakKeyDictionary()
         self.families: WeakKeyDictionary[Graph, list[Family]] = WeakKeyDictionary()
+        self.faults: WeakKeyDictionary[RankProgram, Fault | None] = WeakKeyDictionary()
+        """Of programs that were looked at: whether they are well formed."""
 
     def asked(self, after: Graph) -> Asked:
         """The same, of ranks that are turns."""
@@ -130,8 +132,9 @@ class _Turned:
         Raises:
             Broken: the program's turns are not those of its plan.
         """
-        fault = first_broken([program])
-        if fault is not None:
+        if program not in self.faults:
+            self.faults[program] = first_broken([program])
+        if (fault := self.faults[program]) is not None:
             raise Broken(replace(fault, rank=rank))
         try:
             return unrolled(program, graph, rank)

@@ -89,7 +89,7 @@ def test_mistakes_are_text_and_code_2(
     assert words in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["plan", "a:b"]])
+@pytest.mark.parametrize("arguments", [["nonsense"], ["plan", "a:b"]])
 def test_a_command_line_that_cannot_be_read(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -107,9 +107,24 @@ def test_where_a_users_function_failed_is_said(target: str) -> None:
 def test_meshes_as_text() -> None:
     assert parse_mesh("dp=2, tp=4") == sx.Mesh(dp=2, tp=4)
     assert parse_mesh("pp=2,mb=Time(8)") == sx.Mesh(pp=2, mb=sx.Time(8))
+    assert parse_mesh("mb=Time(2, interleave=True),tp=2") == sx.Mesh(mb=sx.Time(2, interleave=True), tp=2)
 
 
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardfx", "passes"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0 and "fuse-comm" in run.stdout and not run.stderr
+
+
+def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    printed = capsys.readouterr().out
+    assert all(f"\n    {command} " in printed for command in ("demo", "passes", "rules", "plan", "explain"))
+
+
+def test_where_no_package_brings_rules_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shardfx.cli.plugin_rules", list)
+    assert main(["rules"]) == 0
+    assert "No installed package brings rules" in capsys.readouterr().out

@@ -64,6 +64,10 @@ def test_equal_meshes_are_equal() -> None:
     assert hash(Mesh(dp=2, tp=2)) == hash(Mesh(dp=2, tp=2))
     assert Mesh(dp=2, tp=2) != Mesh(tp=2, dp=2)
     assert Mesh(dp=2) != Mesh(dp=Time(2))
+    side_by_side = Mesh(mb=Time(2, interleave=True), tp=2)
+    assert side_by_side != Mesh(mb=Time(2), tp=2)
+    assert side_by_side.with_links({}) == side_by_side
+    assert repr(side_by_side) == "Mesh(mb=Time(2, interleave=True), tp=2)"
     assert Mesh(dp=2) != Mesh(dp=2, links={"dp": Link(1e9)})
 
 

@@ -156,6 +156,17 @@ def adaptive(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return aten._adaptive_avg_pool2d.default, (f(1, 2, draw.randint(1, 60), 5), [draw.randint(9, 40), 3])
 
 
+def adaptive_max(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    x = f(1, 2, draw.randint(1, 40), 5)
+    return aten.adaptive_max_pool2d.default, (x.round() if draw.random() < 0.5 else x, [draw.randint(2, 50), 3])
+
+
+def adaptive_max_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes) = adaptive_max(draw)
+    y, indices = op(x, sizes)
+    return aten.adaptive_max_pool2d_backward.default, (torch.randn_like(y), x, indices)
+
+
 def adaptive_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     op, (x, sizes) = adaptive(draw)
     return aten._adaptive_avg_pool2d_backward.default, (torch.randn_like(op(x, sizes)), x)
@@ -213,6 +224,8 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "nearest gradient": nearest_gradient,
     "adaptive": adaptive,
     "adaptive gradient": adaptive_gradient,
+    "adaptive max": adaptive_max,
+    "adaptive max gradient": adaptive_max_gradient,
     "ring": ring,
     "ring gradient": ring_gradient,
     "edges": edges,
@@ -241,7 +254,7 @@ def difference(kind: str, seed: int) -> str | None:
     leaders = [factor for factor in rule.leaders if rule.sizes[factor] > 1]
     if not leaders:
         return None
-    ranks = Draw(seed).randint(2, min(rule.sizes[leaders[0]], 5))
+    ranks = Draw(seed).randint(2, 5)  # of which some have nothing of a small image
     mesh = Mesh(a=ranks)
     made = strategy(rule, {leaders[0]: Cut(("a",))}, mesh)
     return Execution(entry, made, of, mesh, torch.Generator().manual_seed(seed)).difference()

@@ -178,6 +178,18 @@ def test_turns_side_by_side_within_turns() -> None:
     check("mlp3", plan(make("mlp3"), mesh, specs=specs))
 
 
+@pytest.mark.parametrize("interleave", [False, True])
+def test_turns_that_a_schedule_would_part_are_an_error(interleave: bool) -> None:
+    case = make("gpt_fused")
+    specs = {"args.0": "mb copy, -", "targets.0": "mb copy, -"}
+    mesh = sx.Mesh(pp=2, mb=sx.Time(2), copy=sx.Time(2, interleave=interleave))
+    pm = plan(case, mesh, specs=specs, pipeline=sx.Pipeline())
+    with pytest.raises(sx.Error, match="both forward and backward in them") as caught:
+        pm.rank_program(1)
+    assert "cases.py" in str(caught.value.where)
+    assert caught.value.remedy
+
+
 # ---- what is wrong is refused
 
 

@@ -235,6 +235,66 @@ def test_options_that_the_program_has_stay() -> None:
     refused("was frozen since", lambda: pm.step(x, y))
 
 
+class Fades:
+    """A schedule of one's own: decay and eps of a step, by number."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group.update(weight_decay=0.1 / self.steps, eps=1e-8 * self.steps)
+
+
+def cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=6)
+
+
+SCHEDULED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], Callable[[Any], Any]]] = {
+    "betas": (lambda ps: torch.optim.AdamW(ps, lr=1e-2), ("betas",), cycle),
+    "momentum": (lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True), ("momentum",), cycle),
+    "decay": (lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.1), ("weight_decay", "eps"), Fades),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"), [("betas", 1), ("momentum", 3), ("decay", 0), pytest.param("decay", 3, marks=pytest.mark.slow)]
+)
+def test_what_is_scheduled_is_an_input(name: str, zero: int) -> None:
+    """Schedules of torch that cycle momentum, and of one's own, do to a program what they do to torch's optimizer."""
+    factory, scheduled, make = SCHEDULED[name]
+    model = small_model()
+    theirs = factory(list(model.parameters()))
+    pm = small_plan(factory, DP2, zero=zero, scheduled=scheduled)
+    schedules = [make(theirs), make(pm.optimizer)]
+    for x, y in batches(5):
+        loss = F.mse_loss(model(x), y)
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        assert float(pm.step(x, y)) == pytest.approx(loss.item(), abs=1e-12)
+        for each in schedules:
+            each.step()
+    full = pm.full_state_dict()
+    assert all(torch.allclose(full[key], value, atol=1e-12) for key, value in model.named_parameters())
+    assert pm.verify(), pm.verify().why
+
+
+def test_a_number_that_the_step_compares_with_stays_on_its_side() -> None:
+    """Decay that was planned as some is no program without it; and the other way round."""
+    x, y = batches(1)[0]
+    for planned, now in ((0.1, 0.0), (0.0, 0.1)):
+        pm = small_plan(
+            lambda ps, decay=planned: torch.optim.AdamW(ps, weight_decay=decay), DP2, scheduled=("weight_decay",)
+        )
+        pm.step(x, y)
+        pm.optimizer.param_groups[0]["weight_decay"] = now
+        refused("with this 'weight_decay' the step of AdamW is another program", lambda pm=pm: pm.step(x, y))
+    refused("no optimizer has a number 'beta'", lambda: small_plan(KINDS["AdamW"], DP2, scheduled=("beta",)))
+
+
 def test_hints_are_checked() -> None:
-    for wrong in ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, {"clip": 0}, {"clip": True}):
+    one = torch.optim.SGD([torch.zeros(1)])
+    for wrong in ({"optimizer": one}, {"clip": 0}, {"clip": True}, {"scheduled": "betas"}):
         refused("is of another kind", lambda given=wrong: sx.Hints(args=(), loss=F.mse_loss, **given))

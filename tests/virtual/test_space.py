@@ -171,7 +171,7 @@ def test_a_tile_smaller_than_the_halo_gets_rows_from_beyond_its_neighbour() -> N
 
 
 def adapted() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.AdaptiveMaxPool2d((5, 7)), nn.Conv2d(2, 2, 3)).double()
+    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.AdaptiveMaxPool2d(1), nn.Conv2d(2, 2, 1)).double()
 
 
 def test_an_op_that_gathers_a_cut_of_space_is_named() -> None:
@@ -186,6 +186,13 @@ def test_strict_refuses_to_gather_a_cut_of_space() -> None:
     with pytest.raises(sx.Error, match="needs space whole") as caught:
         sx.parallelize(adapted(), MESHES["2x2"], given, virtual=True)
     assert "gathered" not in str(caught.value) and "a max-pool of fixed size" in str(caught.value)
+
+
+def test_what_a_single_row_is_made_of_is_named() -> None:
+    x = image(1, 3, 12, 10)
+    for last in (nn.Conv2d(2, 2, (12, 3), padding=(0, 1)), nn.AvgPool2d((12, 1)), nn.Conv2d(2, 2, 9, 4)):
+        with pytest.warns(sx.ShardfxWarning, match="needs .* whole: what is cut over h is gathered"):
+            trained(nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), last), x, MESHES["h2"])
 
 
 def test_a_map_of_fewer_rows_than_ranks_is_no_mistake_of_an_op() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -23,11 +23,13 @@ APART = "repeated blocks were planned one by one, which takes longer"
 
 @dataclass(frozen=True)
 class Behind:
-    """What is asked for: by what the loss was multiplied, the norm of all gradients at the most, the optimizer."""
+    """What is asked for: by what the loss was multiplied, the norm of all gradients at the most, the optimizer, and
+    which of its options may change."""
 
     scale: float | LossScale | None
     clip: float | None
     optimizer: Factory | None
+    scheduled: Sequence[str] = ()
 
     def write(self, graph: Graph, model: Mapping[str, nn.Parameter]) -> tuple[Graph, Update | None, str]:
         """Write it into a captured graph.
@@ -52,7 +54,9 @@ class Behind:
             unscale_gradients(graph, self.scale)
         if self.clip is not None:
             clip_gradients(graph, self.clip)
-        update = write_update(graph, self.optimizer, model) if self.optimizer is not None else None
+        update = None
+        if self.optimizer is not None:
+            update = write_update(graph, self.optimizer, model, self.scheduled)
         if update is not None and self.scale is not None:
             finite = skip_overflow(graph)
             if isinstance(self.scale, LossScale):

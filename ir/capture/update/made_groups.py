@@ -31,6 +31,31 @@ class Parameters(list[nn.Parameter]):
 
 
 Factory = Callable[[Parameters], Any]
+RATE = "lr"
+"""The option that a schedule changes: an input of the program."""
+
+
+def numbers_of(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    """The numbers among some options of a group, by name; those of a pair by name and place."""
+    found: dict[str, float] = {}
+    for name in (each for each in names if each in options):
+        value = options[name]
+        several = isinstance(value, (tuple, list))
+        parts = {f"{name}.{i}": each for i, each in enumerate(value)} if several else {name: value}
+        if all(isinstance(each, (int, float, torch.Tensor)) and not isinstance(each, bool) for each in parts.values()):
+            found |= {part: float(each) for part, each in parts.items()}
+    return found
+
+
+def with_numbers(options: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in which these numbers stand, with them in the place of what was there."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in numbers:
+            found[name] = numbers[name]
+        elif isinstance(value, (tuple, list)) and f"{name}.0" in numbers:
+            found[name] = tuple(numbers[f"{name}.{i}"] for i in range(len(value)))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +66,11 @@ class Group:
     index: int
     number: int
     names: tuple[str, ...]
+    scheduled: tuple[str, ...]
+    """Options that may change from step to step, beside the rate."""
+    numbers: Mapping[str, float]
+    """The numbers that are inputs of the step, as they were made: ``lr``, ``weight_decay``, ``betas.0``, ``betas.1``.
+    Read when the group is made: while a step is traced a tensor says nothing."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -66,8 +96,8 @@ def step_of(optimizer: torch.optim.Optimizer) -> Where:
     return Where("", code.co_filename, code.co_firstlineno, f"{type(optimizer).__name__}.step")
 
 
-def make_groups_of(factory: Factory, named: Mapping[str, nn.Parameter]) -> list[Group]:
-    """The groups of the optimizers that ``factory`` makes of the parameters.
+def make_groups_of(factory: Factory, named: Mapping[str, nn.Parameter], scheduled: Sequence[str] = ()) -> list[Group]:
+    """The groups of the optimizers that ``factory`` makes of the parameters; options ``scheduled`` may change.
 
     Raises:
         Error: it makes something else, of other parameters, or of one parameter in two optimizers; an optimizer that
@@ -84,7 +114,8 @@ def make_groups_of(factory: Factory, named: Mapping[str, nn.Parameter]) -> list[
             mine = tuple(names.get(id(parameter), "") for parameter in group["params"])
             _check_names(mine, group["params"], seen, optimizer)
             seen.update(dict.fromkeys(mine, type(optimizer).__name__))
-            groups.append(Group(optimizer, index, len(groups), mine))
+            numbers = numbers_of(group, (RATE, *scheduled))
+            groups.append(Group(optimizer, index, len(groups), mine, tuple(scheduled), numbers))
     return groups
 
 

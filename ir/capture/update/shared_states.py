@@ -12,7 +12,8 @@ from .step_trace import Traced
 def depending(traced: Traced, shared: Container[str]) -> set[fx.Node]:
     """The nodes that depend on a parameter, its gradient, or a state of its own."""
     places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-    own = [place for place, key in zip(places[3:], traced.names, strict=True) if key not in shared]
+    held = places[2 + len(traced.inputs) :]
+    own = [place for place, key in zip(held, traced.names, strict=True) if key not in shared]
     found = {*places[:2], *own}
     for node in traced.module.graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):
@@ -30,7 +31,7 @@ def shared_states(traced: Traced) -> dict[str, str]:
         fewer = {key for key in shared if new[key] not in open_}
         if fewer == shared:
             places = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
-            names = dict(zip(places, ("p", "grad", "rate", *traced.names), strict=True))
+            names = dict(zip(places, ("p", "grad", *traced.inputs, *traced.names), strict=True))
             return {key: _said(new[key], names) for key in shared}
         shared = fewer
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from shardfx.ir.errors import Error
 
-from .made_groups import WHERE, Factory, Group, make_groups_of
-from .step_trace import RATE, Traced
+from .made_groups import WHERE, Factory, Group, make_groups_of, with_numbers
+from .step_trace import Traced
 from .traces import Traces
 
 SHARES = (1.0,) * 4 + (0.5,) * 4
-"""Of the rate, in each step that is tried."""
+"""Of the rate and what else is scheduled, in each step that is tried."""
 TOLERANCE = 1e-9
 Start = float | Literal["parameter"]
 """What a state begins with: a number everywhere, or what its parameter is."""
@@ -60,7 +60,9 @@ class Small:
         self.traces = Traces()
         held = {name: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for name, p in self.named.items()}
         stepped = self._made(factory, held, groups)
-        self.rates = [[float(group.options.get(RATE, 0.0)) * share for share in SHARES] for group in groups]
+        self.numbers = [
+            [{name: value * share for name, value in group.numbers.items()} for share in SHARES] for group in groups
+        ]
         self.grads = [
             {name: self._draw(parameter.shape) for name, parameter in named.items() if name in trained} for _ in SHARES
         ]
@@ -74,7 +76,7 @@ class Small:
     def _made(factory: Factory, named: Mapping[str, nn.Parameter], groups: Sequence[Group]) -> list[Group]:
         wanted = [(group.kind, group.names) for group in groups]
         try:
-            made = make_groups_of(factory, named)
+            made = make_groups_of(factory, named, groups[0].scheduled if groups else ())
             got = str([(group.kind, group.names) for group in made])
         except (ValueError, TypeError, RuntimeError) as error:
             made, got = [], f"{type(error).__name__}: {error}"
@@ -93,8 +95,8 @@ class Small:
         for name, grad in self.grads[i].items():
             held[name].grad = grad.clone()
         for group in groups:
-            if RATE in group.options:
-                group.optimizer.param_groups[group.index][RATE] = self.rates[group.number][i]
+            mine = group.optimizer.param_groups[group.index]
+            mine.update(with_numbers(group.options, self.numbers[group.number][i]))
         for group in groups:
             if group.index == 0:
                 try:
@@ -195,9 +197,9 @@ def _apart(
     for name in names:
         p = small.named[name].detach().clone()
         states = [begin(starts[key], later.shapes[key], later.dtypes[key], p) for key in later.names]
-        for i, rate in enumerate(small.rates[group.number]):
+        for i, numbers in enumerate(small.numbers[group.number]):
             module = first.module if first is not None and i == 0 else later.module
-            given = torch.tensor(rate, dtype=torch.float64)
+            given = [torch.tensor(number, dtype=torch.float64) for number in numbers.values()]
             p, *states = module(p.clone(), small.grads[i][name].clone(), given, [s.clone() for s in states])
             want, kept = small.after[i][name]
             pairs = [("the parameter", p, want)]

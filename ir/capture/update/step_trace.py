@@ -1,4 +1,5 @@
-"""The step of an optimizer on one parameter, traced: parameter, gradient, learning rate and states in, new ones out.
+"""The step of an optimizer on one parameter, traced: parameter, gradient, learning rate (and what else is scheduled),
+states in, new ones out.
 
 The optimizer's own code runs, on tensors without content, in the path that it takes under ``torch.compile``: numbers
 that it keeps in tensors stay tensors. A number that it reads out (``.item()``) is traced too, as far as nothing is
@@ -8,12 +9,13 @@ decided by it.
 from __future__ import annotations
 
 import builtins
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -25,20 +27,31 @@ from torch.overrides import TorchFunctionMode
 
 from shardfx.ir.capture.decomposed import decompositions
 
-from .made_groups import Group
+from .made_groups import RATE, Group, with_numbers
 
 PLAIN = {"foreach": False, "fused": False, "differentiable": False}
 """Options that say how a step is computed, and not what."""
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-RATE = "lr"
-"""The option that a schedule changes: an input of the program."""
 States = dict[str, Any]
+
+
+class Decision(NamedTuple):
+    """A question that a step asks of one of its numbers (``weight_decay != 0``), and the answer."""
+
+    name: str
+    relation: str
+    other: float
+    answer: bool
+
+    def holds(self, value: float) -> bool:
+        """Whether the answer is the same for another value."""
+        return bool(getattr(operator, self.relation)(value, self.other)) is self.answer
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A traced step. The module takes parameter, gradient, rate and the states of ``names``, and gives the new
-    parameter and states. ``numbers`` are those states that the optimizer keeps as Python numbers."""
+    """A traced step. The module takes parameter, gradient, the group's numbers ``inputs`` and the states of ``names``,
+    and gives the new parameter and states. ``numbers`` are those states that the optimizer keeps as Python numbers."""
 
     module: torch.fx.GraphModule
     names: tuple[str, ...]
@@ -47,6 +60,9 @@ class Traced:
     shapes: Mapping[str, tuple[int, ...]]
     shape: tuple[int, ...]
     """Of the parameter."""
+    inputs: tuple[str, ...]
+    decided: frozenset[Decision] = frozenset()
+    """How the step compared what is scheduled with numbers: by what it is when the step is traced."""
 
     @property
     def is_pointwise(self) -> bool:
@@ -148,8 +164,18 @@ class Watched(TorchFunctionMode):
         self.file = file
         self.asked = False
         """Whether a number was asked of a tensor that has dims: its shape, or a part of that."""
+        self.numbers: dict[str, tuple[torch.Tensor, float]] = {}
+        """What is scheduled, and what it is now: a step may ask whether it is 0."""
+        self.decided: set[Decision] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        relation = getattr(func, "__name__", "").strip("_")
+        if relation in RELATIONS and len(args) == 2 and isinstance(args[1], (int, float)):
+            for name, (number, value) in self.numbers.items():
+                if number is args[0]:
+                    answer = bool(getattr(operator, relation)(value, args[1]))
+                    self.decided.add(Decision(name, relation, float(args[1]), answer))
+                    return answer
         if fx_traceback.has_preserved_node_meta():
             frame = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename != self.file and frame.f_back is not None:
@@ -166,11 +192,14 @@ class Watched(TorchFunctionMode):
         return found
 
 
+RELATIONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
 def lone_step(
     group: Group,
     p: torch.Tensor,
     grad: torch.Tensor,
-    rate: Any,
+    numbers: Mapping[str, torch.Tensor],
     states: States,
     options: Mapping[str, Any],
     watched: Watched,
@@ -181,8 +210,9 @@ def lone_step(
     lone.__dict__.update(group.optimizer.__dict__)
     mine: dict[str, Any] = {**group.options, "params": [p]}
     mine.update({name: value for name, value in {**PLAIN, **options}.items() if name in mine})
-    if RATE in mine:
-        mine[RATE] = rate
+    mine.update(with_numbers(group.options, numbers))
+    planned = group.numbers
+    watched.numbers = {name: (numbers[name], planned[name]) for name in numbers if name != RATE}
     lone.param_groups, lone.state = [mine], defaultdict(dict)
     if states:
         lone.state[p] = dict(states)
@@ -200,7 +230,8 @@ def first_states(
     with mode, as_compiled():
         p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
         faked = {name: _fake(mode, value) for name, value in given.items()}
-        return lone_step(group, p, grad, torch.empty((), dtype=torch.float64), faked, options, watched)
+        numbers = {name: torch.empty((), dtype=torch.float64) for name in group.numbers}
+        return lone_step(group, p, grad, numbers, faked, options, watched)
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
@@ -225,19 +256,23 @@ def trace_step(
     shapes = {name: tuple(v.shape) if isinstance(v, torch.Tensor) else () for name, v in open_.items()}
     dtypes = {name: held_as(value) for name, value in open_.items()}
 
-    def step(p: torch.Tensor, grad: torch.Tensor, rate: torch.Tensor, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    inputs = tuple(group.numbers)
+
+    def step(
+        p: torch.Tensor, grad: torch.Tensor, numbers: list[torch.Tensor], given: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         start = {} if first else {**fixed, **dict(zip(names, given, strict=True))}
-        left = lone_step(group, p, grad, rate, start, options, watched)
+        left = lone_step(group, p, grad, dict(zip(inputs, numbers, strict=True)), start, options, watched)
         return [p, *(_tensor(left[name], dtypes[name]) for name in names)]
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode, as_compiled(), fx_traceback.preserve_node_meta():
         p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
-        rate = torch.empty((), dtype=torch.float64)
+        rates = [torch.empty((), dtype=torch.float64) for _ in inputs]
         given = [torch.empty(shapes[name], dtype=dtypes[name]) for name in names]
         made = make_fx(torch.func.functionalize(step), decompositions(), tracing_mode="fake")
-        module = made(p, grad, rate, given)
-    return Traced(module, names, numbers, dtypes, shapes, tuple(shape))
+        module = made(p, grad, rates, given)
+    return Traced(module, names, numbers, dtypes, shapes, tuple(shape), inputs, frozenset(watched.decided))
 
 
 def held_as(value: Any) -> torch.dtype:

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardfx.ir.errors import Error
+
+from .made_groups import RATE, numbers_of
 from .started import Start
+from .step_trace import Decision
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,15 @@ class UpdateGroup:
     kind: str
     options: Mapping[str, Any]
     names: tuple[str, ...]
-    rate: str
-    """The input of the graph that is the learning rate; "" where the optimizer has none."""
+    inputs: Mapping[str, str]
+    """The inputs of the graph that are the group's numbers, by these: the rate, and what else is scheduled."""
+    decided: frozenset[Decision] = frozenset()
+    """What the step asks of them: answers of others would be another program."""
+
+    @property
+    def options_in(self) -> tuple[str, ...]:
+        """The options that are such inputs, or have some: ``lr``, ``betas``."""
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.inputs))
 
 
 @dataclass(frozen=True)
@@ -50,3 +61,48 @@ class Update:
     states: Mapping[str, tuple[HeldState, ...]]
     counts: Mapping[str, Count]
     """States of no parameter: how often a group was stepped, the scale of the loss."""
+
+
+NAMES = "param_names"
+BY_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""What schedules keep in a group for themselves."""
+SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+def fixed(group: Mapping[str, Any], made: UpdateGroup) -> dict[str, Any]:
+    """The options that the program has as they are."""
+    left = ("params", NAMES, RATE, *BY_SCHEDULES, *made.options_in)
+    return {name: value for name, value in group.items() if name not in left}
+
+
+def inputs_of(
+    group: Mapping[str, Any], planned: Mapping[str, Any], made: UpdateGroup, where: str
+) -> dict[str, torch.Tensor]:
+    """The numbers of a group at the moment, by the names of the program's inputs.
+
+    Raises:
+        Error: another option is not as ``planned``; or the optimizer would do something else with these numbers.
+    """
+    now = fixed(group, made)
+    changed = [name for name in now if now[name] != planned.get(name, now[name])]
+    if changed:
+        name = changed[0]
+        raise Error(
+            f"{name!r} of a group was changed, which is a part of the program",
+            where=where,
+            expected=f"{planned[name]!r}, as it was planned; a schedule may change {RATE!r}",
+            got=f"{now[name]!r}",
+            remedy=f"Hints(scheduled=({name!r},)) makes it an input; OneCycleLR and CyclicLR also take "
+            "cycle_momentum=False",
+        )
+    numbers = numbers_of(group, made.options_in)
+    for each in made.decided:
+        if not each.holds(numbers[each.name]):
+            raise Error(
+                f"with this {each.name!r} the step of {made.kind} is another program",
+                where=where,
+                expected=f"that {each.name} {SIGNS[each.relation]} {each.other:g} is {each.answer}, as it was planned",
+                got=f"{numbers[each.name]!r}",
+                remedy="a number next to it, such as 1e-12; or parallelize again with other options",
+            )
+    return {given: torch.tensor(numbers[name], dtype=torch.float64) for name, given in made.inputs.items()}

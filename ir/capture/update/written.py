@@ -25,16 +25,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.capture.forms.canonical import convert_call
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where
 from shardfx.ir.rewriter import dead_code
 from shardfx.ir.spec import TensorType
 
 from .left_out import check_alike, states_of_all, stepped_names
-from .made_groups import Factory, Group, make_groups_of
+from .made_groups import Factory, Group, make_groups_of, numbers_of
 from .numbers import call_with_numbers, unknown_numbers
 from .shared_states import depending, shared_states
 from .started import Recipe, Small, Start, recipe, refusal
-from .step_trace import RATE, Traced, says_nothing
+from .step_trace import Traced, says_nothing
 from .stepped import Count, HeldState, Update, UpdateGroup
 from .traces import Traces
 
@@ -52,13 +53,21 @@ class Step:
     shared: Mapping[str, str]
     """States that depend on no parameter, and how they change."""
 
+    @property
+    def traced(self) -> Sequence[Traced]:
+        """All that was traced of it."""
+        return [self.later] if self.first is None else [self.later, self.first]
 
-def write_update(graph: Graph, factory: Factory, model: Mapping[str, nn.Parameter]) -> Update:
+
+def write_update(
+    graph: Graph, factory: Factory, model: Mapping[str, nn.Parameter], scheduled: Sequence[str] = ()
+) -> Update:
     """Write the step of the optimizers that ``factory`` makes into a captured graph that has gradients.
 
     Args:
         graph: captured, with gradients.
         model: the model's parameters by their names, also of the blocks that the graph leaves out.
+        scheduled: options of groups that are inputs, beside the rate.
 
     Raises:
         Error: the optimizer cannot be traced, or does something else than its trace.
@@ -69,7 +78,8 @@ def write_update(graph: Graph, factory: Factory, model: Mapping[str, nn.Paramete
             name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
             for name, p in model.items()
         }
-    groups = make_groups_of(factory, parameters)
+    groups = make_groups_of(factory, parameters, scheduled)
+    _check_scheduled(groups, scheduled)
     check_alike(groups, graph.repeats)
     trained = {output.name: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     stepped = [name for group in groups for name in stepped_names(group, trained, graph.repeats)]
@@ -79,6 +89,19 @@ def write_update(graph: Graph, factory: Factory, model: Mapping[str, nn.Paramete
     dead_code(graph)
     graph.rename()
     return Update(made, states_of_all(stepped, writer.states, graph.repeats), writer.counts)
+
+
+def _check_scheduled(groups: Sequence[Group], scheduled: Sequence[str]) -> None:
+    for name in scheduled:
+        if all(not numbers_of(group.options, [name]) for group in groups):
+            every = dict.fromkeys(key for group in groups for key in group.options if numbers_of(group.options, [key]))
+            raise Error(
+                f"no optimizer has a number {name!r}",
+                where="Hints(scheduled=...)",
+                expected=f"some of {', '.join(every)}",
+                got=repr(name),
+                remedy="name options of the optimizer's groups, as pm.optimizer.param_groups has them",
+            )
 
 
 class _Once(GraphBuilder):
@@ -123,10 +146,11 @@ class _Writer:
     def group(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> UpdateGroup:
         """Write the step of one group."""
         names = [name for name in group.names if name in self.trained]
-        rate = None
-        if RATE in group.options and names:
-            type = TensorType((), torch.float64)
-            rate = self.builder.input(InputKind.OPTION, f"optimizer.{group.number}.{RATE}", type)
+        type = TensorType((), torch.float64)
+        numbers = {
+            name: self.builder.input(InputKind.OPTION, f"optimizer.{group.number}.{name}", type)
+            for name in (group.numbers if names else ())
+        }
         alike: dict[Any, list[str]] = {}
         for name in names:
             alike.setdefault((tuple(parameters[name].shape), parameters[name].dtype), []).append(name)
@@ -136,9 +160,10 @@ class _Writer:
         agreed = _agreed(steps)
         held: dict[str, Value] = {}
         for name in names:
-            self._write(name, group, steps[name], rate, agreed, held)
+            self._write(name, group, steps[name], [*numbers.values()], agreed, held)
         stepped = stepped_names(group, self.trained, self.graph.repeats)
-        return UpdateGroup(group.kind, group.options, stepped, rate.name if rate is not None else "")
+        decided = frozenset().union(*(each.decided for step in steps.values() for each in step.traced))
+        return UpdateGroup(group.kind, group.options, stepped, {k: v.name for k, v in numbers.items()}, decided)
 
     def _step(self, group: Group, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Step:
         like = parameters[names[0]]
@@ -158,7 +183,7 @@ class _Writer:
         name: str,
         group: Group,
         step: Step,
-        rate: Value | None,
+        numbers: Sequence[Value],
         agreed: Mapping[str, Start],
         held: dict[str, Value],
     ) -> None:
@@ -180,7 +205,7 @@ class _Writer:
             ins.append(value)
             states.append(HeldState(key, value.name, step.recipe.starts[key], _kept(step.kept[key])))
         self.states[name] = tuple(states)
-        before = [given, self.trained[name], rate, *ins]
+        before = [given, self.trained[name], *numbers, *ins]
         new = self._apply(name, group, later, before, {*agreed})
         if step.first is not None:
             began = self._apply(name, group, step.first, before, set())
@@ -207,9 +232,7 @@ class _Writer:
         self.builder.shared = False
         return is_first
 
-    def _apply(
-        self, name: str, group: Group, traced: Traced, given: Sequence[Value | None], agreed: set[str]
-    ) -> list[Value]:
+    def _apply(self, name: str, group: Group, traced: Traced, given: Sequence[Value], agreed: set[str]) -> list[Value]:
         """The nodes of a traced step on these values; gives the new ones."""
         builder = self.builder
         open_ = depending(traced, agreed)

@@ -117,8 +117,10 @@ def _factors(
     sizes = {factor: small[size] for factor, size in rule.sizes.items()}
     found = {}
     for factor, cut in cuts.items():
-        size = rule.sizes[factor]
-        found[factor] = Cut(cut.axes, parted[size]) if cut.parts else cut
+        known = parted[rule.sizes[factor]] if cut.parts else ()
+        if len(known) == len(cut.parts):  # another factor of this size may be cut over other axes
+            known = tuple(Part(each.size, part.axes) for each, part in zip(known, cut.parts, strict=True))
+        found[factor] = Cut(cut.axes, known) if cut.parts else cut
     return sizes, found
 
 

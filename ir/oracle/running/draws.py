@@ -61,9 +61,16 @@ def _indices_of_pool(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:-1], forward.default(x, *windows)[1])
 
 
+def _indices_of_adaptive_pool(forward: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    space = 3 if "3d" in str(forward) else 2
+    return lambda args: (*args[:2], forward(args[1], list(args[0].shape[-space:]))[1])
+
+
 GIVEN: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
     aten.max_pool2d_with_indices_backward.default: _indices_of_pool,
     aten.max_pool3d_with_indices_backward.default: _indices_of_pool,
+    aten.adaptive_max_pool2d_backward.default: _indices_of_adaptive_pool(aten.adaptive_max_pool2d.default),
+    aten.adaptive_max_pool3d_backward.default: _indices_of_adaptive_pool(aten.adaptive_max_pool3d.default),
 }
 """Ops that take what their forward gave, and mean nothing of anything else: what it would give of these arguments."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
@@ -22,11 +24,30 @@ def own_rows(
     if cut.is_even(shape[dim], mesh):
         length = spec.local_shape(shape, mesh, coords)[dim] * mesh.extent(inner)
         return coords[axis] * length, length
-    lengths = [
-        sum(spec.local_shape(shape, mesh, at)[dim] for at in mesh.along(turn, inner))
-        for turn in mesh.along(coords, [axis])
-    ]
-    return sum(lengths[: coords[axis]]), lengths[coords[axis]]
+    others = tuple((name, at) for name, at in coords.items() if name != axis)
+    ends = _ends(spec, tuple(shape), mesh, others, axis, dim, tuple(inner))
+    start = ends[coords[axis] - 1] if coords[axis] else 0
+    return start, ends[coords[axis]] - start
+
+
+@lru_cache(maxsize=4096)
+def _ends(
+    spec: Spec,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    others: tuple[tuple[str, int], ...],
+    axis: str,
+    dim: int,
+    inner: tuple[str, ...],
+) -> tuple[int, ...]:
+    """Where the rows of each turn end, one behind the other, at some coordinates along the ``others``. It is asked for
+    each of many turns."""
+    return tuple(
+        accumulate(
+            sum(spec.local_shape(shape, mesh, at)[dim] for at in mesh.along(turn, inner))
+            for turn in mesh.along(dict(others), [axis])
+        )
+    )
 
 
 def own_place(spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> dict[int, tuple[int, int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.traits import is_heavy
@@ -129,7 +130,30 @@ class _Units:
                 order += receives.up_to(needed, turn)
             if unit in there:
                 order.append(f"{unit}.{turn}")
+        self._check_within(order)
         return in_units(self.loop, self._units.__getitem__, order)
+
+    def _check_within(self, order: Sequence[str]) -> None:
+        """Turns of another axis lie in one unit whole: no unit before it may need what they make.
+
+        Raises:
+            Error: one does; naming who.
+        """
+        place = {word.partition(".")[0]: at for at, word in reversed([*enumerate(order)])}
+        for step in self.loop.steps:
+            inside = set(step.nodes()) if isinstance(step, Loop) else set()
+            last = max((place[self._units[node]] for node in inside), default=0)
+            made = {value for node in inside for value in node.outs}
+            for node in self._units:
+                if node not in inside and place[self._units[node]] < last and not made.isdisjoint(node.operands):
+                    assert isinstance(step, Loop)
+                    raise Error(
+                        f"turns of {step.axis!r} have both forward and backward in them, which a schedule parts",
+                        where=f"{node.where}  {node.where.code}".rstrip(),
+                        expected=f"turns of {step.axis!r} in one part of a stage, such as chunks of the loss",
+                        got=f"turns that end in a later part, where {self._units[node]} needs what they make",
+                        remedy=f"cut by {self.loop.axis!r} alone what {step.axis!r} cuts, with as many more turns",
+                    )
 
     def _unit(self, node: Node) -> str:
         """In which unit a node is done: of several stages of this rank, in the first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +141,42 @@ def expand_convolution_backward(
     return gx, gw, gb
 
 
+def _each_of(x: Tensor, channels: int, kernel: Sequence[int]) -> Tensor:
+    """The weights of a convolution whose channels are the elements of each window, one by one."""
+    count = kernel[0] * kernel[1]
+    return torch.eye(count, dtype=x.dtype, device=x.device).view(count, 1, *kernel).repeat(channels, 1, 1, 1)
+
+
+def expand_im2col(
+    x: Tensor, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """The elements of windows as the channels of a convolution, which knows what ranks need of a cut image."""
+    images = x if x.dim() == 4 else x.unsqueeze(0)
+    channels = images.shape[1]
+    weight = _each_of(x, channels, kernel)
+    y: Tensor = aten.convolution(images, weight, None, stride, padding, dilation, False, [0, 0], channels)
+    return y.flatten(2) if x.dim() == 4 else y.flatten(2).squeeze(0)
+
+
+def expand_col2im(
+    x: Tensor,
+    size: Sequence[int],
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """Windows added up where they overlap: the transposed convolution."""
+    channels = x.shape[-2] // (kernel[0] * kernel[1])
+    options = list(zip(size, kernel, dilation, padding, stride, strict=True))
+    places = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in options]
+    more = [n - ((c - 1) * s - 2 * p + d * (k - 1) + 1) for (n, k, d, p, s), c in zip(options, places, strict=True)]
+    images = x.reshape(-1, x.shape[-2], *places)
+    weight = _each_of(x, channels, kernel)
+    y: Tensor = aten.convolution(images, weight, None, stride, padding, dilation, True, more, channels)
+    return y if x.dim() == 3 else y.squeeze(0)
+
+
 def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
     """A convolution, padded at the border of the whole; of a transposed one what goes beyond its rows is cut off."""
     x, w, bias, stride, padding, dilation, transposed, more, groups = args
@@ -204,6 +241,8 @@ def _made(each: Geometry, i: int, held: Bounds, made: Bounds) -> Stretch:
 
 
 RULES: tuple[RuleEntry, ...] = (
+    rule(aten.im2col, "n.. c h! w! -> n.. (c k!) l!", linear="0", expand=expand_im2col),
+    rule(aten.col2im, "n.. (c k!) l! -> n.. c h! w!", linear="0", expand=expand_col2im),
     rule(
         aten.convolution.default,
         convolution,

@@ -13,6 +13,7 @@ import torch
 
 from shardfx.ir.cut import Window
 from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops.computing.adaptive import adaptive_max_tile
 from shardfx.ir.ops.computing.tiles import avg_pool_tile, avg_pool_tile_backward, max_pool_tile, max_pool_tile_backward
 from shardfx.ir.rulebook.dims import argument, ops
 from shardfx.ir.rules.binding import Shape
@@ -84,17 +85,70 @@ def spaces_of(node: Node) -> int:
     return 3 if "3d" in str(node.op) else 2
 
 
+class Adaptive(NamedTuple):
+    """How ``places`` windows that cover a dim of ``size`` reach over it."""
+
+    size: int
+    places: int
+
+    @property
+    def down(self) -> Window:
+        """What a window reads."""
+        return Window(self.places, self.size, self.places, 0, self.size - 1)
+
+    @property
+    def up(self) -> Window:
+        """The windows that read a row."""
+        return Window(self.size, self.places, self.size, 0, self.places - 1)
+
+
+def adaptive(node: Node, x: Shape, y: Shape) -> dict[int, Adaptive]:
+    """The dims of which ranks may share windows; a single window over all rows is done on the whole."""
+    space = spaces_of(node)
+    return {i: Adaptive(*each) for i, each in enumerate(zip(x[-space:], y[-space:], strict=True)) if each[1] > 1}
+
+
+def adapted(node: Node) -> ShardingRule:
+    """The largest element of each adaptive window."""
+    x, y = node.operands[0].shape, node.outs[0].shape
+    found, same = adaptive(node, x, y), x == y
+    form, y_form = (" ".join(f"{c}{i}{'' if i in found else '!'}" for i in range(spaces_of(node))) for c in "hp")
+    made = template(f"n.. {form} -> n.. {y_form}, n.. {y_form}", "0>0" if same else "", moves_only=same)(node)
+    return seeing(made, {f"h{i}": (f"p{i}", each.down) for i, each in found.items()})
+
+
+def adapted_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """The adaptive windows of a rank, of the rows that they reach; indices are those of the whole picture."""
+    x, y, space = emit.node.operands[0], emit.node.outs[0], spaces_of(emit.node)
+    held, made = tile(emit.operand_bounds, 0, x, space), tile(emit.result_bounds, 0, y, space)
+    size, places = list(x.shape[-space:]), list(y.shape[-space:])
+    return emit.call(adaptive_max_tile, args[0], held.at, size, made.at, places, made.lengths)
+
+
+def adapted_backward(node: Node) -> ShardingRule:
+    """A row of the gradient is made of the adaptive windows that read it."""
+    y, x = (value.shape for value in node.operands[:2])
+    found = adaptive(node, x, y)
+    form, y_form = (" ".join(f"{c}{i}{'' if i in found else '!'}" for i in range(spaces_of(node))) for c in "hp")
+    made = template(f"n.. {y_form}, n.. {form}, n.. {y_form} -> n.. {form}", "0|1>")(node)
+    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in found.items()})
+
+
+def adapted_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """A rank's rows, of the windows that read them, which may name elements that others have."""
+    x, space = emit.node.outs[0], spaces_of(emit.node)
+    made = tile(emit.result_bounds, 0, x, space)
+    return emit.call(max_pool_tile_backward, *args[:3], made.at, list(x.shape[-space:]), False)
+
+
 def largest(node: Node) -> ShardingRule:
     """The largest element of each window, which is the element itself where each has a window of its own."""
     space = spaces_of(node)
     kernel = spread(argument(node, "kernel_size") or 1, space, ())
     x, y = node.operands[0].shape, node.outs[0].shape
     same = x == y and set(kernel) == {1}
-    mark = "" if has_argument(node.op, "stride") else "!"
-    form = f"n.. h*#{mark} -> n.. p*#{mark}, n.. p*#{mark}".replace("#", str(space))
+    form = "n.. h*# -> n.. p*#, n.. p*#".replace("#", str(space))
     made = template(form, "0>0" if same else "", moves_only=same)(node)
-    if mark:
-        return made
     return seeing(made, {f"h{i}": (f"p{i}", each.down) for i, each in enumerate(slides(node, x[-space:], y[-space:]))})
 
 
@@ -208,7 +262,8 @@ def pictures(names: str, form: str, **options: Any) -> Iterator[RuleEntry]:
 
 
 RULES: tuple[RuleEntry, ...] = (
-    *(rule(ops(f"max_pool{n}d_with_indices adaptive_max_pool{n}d"), largest, rows=largest_rows) for n in (2, 3)),
+    *(rule(ops(f"max_pool{n}d_with_indices"), largest, rows=largest_rows) for n in (2, 3)),
+    rule(ops("adaptive_max_pool2d adaptive_max_pool3d"), adapted, rows=adapted_rows),
     rule(
         ops("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),
         largest_backward,
@@ -221,9 +276,11 @@ RULES: tuple[RuleEntry, ...] = (
         linear="0|1>",
         contiguous=Contiguous.ALL,
     ),
-    # Each rank adds what it has at the places that its indices name.
-    *pictures(
-        "adaptive_max_pool#d_backward", f"n.. p*#, {X}, n.. p*# -> {X}", linear="0|1>", contiguous=Contiguous.ALL
+    rule(
+        ops("adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
+        adapted_backward,
+        contiguous=Contiguous.ALL,
+        rows=adapted_backward_rows,
     ),
     *(rule(ops(f"fractional_max_pool{n}d"), fractional) for n in (2, 3)),
     *pictures("max_unpool#d", f"{X}, {X} -> {Y}", linear="0"),
@@ -231,8 +288,6 @@ RULES: tuple[RuleEntry, ...] = (
     rule(ops("avg_pool2d_backward avg_pool3d_backward"), averaged_backward, rows=averaged_backward_rows),
     *pictures("grid_sampler_#d", "n c h*#!, n p*# e! -> n c p*#", linear="0"),
     *(rule(ops(f"grid_sampler_{n}d_backward"), grid_backward) for n in (2, 3)),
-    rule(aten.im2col, "n.. c h! w! -> n.. (c k!) l!", linear="0"),
-    rule(aten.col2im, "n.. (c k!) l! -> n.. c h! w!", linear="0"),
     rule(aten.pixel_shuffle, "n.. (c r! s!) h w -> n.. c (h r!) (w s!)", linear="0", moves_only=True),
     rule(aten.pixel_unshuffle, "n.. c (h r!) (w s!) -> n.. (c r! s!) h w", linear="0", moves_only=True),
     rule(aten.channel_shuffle, "n c! s.. -> n c! s..", linear="0", moves_only=True),

@@ -30,7 +30,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.alike import argument_key
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.program.units.of_stages import ends_here, made_at
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_cut
@@ -235,7 +235,7 @@ def _silent(graph: Graph) -> Graph:
     same: dict[Value, Value] = {}
     for node in found.nodes:
         if isinstance(node.op, OwnOp):
-            same.update(zip(node.outs, node.operands, strict=True))
+            same.update((made, source) for source, made in carried(node))
     found.nodes = [node for node in found.nodes if not isinstance(node.op, OwnOp)]
     found.outputs = [replace(o, value=same.get(o.value, o.value)) for o in found.outputs]
     return found

@@ -12,20 +12,25 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardfx.ir.graph import Node, op_name
+from shardfx.ir.ops.computing.no_share import no_share
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.rules.local import gives_list
+from shardfx.ir.rules.of_nothing import may_lack
 
 from .deduction import ExpectedCall, Fact, Place, nesting, same
 from .known import Known, Proof
 
 aten = torch.ops.aten
 
+OF_NOTHING = {aten.new_full.default, no_share}
+"""What rules write for a rank that has nothing of a factor that is shared."""
 REACH = 8
 """How far a rule's own calls may reach from the result back to the operands, where the plan's do not reach as far."""
 
@@ -61,9 +66,13 @@ class Calls:
             unknown = next(n for n, f in zip(operands, direct, strict=True) if not f)
             best = f"nothing is known of {unknown.name}"
         of_operands = bool(found)
-        if not found:
-            made, why = self._by_rule(node)
+        if not found and node.target in OF_NOTHING:
+            found = self._of_nothing(node)
+        for behind in (False, True) if not found else ():
+            made, why = self._by_rule(node, behind)
             found, best = made, why or best
+            if found:
+                break
         if not found:
             return Known(why=best or self._no_such(node, direct))
         count = len(found[0])
@@ -136,13 +145,14 @@ class Calls:
                 )
         return found, "" if found else why
 
-    def _by_rule(self, node: fx.Node) -> tuple[list[list[Fact | None]], str]:
-        """The same, for ops whose rule writes several calls: ``node`` is the last of them.
+    def _by_rule(self, node: fx.Node, behind: bool) -> tuple[list[list[Fact | None]], str]:
+        """The same, for ops whose rule writes several calls: ``node`` is the last of them. ``behind``: what another
+        one of them gives may be something of the model, too.
 
         A call may be what this rank does of several ops (``arange(0, 4)`` is a part of many ranges): those come
         first that no earlier call was taken for.
         """
-        cone = self._cone(node)
+        cone = self._cone(node, behind)
         best = ""
         all_found: list[tuple[int, Node, list[list[Fact | None]]]] = []
         for terms, maker in self.proof.universe.written:
@@ -162,8 +172,28 @@ class Calls:
             self.taken[all_found[0][1]] += 1
         return [made for _, _, found in all_found for made in found], best
 
-    def _cone(self, node: fx.Node) -> dict[int, list[tuple[fx.Node, Fact]]]:
-        """The known tensors behind a node, by their terms."""
+    @cached_property
+    def _lacking(self) -> list[Node]:
+        """The nodes of which some rank may have nothing of a factor that is shared."""
+        return [node for node in self.proof.after.nodes if may_lack(node, self.proof.deduction.mesh)]
+
+    def _of_nothing(self, node: fx.Node) -> list[list[Fact | None]]:
+        """What a call gives that a rule writes where this rank has nothing of what is shared: whatever it holds of the
+        operands, of which one stands in the call for its device. But for shares of sums that operands may be."""
+        deduction, found = self.proof.deduction, list[list[Fact | None]]()
+        for maker in self._lacking:
+            made = maker.strategy
+            assert made is not None
+            own = {axis for _, axes in made.cuts for axis in axes}
+            if any(axis not in own for spec in made.results for axis in spec.partial_axes):
+                continue
+            like = node.all_input_nodes[:1] * len(maker.operands)
+            if any(same(form, node, self.root, like) for form in deduction.forms(maker, made, self.rank)):
+                found.append(deduction.results(maker, made, ()))
+        return found
+
+    def _cone(self, node: fx.Node, behind: bool) -> dict[int, list[tuple[fx.Node, Fact]]]:
+        """The known tensors behind a node, by their terms; also those ``behind`` known ones."""
         found: dict[int, list[tuple[fx.Node, Fact]]] = {}
         reach = self._reach()
         seen: set[fx.Node] = set()
@@ -176,7 +206,7 @@ class Calls:
             facts = self.facts(each)
             for fact in facts:
                 found.setdefault(fact.term, []).append((each, fact))
-            if depth < reach and not facts:
+            if depth < reach and (behind or not facts):
                 front += [(n, depth + 1) for n in each.all_input_nodes]
         return found
 

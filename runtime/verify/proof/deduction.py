@@ -98,7 +98,7 @@ class Deduction:
                     return
                 for f, cut in zip(dim, projected, strict=True):
                     each = implied(rule, f, cut, self.mesh)
-                    wider = each is None and cut.rows is not None  # for rows of a leader that overlap: by the claims
+                    wider = each is None and f in rule.windows  # for other rows of a leader than tiles: by the claims
                     if not wider and (each is None or cuts.setdefault(*each) != each[1]):
                         return
         partial = _partial(rule, specs)

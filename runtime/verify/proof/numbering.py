@@ -44,6 +44,7 @@ MOVERS: dict[Any, Callable[..., Any]] = {
         pack.unpack_exchange,
         pack.pack_rows,
         pack.unpack_rows,
+        pack.join_rows,
         pack.take,
         pack.flatten,
         pack.unflatten,

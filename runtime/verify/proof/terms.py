@@ -45,6 +45,7 @@ class Terms:
     names: list[str] = field(default_factory=list)
     _known: dict[Any, tuple[int | None, ...]] = field(default_factory=dict)
     _sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _seen_as: dict[int, int] = field(default_factory=dict)  # in another shape
 
     def _new(self, type: TensorType, where: Where, name: str) -> int:
         self.types.append(type)
@@ -76,8 +77,12 @@ class Terms:
             return made
         if gives_back(node):
             return (operands[0],)
-        if op is aten.reshape.default:  # how the shape was written (-1, a SymInt) does not matter
-            args = (args[0], list(node.outs[0].shape))
+        if op is aten.reshape.default:  # in how many steps, and how the shape was written, does not matter
+            base = self._seen_as.get(operands[0], operands[0])
+            same = self.types[base] == node.outs[0].type
+            made = (base,) if same else self._make((op, base, types[0]), types, node)
+            self._seen_as.update((t, base) for t in made if t is not None and t != base)
+            return made
         return self._make((op, frozen(args), frozen(kwargs)), types, node)
 
     def _make(self, key: Any, types: Sequence[TensorType | None], node: Node) -> tuple[int | None, ...]:
@@ -184,7 +189,9 @@ def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False) -> U
     registered: set[Any] = set()
     for node in after.nodes:
         if isinstance(node.op, OwnOp):
-            of.update(zip(node.outs, (of[v] for v in node.operands), strict=True))
+            one = len({of[v] for v in node.operands}) == 1
+            pieces = terms.apply(node, of.__getitem__) if node.op.joins and not one else ()  # of nothing that there is
+            of.update(zip(node.outs, pieces or [of[v] for v in node.operands], strict=False))  # type: ignore[arg-type]
             continue
         made = terms.apply(node, of.__getitem__) if reader is None else reader.results(node, of)
         of.update((v, t) for v, t in zip(node.results, made, strict=True) if v is not None and t is not None)

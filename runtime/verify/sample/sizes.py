@@ -20,7 +20,7 @@ import torch
 
 from shardfx.ir.cut import Cut, Part
 from shardfx.ir.graph import Graph, Node, Value
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.rules.book import RuleBook
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ class Sizes:
             self.dims(value)
         for node in graph.nodes:
             if isinstance(node.op, OwnOp):
-                for a, b in zip(node.operands, node.outs, strict=True):
+                for a, b in carried(node):
                     for x, y in zip(self.dims(a), self.dims(b), strict=True):
                         self.unite(x, y)
             else:

@@ -15,7 +15,7 @@ import torch
 from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.shards import cut_local
@@ -56,7 +56,7 @@ def run_whole(
     with torch.no_grad():
         for node in graph.nodes:
             if isinstance(node.op, OwnOp):
-                for value, source in zip(node.outs, node.operands, strict=True):
+                for source, value in carried(node):
                     env[value] = env[source]
                 _let_go(env, dying.get(node, ()))
                 continue

@@ -16,20 +16,19 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.capture.update.loss_scale import SCALE
-from shardfx.ir.capture.update.step_trace import RATE
-from shardfx.ir.capture.update.stepped import HeldState
+from shardfx.ir.capture.update.stepped import NAMES, HeldState, fixed, inputs_of
 from shardfx.ir.errors import Error
 
 from .state import ModelState
 
-NAMES = "param_names"
 _stepped = WeakIdKeyDictionary()
 """The parameters that a program steps."""
 
 
 class ProgramOptimizer(torch.optim.Optimizer):
-    """Groups and states of the optimizer in the program. Rates (``lr``) may be changed, by a schedule of torch or by
-    hand, and hold from the next ``pm.step(...)`` on; other options are those of the plan.
+    """Groups and states of the optimizer in the program. Rates (``lr``), and what ``Hints(scheduled=...)`` names, may
+    be changed, by a schedule of torch or by hand, and hold from the next ``pm.step(...)`` on; other options are those
+    of the plan.
 
     ``state_dict()`` has the pieces of this process, for ``torch.distributed.checkpoint`` and for the same plan;
     ``full_state_dict()`` whole states by the model's names, for any plan and for torch's own optimizers.
@@ -53,7 +52,10 @@ class ProgramOptimizer(torch.optim.Optimizer):
             options = {key: _plain(value) for key, value in group.options.items()}
             groups.append({"params": pieces, **options})
         super().__init__(groups, {})
-        self._planned = [_fixed(group) for group in self.param_groups]
+        shared = set[str]().union(*(group.options_in for group in update.groups))
+        shared = shared.intersection(*(group.options_in for group in update.groups))
+        self.defaults = {name: value for name, value in self.param_groups[0].items() if name in shared}  # for schedules
+        self._planned = [fixed(group, made) for group, made in zip(self.param_groups, update.groups, strict=True)]
         self._began = False
         _stepped.update({piece: True for group in self.param_groups for piece in group["params"]})
 
@@ -107,28 +109,16 @@ class ProgramOptimizer(torch.optim.Optimizer):
         return float(self.held.store.whole(SCALE))
 
     def options(self) -> dict[str, torch.Tensor]:
-        """The rates of the moment, by the names of the program's inputs.
+        """The rates of the moment, and what else is scheduled, by the names of the program's inputs.
 
         Raises:
             Error: another option was changed, which the program has as it was.
         """
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for number, (group, planned, made) in enumerate(
             zip(self.param_groups, self._planned, self.update.groups, strict=True)
         ):
-            now = _fixed(group)
-            changed = [name for name in now if now[name] != planned.get(name, now[name])]
-            if changed:
-                name = changed[0]
-                raise Error(
-                    f"{name!r} of a group was changed, which is a part of the program",
-                    where=f"pm.optimizer.param_groups[{number}]",
-                    expected=f"{planned[name]!r}, as it was planned; a schedule may change {RATE!r}",
-                    got=f"{now[name]!r}",
-                    remedy="OneCycleLR and CyclicLR take cycle_momentum=False; or parallelize again with other options",
-                )
-            if made.rate:
-                found[made.rate] = torch.tensor(float(group[RATE]), dtype=torch.float64)
+            found |= inputs_of(group, planned, made, f"pm.optimizer.param_groups[{number}]")
         self._opt_called = True  # what schedules ask for
         return found
 
@@ -263,16 +253,6 @@ def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
-
-
-def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that the program has as they are."""
-    left = ("params", NAMES, RATE, *BY_SCHEDULES)
-    return {name: value for name, value in group.items() if name not in left}
-
-
-BY_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""What schedules keep in a group for themselves."""
 
 
 def _as_kept(value: torch.Tensor, state: HeldState) -> Any:
