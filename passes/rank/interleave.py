@@ -63,6 +63,10 @@ class Interleave(RankPass):
         for begin in list(program.graph.nodes):
             if part_in_turns(begin) != "opens" or order_of(begin) or not mesh[str(begin.args[0])].interleave:
                 continue
+            if _between_stages(begin):
+                axis = begin.args[0]
+                context.notes.append(f"turns of {axis!r} are done one behind the other: stages send within them")
+                continue
             head, parts = _cut(begin, context, mesh)
             if len(parts) == 1:
                 continue
@@ -75,6 +79,14 @@ class Interleave(RankPass):
             begin.args = (*begin.args[:3], str(order))
             changed = True
         return changed
+
+
+def _between_stages(begin: fx.Node) -> bool:
+    """Whether stages of a pipeline send one another something within turns: they agreed on its order."""
+    nodes = list(begin.graph.nodes)
+    nodes = nodes[nodes.index(begin) :]
+    rows = (row_of(node.target) for node in nodes[: end_of(nodes, 0)])
+    return any(row is not None and row.message for row in rows)
 
 
 @dataclass

@@ -25,6 +25,15 @@ OPS = {
 }
 
 
+def _gloos(name: str) -> Any:
+    """A method that is that of the group on gloo."""
+
+    def method(self: NearGroup, *args: Any) -> Any:
+        return getattr(self.gloo, name)(*args)
+
+    return method
+
+
 class NearGroup(dist.ProcessGroup):
     """A group of neighbours.
 
@@ -39,7 +48,7 @@ class NearGroup(dist.ProcessGroup):
         self._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, gloo._get_backend(cpu))
         self._near, self.gloo = near, gloo
 
-    # What torch calls here from below ``_c10d_functional``; all else goes to gloo's backend.
+    # What torch calls here from below ``_c10d_functional``.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         """Reduce over one dense tensor, in place."""
@@ -70,6 +79,13 @@ class NearGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    # All else. Torch's own way there would hold Python's lock, which gloo's threads need to let go of what is done.
+    broadcast, reduce, gather, scatter = _gloos("broadcast"), _gloos("reduce"), _gloos("gather"), _gloos("scatter")
+    allgather, allgather_coalesced, alltoall = _gloos("allgather"), _gloos("allgather_coalesced"), _gloos("alltoall")
+    reduce_scatter, allreduce_coalesced = _gloos("reduce_scatter"), _gloos("allreduce_coalesced")
+    barrier, send, recv = _gloos("barrier"), _gloos("send"), _gloos("recv")
+    recv_anysource, monitored_barrier = _gloos("recv_anysource"), _gloos("monitored_barrier")
 
     def _op(self, tensors: Sequence[Tensor], opts: Any) -> str | None:
         """The name of a reduction that neighbours can do; None of another."""

@@ -6,6 +6,7 @@ made (see :func:`remember_plans`).
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -71,9 +72,14 @@ def remember_plans() -> None:
     tests.plans.single_device = train_once
 
 
+STUCK = 60.0
+"""After so many seconds ranks print where they are."""
+
+
 def rank_main(rank: int, size: int, port: int, calls: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    faulthandler.dump_traceback_later(STUCK, repeat=True)
     for call in calls:
         name, _, arguments = call.partition(":")
         started = time.perf_counter()

@@ -174,6 +174,9 @@ def neighbours_do_what_gloo_does() -> None:
                 assert all(torch.equal(part, flat) for part in everyone.chunk(n))
     assert gloo.wait(gloo.all_reduce(torch.tensor(2.0), "sum", near)) == 2 * n
     assert gloo.wait(gloo.all_reduce(torch.ones(0), "sum", near)).shape == (0,)
+    for i in range(40):  # gloo's threads let go of tensors meanwhile
+        root = torch.full((500,), float(rank + i))
+        assert bool((c10d.wait_tensor(c10d.broadcast(root, i % n, near)) == i % n + i).all())
     truths = torch.tensor([rank == 0, True, False])
     assert gloo.wait(gloo.all_reduce(truths, "max", near)).tolist() == [True, True, False]
 

@@ -15,8 +15,10 @@ SOON = TIMEOUT + 8.0
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[End]]:
-    printed = ended(*MODES, *BETWEEN)
-    return json.loads(next(line for line in printed.splitlines() if line.startswith("ENDS"))[5:])
+    at_once = ended(*(mode for mode in MODES if mode != "compiled_raises"), *BETWEEN)
+    alone = ended("compiled_raises")  # torch.compile keeps the cores from those that must be in time
+    lines = [line for line in (at_once + alone).splitlines() if line.startswith("ENDS")]
+    return {mode: end for line in lines for mode, end in json.loads(line[5:]).items()}
 
 
 def others(found: list[End]) -> list[str]:

@@ -12,7 +12,7 @@ import inspect
 import sysconfig
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
@@ -173,6 +173,12 @@ def _changes(value: object) -> bool:
     )
 
 
+def _fields(value: object) -> Mapping[str, object]:
+    """What a configuration holds, by name; it may have slots."""
+    slots = [each.name for each in fields(value)] if is_dataclass(value) and not isinstance(value, type) else []
+    return getattr(value, "__dict__", None) or {name: getattr(value, name, None) for name in slots}
+
+
 def said(value: object, depth: int = 4) -> str:
     """A value as text: the same for equal contents; of what is no plain value, its type."""
     if isinstance(value, ATOMS):
@@ -181,7 +187,7 @@ def said(value: object, depth: int = 4) -> str:
         inside = [said(each, depth - 1) for each in islice(value, MOST)] if depth else []
         return f"{len(value)} [{', '.join(sorted(inside) if isinstance(value, (set, frozenset)) else inside)}]"
     if isinstance(value, Mapping) or _changes(value):
-        held = value if isinstance(value, Mapping) else vars(value)
+        held = value if isinstance(value, Mapping) else _fields(value)
         pairs = [f"{key!s}: {said(each, depth - 1)}" for key, each in islice(held.items(), MOST)] if depth else []
         return f"{len(held)} {{{', '.join(pairs)}}}"
     return type(value).__name__
