@@ -10,6 +10,7 @@ On virtual ranks all work stands in one process: while one rank works, the other
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,8 +20,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.graph import Input
-from shardfx.ir.program.looped.within_turns import part_in_turns
-from shardfx.ir.program.units.execution import executed
+from shardfx.ir.program.units.execution import Turns, executed
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
 from shardfx.ir.timing.purposes import BEFORE, main_turns, purposes
@@ -122,11 +122,14 @@ class _Recorder:
         calls = [node for node in self.stamps[0][0].graph.nodes if node.op == "call_function"]
         of, main = purposes(calls), main_turns(calls)
         axis = main.args[0] if main is not None else None
-        shown = ((node, turns) for node, turns in executed(calls) if part_in_turns(node) in ("", "collects"))
+        turns_of: dict[fx.Node, deque[Turns]] = {}
+        for node, turns in executed(calls):
+            turns_of.setdefault(node, deque()).append(turns)
         found: list[tuple[Action, Span]] = []
         before, last = self.start, None
-        for (node, end), (_, turns) in zip(self.stamps, shown, strict=True):
+        for node, end in self.stamps:
             kind, stage = of[node]
+            turns = turns_of[node].popleft()
             turn = 0 if kind == "U" else next((turn for name, turn in turns if name == axis), 0)
             action = Action(kind, stage, turn) if kind in KINDS else None
             if kind == BEFORE:
