@@ -253,7 +253,14 @@ def _first(failures: Mapping[int, Exception], sources: Mapping[int, Source], wai
 
 def _check(here: Sequence[int], asked: Sequence[Asked], members: Sequence[int]) -> None:
     first, given, _ = asked[0]
-    for member, (request, tensor, _) in zip(here[1:], asked[1:], strict=True):
+    for member, (request, tensor, _) in zip(here, asked, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise Error(
+                "a collective is given something that is no tensor",
+                where=f"rank {member}; node {request.node!r} ({request.where})",
+                expected="a tensor",
+                got=type(tensor).__name__,
+            )
         exchange = first.op == "all_to_all_single"
         alike = tensor.dtype == given.dtype and (exchange or tensor.shape == given.shape)
         if not request.same(first) or not alike:

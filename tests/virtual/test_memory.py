@@ -29,6 +29,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 QUICK = [("gpt_fused", "dp2tp2", "zero 3, recompute")]
 NAMES = ("gpt_separate", "llama", "hf_t5", "resnet", "dropout_mlp")
+DRAWS = ("dropout_mlp",)
+"""Masks are drawn by a seed of ours, not as torch does on one device: a plan without the feature draws the same."""
 SLOW = [(name, mesh, feature) for name in NAMES for mesh in ("dp2", "dp2tp2") for feature in FEATURES]
 
 
@@ -46,6 +48,7 @@ def hints_of(name: str, feature: str) -> dict[str, Any]:
 
 
 def step(pm: sx.ParallelModule, case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
     loss = pm(*case.args, *case.targets, **case.kwargs)
     loss.backward()
     return loss.detach(), pm.full_grads()
@@ -60,11 +63,12 @@ def test_a_feature_changes_memory_alone(name: str, mesh: str, feature: str) -> N
     reference, case = single_device(make(name), 1), make(name)
     plain, changed = plan(make(name), MESHES[mesh]), plan(case, MESHES[mesh], **hints_of(name, feature))
     loss, grads = step(changed, case)
-    assert rel_err(loss, reference.losses[0]) < 1e-9
-    worst = {key: rel_err(grads[key], value) for key, value in reference.grads.items()}
+    other, theirs = step(plain, make(name)) if name in DRAWS or feature == "recompute" else (loss, grads)
+    expected, gradients = (other, theirs) if name in DRAWS else (reference.losses[0], reference.grads)
+    assert rel_err(loss, expected) < 1e-9
+    worst = {key: rel_err(grads[key], value) for key, value in gradients.items()}
     assert max(worst.values()) < 1e-9, worst
     if feature == "recompute":
-        other, theirs = step(plain, make(name))
         assert torch.equal(loss, other) and all(torch.equal(grads[key], theirs[key]) for key in theirs)
     assert changed.verify(), changed.verify().why
 
