@@ -15,10 +15,12 @@ SOON = TIMEOUT + 8.0
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[End]]:
-    at_once = ended(*(mode for mode in MODES if mode != "compiled_raises"), *BETWEEN)
-    alone = ended("compiled_raises")  # torch.compile keeps the cores from those that must be in time
-    lines = [line for line in (at_once + alone).splitlines() if line.startswith("ENDS")]
-    return {mode: end for line in lines for mode, end in json.loads(line[5:]).items()}
+    return run(*(mode for mode in MODES if mode != "compiled_raises"), *BETWEEN)
+
+
+def run(*modes: str) -> dict[str, list[End]]:
+    """How the ranks of each mode end."""
+    return json.loads(next(line for line in ended(*modes).splitlines() if line.startswith("ENDS"))[5:])
 
 
 def others(found: list[End]) -> list[str]:
@@ -58,7 +60,10 @@ def test_a_stage_that_raises(ends: dict[str, list[End]]) -> None:
         assert "rank 1: a rank's program failed" in text and "no memory left" in text, text
 
 
-def test_a_compiled_program_that_raises(ends: dict[str, list[End]]) -> None:
+@pytest.mark.slow
+def test_a_compiled_program_that_raises() -> None:
+    """Alone: torch.compile keeps the cores from those that must be in time."""
+    ends = run("compiled_raises")
     own = ends["compiled_raises"][1]
     assert own is not None and "a rank's program failed" in own[1] and "no memory left" in own[1], own
     for text in others(ends["compiled_raises"]):
