@@ -25,6 +25,10 @@ OURS = ("graph is wrong", "verif", "failed:")
 """Words of errors that are no caller's: a pass that broke the graph, or raised."""
 
 
+LATE = "must have come to this place"
+"""What may be refused of another form of call, which is planned when it is made first."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """``equal``, ``refused`` (a ``shardfx.Error`` when it is planned), or ``failed``; and how, in a few words.
@@ -93,6 +97,10 @@ def check(case: Case, captures: Captures, verify: bool = False) -> Outcome:
         return failure(error)
     try:
         found = scope["differences"](given[0], pm, *given[1:])
+    except sx.Error as error:
+        if LATE in error.what:
+            return Outcome("refused", error.what, str(error))
+        return failure(error)
     except Exception as error:
         return failure(error)
     wrong = {what: error for what, error in found.items() if not error < scope["CLOSE"]}
