@@ -19,12 +19,15 @@ def perform(requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequen
 
 
 def _results(requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Tensor]:
-    first, n = requests[0], len(tensors)
-    made = alike(first, tensors)
-    if made is not None:
-        return [made] + [made.clone() for _ in range(n - 1)]
-    if first.op == "reduce_scatter_tensor":
-        return [piece.clone() for piece in reduce(tensors, first.args[0]).chunk(n)]
+    made = alike(requests[0], tensors)
+    return [made] + [made.clone() for _ in tensors[1:]] if made is not None else own(requests, tensors)
+
+
+def own(requests: Sequence[Request], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What each member gets for itself, of all their tensors."""
+    n = len(tensors)
+    if requests[0].op == "reduce_scatter_tensor":
+        return [piece.clone() for piece in reduce(tensors, requests[0].args[0]).chunk(n)]
     sent = [t.split(list(r.args[1])) for t, r in zip(tensors, requests, strict=True)]
     return [torch.cat([sent[source][k] for source in range(n)]) for k in range(n)]
 

@@ -67,15 +67,32 @@ def test_a_rank_that_is_changed_stands_for_itself() -> None:
 
 
 def test_what_differs_by_rank_is_not_alike() -> None:
-    """Masks are drawn by box, and gradients that are stored in pieces are each rank's own."""
+    """Masks are drawn by box, and a norm of gradients that are stored in pieces needs those of all."""
     assert own(plan(dropout=0.5))[0] is None
-    assert own(plan(zero=2, zero_min=1))[0] is None
+    assert own(plan(zero=2, zero_min=1, optimizer=adamw, clip=1.0))[0] is None
 
 
-@pytest.mark.parametrize("cheap", [True, False])
-def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(monkeypatch: pytest.MonkeyPatch, cheap: bool) -> None:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("hints", [{"zero": 2}, {"zero": 3}, {"zero": 3, "optimizer": adamw}], ids=str)
+def test_gradients_in_pieces_are_those_of_the_ranks_that_are_run(hints: dict[str, Any]) -> None:
+    few, fault = own(plan(zero_min=1, **hints), CHANGED)
+    assert fault is None
+    assert few is not None and few.ranks == (0, 1, 2, 21, 22, 23)
+
+
+@pytest.mark.parametrize(
+    ("cheap", "hints"),
+    [(True, {}), (True, {"zero": 3, "zero_min": 1}), (False, {"dropout": 0.5})],
+    ids=str,
+)
+def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(
+    monkeypatch: pytest.MonkeyPatch, cheap: bool, hints: dict[str, Any]
+) -> None:
     """By a few ranks that are run for all; by all of them, where ranks have each their own."""
-    pm = plan() if cheap else plan(dropout=0.5)
+    pm = plan(**hints)
     if cheap:
         monkeypatch.setattr(counterexample, "MOST_CALLS", 12 * len(pm.after.nodes))
     changed = pm.rank_module(CHANGED)

@@ -4,6 +4,10 @@ Where inputs are the same along an axis, and programs do not depend on the coord
 alone hold the same at every step: what they add is so many times what one adds, and what they gather is as many copies.
 So a rank whose program somebody changed is run beside one rank of each kind: of ranks that share none of its
 coordinates, of those that share one, and so on: four ranks where there are two such axes, however long these are.
+
+What ranks get of a collective each for themselves (a piece of a gradient that is stored in pieces) is made of what
+all send: the ranks that are run get theirs, of the others there is none. So it is as long as nothing that is made of
+it is asked of the others: it may be given, updated with, and sent along other axes.
 """
 
 from __future__ import annotations
@@ -15,20 +19,24 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.plain import plain
+from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
 from shardfx.runtime.rendezvous import Request
 from shardfx.runtime.verify.families.family import Family, axes_of, families
 from shardfx.runtime.verify.families.varying import leaves
-from shardfx.runtime.verify.proof.interpreter import HasGraph
-from shardfx.runtime.virtual.collectives import alike
+from shardfx.runtime.virtual.collectives import alike, own
 from shardfx.runtime.virtual.virtual_engine import MeetingGroups
 
 Tensor = torch.Tensor
+
+
+SAME_FOR_ALL = ("all_reduce", "all_gather_into_tensor")
+"""Collectives of which all members get the same."""
 
 
 @dataclass(frozen=True)
@@ -83,23 +91,23 @@ class GroupsAlike(MeetingGroups):
     def perform(
         self, requests: Sequence[Request], tensors: Sequence[Tensor], into: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Do a collective, of which all members get the same, on the tensors of the ranks that are run.
-
-        Raises:
-            Error: members get something of their own, and not all are run.
-        """
+        """Do a collective on the tensors of the ranks that are run, each as often as it stands for a member."""
         members = self.known(requests[0].group)
         here = self.here(members)
         if here == members:
             return super().perform(requests, tensors, into)
-        held = dict(zip(here, tensors, strict=True))
-        made = alike(requests[0], [held[self._which.of(rank)] for rank in members])
-        if made is None:
-            raise Error("ranks that get something of their own are not alike", where=str(requests[0]))
-        return [made.clone() if at is None else at.copy_(made.view(at.shape)) for at in into]
+        held = dict(zip(here, zip(requests, tensors, strict=True), strict=True))
+        asked, sent = zip(*(held[self._which.of(rank)] for rank in members), strict=True)
+        same = alike(requests[0], sent)
+        got = [same.clone() for _ in here] if same is not None else _of(here, members, own(asked, sent))
+        return [made if at is None else at.copy_(made.view(at.shape)) for made, at in zip(got, into, strict=True)]
 
 
-def ranks_alike(graph: Graph, program: Callable[[Any], HasGraph], changed: Iterable[int]) -> RanksAlike | None:
+def _of(ranks: Sequence[int], members: Sequence[int], got: Sequence[Tensor]) -> list[Tensor]:
+    return [got[members.index(rank)] for rank in ranks]
+
+
+def ranks_alike(graph: Graph, program: Callable[[Any], RankProgram], changed: Iterable[int]) -> RanksAlike | None:
     """The ranks of a plan that are alike but for ``changed`` ones; None where all have to be run.
 
     Args:
@@ -116,10 +124,10 @@ def ranks_alike(graph: Graph, program: Callable[[Any], HasGraph], changed: Itera
             axes -= {*_spec(given).axes}
     if not axes:
         return None
-    found = list(families(program, [range(mesh.size)]))
+    found = list(families(lambda rank: plain(program(rank)), [range(mesh.size)]))
     axes -= axes_of({rank: i for i, family in enumerate(found) for rank in family.ranks}, mesh)
     for family in found:
-        axes -= _varying(family, mesh) | _own_results(family, mesh)
+        axes -= _varying(family, mesh) | _asked_again(family, mesh)
     coords = [mesh.coords(rank) for rank in changed] or [mesh.coords(0)]
     apart = {name: frozenset(at[name] for at in coords) for name in axes}
     apart = {name: at for name, at in apart.items() if len(at) < mesh[name].size - 1}
@@ -139,16 +147,22 @@ def _varying(family: Family, mesh: Mesh) -> set[str]:
     return found
 
 
-def _own_results(family: Family, mesh: Mesh) -> set[str]:
-    """The axes along which ranks get something of their own of a collective, or send to one another."""
+def _asked_again(family: Family, mesh: Mesh) -> set[str]:
+    """The axes along which ranks send to one another, or a collective needs what others got each for themselves."""
     found: set[str] = set()
+    mine: dict[fx.Node, frozenset[str]] = {}
     for node in family.program.graph.nodes:
         row = row_of(node.target) if node.op == "call_function" else None
+        mine[node] = frozenset[str]().union(*(mine[each] for each in node.all_input_nodes))
         request = Request.of(node)
         if row is None or row.group is None or request is None:
             continue
-        if request.message or request.op not in ("all_reduce", "all_gather_into_tensor"):
-            found |= {*mesh.group_axes(request.group)}
+        axes = frozenset(mesh.group_axes(request.group))
+        if request.message:
+            found |= axes
+        found |= axes & mine[node]
+        if request.op not in SAME_FOR_ALL:
+            mine[node] |= axes
     return found
 
 
