@@ -64,3 +64,52 @@ def test_pieces_are_loaded_where_they_belong() -> None:
     with pytest.raises(sx.Error, match=r"0.weight.* stored otherwise(.|\n)*full_state_dict"):
         otherwise.load_state_dict(saved(pm.state_dict()))
     assert all(tensor.dtype is F64 for tensor in pm.full_state_dict().values())
+
+
+class Square(nn.Module):
+    """Weights of one shape: two are cut alike, and of one each rank has a part of both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.other, self.halves = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.halves(x).chunk(2, -1)
+        return self.up(x) * self.other(x) + (a * b).sum(-1, keepdim=True)
+
+
+def square() -> sx.ParallelModule:
+    specs = {f"{name}.weight": "tp, -" for name in ("up", "other", "halves")}
+    made = Square().double()
+    return parallel(made, sx.Mesh(tp=2), specs=specs, targets=(X,), loss=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("keep", [lambda state: state, saved], ids=["as it is", "saved"])
+@pytest.mark.parametrize("put", ["up.@1.weight", "halves.@0.weight"])
+def test_a_piece_under_the_name_of_another_is_refused(put: str, keep: Any) -> None:
+    """Pieces of one shape change places."""
+    pm = square()
+    state = keep(pm.state_dict())
+    state["up.@0.weight"], state[put] = state[put], state["up.@0.weight"]
+    with pytest.raises(sx.Error, match=r"weight' of this state dict is (another piece|stored otherwise)"):
+        pm.load_state_dict(state)
+
+
+def test_weights_that_are_cut_alike_may_change_places() -> None:
+    pm = square()
+    state, whole = pm.state_dict(), pm.full_state_dict()
+    names = {"up": "other", "other": "up", "halves": "halves"}
+
+    def changed(name: str) -> str:
+        path, _, rest = name.partition(".")
+        return f"{names[path]}.{rest}"
+
+    pm.load_state_dict(saved({name: state[changed(name)] for name in state}))
+    assert all(torch.equal(tensor, whole[changed(name)]) for name, tensor in pm.full_state_dict().items())
+
+
+def test_what_is_computed_from_pieces_is_loaded() -> None:
+    pm = square()
+    whole = pm.full_state_dict()
+    pm.load_state_dict({name: 2 * piece for name, piece in pm.state_dict().items()})
+    assert all(torch.equal(tensor, 2 * whole[name]) for name, tensor in pm.full_state_dict().items())

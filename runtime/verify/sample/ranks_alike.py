@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import fx
 
 from shardfx.ir.graph import Graph, Input, InputKind
 from shardfx.ir.mesh import Mesh

@@ -11,6 +11,8 @@ from torch import nn
 from shardfx.ir.errors import Error
 
 STATE = frozenset(vars(nn.Module()))
+NUMBER = "@"
+"""Begins the name of a module that holds one piece of a parameter, and has the number of the piece."""
 WHOLE = ("generate", "save_pretrained", "push_to_hub")
 """Methods that want the weights of the model, whole."""
 
@@ -80,7 +82,7 @@ class Like(nn.Module):
         return [*super().__dir__(), *(dir(twin) if twin is not None else ())]  # type: ignore[no-untyped-call]
 
     def _lacks(self, name: str) -> str:
-        inside = {own: part for own, part in self._modules.items() if own[0] == "@" and part is not None}
+        inside = {own: part for own, part in self._modules.items() if own.startswith(NUMBER) and part is not None}
         pieces = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]
         if pieces:
             return f"{name!r} is in {len(pieces)} pieces here: {', '.join(f'{own}.{name}' for own in pieces)}"

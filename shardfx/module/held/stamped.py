@@ -2,17 +2,25 @@
 
 ``pm.state_dict()`` holds a rank's pieces under the model's names. Another rank's pieces, or those of another plan, have
 the same names and mostly the same shapes; loading them would give other weights, and no key would be missing.
+
+Each piece says it as well, so that one which was put under another name by hand is not taken for what belongs there:
+two blocks may change their weights, which are cut alike, and a weight's two pieces may not. (A ``DTensor`` needs no
+such word: it is brought to the placement of the one that it is copied to. A tensor that was computed has none.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardfx.ir.errors import Error
 
-STAMP = "shardfx"
+from .like import NUMBER
+
+STAMP, PIECE = "shardfx", "shardfx_piece"
 
 
 def stamp_state_dicts(root: nn.Module) -> None:
@@ -22,8 +30,14 @@ def stamp_state_dicts(root: nn.Module) -> None:
 
 
 def put(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Say in a state dict which pieces it holds, in words that may be saved."""
-    local_metadata[STAMP] = {name: list(held) for name, held in module.store.held().items()}
+    """Say in a state dict, and on what is in it, which pieces it holds, in words that may be saved."""
+    held = module.store.held()
+    local_metadata[STAMP] = {name: list(each) for name, each in held.items()}
+    live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for key, tensor in state_dict.items():
+        place = _place(key.removeprefix(prefix), held)
+        if place is not None and isinstance(tensor, torch.Tensor) and not (_is_piece(tensor) or id(tensor) in live):
+            setattr(tensor, PIECE, list(place))
 
 
 def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
@@ -33,10 +47,10 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
         Error: naming the first parameter or buffer that is another piece, is cut in another way, or is whole where
             there are pieces; new tensors are to be put in the place of those that there are.
     """
-    own = dict((*module.named_parameters(), *module.named_buffers()))
+    mine = dict((*module.named_parameters(), *module.named_buffers()))
     given = {name: state_dict[prefix + name] for name in module.store.held() if prefix + name in state_dict}
     unsaid = given if STAMP not in local_metadata else {}
-    whole = next((name for name, new in unsaid.items() if _is_piece(own.get(name)) and not _is_piece(new)), None)
+    whole = next((name for name, new in unsaid.items() if _is_piece(mine.get(name)) and not _is_piece(new)), None)
     if whole is not None or local_metadata.get("assign_to_params_buffers"):
         raise Error(
             "new tensors cannot take the place of the stored ones"
@@ -47,20 +61,34 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
             got="assign=True" if whole is None else "a state dict of the model itself",
             remedy="leave assign=True out" if whole is None else "pm.load_full_state_dict(...)",
         )
-    theirs = local_metadata.get(STAMP, {})
-    for name, (spec, piece) in module.store.held().items():
-        got_spec, got = theirs.get(name, (spec, piece))
+    held, theirs = module.store.held(), local_metadata.get(STAMP, {})
+    said = [(name, own, tuple(theirs.get(name, own)), "the piece of another rank") for name, own in held.items()]
+    for key, tensor in state_dict.items():
+        place = _place(key.removeprefix(prefix), held) if key.startswith(prefix) else None
+        if place is not None:
+            said.append((key, place, tuple(getattr(tensor, PIECE, place)), "another piece, put under this name"))
+    for name, (spec, piece), (got_spec, got), otherwise in said:
         if (got_spec, got) == (spec, piece):
             continue
         cut, other = got_spec != spec, "all pieces" if got < 0 else f"piece {got}"
         raise Error(
-            f"{name!r} of this state dict is {'stored otherwise' if cut else 'the piece of another rank'}",
+            f"{name!r} of this state dict is {'stored otherwise' if cut else otherwise}",
             where="pm.load_state_dict(...)",
-            expected=spec if cut else f"piece {piece}, of this rank",
+            expected=spec if cut else f"piece {piece} of it",
             got=got_spec if cut else other,
             remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the pieces of all "
             "ranks by torch.distributed.checkpoint",
         )
+
+
+def _place(key: str, held: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
+    """How the parameter or buffer of a key is placed, and which of its pieces the key is; None: it is neither."""
+    path = key.split(".")
+    name = ".".join(part for part in path if not part.startswith(NUMBER))
+    if name not in held:
+        return None
+    spec, piece = held[name]
+    return spec, next((int(part.removeprefix(NUMBER)) for part in path if part.startswith(NUMBER)), piece)
 
 
 def _is_piece(held: object) -> bool:

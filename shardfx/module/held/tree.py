@@ -10,7 +10,7 @@ from torch import nn
 
 from shardfx.ir.errors import Error
 
-from .like import Like
+from .like import NUMBER, Like
 from .optimizers import watch_pieces
 from .state import ModelState
 
@@ -226,7 +226,7 @@ class Tree:
         if count == 1:
             return [holder]
         twin = self.twin.get_submodule(name.rpartition(".")[0])
-        made = [(f"@{i}", Part(f"{name.rpartition('.')[0]}.@{i}", twin)) for i in range(count)]
+        made = [(f"{NUMBER}{i}", Part(f"{name.rpartition('.')[0]}.{NUMBER}{i}", twin)) for i in range(count)]
         return [holder._modules.setdefault(own, part) or part for own, part in made]
 
     @property
