@@ -1,6 +1,6 @@
 """Are the rules right, and do they allow all that is right? Asked of every op of PyTorch's own operator database.
 
-    python -m benchmarks.op_coverage [--samples 6] [--most 6] [--ops conv pool] [--list] [--no-dtensor] [--jobs 2]
+    python -m benchmarks.op_coverage [--samples 6] [--most 6] [--ops conv pool] [--list] [--no-dtensor] [--jobs 2] [--seed 0]
 
 The ops are those that the samples of ``op_db`` call, forward and backward, at the level of aten. By category (the file
 of the rule book that holds the op's rule; an op without one is discovered) the table gives
@@ -11,7 +11,8 @@ of the rule book that holds the op's rule; an op without one is discovered) the 
     sums      of the sets of operands that may be partial sums, those that the rules let pass
     DTensor   the same of DTensor (:mod:`benchmarks.op_dtensor`), and what it accepts and gets wrong
 
-The exit status is 1 if a rule is refuted.
+Another ``--seed`` takes other samples of an op, other values of them, and other draws. The exit status is 1 if a rule is
+refuted.
 """
 
 from __future__ import annotations
@@ -72,15 +73,15 @@ def category(op: Any) -> str:
     return NO_RULE if entry is None else DISCOVERED if entry.discovered else "pointwise"
 
 
-def score(of: Instance, dtensor: bool = True) -> Score:
+def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
     """Run the oracle over one instance, and ask DTensor."""
     entry = BOOK.entry(of.node.op)
     rule = entry.make(of.node) if entry is not None else None
     tried, refuted = 0, []
     if entry is not None and rule is not None:
         tried = len(list(trials(rule, of.results, of.tensors)))
-        refuted = refutations(entry, of) + refutations_on_draws(entry, of)
-    oracle = Oracle(of)
+        refuted = refutations(entry, of, seed=seed) + refutations_on_draws(entry, of, seed=seed)
+    oracle = Oracle(of, seed)
     cuts, sums = oracle.cuts(), [] if of.node.op.overloadpacket in UNDEFINED else oracle.linear()
     return Score(
         category(of.node.op),
@@ -172,20 +173,20 @@ def table(scores: Iterable[Score], dtensor: bool = True) -> Table:
 _work: list[Instance] = []
 
 
-def _score(i: int, dtensor: bool) -> Score:
+def _score(i: int, dtensor: bool, seed: int) -> Score:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    return score(_work[i], dtensor)
+    return score(_work[i], dtensor, seed)
 
 
-def _score_one(job: tuple[int, bool]) -> Score:
+def _score_one(job: tuple[int, bool, int]) -> Score:
     return _score(*job)
 
 
-def measure(instances: Sequence[Instance], *, jobs: int = 2, dtensor: bool = True) -> Iterator[Score]:
+def measure(instances: Sequence[Instance], *, jobs: int = 2, dtensor: bool = True, seed: int = 0) -> Iterator[Score]:
     """The scores of all instances, as they come; forked workers take the instances along."""
     _work[:] = instances
-    work = [(i, dtensor) for i in range(len(instances))]
+    work = [(i, dtensor, seed) for i in range(len(instances))]
     if jobs < 2:
         yield from map(_score_one, work)
         return
@@ -193,10 +194,10 @@ def measure(instances: Sequence[Instance], *, jobs: int = 2, dtensor: bool = Tru
         yield from pool.imap_unordered(_score_one, work, chunksize=4)
 
 
-def chosen(samples: int, most: int, patterns: Sequence[str], console: Console) -> list[Instance]:
+def chosen(samples: int, most: int, patterns: Sequence[str], console: Console, seed: int = 0) -> list[Instance]:
     """The instances of the operator database whose op's name or category holds one of the patterns."""
     with console.status("recording the operator database") as status:
-        recorder = record(samples, most, lambda name: status.update(f"recording {name}"))
+        recorder = record(samples, most, lambda name: status.update(f"recording {name}"), seed=seed)
     found = [each for of_op in recorder.found.values() for each in of_op.values()]
     if not patterns:
         return found
@@ -209,18 +210,19 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=6, help="instances per overload")
     parser.add_argument("--ops", nargs="*", default=[], help="only ops whose name or category holds one of these")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--seed", type=int, default=0, help="of samples, values and draws")
     parser.add_argument("--no-dtensor", action="store_true", help="leave DTensor out")
     parser.add_argument("--list", action="store_true", help="name what is missing, and what DTensor gets wrong")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     began = time.monotonic()
     torch.set_num_threads(1)
-    instances = chosen(args.samples, args.most, args.ops, console)
+    instances = chosen(args.samples, args.most, args.ops, console, args.seed)
     console.print(f"{len(instances)} instances recorded in {time.monotonic() - began:.0f} s")
     scores = []
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("running the oracle", total=len(instances))
-        for each in measure(instances, jobs=args.jobs, dtensor=not args.no_dtensor):
+        for each in measure(instances, jobs=args.jobs, dtensor=not args.no_dtensor, seed=args.seed):
             scores.append(each)
             progress.advance(bar)
             if not console.is_terminal and len(scores) % 250 == 0:

@@ -97,9 +97,9 @@ def signature(args: Any, kwargs: Any) -> object:
     )
 
 
-def record(samples: int = 6, most: int = 6, progress: Callable[[str], None] | None = None, every: int = 1) -> Recorder:
+def record(samples: int = 6, most: int = 6, progress: Callable[[str], None] | None = None, every: int = 1, seed: int = 0) -> Recorder:
     """Run the samples of the operator database, forward and backward, and keep what they call; of every so many-th op
-    alone if ``every`` says so."""
+    alone if ``every`` says so. With another ``seed`` there are other samples, of other values."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     recorder = Recorder(most)
@@ -110,14 +110,14 @@ def record(samples: int = 6, most: int = 6, progress: Callable[[str], None] | No
             progress(info.name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for sample in _samples(info, samples):
+            for sample in _samples(info, samples, seed):
                 _run(info, sample, recorder)
     return recorder
 
 
-def _samples(info: Any, most: int) -> Iterator[Any]:
+def _samples(info: Any, most: int, seed: int) -> Iterator[Any]:
     """The first samples of an op, and a few of those behind."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     try:
         given = list(
             itertools.islice(info.sample_inputs("cpu", torch.float64, requires_grad=info.supports_autograd), 60)
@@ -125,7 +125,7 @@ def _samples(info: Any, most: int) -> Iterator[Any]:
     except Exception:  # a sample that this build cannot make
         return
     step = max(len(given) // most, 1)
-    yield from given[::step][:most]
+    yield from given[seed % step :: step][:most]
 
 
 def _run(info: Any, sample: Any, recorder: Recorder) -> None:

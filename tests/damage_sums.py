@@ -50,8 +50,15 @@ def norm_of_the_whole(site: Site, node: fx.Node) -> None:
     taken = _taken(node)
     assert taken is not None
     with site.graph.inserting_before(node):
-        squares = site.graph.call_function(aten.pow.Tensor_Scalar, (taken.args[0], 2))
+        squares = site.graph.call_function(aten.pow.Tensor_Scalar, (_whole(taken), 2))
     node.update_arg(0, squares)
+
+
+def _whole(taken: fx.Node) -> fx.Node:
+    """What was taken of, axis by axis."""
+    while taken.target is pack.take:
+        (taken,) = taken.all_input_nodes
+    return taken
 
 
 def _taken(node: fx.Node) -> fx.Node | None:

@@ -291,12 +291,13 @@ class Programs:
     ) -> Iterator[tuple[str, dict[int, RankProgram]]]:
         """Up to ``count`` damaged sets of programs, each with the node at which it was damaged; ``on`` a rank alone."""
         last = max(self.programs) if on is None else on
-        places = len(mutation.places(self.site(last, self.programs[last])))
+        ranks = [last] if mutation.alone or on is not None else [*self.programs]
+        places = max(len(mutation.places(self.site(rank, self.programs[rank]))) for rank in ranks)
         chosen = random.Random(f"{seed} {mutation.name}").sample(range(places), min(count, places))
         for k in sorted(chosen):
             made: dict[int, RankProgram] = {}
             name = ""
-            for rank in [last] if mutation.alone or on is not None else self.programs:
+            for rank in ranks:
                 program = self.programs[rank].copy()
                 site = self.site(rank, program)
                 found = mutation.places(site)

@@ -128,19 +128,19 @@ def refutations(entry: RuleEntry, of: Instance, *, most: int | None = None, seed
     return found
 
 
-def refutations_on_draws(entry: RuleEntry, of: Instance) -> list[Refutation]:
+def refutations_on_draws(entry: RuleEntry, of: Instance, *, seed: int = 0) -> list[Refutation]:
     """The same on other values: each trial on one of the draws, of both signs, zeros, ties, integers of all the range.
 
     Where a result is not finite, no operand is a partial sum: of that passes take care.
     """
-    rule, values = entry.make(of.node), list(draws(of))
+    rule, values = entry.make(of.node), list(draws(of, seed))
     found = []
     for number, trial in enumerate(trials(rule, of.results, of.tensors) if rule is not None and values else ()):
-        each = values[number % len(values)]
+        each = values[(number + seed) % len(values)]
         if trial.partial and not all(r is None or bool(r.isfinite().all()) for r in each.results):
             continue
         assert rule is not None
-        why = refute(entry, rule, each, trial, torch.Generator().manual_seed(0))
+        why = refute(entry, rule, each, trial, torch.Generator().manual_seed(seed))
         if why:
             found.append(Refutation(repr(of), str(trial), f"{why} (of drawn values)"))
     return found
