@@ -1,6 +1,7 @@
 """Are the rules right, and do they allow all that is right? Asked of every op of PyTorch's own operator database.
 
-    python -m benchmarks.op_coverage [--samples 6] [--most 6] [--ops conv pool] [--list] [--no-dtensor] [--jobs 2] [--seed 0]
+    python -m benchmarks.op_coverage [--samples 6] [--most 6] [--seed 0] [--ops conv pool] [--list]
+        [--no-dtensor] [--jobs 2]
 
 The ops are those that the samples of ``op_db`` call, forward and backward, at the level of aten. By category (the file
 of the rule book that holds the op's rule; an op without one is discovered) the table gives
@@ -11,8 +12,8 @@ of the rule book that holds the op's rule; an op without one is discovered) the 
     sums      of the sets of operands that may be partial sums, those that the rules let pass
     DTensor   the same of DTensor (:mod:`benchmarks.op_dtensor`), and what it accepts and gets wrong
 
-Another ``--seed`` takes other samples of an op, other values of them, and other draws. The exit status is 1 if a rule is
-refuted.
+Another ``--seed`` takes other samples of an op, other values of them, and other draws. The exit status is 1 if a rule
+is refuted.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ def signature(args: Any, kwargs: Any) -> object:
     )
 
 
-def record(samples: int = 6, most: int = 6, progress: Callable[[str], None] | None = None, every: int = 1, seed: int = 0) -> Recorder:
+def record(
+    samples: int = 6, most: int = 6, progress: Callable[[str], None] | None = None, every: int = 1, seed: int = 0
+) -> Recorder:
     """Run the samples of the operator database, forward and backward, and keep what they call; of every so many-th op
     alone if ``every`` says so. With another ``seed`` there are other samples, of other values."""
     from torch.testing._internal.common_methods_invocations import op_db
