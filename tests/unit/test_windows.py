@@ -42,6 +42,7 @@ TWO = Mesh(h=2)
         (Window(64, 1, 1, -1, 1), "64 for 64{h} by o-1 to o+1"),
         (Window(32, 2, 1, 0, 2), "64 for 32{h} by 2o to 2o+2"),
         (Window(128, 1, 2, 1, 1), "64 for 128{h} by (o+1)/2 to (o+1)/2"),
+        (Window(64, -1, 1, 63, 63), "64 for 64{h} by -o+63 to -o+63"),
     ],
 )
 def test_the_text_of_rows_is_read_back(window: Window, text: str) -> None:
@@ -183,6 +184,12 @@ def slice_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return aten.slice_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
 
 
+def turn(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    x, dims = f(2, draw.randint(2, 30), 3), draw.choice(([1, 2], [-2, 0], [0, 1]))
+    flipped, quarters = (x, dims[: draw.randint(1, 2)]), (x, draw.randint(-2, 5), dims)
+    return draw.choice(((aten.flip.default, flipped), (aten.rot90.default, quarters)))
+
+
 def ring(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     size = draw.randint(2, 24)
     front = draw.randint(0, size)
@@ -232,6 +239,7 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "edges gradient": edges_gradient,
     "slice": slices,
     "slice gradient": slice_gradient,
+    "turn": turn,
 }
 
 

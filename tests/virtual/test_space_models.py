@@ -98,6 +98,8 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "reflect": lambda x: F.pad(x, (2, 1, 0, 3), mode="reflect"),
     "replicate": lambda x: F.pad(x, (2, 1, 0, 3), mode="replicate"),
     "roll": lambda x: x.roll((3, -2), (2, 3)),
+    "mirror images": lambda x: x.flip(2) + x.flip(2, 3),
+    "turns": lambda x: x.rot90(2, (2, 3)) + x.rot90(1, (2, 3)).rot90(-1, (2, 3)),
     "crop": lambda x: x[:, :, 2:-1, 1:],
     "every third": lambda x: x[:, :, 1::2, ::3],
     "differences": lambda x: x[:, :, 1:] - x[:, :, :-1],
@@ -109,7 +111,7 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "columns of overlapping windows": lambda x: F.fold(F.unfold(x, 3, 1, 2, 2), (19, 16), 3, 1, 1, 2),
     "shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
 }
-SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest")}
+SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest", "mirror images")}
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("2x2", marks=pytest.mark.slow), "3x1"])
@@ -177,6 +179,10 @@ DAMAGE: dict[str, tuple[str, Callable[[fx.GraphModule], None]]] = {
     "a tile is taken for the one before it": (
         "nearest",
         lambda program: changed(program, "resize_tile", 3, lambda first: [max(first[0] - 1, 0), *first[1:]]),
+    ),
+    "another dim is turned round": (
+        "mirror images",
+        lambda program: changed(program, "aten.flip", 1, lambda dims: [3]),
     ),
     "a row of a slice is another one": (
         "every third",

@@ -6,18 +6,50 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.cut import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.arithmetic.pool import side_by_side
 from shardfx.ir.rulebook.dims import argument, moves, words
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.sharding_rule import ShardingRule
+from shardfx.ir.rules.template import template
+from shardfx.ir.rules.windows import seeing
 
 aten = torch.ops.aten
 
 
-def flip(node: Node) -> str:
-    """The dims that are turned round are whole: none, if none is named."""
-    return "d.. k@dims! -> d.. k@dims" if argument(node, "dims") else "d.. -> d.."
+def mirrored(node: Node) -> dict[int, int]:
+    """The dims of an image that are turned round, and where each then stands in the result."""
+    ndim = node.operands[0].type.ndim
+    dims = [dim % ndim for dim in argument(node, "dims")]
+    if node.op.overloadpacket is aten.flip:
+        return {dim: dim for dim in dims}
+    (i, j), turns = dims, argument(node, "k") % 4
+    return ({}, {j: i}, {i: i, j: j}, {i: j})[turns]
+
+
+def turned(node: Node) -> ShardingRule:
+    """Of a dim that is turned round a rank needs the rows of its mirror image: row o is the one as far from the end."""
+    found, sizes = mirrored(node), node.operands[0].shape
+    other = {to: dim for dim, to in found.items() if to not in found}  # a quarter turn: where the first one stood
+    of = dict(enumerate(range(len(sizes)))) | {to: dim for dim, to in (found | other).items()}
+    last = {dim: sizes[dim] - 1 for dim in found if sizes[dim] > 1}
+    y = words(f"{'o' if of[to] in last else 'd'}{of[to]}" for to in range(len(sizes)))
+    rule = template(f"{words(f'd{dim}' for dim in range(len(sizes)))} -> {y}", "0", moves_only=True)(node)
+    return seeing(rule, {f"d{dim}": (f"o{dim}", Window(n + 1, -1, 1, n, n)) for dim, n in last.items()})
+
+
+def turned_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
+    """A rank's rows, of those that it holds, turned round."""
+    x = args[0]
+    for dim, to in sorted(mirrored(emit.node).items()):
+        size = emit.node.operands[0].shape[dim]
+        (at, held), (first, count) = emit.operand_bounds(0, dim), emit.result_bounds(0, to)
+        begin = size - first - count - at
+        if count < held:
+            x = emit.call(aten.slice.Tensor, x, dim, begin, begin + count)
+    return emit.call(emit.node.op, x, *args[1:])
 
 
 def unfold(node: Node) -> str:
@@ -48,20 +80,11 @@ def repeat(node: Node) -> str:
     return f"~{words(f'd{i}' for i in range(out - x, out))} -> {words(result)}"
 
 
-def rot90(node: Node) -> str:
-    """Of the two dims of the plane one is turned round, and whole; in a quarter turn the other takes its place."""
-    ndim, turns = node.operands[0].type.ndim, argument(node, "k") % 4
-    i, j = (d % ndim for d in argument(node, "dims"))
-    x = f"d.. a@{i}{'!' if turns > 1 else ''} b@{j}{'!' if turns in (1, 2) else ''}"
-    return f"{x} -> d.. {f'b@{i} a@{j}' if turns % 2 else f'a@{i} b@{j}'}"
-
-
 DIAGONAL, PLANE = "d.. q!", "d.. i@dim1! j@dim2!"
 
 RULES: tuple[RuleEntry, ...] = (
-    rule(aten.flip, flip, linear="0"),
+    rule((aten.flip, aten.rot90), turned, rows=turned_rows),
     rule((aten.tril, aten.triu), "n.. i! j! -> n.. i! j!", linear="0"),
-    moves(aten.rot90, rot90),
     moves(aten.repeat, repeat, local=repeat_local),
     moves((aten.diagonal, aten.diagonal_copy), f"{PLANE} -> {DIAGONAL}"),
     rule(aten.diagonal_backward, f"{DIAGONAL} -> {PLANE}", linear="0", shape_arg=1),
