@@ -42,6 +42,7 @@ def others() -> list[tuple[Any, ...]]:
         (grouped_mm, f(12, 6), f(4, 6, 5), torch.tensor([3, 3, 8, 10])),
         (grouped_mm, f(7, 6), f(4, 6, 5), torch.tensor([5, 2, 9, 7])),
         (grouped_outer, f(12, 6), f(12, 5), torch.tensor([3, 3, 8, 10])),
+        (aten.adaptive_max_pool2d.default, f(2, 3, 5, 4), [1, 1]),
         (piece_moments, f(8, 3, 4), [4, 1], [0, 0], [4, 1]),
         (piece_moments, f(4, 3, 6, 4), [2, 3, 2], [0, 0, 0], [2, 3, 2]),
         (joined_moments, f(4, 2, 3)),

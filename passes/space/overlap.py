@@ -34,7 +34,7 @@ SPLIT = frozenset({torch.ops.aten.convolution.default})
 
 
 def overlapped(placing: Placing, by_cost: bool) -> int:
-    """Compute the inner part of each op whose operand is exchanged by itself, in the graph (``by_cost``: where that takes
+    """Compute the inner part of each op whose operand is exchanged by itself (``by_cost``: where that takes
     less time); gives of how many ops."""
     graph = placing.costs.graph
     rewriter, count = Rewriter(graph), 0

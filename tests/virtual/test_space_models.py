@@ -107,6 +107,7 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "nearest": lambda x: F.interpolate(x, size=(23, 20), mode="nearest"),
     "nearest-exact": lambda x: F.interpolate(x, size=(11, 9), mode="nearest-exact"),
     "means of all": lambda x: x * F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (3, 2)).mean(),
+    "largest of all": lambda x: x * F.adaptive_max_pool2d(x, 1),
     "largest of windows of any size": lambda x: F.adaptive_max_pool2d(x, (11, 9)),
     "columns of overlapping windows": lambda x: F.fold(F.unfold(x, 3, 1, 2, 2), (19, 16), 3, 1, 1, 2),
     "shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
