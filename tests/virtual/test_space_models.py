@@ -124,12 +124,13 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_holds_a_fourth_and_its_halos_at_most() -> None:
+@pytest.mark.parametrize(("merge", "size"), [("never", 256), ("cost", 512)])
+def test_a_rank_holds_a_fourth_and_its_halos_at_most(merge: str, size: int) -> None:
     """The peak of a UNet on 2 x 2 ranks, beside that of a plan for one; a rim is little of tiles of this size."""
-    x, peaks = torch.randn(1, 3, 256, 256), []
+    x, peaks = torch.randn(1, 3, size, size), []
     for mesh in (sx.Mesh(h=1, w=1), MESHES["2x2"]):
         torch.manual_seed(0)
-        hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge="never")])
+        hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge=merge)])
         pm = sx.parallelize(UNet(), mesh, hints, virtual=True)
         halos = sum(node.op.sends(node, mesh).nbytes for node in pm.after.nodes if str(node.op) == "comm.halo")
         peaks.append(pm.memory().peak - halos)
