@@ -110,6 +110,7 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "largest of all": lambda x: x * F.adaptive_max_pool2d(x, 1),
     "largest of windows of any size": lambda x: F.adaptive_max_pool2d(x, (11, 9)),
     "columns of overlapping windows": lambda x: F.fold(F.unfold(x, 3, 1, 2, 2), (19, 16), 3, 1, 1, 2),
+    "windows of a dim": lambda x: x.unfold(2, 3, 1).unfold(3, 3, 2).mean((-1, -2)),
     "shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
 }
 SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest", "mirror images")}
