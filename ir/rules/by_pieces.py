@@ -18,6 +18,8 @@ from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
+FEW = 4
+"""Of more axes than these it is not tried what each of them may have cut."""
 MOST = 64
 """In more pieces than this, what all ranks exchange is more than the sums that each would add to."""
 
@@ -48,15 +50,21 @@ def in_pieces(expand: Any, node: Node, cuts: Sequence[Cut], mesh: Mesh) -> Any:
 
 
 def choices(expand: Any, node: Node, held: Iterable[Spec], mesh: Mesh) -> list[Any]:
-    """The decompositions that somebody may have taken of a node whose first operand is held so, or was to be."""
+    """The decompositions that somebody may have taken of a node whose first operand is held so; or was, before another
+    placement of it was found to be better: what each axis of the mesh may have cut, one of the dims or none."""
     if not isinstance(expand, ByPieces):
         return [expand]
-    found = {expand: None}
-    for spec in held:
-        for cuts in itertools.product(*(map(Cut, _some(cut)) for cut in spec.dims)):
-            found = {in_pieces(expand, node, cuts, mesh): None, **found}
+    likely = [
+        cuts for spec in held for cuts in itertools.product(*(tuple(map(Cut, _some(cut.axes))) for cut in spec.dims))
+    ]
+    found = dict.fromkeys(in_pieces(expand, node, cuts, mesh) for cuts in reversed(likely))
+    names, dims = [axis.name for axis in mesh.axes], range(node.operands[0].type.ndim)
+    for places in itertools.product((None, *dims), repeat=len(names)) if len(names) <= FEW else ():
+        over = (tuple(name for name, at in zip(names, places, strict=True) if at == dim) for dim in dims)
+        found.setdefault(in_pieces(expand, node, [Cut(axes) for axes in over], mesh))
+    found.setdefault(expand)
     return list(found)
 
 
-def _some(cut: Cut) -> list[tuple[str, ...]]:
-    return [axes for n in range(1 + len(cut.axes)) for axes in itertools.combinations(cut.axes, n)]
+def _some(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [some for n in range(1 + len(axes)) for some in itertools.combinations(axes, n)]
