@@ -116,8 +116,8 @@ def _copied(x: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
         into = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         _distinct(into).copy_(_distinct(x))
         return into
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     into = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device, pin_memory=pinned)
     return _started(into, x, x.device if x.is_cuda else device)
 
