@@ -46,7 +46,7 @@ PLANS = (
     "resnet@dp2",
     "hf_gpt2@dp2tp2+alone",
 )
-STEPPED = ("mlp3@dp2tp2+AdamW", "few_rows@dp3tp2+Adafactor", "few_rows@2x2x2+clip+across", "mlp3@dp2tp2+AdamW+away")
+STEPPED = ("mlp3@dp2tp2+AdamW", "few_rows@dp3tp2+Adafactor", "few_rows@2x2x2+clip+across", "mlp3@dp2tp2+AdamW+away", "gpt_fused@tp2+again")
 """Whole steps (one with parameters, states and activations put away), and norms of few rows on many ranks: random
 numbers do not tell a small term of these from none, and the proof does."""
 UNEVEN = {"dp3tp2": sx.Mesh(dp=3, tp=2)}
@@ -91,7 +91,7 @@ class Rates:
 
 def planned(name: str) -> sx.ParallelModule:
     """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets, ``+AdamW``: whole steps;
-    ``+away``: all put away; others: :data:`SPECS`)."""
+    ``+away``: all put away; ``+again``: blocks made again; others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     made = few_rows() if case == "few_rows" else make(case)
@@ -100,6 +100,7 @@ def planned(name: str) -> sx.ParallelModule:
         fuse |= {"optimizer": torch.optim.AdamW, "zero": 1, "zero_min": 64, "clip": 0.1}
     fuse |= {"optimizer": torch.optim.Adafactor} if "Adafactor" in more else {}
     fuse |= {"clip": 0.1} if "clip" in more else {}
+    fuse |= {"recompute": "layers.*"} if "again" in more else {}
     if "away" in more:
         fuse |= {"offload": (sx.Offload(ahead=2, least=0),)}
     specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}

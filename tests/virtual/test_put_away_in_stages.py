@@ -10,7 +10,7 @@ import shardfx as sx
 
 
 def test_what_two_stages_of_a_rank_need_is_fetched_for_the_one_that_comes_first() -> None:
-    """In a V the middle stages lie on one rank: the later one needs, for its own backward, what the earlier one gave."""
+    """In a V the middle stages lie on one rank: the later one needs for its backward what the earlier one gave."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.Tanh()) for _ in range(4))).double()
     x, y = torch.randn(2, 4, 4, 6, dtype=torch.float64)
