@@ -39,6 +39,7 @@ PLANS = (
     "mlp3@dp2tp2+whole-bias",
     "dropout_mlp@dp2tp2",
     "gpt_fused@tp2",
+    "gpt_fused@tp2+again",
     "gpt_fused@dp2tp2+sequence",
     "mlp3@dp2tp2+both-axes",
     "gpt_fused@dp2tp2+whole-qkv",
@@ -46,7 +47,7 @@ PLANS = (
     "resnet@dp2",
     "hf_gpt2@dp2tp2+alone",
 )
-STEPPED = ("mlp3@dp2tp2+AdamW", "few_rows@dp3tp2+Adafactor", "few_rows@2x2x2+clip+across", "mlp3@dp2tp2+AdamW+away", "gpt_fused@tp2+again")
+STEPPED = ("mlp3@dp2tp2+AdamW", "few_rows@dp3tp2+Adafactor", "few_rows@2x2x2+clip+across", "mlp3@dp2tp2+AdamW+away")
 """Whole steps (one with parameters, states and activations put away), and norms of few rows on many ranks: random
 numbers do not tell a small term of these from none, and the proof does."""
 UNEVEN = {"dp3tp2": sx.Mesh(dp=3, tp=2)}

@@ -88,8 +88,8 @@ def _ways(node: fx.Node) -> Any:
 
 def stepped_rows(site: Site) -> list[fx.Node]:
     """A rank's rows of a parameter or its gradient, which its states are of."""
-    planned = ((node, node.meta.get("shardfx")) for node in slices(site))
-    return [node for node, made in planned if made is not None and made.phase is Phase.UPDATE]
+    found = ((node, [user.meta.get("shardfx") for user in node.users]) for node in slices(site))
+    return [node for node, users in found if all(made is not None and made.phase is Phase.UPDATE for made in users)]
 
 
 def made_again(site: Site) -> list[fx.Node]:
