@@ -104,8 +104,8 @@ def _second_pool(canvas: Canvas, above: Rect, beside: Sequence[int], x: Sequence
     """What is put away, over the same calls, and on a scale of its own; gives where."""
     area = Rect(above.x, above.bottom + 44, above.w, HIGH / 3)
     top = max(range(len(beside)), key=beside.__getitem__)
-    most = beside[top] * 1.25
-    canvas.text(area.x, area.y - 10, f"put away, beside the device: {size_text(beside[top])} at most", size=12, bold=True)
+    most, said = beside[top] * 1.25, f"put away, beside the device: {size_text(beside[top])} at most"
+    canvas.text(area.x, area.y - 10, said, size=12, bold=True)
     draw_scale(canvas, area, most)
     with canvas.group("", f"put away: {size_text(beside[top])} at most"):
         canvas.path(_area(x, [0.0] * len(beside), beside, area, most), fill=HOST)
