@@ -39,6 +39,7 @@ PLANS = (
     "mlp3@dp2tp2+whole-bias",
     "dropout_mlp@dp2tp2",
     "gpt_fused@tp2",
+    "gpt_fused@tp2+again",
     "gpt_fused@dp2tp2+sequence",
     "mlp3@dp2tp2+both-axes",
     "gpt_fused@dp2tp2+whole-qkv",
@@ -91,7 +92,7 @@ class Rates:
 
 def planned(name: str) -> sx.ParallelModule:
     """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets, ``+AdamW``: whole steps;
-    ``+away``: all put away; others: :data:`SPECS`)."""
+    ``+away``: all put away; ``+again``: blocks made again; others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     made = few_rows() if case == "few_rows" else make(case)
@@ -100,6 +101,7 @@ def planned(name: str) -> sx.ParallelModule:
         fuse |= {"optimizer": torch.optim.AdamW, "zero": 1, "zero_min": 64, "clip": 0.1}
     fuse |= {"optimizer": torch.optim.Adafactor} if "Adafactor" in more else {}
     fuse |= {"clip": 0.1} if "clip" in more else {}
+    fuse |= {"recompute": "layers.*"} if "again" in more else {}
     if "away" in more:
         fuse |= {"offload": (sx.Offload(ahead=2, least=0),)}
     specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardfx.ir.graph import Phase
 from shardfx.ir.ops import pack
 from tests.damage import Site, equal_outputs
 
@@ -83,3 +84,38 @@ def _dim(node: fx.Node) -> Any:
 
 def _ways(node: fx.Node) -> Any:
     return _view(node)[_dim(node)] / node.args[4]  # type: ignore[operator]
+
+
+def stepped_rows(site: Site) -> list[fx.Node]:
+    """A rank's rows of a parameter or its gradient, which its states are of."""
+    found = ((node, [user.meta.get("shardfx") for user in node.users]) for node in slices(site))
+    return [node for node, users in found if all(made is not None and made.phase is Phase.UPDATE for made in users)]
+
+
+def made_again(site: Site) -> list[fx.Node]:
+    """Calls that the backward makes again, and that have another of the same op and shape to take an operand of."""
+    return [node for node in site.graph.nodes if _is_again(node) and _stale(site, node) is not None]
+
+
+def stale(site: Site, node: fx.Node) -> None:
+    """What is made again is made of what belongs to another one."""
+    node.update_arg(*_stale(site, node))  # type: ignore[misc]
+
+
+def _is_again(node: fx.Node) -> bool:
+    made = node.meta.get("shardfx")
+    return node.op == "call_function" and made is not None and made.made_by == "recompute" and node.target is made.op
+
+
+def _stale(site: Site, node: fx.Node) -> tuple[int, fx.Node] | None:
+    """An operand's place, and the operand that an earlier one of the same planned types has there."""
+    for other in filter(_is_again, site.graph.nodes):
+        if other is node:
+            return None
+        mine, theirs = node.meta["shardfx"], other.meta["shardfx"]
+        if other.target is not node.target or [v.type for v in mine.operands] != [v.type for v in theirs.operands]:
+            continue
+        for at, (a, b) in enumerate(zip(node.args, other.args, strict=False)):
+            if isinstance(a, fx.Node) and isinstance(b, fx.Node) and a is not b:
+                return at, b
+    return None

@@ -80,6 +80,7 @@ from tests.damage_memory import (
 from tests.damage_pieces import (
     first_slice,
     gradients,
+    made_again,
     one_for_two,
     other_order_of_axes,
     parameter_for_its_gradient,
@@ -88,6 +89,8 @@ from tests.damage_pieces import (
     slices,
     slices_of_compounds,
     slices_of_slices,
+    stale,
+    stepped_rows,
 )
 from tests.damage_pools import (
     another_fetched,
@@ -154,6 +157,8 @@ MUTATIONS = (
     Mutation("slice at another offset", slices, take_elsewhere, True),
     Mutation("the first slice on every rank", slices, first_slice),
     Mutation("slices of axes in another order", slices_of_slices, other_order_of_axes),
+    Mutation("a state of another shard stepped", stepped_rows, take_elsewhere, True),
+    Mutation("a stale recompute", made_again, stale),
     Mutation("plain slices for compound ones", slices_of_compounds, plain_for_compound),
     Mutation("another parameter read", parameters_with_twin, other_parameter),
     Mutation("another parameter read on one rank", parameters_with_twin, other_parameter, True),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Phase, Value
+from shardfx.ir.ops.comm import send
 from shardfx.ir.ops.pools.pool_ops import moves_pool, to_device, to_disk, to_host
 from shardfx.ir.ops.traits import gives_alias
 from shardfx.ir.rewriter import Rewriter
@@ -38,7 +39,9 @@ class Pool:
         """What is fetched for its first user, so many nodes ahead, not before ``begin``."""
         back = rewriter.comm(to_device, away, like=user, why=f"fetched for {user.name}")
         if away.node is not None:
-            back.where, back.at = away.node.where, away.node.at
+            back.where = away.node.where
+            if user.op is send or not user.at:  # else another stage of the same rank may need it first
+                back.at = away.node.at
         else:  # what several stages hold, each fetches
             back.at = next(given.at for given in rewriter.graph.inputs if given.value is away)
         rewriter.before(rewriter.graph.nodes[max(places[user] - self.ahead, begin)], back)

@@ -91,8 +91,13 @@ class RankMemory:
     @property
     def host(self) -> int:
         """The most bytes in the second pool, the host's memory or files: what is put away, or lies there for good."""
+        return max(self._beside, default=0)
+
+    @property
+    def _beside(self) -> list[int]:
+        """The bytes in the second pool when each call is done: what is stored there, and what is put away."""
         stored = sum(self._holder(given).nbytes for given in self.program.inputs if given.pool)
-        return stored + max(self.footprint.beside, default=0)
+        return [stored + nbytes for nbytes in self.footprint.beside]
 
     @cached_property
     def at_peak(self) -> tuple[Holder, ...]:
@@ -183,7 +188,7 @@ class RankMemory:
             }
             return draw_courses(lines, path, title or f"Memory of rank {self.rank} by plan")
         names = [str(held) for held in self.at_peak[:8]]
-        return draw_course(self.course, self._phases, self._top, self.peak, names, path, shown)
+        return draw_course(self.course, self._phases, self._top, self.peak, names, path, shown, self._beside)
 
     @property
     def _phases(self) -> list[str]:

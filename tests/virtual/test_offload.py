@@ -17,6 +17,7 @@ import shardfx as sx
 from shardfx.ir.graph import InputKind, Phase
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.text import parse_graph, print_graph
+from shardfx.ir.text.printer import size_text
 from shardfx.ir.validate import validate_graph
 from shardfx.module.programs import STEP, TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
@@ -121,7 +122,11 @@ def test_what_is_put_away_is_not_on_the_device() -> None:
 
 def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
     pm = blocks(optimizer=adamw, offload=away())
-    assert "put away" in pm.memory().draw(tmp_path / "memory.svg").read_text()
+    memory = pm.memory()
+    drawn = memory.draw(tmp_path / "memory.svg").read_text()
+    assert f"put away, beside the device: {size_text(memory.host)} at most" in drawn
+    plain = blocks(optimizer=adamw).memory().draw(tmp_path / "plain.svg").read_text()
+    assert "put away" not in plain and plain.count("<path") < drawn.count("<path")
     pm.draw(tmp_path)
     assert "put away, or fetched" in (tmp_path / "after.svg").read_text()
     report = pm.report()

@@ -42,6 +42,7 @@ def draw_course(
     holders: Sequence[str],
     path: str | Path,
     title: str,
+    beside: Sequence[int] = (),
 ) -> Path:
     """Draw memory over a program's course as one SVG file.
 
@@ -51,10 +52,11 @@ def draw_course(
         top: the call of the peak; ``peak`` its bytes, ``holders`` the largest of what is there, as texts.
         path: where to write the file; its folder is made.
         title: what stands above.
+        beside: for each call the bytes in the second pool of memory; drawn below, where there are any.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(course_svg(course, phases, top, peak, holders, title), encoding="utf-8")
+    path.write_text(course_svg(course, phases, top, peak, holders, title, beside), encoding="utf-8")
     return path
 
 
@@ -65,6 +67,7 @@ def course_svg(
     peak: int,
     holders: Sequence[str],
     title: str,
+    beside: Sequence[int] = (),
 ) -> str:
     """The picture as SVG text (see :func:`draw_course`)."""
     canvas = Canvas()
@@ -87,12 +90,26 @@ def course_svg(
         canvas.path(f"M{number(area.x)} {number(at)}H{number(area.right)}", stroke=INK, stroke_dasharray="2 3")
         canvas.element("circle", cx=x[top], cy=at, r="4", fill=PAPER, stroke=INK, stroke_width="1.5")
         left = x[top] > area.x + area.w * 0.6
-        anchor, beside = ("end", -9) if left else ("start", 9)
-        canvas.text(x[top] + beside, at - 7, f"peak {size_text(peak)}", bold=True, anchor=anchor, halo=PAPER)
+        anchor, aside = ("end", -9) if left else ("start", 9)
+        canvas.text(x[top] + aside, at - 7, f"peak {size_text(peak)}", bold=True, anchor=anchor, halo=PAPER)
+    if any(beside):
+        area = _second_pool(canvas, area, beside, x)
     y = _legend(canvas, area, shown)
     for i, text in enumerate(["Largest at the peak", *holders]):
         canvas.text(LEFT, y + 18 * i, text, size=12, mono=i > 0, bold=i == 0, colour=INK if i == 0 else MUTED)
     return document(canvas, max(canvas.right, area.right) + MARGIN, canvas.bottom + MARGIN, title, "memory over calls")
+
+
+def _second_pool(canvas: Canvas, above: Rect, beside: Sequence[int], x: Sequence[float]) -> Rect:
+    """What is put away, over the same calls, and on a scale of its own; gives where."""
+    area = Rect(above.x, above.bottom + 44, above.w, HIGH / 3)
+    top = max(range(len(beside)), key=beside.__getitem__)
+    most, said = beside[top] * 1.25, f"put away, beside the device: {size_text(beside[top])} at most"
+    canvas.text(area.x, area.y - 10, said, size=12, bold=True)
+    draw_scale(canvas, area, most)
+    with canvas.group("", f"put away: {size_text(beside[top])} at most"):
+        canvas.path(_area(x, [0.0] * len(beside), beside, area, most), fill=HOST)
+    return area
 
 
 def draw_scale(canvas: Canvas, area: Rect, most: float) -> None:

@@ -29,20 +29,19 @@ THERE = "_shardfx_there"
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy in the host's memory, in the same strides where ``x`` has no gaps. On CUDA it is only started."""
+    """A copy in the host's memory, in the same strides. On CUDA it is only started."""
     if is_compiling():
         return x.cpu()
-    if isinstance(x, FakeTensor) or not x.is_cuda:
-        return x.clone()
-    return _started(torch.empty_like(x, device="cpu", pin_memory=True), x, x.device)
+    return _copied(x, torch.device("cpu"), pinned=True)
 
 
 def to_disk(x: Tensor, folder: str = "") -> Tensor:
     """A copy in a file of ``folder`` (by default the system's for temporary files) that is mapped into memory."""
     if isinstance(x, FakeTensor):
-        return x.clone()
-    like = torch.empty_like(x, device="meta")
-    return mapped(like.shape, like.stride(), x.dtype, folder).copy_(x)
+        return _copied(x, x.device)
+    place = mapped(x.shape, x.stride(), x.dtype, folder)
+    _distinct(place).copy_(_distinct(x))
+    return place
 
 
 def put(place: Tensor, x: Tensor) -> Tensor:
@@ -58,11 +57,7 @@ def to_device(away: Tensor, device: str = "cpu") -> Tensor:
     """A copy on the device of what lies in another pool. On CUDA it is only started."""
     if is_compiling():
         return away.to(device)
-    at = torch.device(device)
-    if isinstance(away, FakeTensor) or at.type != "cuda":
-        return away.clone()
-    at = torch.device("cuda", torch.cuda.current_device() if at.index is None else at.index)
-    return _started(torch.empty_like(away, device=at), away, at)
+    return _copied(away, torch.device(device))
 
 
 def arrived(x: Tensor) -> Tensor:
@@ -97,12 +92,12 @@ def mapped(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, fol
     Raises:
         OSError: there is no such folder, or no room in it.
     """
-    numel = torch.Size(shape).numel()
-    if not numel:
+    if 0 in shape:
         return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     with tempfile.NamedTemporaryFile(prefix="shardfx-", dir=folder or None) as file:
-        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)  # else a full disk ends the process, later
-        flat = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+        os.posix_fallocate(file.fileno(), 0, extent * dtype.itemsize)  # else a full disk ends the process, later
+        flat = torch.from_file(file.name, shared=True, size=extent, dtype=dtype)
     return flat.as_strided(tuple(shape), tuple(strides))
 
 
@@ -112,12 +107,35 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _copied(x: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
+    """A copy on a device in the same strides, gaps among them: kernels round as they would of ``x``.
+
+    Between the host and a device of another type it is only started.
+    """
+    if isinstance(x, FakeTensor) or (not x.is_cuda and device.type != "cuda"):
+        into = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        _distinct(into).copy_(_distinct(x))
+        return into
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    into = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device, pin_memory=pinned)
+    return _started(into, x, x.device if x.is_cuda else device)
+
+
+def _distinct(x: Tensor) -> Tensor:
+    """Its elements, each once: of a dim that is expanded the first one."""
+    for dim, stride in enumerate(x.stride()):
+        if not stride and x.shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
 def _started(into: Tensor, x: Tensor, device: torch.device) -> Tensor:
     """Start to copy ``x`` into ``into``, behind all that the device was given to do so far."""
     stream, computing = _stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(computing)
     with torch.cuda.stream(stream):
-        into.copy_(x, non_blocking=True)
+        _distinct(into).copy_(_distinct(x), non_blocking=True)
     if x.is_cuda:
         x.record_stream(stream)
     setattr(into, THERE, stream.record_event())
