@@ -16,9 +16,8 @@ every call, as in all steps but the first.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import inf, prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
 from .live.call_moments import Moments, Standpoint
 from .live.storages import Footprint, Storage
-from .live.turn_sizes import sizes_of_turns
+from .live.turn_sizes import FIRST, At, sizes_of_turns
 
 KEPT = {
     OutputKind.GRADIENT: "gradients",
@@ -71,7 +70,7 @@ def replay(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None
     """
     fakes = fakes or FakeCalls()
     walk = _walked(program, exchanged, fakes)
-    sizes_of_turns(program.graph.nodes, walk.blocks, lambda turn: _walked(program, exchanged, fakes, dict([turn])).blocks)
+    sizes_of_turns(program.graph.nodes, walk.blocks, lambda turn: _walked(program, exchanged, fakes, turn).blocks)
     return walk.footprint()
 
 
@@ -90,15 +89,11 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: change(held, tensor, BlockTensor) for node, held in _walked(program).held.items()}
 
 
-def _walked(
-    program: RankProgram,
-    exchanged: float = inf,
-    fakes: FakeCalls | None = None,
-    turn: Mapping[fx.Node, int] = MappingProxyType({}),
-) -> _Walk:
+def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None, at: At = FIRST) -> _Walk:
     mesh = program.mesh
     parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
-    walk = _Walk(mesh, parameters, exchanged, fakes, turn)
+    walk = _Walk(mesh, parameters, exchanged, fakes)
+    walk.turn = at
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
@@ -135,9 +130,10 @@ class _Walk:
     """The state between two calls."""
 
     def __init__(
-        self, mesh: Mesh, parameters: Iterable[Value], exchanged: float, fakes: FakeCalls | None, turn: Mapping[fx.Node, int]
+        self, mesh: Mesh, parameters: Iterable[Value], exchanged: float, fakes: FakeCalls | None = None
     ) -> None:
-        self.mesh, self.exchanged, self.turn = mesh, exchanged, turn
+        self.mesh, self.exchanged = mesh, exchanged
+        self.turn = FIRST
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
         self.blocks: list[Block] = []

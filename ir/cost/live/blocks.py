@@ -13,8 +13,8 @@ from .turn_sizes import Since
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A storage; ``uses`` are the last calls that use it in units of turns, ``sizes`` its bytes from some turn on, where
-    these are others."""
+    """A storage; ``uses`` are the last calls that use it in units of turns, ``sizes`` its bytes from some
+    turn on, where these are others."""
 
     nbytes: int
     born: int

@@ -8,6 +8,7 @@ Where turns are done in units, those of several are held at once, each in its ow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -20,20 +21,23 @@ if TYPE_CHECKING:
 
 Since = tuple[fx.Node, int]
 """The begin of turns, and the first of those that are not like the ones before."""
+At = Mapping[fx.Node, int]
+"""By the begin of turns, which of them."""
+FIRST: At = MappingProxyType({})
 
 
-def sizes_of_turns(nodes: Iterable[fx.Node], first: Sequence[Block], blocks: Callable[[Since], Sequence[Block]]) -> None:
+def sizes_of_turns(nodes: Iterable[fx.Node], first: Sequence[Block], blocks: Callable[[At], Sequence[Block]]) -> None:
     """Say of blocks that are made in units how large they are in which turns.
 
     Args:
         first: those of the first turn.
         blocks: the same as they are in another turn.
     """
-    picks = [node for node in nodes if node.target is turns.pick and order_of(node.args[0])]
-    pairs: list[tuple[Any, Any]] = [(node.args[0], node.args[1]) for node in picks]
-    since = dict.fromkeys((begin, run[0]) for begin, runs in pairs for run in runs if run[0])
+    pairs: list[tuple[Any, Any]] = [(node.args[0], node.args[1]) for node in nodes if node.target is turns.pick]
+    sizes = [(begin, runs) for begin, runs in pairs if order_of(begin) and not any(grows for *_, grows in runs)]
+    since = dict.fromkeys((begin, turn) for begin, runs in sizes for turn, _, _ in runs if turn)
     for each in sorted(since, key=lambda each: each[1]):
-        others = _by_call(blocks(each))
+        others = _by_call(blocks(dict([each])))
         for call, mine in _by_call(first).items():
             if len(others.get(call, ())) == len(mine):
                 for block, other in zip(mine, others[call], strict=True):
@@ -48,7 +52,7 @@ def _by_call(blocks: Iterable[Block]) -> dict[int, list[Block]]:
     return found
 
 
-def size_in(turn: Mapping[fx.Node, int], nbytes: int, sizes: Mapping[Since, int]) -> int:
+def size_in(turn: At, nbytes: int, sizes: Mapping[Since, int]) -> int:
     """How large a storage is in a turn of each axis."""
     for (begin, since), other in sizes.items():
         if turn.get(begin, 0) >= since:
