@@ -111,11 +111,12 @@ def report_lost_work(graph: Graph, axes: Iterable[str]) -> None:
         if work <= WORTH_SAYING * total:
             continue
         cause = _cause(lost[0], behind, axis)
+        parts, where = ("turn", "in") if graph.mesh[axis].time else ("rank", "on")
         text = (
             f"not shared over {axis}: {work / total:.0%} of the arithmetic, {len(lost)} ops from {op_name(lost[0].op)} "
-            f"({lost[0].where} {lost[0].where.code}) on, is done whole on each of {size} ranks: {work:.3g} FLOPs in "
-            f"place of {work / size:.3g}. It begins at {op_name(cause.op)} ({cause.where} {cause.where.code}), which "
-            "needs more than a rank's part, or has too little for all ranks"
+            f"({lost[0].where} {lost[0].where.code}) on, is done whole {where} each of {size} {parts}s: {work:.3g} "
+            f"FLOPs in place of {work / size:.3g}. It begins at {op_name(cause.op)} ({cause.where} "
+            f"{cause.where.code}), which needs more than a {parts}'s part, or has too little for all {parts}s"
         )
         graph.notes.append(text)
         warnings.warn(text, ShardfxWarning, stacklevel=2)

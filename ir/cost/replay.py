@@ -44,6 +44,7 @@ from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
 from .live.call_moments import Moments, Standpoint
 from .live.storages import Footprint, Storage
+from .live.turn_sizes import FIRST, At, sizes_of_turns
 
 KEPT = {
     OutputKind.GRADIENT: "gradients",
@@ -67,7 +68,10 @@ def replay(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None
         Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that
             cannot be run is a :class:`CallError`.
     """
-    return _walked(program, exchanged, fakes).footprint()
+    fakes = fakes or FakeCalls()
+    walk = _walked(program, exchanged, fakes)
+    sizes_of_turns(program.graph.nodes, walk.blocks, lambda turn: _walked(program, exchanged, fakes, turn).blocks)
+    return walk.footprint()
 
 
 def values(program: RankProgram) -> dict[str, Any]:
@@ -85,10 +89,11 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: change(held, tensor, BlockTensor) for node, held in _walked(program).held.items()}
 
 
-def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None) -> _Walk:
+def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None, at: At = FIRST) -> _Walk:
     mesh = program.mesh
     parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
     walk = _Walk(mesh, parameters, exchanged, fakes)
+    walk.turn = at
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
@@ -128,6 +133,7 @@ class _Walk:
         self, mesh: Mesh, parameters: Iterable[Value], exchanged: float, fakes: FakeCalls | None = None
     ) -> None:
         self.mesh, self.exchanged = mesh, exchanged
+        self.turn = FIRST
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
         self.blocks: list[Block] = []
@@ -197,9 +203,9 @@ class _Walk:
         self.costs.append(cost * prod(self.stand.turns) if self.stand.turns else cost)
 
     def _turn(self, node: fx.Node, row: LocalOp) -> None:
-        """Turns or units begin or end, or a number of theirs: of the first turn, which holds as much as any other."""
+        """Turns or units begin or end, or a number of theirs: of the first turn, where no other is said."""
         args: Any = change(node.args, self.held.__getitem__, fx.Node)
-        self.held[node] = int(row.function(*args)) if row.turns == "number" else 0
+        self.held[node] = int(row.function(*args)) if row.turns == "number" else self.turn.get(node, 0)
         if row.turns == "opens":
             self.stand.begin(node, args[1])
         elif row.turns == "unit":
@@ -274,7 +280,7 @@ class _Walk:
     def footprint(self) -> Footprint:
         """What was found."""
         storages = tuple(
-            Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept, b.pool, tuple(b.uses.values()))
+            Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept, b.pool, (*b.uses.values(),), b.sizes)
             for b in self.blocks
         )
         moments = Moments(self.stand.places, self._made_for()) if any(self.stand.places) else None

@@ -86,15 +86,14 @@ class Turns(Pass):
         if more <= WORTH_SAYING * once and len(early) == 1 and not in_stages:
             return
         if len(early) > 1 or self.strict or in_stages:
+            _check_rows(axis, graph)
             times = f"{len(early)} times" if len(early) > 1 else "once"
-            few = _too_few_rows(axis, graph)
             raise Error(
                 f"all turns of {axis!r} must have come to this place {times} before any can go on",
                 where=where,
                 expected="turns that need of one another what inputs alone decide, such as how many targets count",
                 got=f"a value of the whole batch that parameters go into; {more:.3g} FLOPs would be done again",
-                remedy=few
-                or 'of batch norms: Hints(batch_stats="turn"), statistics of each turn; of experts, which sort the '
+                remedy='of batch norms: Hints(batch_stats="turn"), statistics of each turn; of experts, which sort the '
                 "tokens of the whole batch: ones that do not, in transformers "
                 'model.set_experts_implementation("batched_mm"); else no turns, or another axis of ranks',
             )
@@ -106,15 +105,24 @@ class Turns(Pass):
         warnings.warn(text, ShardfxWarning, stacklevel=2)
 
 
-def _too_few_rows(axis: str, graph: Graph) -> str:
-    """What helps where an input has less than a row for each turn of each rank, so that it cannot be done in turns."""
+def _check_rows(axis: str, graph: Graph) -> None:
+    """An input that is cut has a row for each turn of each rank: else all turns would need all of it.
+
+    Raises:
+        Error: naming the first that has not.
+    """
     for given in graph.of_kind(InputKind.ARGUMENT):
         for size, cut in zip(given.value.shape, given.value.spec.dims if given.value.spec else (), strict=False):
             parts = graph.mesh.extent(cut.axes)
             if axis in cut.axes and size < parts:
-                over = " and ".join(cut.axes)
-                return f"{given.name} has {size} rows for {parts} parts, over {over}: a larger batch, or fewer turns"
-    return ""
+                each = (f"{graph.mesh[name].size} {'turns' if graph.mesh[name].time else 'ranks'}" for name in cut.axes)
+                raise Error(
+                    "a batch has too few rows to be done in turns",
+                    where=f"{given.name}, cut over {' and '.join(cut.axes)}",
+                    expected=f"at least {parts} rows, one for each of {' by '.join(each)}",
+                    got=f"{size} rows" if size != 1 else "1 row",
+                    remedy="a larger batch, or fewer turns; for the last batch of an epoch: DataLoader(drop_last=True)",
+                )
 
 
 def _meeting(axis: str, loop: Loop, graph: Graph) -> Node:

@@ -16,6 +16,7 @@
 ``families``, for many ranks:
 
 ``varying``          numbers that ranks have their own of, so that one program is written for many ranks
+``alike_ranks``      boxes of ranks that hold as much of every value
 ``family``           ranks whose programs are one, up to such numbers
 ``op_code``          the code of an op; a program read as the planned graph in the code of its ops
 ``single_ops``       every distinct op alone, at every rank

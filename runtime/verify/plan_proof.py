@@ -24,6 +24,7 @@ from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
 from .families import many_ranks, own_programs
+from .families.alike_ranks import AlikeRanks, alike_ranks
 from .fault import Fault
 from .first_change import named
 from .proof import every_rank
@@ -170,9 +171,11 @@ class PlanProof:
             return numbers.of_graph(proof)
         for task in self.tasks:
             self.counts["outputs"] += sum(map(self._givers, task.outputs))
-        if len(self.ranks) > many_ranks.EVERY and many_ranks.is_even(self.after):
-            fault, number = self._many(proof)
-            few = len(self.ranks) <= MOST_TURNS and any(task.asked.together for task in self.tasks)
+        alike = alike_ranks(self.after) if len(self.ranks) > many_ranks.EVERY else None
+        if alike is not None:
+            fault, number = self._many(proof, alike)
+            turns = any(task.asked.together for task in self.tasks)
+            few = len(alike.boxes) > 1 or (turns and len(self.ranks) <= MOST_TURNS)
             if fault is not None and not fault.certain and few:
                 fault, number = self._each(proof)  # turns are few enough for that: each is gone through in a step
         else:
@@ -217,7 +220,7 @@ class PlanProof:
                 return fault, number
         return None, 0
 
-    def _many(self, proof: Proof) -> tuple[Fault | None, int]:
+    def _many(self, proof: Proof, alike: AlikeRanks) -> tuple[Fault | None, int]:
         def write(graph: Graph, rank: int) -> RankProgram:
             made = plain(lower(graph, rank, self.rules, {OutputKind.RESULT}, self.device), in_place=True)
             if graph.pipeline is not None:
@@ -225,7 +228,7 @@ class PlanProof:
             return made
 
         asked = [self._asked_of_many(task) for task in self.tasks]
-        return many_ranks.verify(proof, self.rules, write, asked, self.counts)
+        return many_ranks.verify(proof, self.rules, write, asked, alike, self.counts)
 
     def _in_its_turn(self, program: RankProgram, coords: Mapping[str, int]) -> None:
         """Number the messages of an op that stands alone, as those of the turn that a rank is."""

@@ -54,7 +54,7 @@ def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
     for text, given in hints.specs.items():
         ndim = next((dims for name, dims in inputs.items() if pattern(text).fullmatch(name)), None)
         spec = as_spec(given, mesh, ndim, text) if ndim is not None else None
-        if spec is not None and spec.dims[0].axes and not any(mesh[a].time for a in spec.dims[0].axes):
+        if spec is not None and spec.dims[0].axes and axis not in spec.axes:
             specs[text], found = _before(axis, spec), True
     if found:
         return specs
@@ -69,7 +69,7 @@ def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
         )
     by = next((text for text in specs if pattern(text).fullmatch(first)), first)
     given = as_spec(specs[by], mesh, inputs[first], by) if by in specs else Spec.whole(inputs[first])
-    return {**specs, by: given if any(mesh[a].time for a in given.axes) else _before(axis, given)}
+    return {**specs, by: given if axis in given.axes else _before(axis, given)}
 
 
 def _unsaid(mesh: Mesh, hints: Hints, inputs: Mapping[str, int]) -> str:

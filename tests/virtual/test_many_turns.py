@@ -81,8 +81,9 @@ def test_uneven_turns_are_those_of_one_device() -> None:
         assert (grads[name] - parameter.grad).abs().max() < 1e-12
 
 
-def test_many_turns_are_proven_from_few_programs() -> None:
-    few, many = (in_turns(count).verify() for count in (16, MANY))
+@pytest.mark.parametrize("rows", [(2 * MANY, 2 * MANY), (3 * 16 + 10, 3 * MANY + 200)], ids=["even", "uneven"])
+def test_many_turns_are_proven_from_few_programs(rows: tuple[int, int]) -> None:
+    few, many = (in_turns(count, of).verify() for count, of in zip((16, MANY), rows, strict=True))
     assert few and many, (few, many)
     for what in ("whole programs", "families", "distinct ops at every rank"):
         assert many.checked[what] == few.checked[what]
@@ -95,9 +96,15 @@ def named(graph: fx.Graph, name: str) -> fx.Node:
 
 def renumbered(graph: fx.Graph, change: Callable[[int, int], list[tuple[int, int, int]]]) -> None:
     """Which rows turn 100 takes, or from it on."""
-    at = named(graph, "time.at")
-    _, first, step = at.args
-    at.target, at.args = turns.pick, (at.args[0], change(first, step))
+    found = None
+    for node in graph.nodes:
+        if node.target in (turns.at, turns.pick):
+            (_, first, step), *behind = [(0, *node.args[1:])] if node.target is turns.at else node.args[1]
+            if step:  # and not the number of rows, which turns at the end have less of
+                found = node, [*change(first, step), *behind]
+    assert found is not None
+    at, runs = found
+    at.target, at.args = turns.pick, (at.args[0], runs)
 
 
 def a_wrong_slice_in_turn_100(graph: fx.Graph) -> None:
@@ -138,9 +145,12 @@ NUMBERS = [a_wrong_slice_in_turn_100, turn_100_skipped, a_turn_less, added_twice
 
 
 @pytest.mark.one_in(2)
+@pytest.mark.parametrize("more", [0, MANY + 200], ids=["even", "uneven"])
 @pytest.mark.parametrize(("damage", "count"), [*((each, MANY) for each in NUMBERS), (something_else_is_added, 16)])
-def test_what_is_wrong_in_one_of_many_turns_is_refused(damage: Callable[[fx.Graph], None], count: int) -> None:
-    pm = in_turns(count)
+def test_what_is_wrong_in_one_of_many_turns_is_refused(
+    damage: Callable[[fx.Graph], None], count: int, more: int
+) -> None:
+    pm = in_turns(count, 2 * MANY + more)
     program = pm.rank_program(1)
     damage(program.graph)
     verdict = pm.verify(modules={1: program.module()})

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops import comm
 from shardfx.ir.program.looped.in_turns import Loop, nodes_of
@@ -99,11 +98,7 @@ def test_units_of_any_plan(how: str) -> None:
     assert pm.verify()
     held = held_in_a_step(pm, make(name))
     for rank in range(pm.mesh.size):
-        program = pm._programs.running(rank, TRAIN)
-        if "rows" in how:  # foreseen are turns that have all rows, as the last ones have not
-            assert 1 <= replay(program).peak.nbytes / held[rank].peak < 1.02
-        else:
-            check_footprint(program, held[rank])
+        check_footprint(pm._programs.running(rank, TRAIN), held[rank])
 
 
 def from_the_chunks_on(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:

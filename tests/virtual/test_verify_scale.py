@@ -14,6 +14,7 @@ from benchmarks.mutants import planned
 from shardfx.ir.ops import pack
 from shardfx.ir.program.lower import Lowering
 from shardfx.runtime.verify.families import many_ranks
+from shardfx.runtime.verify.families.alike_ranks import alike_ranks
 from tests.captures import captured_once
 from tests.mutants import MUTATIONS, Programs
 from tests.plans import MESHES, plan
@@ -28,13 +29,20 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_ranks, "EVERY", 1)
 
 
+def boxes_of(pm: sx.ParallelModule) -> list[int]:
+    """How many ranks hold as much."""
+    alike = alike_ranks(pm.after)
+    assert alike is not None
+    return [len(box) for box in alike.boxes]
+
+
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     "name", ["mlp3@dp2tp2", "dropout_mlp@dp2tp2", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES)]
 )
 def test_an_even_plan_is_proven_from_few_programs(name: str) -> None:
     pm = planned(name)
-    assert many_ranks.is_even(pm.after)
+    assert boxes_of(pm) == [pm.mesh.size]
     verdict = pm.verify()
     assert verdict, verdict.why
     kinds = len(verdict.programs)
@@ -72,13 +80,34 @@ def test_a_table_that_is_cut_over_many_ranks() -> None:
     assert verdict.checked["families"] == len(verdict.programs)
 
 
-def test_a_plan_that_is_not_even_is_interpreted_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_ranks, "EVERY", 1)
+@pytest.mark.usefixtures("few")
+def test_a_plan_with_rows_that_overlap_is_interpreted_on_every_rank() -> None:
     pm = plan(make("hf_vit"), MESHES["tp2"], specs={"vit.layers.*.mlp.fc1": "-, tp, -"})
-    assert not many_ranks.is_even(pm.after)
+    assert alike_ranks(pm.after) is None
     verdict = pm.verify()
     assert verdict, verdict.why
     assert "whole programs" not in verdict.checked
+
+
+def test_many_ranks_that_do_not_divide_the_batch() -> None:
+    """39 rows on 16 ranks: nearly all hold 3, the last ones nothing."""
+    case = make("mlp3")
+    x, y = case.args[0].repeat(5, 1)[:39], case.targets[0].repeat(5)[:39]
+    specs = {"args.0": "dp, -", "targets.0": "dp", **case.megatron_specs}
+    hints = sx.Hints(args=(x,), loss=case.loss, targets=(y,), specs=specs)
+    with captured_once(case.name):
+        pm = sx.parallelize(case.model, sx.Mesh(dp=16, tp=4), hints)
+    boxes = boxes_of(pm)
+    assert sum(boxes) == 64 and 1 < len(boxes) < 4
+    verdict = pm.verify()
+    assert verdict, verdict.why
+    assert verdict.checked["programs read"] == 64 * len(verdict.programs)
+    for rank in (0, 29, 53):
+        changed = pm.rank_module(rank)
+        node = next(n for n in changed.graph.nodes if n.target is torch.ops.aten.relu.default)
+        node.target = torch.ops.aten.tanh.default
+        refused = pm.verify(modules={rank: changed})
+        assert not refused and refused.fault is not None and refused.fault.rank == rank
 
 
 @pytest.mark.one_in(3)

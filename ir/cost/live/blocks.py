@@ -8,11 +8,13 @@ from shardfx.ir.cost.fake_calls import Layout
 from shardfx.ir.graph import Node, Phase
 
 from .call_moments import Place
+from .turn_sizes import Since
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A storage; ``uses`` are the last calls that use it in units of turns."""
+    """A storage; ``uses`` are the last calls that use it in units of turns, ``sizes`` its bytes from some
+    turn on, where these are others."""
 
     nbytes: int
     born: int
@@ -23,6 +25,7 @@ class Block:
     kept: bool = False
     pool: str = ""
     uses: dict[Place, int] = field(default_factory=dict)
+    sizes: dict[Since, int] = field(default_factory=dict)
 
     def use(self, at: int, place: Place) -> None:
         """A call uses it."""

@@ -19,6 +19,8 @@ from torch import fx
 from shardfx.ir.program.units.lifetimes import name_of
 from shardfx.ir.program.units.unit_order import UnitOrder, order_of
 
+from .turn_sizes import size_in
+
 if TYPE_CHECKING:
     from .storages import Storage
 
@@ -119,7 +121,14 @@ class Moments:
         for moment in self._at[storage.born]:
             turn = self._turn[moment]
             last = max(moment, *(self._last[use, turn[:depth]] for use, depth in uses))
-            yield replace(storage, born=moment, last=last)
+            nbytes = self._size(storage, turn)
+            yield replace(storage, nbytes=nbytes, born=moment, last=last)
+
+    def _size(self, storage: Storage, turn: Sequence[int]) -> int:
+        if not storage.sizes:
+            return storage.nbytes
+        begins = (begin for begin, _ in self.places[storage.born])
+        return size_in(dict(zip(begins, turn, strict=False)), storage.nbytes, storage.sizes)
 
     def _shared(self, call: int, other: int) -> int:
         """How many turns two calls are both in."""

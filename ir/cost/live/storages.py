@@ -15,6 +15,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.program.lending import choose
 
 from .call_moments import Moments
+from .turn_sizes import Since
 
 STEPS = 3
 """After so many steps what is kept is what the step needs."""
@@ -30,7 +31,7 @@ class Storage:
     ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
     keep and lend again when nobody holds it, in this step or the next (:mod:`shardfx.ir.program.lending`). ``pool`` is
     what it lies in, where that is not the device's memory. ``uses`` are the calls that use it last in each unit of
-    turns.
+    turns, and ``sizes`` its bytes from some turns on.
     """
 
     nbytes: int
@@ -41,6 +42,7 @@ class Storage:
     kept: bool = False
     pool: str = ""
     uses: tuple[int, ...] = ()
+    sizes: Mapping[Since, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import pairwise
 
+from shardfx.ir.cut import bounds, chunk
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
@@ -24,30 +25,22 @@ def own_rows(
     if cut.is_even(shape[dim], mesh):
         length = spec.local_shape(shape, mesh, coords)[dim] * mesh.extent(inner)
         return coords[axis] * length, length
-    others = tuple((name, at) for name, at in coords.items() if name != axis)
-    ends = _ends(spec, tuple(shape), mesh, others, axis, dim, tuple(inner))
-    start = ends[coords[axis] - 1] if coords[axis] else 0
-    return start, ends[coords[axis]] - start
+    (part,) = (each for each in cut.sub(shape[dim]) if axis in each.axes)
+    start, turn = 0, coords[axis]
+    for run in _alike(bounds(part.size, part.axes[: part.axes.index(axis)], mesh, coords)[1], mesh[axis].size):
+        of_run = mesh.along({**coords, axis: run[0]}, inner)
+        length = sum(spec.local_shape(shape, mesh, at)[dim] for at in of_run)
+        if turn <= run[-1]:
+            break
+        start += len(run) * length
+    return start + (turn - run[0]) * length, length
 
 
 @lru_cache(maxsize=4096)
-def _ends(
-    spec: Spec,
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    others: tuple[tuple[str, int], ...],
-    axis: str,
-    dim: int,
-    inner: tuple[str, ...],
-) -> tuple[int, ...]:
-    """Where the rows of each turn end, one behind the other, at some coordinates along the ``others``. It is asked for
-    each of many turns."""
-    return tuple(
-        accumulate(
-            sum(spec.local_shape(shape, mesh, at)[dim] for at in mesh.along(turn, inner))
-            for turn in mesh.along(dict(others), [axis])
-        )
-    )
+def _alike(size: int, parts: int) -> tuple[range, ...]:
+    """Runs of chunks that are equally long: few, however many chunks there are."""
+    ends = [i for i in range(1, parts) if chunk(size, parts, i)[1] != chunk(size, parts, i - 1)[1]]
+    return tuple(range(a, b) for a, b in pairwise([0, *ends, parts]))
 
 
 def own_place(spec: Spec, shape: Sequence[int], mesh: Mesh, coords: Mapping[str, int]) -> dict[int, tuple[int, int]]:

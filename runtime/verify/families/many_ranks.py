@@ -1,7 +1,8 @@
 """The proof for many ranks, at the cost of a few: equal ops once, equal programs once, and every program read.
 
-Where every cut of the plan is even, all ranks hold equal shapes, and their programs differ in numbers and in names of
-groups only, and where an op is done otherwise on some ranks. Then these are proven instead of all programs one by one:
+Ranks that hold equal shapes (all of them, where every cut of the plan is even) have programs that differ in numbers and
+in names of groups only, and where an op is done otherwise on some ranks. Then these are proven instead of all programs
+one by one:
 
 1. *Every op at every rank* (:mod:`.single_ops`): its code, alone, takes its operands as the plan places them to its
    results as the plan places them.
@@ -12,8 +13,9 @@ groups only, and where an op is done otherwise on some ranks. Then these are pro
    stands for the operands that the planned graph gives the op; and the families keep one order of collectives.
 4. *One whole program*, with all its collectives: order, operands, waits and results. Its partners in collectives are
    *shadows* (:mod:`..proof.meeting`): by 1 and 3, they hold at each node what the rank itself holds, at their own
-   coordinates. Programs for fewer outputs, whose calls all stand in one that was interpreted, in its order, are read as
-   parts of it (:mod:`..proof.within`).
+   coordinates. Where ranks hold more or less than others, it is one of each box of ranks that hold as much
+   (:mod:`.alike_ranks`), side by side, and a shadow holds what that of its own box does. Programs for fewer outputs,
+   whose calls all stand in one that was interpreted, in its order, are read as parts of it (:mod:`..proof.within`).
 
 Where the plan has stages, ranks at one place along their axis have the same ops, inputs and outputs, and are read for
 themselves: ranks of two places are in no family, and each place has its own order of collectives and messages. An op
@@ -38,10 +40,10 @@ from collections.abc import Sequence
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Failed, Fault
 from shardfx.runtime.verify.proof.known import Proof
 
+from .alike_ranks import AlikeRanks
 from .own_programs import Asked, Own
 from .single_ops import SingleOps, Write
 from .whole_programs import Earlier, Whole, place_of
@@ -50,30 +52,15 @@ EVERY = 16
 """On a mesh of up to so many ranks every program is interpreted."""
 
 
-def is_even(graph: Graph) -> bool:
-    """Whether every rank holds as much as any other of every value."""
-    seen: set[tuple[tuple[int, ...], Spec]] = set()
-    for value in graph.values():
-        if value.spec is not None:
-            seen.add((value.shape, value.spec))
-    for node in graph.nodes:
-        if node.strategy is not None:
-            seen.update(zip((v.shape for v in node.operands), node.strategy.operands, strict=False))
-            seen.update(zip((v.shape for v in node.outs), node.strategy.results, strict=False))
-    return all(
-        cut.is_even(size, graph.mesh) for shape, spec in seen for cut, size in zip(spec.dims, shape, strict=True)
-    )
-
-
 def verify(
-    proof: Proof, book: RuleBook, write: Write, asked: Sequence[Asked], counts: Counter[str]
+    proof: Proof, book: RuleBook, write: Write, asked: Sequence[Asked], alike: AlikeRanks, counts: Counter[str]
 ) -> tuple[Fault | None, int]:
     """The first fault of the programs, or None, and of which; ``counts`` says how much was checked.
 
-    ``write`` writes one op alone. The plan must be even.
+    ``write`` writes one op alone, ``alike`` says which ranks hold as much.
     """
     graph = proof.after
-    ops = SingleOps(graph, [node for each in asked for node in each.nodes], book, write)
+    ops = SingleOps(graph, [node for each in asked for node in each.nodes], book, write, alike)
     found = ops.fault()
     counts["distinct ops at every rank"] += len(ops)
     if found is not None:
@@ -81,7 +68,7 @@ def verify(
     earlier: list[Earlier] = []
     for number, each in enumerate(asked):
         own = {place: Own(ops, each.at(graph, ranks[0]), ranks) for place, ranks in _places(graph).items()}
-        whole = Whole(proof, own)
+        whole = Whole(proof, own, alike)
         try:
             whole.interpret(each.changed, earlier)
         except Failed as failed:

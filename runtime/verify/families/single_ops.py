@@ -1,8 +1,9 @@
 """The ops of the planned graph, each alone: its code takes operands as placed to results as placed, on every rank.
 
 Ops that are equal (types, placements, arguments: those of 80 equal blocks) are taken once. The code of each is written
-for all ranks at once (:mod:`.varying`). All cuts being even, what a rank holds of a value begins at an element number
-that is a *linear* function of the rank's coordinates, and is else the same on all ranks. So the code is interpreted
+for all ranks at once (:mod:`.varying`) that hold as much (:mod:`.alike_ranks`: where every cut is even, these are all).
+What such a rank holds of a value begins at an element number that is a *linear* function of the rank's coordinates, and
+is else the same on all of them. So, for each box of such ranks, the code is interpreted
 
 - of an op that communicates, or that moves elements: at every coordinate along its *own* axes (those of its group, and
   those along which its code is not the same), and along each other axis at two, for what is linear and right at two
@@ -42,6 +43,7 @@ from shardfx.runtime.verify.proof.meeting import LockStep
 from shardfx.runtime.verify.proof.numbering import Numbering
 from shardfx.runtime.verify.proof.terms import build
 
+from .alike_ranks import AlikeRanks
 from .family import Family, axes_of, families, refined
 from .op_code import Code, Operand
 from .stage_messages import all_meet
@@ -54,12 +56,13 @@ Write = Callable[[Graph, Any], HasGraph]
 class SingleOps:
     """The codes of a graph's ops, and their proof."""
 
-    def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write) -> None:
+    def __init__(self, graph: Graph, nodes: Sequence[Node], book: RuleBook, write: Write, alike: AlikeRanks) -> None:
+        self.alike = alike
         self._graph, self._nodes, self._book, self._write = graph, list(dict.fromkeys(nodes)), book, write
         numbers: dict[Any, int] = {}
         self._keys = {node: numbers.setdefault(op_key(node), len(numbers)) for node in self._nodes}
         self._codes: dict[int, list[Code]] = {}
-        self.parts: list[list[int]] = [list(range(graph.mesh.size))]
+        self.parts: list[list[int]] = [list(box) for box in alike.boxes]
         """Ranks on which every op has the same code, numbers aside."""
         self.interpreted = 0
         """How many programs of one op were interpreted."""
@@ -110,10 +113,11 @@ class SingleOps:
         """The ranks at which the code of an op is interpreted."""
         if node.op is comm.send:
             (axis,) = node.kwargs["axes"]
-            return _linear((axis,), mesh) if all_meet(made, axis, mesh) else range(mesh.size)
+            return self._linear((axis,)) if all_meet(made, axis, mesh) else range(mesh.size)
         if isinstance(node.op, OwnOp):
-            own = {*node.kwargs.get("axes", ()), *axes_of(_numbers(made, mesh), mesh)}
-            return _linear(own, mesh)
+            numbers = _numbers(made, mesh)
+            differ = [axes_of({rank: numbers[rank] for rank in box}, mesh) for box in self.alike.boxes]
+            return self._linear({*node.kwargs.get("axes", ())}.union(*differ))
         entry = self._book.entry(node.op)
         if entry is not None and entry.local is not None and node.strategy is not None and is_cut(node):
             if not all(self._as_the_rule_says(node, family, mesh) for family in made):
@@ -121,6 +125,12 @@ class SingleOps:
         elif any(family.varying for family in made):
             return range(mesh.size)
         return sorted({rank for family in made for rank in pair(family.ranks, mesh)})
+
+    def _linear(self, own: Iterable[str]) -> list[int]:
+        """The ranks at every place along some axes, and at two in each box along each other one."""
+        mesh = self.alike.mesh
+        axes = mesh.sort(own)
+        return sorted({rank for start in self.alike.starts(axes) for rank in mesh.group(start, axes)})
 
     def _as_the_rule_says(self, node: Node, family: Family, mesh: Mesh) -> bool:
         """Whether the code is what the op's rule writes for all ranks of a family."""
@@ -167,15 +177,6 @@ def _subsets(mesh: Mesh) -> Iterator[tuple[str, ...]]:
     names = [axis.name for axis in mesh.space]
     for count in range(1, len(names) + 1):
         yield from itertools.permutations(names, count)
-
-
-def _linear(own: Iterable[str], mesh: Mesh) -> list[int]:
-    """The ranks at every place along some axes, and at 0 and 1 along each other one."""
-    axes = mesh.sort(own)
-    others = [axis.name for axis in mesh.space if axis.name not in axes and axis.size > 1]
-    zero = dict.fromkeys((axis.name for axis in mesh.space), 0)
-    starts = [mesh.rank(zero), *(mesh.rank({**zero, name: 1}) for name in others)]
-    return sorted({rank for start in starts for rank in mesh.group(start, axes)})
 
 
 def pair(ranks: Sequence[int], mesh: Mesh) -> list[int]:

@@ -8,8 +8,8 @@ being those of the shadow's coordinates. Who may be a shadow, and why, is said i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,14 +28,19 @@ from .numbering import MESSAGES, Impossible, Wrong
 c10d = torch.ops._c10d_functional
 
 
+def itself(rank: Rank, member: int) -> Rank:
+    """A shadow does what the rank does in whose group it is."""
+    return rank
+
+
 @dataclass
 class LockStep:
     """All interpreted ranks up to their next collective; it is done where a group has come together; and so on."""
 
     proof: Proof
     ranks: Mapping[int, Rank]
-    patterns: Mapping[int, Rank] = field(default_factory=dict)
-    """By rank: whose program the shadows in its groups run; where none is said, its own."""
+    model: Callable[[Rank, int], Rank | None] = itself
+    """Of a rank and a shadow in one of its groups: whose program the shadow runs; None: that is not known."""
 
     def run(self) -> None:
         """Interpret the programs to their ends.
@@ -72,6 +77,8 @@ class LockStep:
                     continue
                 here = [m for m in members if m in self.ranks]
                 if not all(m in waiting and waiting[m][0].args[-1] == node.args[-1] for m in here):
+                    continue
+                if not all(self._has_come(m, self.ranks[here[0]]) for m in members if m not in self.ranks):
                     continue
                 for member, reply in self._collective(members, here, waiting).items():
                     del waiting[member]
@@ -120,8 +127,7 @@ class LockStep:
         first = waiting[here[0]][0]
         for member in here[1:]:
             node = waiting[member][0]
-            exchange = node.target is c10d.all_to_all_single.default
-            if node.target is not first.target or (not exchange and node.args[1:] != first.args[1:]):
+            if _asks(node) != _asks(first):
                 what = (
                     f"{op_name(node.target)}{node.args[1:]}, where rank {here[0]} does "
                     f"{op_name(first.target)}{first.args[1:]}"
@@ -157,15 +163,29 @@ class LockStep:
     def _impossible(self, what: str, rank: int, node: fx.Node) -> Failed:
         return Failed(replace(self.ranks[rank].fault(what, node), certain=True))
 
+    def _has_come(self, member: int, rank: Rank) -> bool:
+        """Whether the program that a shadow runs has come to the collective at which a rank waits."""
+        model = self.model(rank, member)
+        mine = model is not None and self.ranks.get(model.rank) is model
+        return not mine or model.result is not None or len(model.asked) >= len(rank.asked)  # type: ignore[union-attr]
+
     def _shadow(self, member: int, rank: Rank, node: fx.Node, moved: dict[Any, Elements]) -> Asked:
         """What a rank that is not interpreted sends."""
-        pattern = self.patterns.get(rank.rank, rank)
-        twin = pattern.asked[len(rank.asked) - 1] if len(rank.asked) <= len(pattern.asked) else node
-        if rank.changed or (twin.target, twin.args[1:-1]) != (node.target, node.args[1:-1]):
+        pattern = self.model(rank, member)
+        come = pattern is not None and len(rank.asked) <= len(pattern.asked)
+        twin = pattern.asked[len(rank.asked) - 1] if pattern is not None and come else None
+        if pattern is None or twin is None or rank.changed or _asks(twin) != _asks(node):
             what = f"the group {node.args[-1]} has ranks to which the plan's own programs do not speak here"
             raise Failed(rank.fault(what, node))
         sent = pattern.as_at(twin.args[0], member, moved)  # type: ignore[arg-type]
         return twin, sent, pattern.items[twin.args[0]].hints  # type: ignore[index]
+
+
+def _asks(node: fx.Node) -> tuple[Any, ...]:
+    """What all ranks of a group must ask for alike: sizes that are exchanged are each rank's own."""
+    if node.target is c10d.all_to_all_single.default:
+        return (node.target,)
+    return node.target, node.args[1:-1], str(node.args[-1]).partition("@")[0]
 
 
 def _members(groups: Groups, rank: Rank, node: fx.Node) -> Sequence[int]:
