@@ -78,7 +78,7 @@ class _Sums:
         self.ends |= {value for value in self.graph.values() if value.hint is not None}
         self.late = {node for node in self.graph.nodes if node.attrs.get(SUMS_BEHIND)}
         self.of_batch = _of_batch(self.graph) if self.late else set()
-        changed = [self._axis(axis.name) for axis in self.graph.mesh.axes if axis.size > 1]
+        changed = [self._axis(axis.name) for axis in self.graph.mesh.axes if axis.size > 1 or axis.time]
         self._report_early()
         return any(changed)
 
@@ -145,9 +145,18 @@ class _Sums:
         for i, dims in enumerate(rule.operands):
             if i not in group and any(f in using for dim in dims for f in dim):
                 return None
-        if any(f not in present for f in using for present in rule.result_factors):
+        if any(f not in present for f in using for present in rule.result_factors) or self._met(node, axis, group):
             return None
         return group if keeps_terms_finite(node, rule, group, self.facts) else None
+
+    def _met(self, node: Node, axis: str, group: frozenset[int]) -> bool:
+        """Whether turns around those of an axis meet before the node: then those within them have met, too."""
+        mesh = self.graph.mesh
+        around = {each.name for each in mesh.axes[: mesh.order(axis)] if each.time} if mesh[axis].time else set()
+        assert node.strategy is not None
+        pairs = [(node.operands[i].spec, node.strategy.operands[i]) for i in group if around]
+        hung = [({*a.axes, *a.partial_axes}, {*b.axes, *b.partial_axes}) for a, b in pairs if a is not None]
+        return any(around & (held - need) for held, need in hung)
 
     def _stay(
         self, axis: str, reach: dict[Value, str], passing: dict[Node, frozenset[int]]

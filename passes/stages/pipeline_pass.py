@@ -26,6 +26,7 @@ from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 from shardfx.passes.time import make_schedule
 
 from .assignment import Assignment, At, places
+from .homes import keep_homes
 from .shared_sums import sum_behind_turns
 from .stage_blocks import AsPlanned, Blocks, Stages
 
@@ -76,6 +77,8 @@ class Pipeline(Pass):
         assigned = Assignment(graph, own, count - 1, told=told)
         if self.time and sum_behind_turns(graph, assigned.at, self.time, context.rules):
             assigned = Assignment(graph, own, count - 1, told=told)
+        if isinstance(self.stages, AsPlanned):
+            keep_homes(graph, assigned, self.stages.held, context.rules)
         if missing := set(range(count)) - places(assigned.at):
             raise Error(
                 f"stage {min(missing)} has nothing to do",

@@ -8,7 +8,7 @@ in none (an add in the model's own ``forward``, the loss) goes where the data fl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from shardfx.ir.cost.flops import flops_of
@@ -16,15 +16,25 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase
 from shardfx.ir.names import pattern, prefixes, within
 
+from .assignment import OF_WEIGHTS
+
 Stages = tuple[int, ...] | tuple[str, ...] | tuple[tuple[str, ...], ...] | None
 """Counts of blocks, first modules, or patterns of modules for each stage; None: as they are balanced."""
 WHERE = "Pipeline(stages=...)"
 
 
 class AsPlanned(tuple[tuple[str, ...], ...]):
-    """The blocks of each stage, as another graph of the model has them; others go where the data flow takes them."""
+    """The blocks of each stage, as another graph of the model has them; others go where the data flow takes them.
 
-    __slots__ = ()
+    ``held`` says in which stages that graph holds each parameter, buffer and state.
+    """
+
+    held: Mapping[str, tuple[int, ...]]
+
+    def __new__(cls, blocks: Iterable[tuple[str, ...]], held: Mapping[str, tuple[int, ...]]) -> AsPlanned:
+        made = super().__new__(cls, blocks)
+        made.held = held
+        return made
 
 
 def block_of(module: str) -> str:
@@ -191,7 +201,8 @@ class Blocks:
 
 
 def stages_as_planned(graph: Graph) -> AsPlanned:
-    """The blocks of each stage of a graph in stages: what ``stages=`` takes to cut another graph of the model so.
+    """The blocks of each stage of a graph in stages, and where it holds weights: what ``stages=`` takes to cut another
+    graph of the model so.
 
     Example::
 
@@ -203,7 +214,8 @@ def stages_as_planned(graph: Graph) -> AsPlanned:
         if node.phase is Phase.FORWARD and len(node.at) == 1 and block is not None:
             stages[block] = min(node.at[0], stages.get(block, node.at[0]))  # some of it may wait for a later one
     every = range(len(graph.pipeline.homes) if graph.pipeline is not None else 0)
-    return AsPlanned(tuple(blocks.names[each] for each in sorted(stages) if stages[each] == stage) for stage in every)
+    named = [tuple(blocks.names[each] for each in sorted(stages) if stages[each] == stage) for stage in every]
+    return AsPlanned(named, {given.name: given.at for given in graph.inputs if given.kind in OF_WEIGHTS})
 
 
 def balanced(costs: Sequence[float], count: int) -> list[int]:

@@ -20,7 +20,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Value
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import EACH_TURN
 from shardfx.ir.ops.traits import is_heavy, uncast
-from shardfx.ir.program.looped.in_turns import Loop, in_turns, time_axes
+from shardfx.ir.program.looped.in_turns import Loop, crossing, in_turns, time_axes
 from shardfx.ir.program.lower import select
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
@@ -50,8 +50,27 @@ class Turns(Pass):
         trained = any(output.kind in TRAINED for output in graph.outputs)
         kinds = TRAINED if trained else (OutputKind.RESULT,)
         _, nodes, outputs = select(graph, kinds)
+        self._nested(graph, nodes)
         self._check(graph, in_turns(nodes, outputs, graph.mesh))
         return changed
+
+    def _nested(self, graph: Graph, nodes: Sequence[Node]) -> None:
+        """Raise where a piece of an inner turn is needed across the outer turns.
+
+        Raises:
+            Error: naming who needs it, and who makes it.
+        """
+        found = crossing(nodes, graph.mesh)
+        if found is None:
+            return
+        node, maker, around, within = found
+        raise Error(
+            f"turns of {within!r} lie within those of {around!r}, and a piece of one is needed beyond them",
+            where="  ".join(filter(None, (str(node.where), node.where.code))),
+            expected=f"what is cut over {within!r} is cut over {around!r} as well",
+            got=f"{maker.where}, which makes it, and hangs on {within!r} alone",
+            remedy=f"let {within!r} stand in front of {around!r} in the mesh, or cut one of both by {around!r} too",
+        )
 
     def _fetch(self, graph: Graph) -> bool:
         """Gather what is stored in pieces anew in each turn."""

@@ -99,7 +99,8 @@ def staged(seed: int, blocks: int, batch: int) -> Staged:
         firsts = [0, *sorted(rng.sample(range(1, blocks), many - 1)), blocks]
         stages = tuple(end - start for start, end in pairwise(firsts))
     schedule, inner = rng.choice(SCHEDULES[chunks]), rng.random() < 0.3
-    return Staged(ranks, turns, schedule, chunks, stages, inner)
+    in_parts = random.Random(f"chunk {seed}").random() < 0.15
+    return Staged(ranks, turns, schedule, chunks, stages, inner, 2 * in_parts)
 
 
 def in_blocks(pieces: Sequence[Piece], skips: Sequence[tuple[int, int]]) -> tuple[str, str, list[str]]:

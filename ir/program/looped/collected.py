@@ -165,7 +165,7 @@ class Walk:
         args: Any = node.args
         x, dims, starts, lengths = args[1:]
         dims, starts, lengths = (self._number(arg, node) for arg in (dims, starts, lengths))
-        whole: Any = memory.args[0]
+        whole: Any = self._number(memory.args[0], node)
         made = self.env[x]
         if self._leaves(node):
             place = dict(zip(dims, zip(starts, lengths, strict=True), strict=True))
@@ -205,18 +205,17 @@ class Walk:
     def _rows(self, node: fx.Node, loop: fx.Node, turn: int) -> tuple[int, int]:
         """Where another turn puts its part."""
 
-        def number(arg: Any) -> Any:
-            if not isinstance(arg, fx.Node):
-                return arg
-            if arg is loop:
+        def number(used: fx.Node) -> Any:
+            if used is loop:
                 return turn
-            if arg.target in (turns.at, turns.pick):
-                function: Any = arg.target
-                return function(*map(number, arg.args))
-            return self.env[arg]
+            if used.target in (turns.at, turns.pick):
+                function: Any = used.target
+                return function(*fx.map_arg(used.args, number))
+            return self.env[used]
 
         args: Any = node.args
-        return number(args[3][0]), number(args[4][0])
+        (start,), (length,) = fx.map_arg(args[3:5], number)
+        return start, length
 
 
 def _frames(node: fx.Node) -> bool:

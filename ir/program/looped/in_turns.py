@@ -84,7 +84,7 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
     turned = {node for node in nodes if is_turned(node, axis)}
     if not turned:
         return _arranged(nodes, wanted, inner)
-    turned |= _sunk(nodes, turned)
+    turned |= _sunk(nodes, turned, inner)
     loops = _Loops(axis, nodes, turned, wanted)
     steps: list[Node | Loop] = []
     for each in loops.order():
@@ -107,8 +107,9 @@ def _arranged(nodes: list[Node], wanted: Container[Value], axes: Sequence[str]) 
     return [*plain, *_arranged(run, wanted, inner)]
 
 
-def _sunk(nodes: Sequence[Node], turned: set[Node]) -> set[Node]:
-    """What is done anew in each turn: what says so, and what is made of it for turns alone."""
+def _sunk(nodes: Sequence[Node], turned: set[Node], inner: Sequence[str]) -> set[Node]:
+    """What is done anew in each turn: what says so, and what is made of it for turns alone; and what turns within these
+    have pieces of."""
     users: dict[Node, list[Node]] = {}
     for node in nodes:
         for value in node.operands:
@@ -116,13 +117,32 @@ def _sunk(nodes: Sequence[Node], turned: set[Node]) -> set[Node]:
                 users.setdefault(value.node, []).append(node)
     behind: set[Node] = set()
     for node in nodes:
-        if node not in turned and (node.attrs.get(EACH_TURN) or any(v.node in behind for v in node.operands)):
+        again = node.attrs.get(EACH_TURN) or any(hangs_on(axis, value) for axis in inner for value in node.outs)
+        if node not in turned and (again or any(value.node in behind for value in node.operands)):
             behind.add(node)
     sunk: set[Node] = set()
     for node in reversed(nodes):
         if node in behind and users.get(node) and all(user in turned or user in sunk for user in users[node]):
             sunk.add(node)
     return sunk
+
+
+def crossing(nodes: Sequence[Node], mesh: Mesh) -> tuple[Node, Node, str, str] | None:
+    """Who uses a piece of a turn on the other side of where turns around it begin or end, and who makes it; with the
+    axes around and within. There is no order in which that can be done."""
+    axes = time_axes(mesh)
+    for at, axis in enumerate(axes[:-1]):
+        inner = axes[at + 1 :]
+        own = {node for node in nodes if is_turned(node, axis)}
+        turned = own | _sunk(nodes, own, inner)
+        for node in nodes:
+            for value in node.operands:
+                maker, within = value.node, next((each for each in inner if hangs_on(each, value)), "")
+                if maker is None or not within or hangs_on(axis, value):
+                    continue
+                if maker in own or (maker in turned) is not (node in turned):
+                    return node, maker, axis, within
+    return None
 
 
 class _Loops:

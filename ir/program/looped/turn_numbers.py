@@ -9,11 +9,14 @@ them is a line. Where some have fewer rows than others, a number is a line for e
 
     turn 0 to 7    4 rows from 0, 4, ... 28 on
     turn 8, 9      3 rows from 32, 35 on                     at = time.pick(turn, [(0, 0, 4), (8, 32, 3)])
+
+Of turns within turns a number is a line of the inner turn, whose begin and growth are numbers of the outer one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -31,8 +34,9 @@ from .within_turns import part_in_turns, regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]
-Line = tuple[int, Any, int]
-"""From which turn on, the number in it, and by how much it grows from turn to turn."""
+Number = Any
+"""Of no axis, an argument as it is. Of some, lines over the first of them: from which turn on, the number in it, and by
+how much it grows from turn to turn; both of which are numbers of the other axes."""
 
 
 def of_every_turn(written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
@@ -43,69 +47,91 @@ def of_every_turn(written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
         Error: turns differ in what they call, not in numbers alone.
     """
     made = written({})
-    for axis in reversed(time_axes(mesh)):
-        if mesh[axis].size > 1:
-            _Merge(made, axis, written).run(alike[axis])
+    axes = tuple(axis for axis in reversed(time_axes(mesh)) if mesh[axis].size > 1)
+    if axes:
+        _Merge(made, axes, written, {axis: list(alike[axis]) for axis in axes}).run()
     return made
 
 
+class _Uneven(Exception):
+    """A number of turns that are alike is no line."""
+
+    def __init__(self, axis: str, run: range) -> None:
+        super().__init__(axis, run)
+        self.axis, self.run = axis, run
+
+
+@dataclass
 class _Merge:
-    def __init__(self, made: fx.Graph, axis: str, written: Written) -> None:
-        self.graph, self.axis, self.written = made, axis, written
-        self.nodes = [node for node in made.nodes if node.target not in (turns.at, turns.pick)]
-        self.known: dict[tuple[Any, ...], fx.Node] = {}
+    graph: fx.Graph
+    axes: tuple[str, ...]
+    """The innermost first."""
+    written: Written
+    runs: Runs
+    known: dict[fx.Node, dict[tuple[Any, ...], fx.Node]] = field(default_factory=dict)
+    """The numbers that stand there, by the begin of their turns."""
 
-    def run(self, alike: Sequence[range]) -> None:
-        lines = [line for run in alike for line in self._lines(run)]
-        calls: dict[Path, tuple[Any, ...]] = {}
-        for place, first in lines[0].items():
-            runs = [first]
-            for each in lines[1:]:
-                begin, number, step = each[place]
-                before, start, grown = runs[-1]
-                if step != grown or self._step(place, start, number) != (begin - before) * grown:
-                    runs.append(each[place])
-            if len(runs) > 1:
-                calls[place] = (turns.pick, tuple(runs))
-            elif first[2]:
-                calls[place] = (turns.at, *first[1:])
-        self._put(calls)
+    def __post_init__(self) -> None:
+        self.nodes = list(self.graph.nodes)
+        self.inside = regions(self.nodes)
+        self._of_turns: dict[tuple[int, ...], dict[Path, Any]] = {}
 
-    def _lines(self, run: range) -> list[dict[Path, Line]]:
-        """The numbers of turns that are alike, as lines; of each turn alone where they are none."""
-        first, second, last = (self._numbers(turn) for turn in (run[0], run[min(1, len(run) - 1)], run[-1]))
-        found: dict[Path, Line] = {}
-        for place, number in first.items():
-            step = self._step(place, number, second[place])
-            if self._step(place, number, last[place]) != step * (len(run) - 1):
-                return [line for turn in run for line in self._lines(range(turn, turn + 1))]
-            found[place] = run[0], number, step
-        return [found]
+    def run(self) -> None:
+        while True:
+            try:
+                found = self._numbers(self.axes, {})
+                break
+            except _Uneven as uneven:  # then each of these turns has a line of its own
+                runs = self.runs[uneven.axis]
+                at = runs.index(uneven.run)
+                runs[at : at + 1] = [range(turn, turn + 1) for turn in uneven.run]
+        depth = len(self.axes)
+        for place, number in found.items():
+            self._put(place, _plain(number, depth), depth)
 
-    def _step(self, place: Path, first: Any, other: Any) -> int:
+    def _numbers(self, axes: Sequence[str], turn: Mapping[str, int]) -> dict[Path, Number]:
+        """The numbers of all turns of some axes, in one turn of the others."""
+        if not axes:
+            return self._in_turn(turn)
+        (axis, *others), depth = axes, len(axes) - 1
+        lines: dict[Path, list[Any]] = {}
+        for run in self.runs[axis]:
+            at = (run[0], run[min(1, len(run) - 1)], run[-1])
+            first, second, last = (self._numbers(others, {**turn, axis: each}) for each in at)
+            for place, number in first.items():
+                step = self._step(place, number, second[place], depth)
+                if self._step(place, number, last[place], depth) != _times(step, len(run) - 1, depth):
+                    raise _Uneven(axis, run)
+                lines.setdefault(place, []).append((run[0], number, step))
+        return {place: tuple(each) for place, each in lines.items()}
+
+    def _step(self, place: Path, first: Number, other: Number, depth: int) -> Number:
         """By how much a number is larger in another turn.
 
         Raises:
             Error: it is no number.
         """
+        if depth:
+            return _each(lambda a, b: self._step(place, a, b, 0), depth, first, other)
         if _is_number(first) and _is_number(other) and place[-1] != "size":
-            step: int = other - first
-            return step
+            return other - first
         if first != other:
             raise self._other(self.nodes[place[0]], f"{first!r}", f"{other!r}")
         return 0
 
-    def _numbers(self, turn: int) -> dict[Path, Any]:
-        """Everything that is no value among the arguments in one turn, by its place."""
-        graph = self.written({self.axis: turn})
-        others = [node for node in graph.nodes if node.target not in (turns.at, turns.pick)]
+    def _in_turn(self, turn: Mapping[str, int]) -> dict[Path, Any]:
+        """Everything that is no value among the arguments in one turn of each axis, by its place."""
+        key = tuple(turn[axis] for axis in self.axes)
+        if key in self._of_turns:
+            return self._of_turns[key]
+        others = list(self.written(turn).nodes)
         if [(n.op, n.target) for n in others] != [(n.op, n.target) for n in self.nodes]:
             mine, theirs = next(
                 ((a, b) for a, b in zip(self.nodes, others, strict=False) if a.target != b.target),
                 (self.nodes[-1], others[-1]),
             )
             raise self._other(mine, str(mine.target), str(theirs.target))
-        found: dict[Path, Any] = {}
+        found = self._of_turns[key] = {}
         for place, node in enumerate(others):
             _gather(node.args, (place, "args"), found)
             _gather(node.kwargs, (place, "kwargs"), found)
@@ -115,63 +141,93 @@ class _Merge:
     def _other(self, node: fx.Node, expected: str, got: str) -> Error:
         planned = node.meta.get("shardfx")
         return Error(
-            f"turns of {self.axis!r} call something else than the first",
+            f"turns of {' or '.join(map(repr, self.axes))} call something else than the first",
             where=str(planned.where) if isinstance(planned, Node) else node.name,
             expected=expected,
             got=got,
             remedy="choose a number of turns that divides what they cut",
         )
 
-    def _put(self, calls: Mapping[Path, tuple[Any, ...]]) -> None:
-        """Write the numbers that differ as calls, just before who takes them."""
-        begin, inside = None, regions(self.graph.nodes)
-        by_node: dict[int, dict[Path, tuple[Any, ...]]] = {}
-        for (place, *rest), call in calls.items():
-            by_node.setdefault(place, {})[tuple(rest)] = call
-        for place, node in enumerate(self.nodes):
-            if node.target is turns.turns and node.args[0] == self.axis:
-                begin, self.known = node, {}
-            for path, call in by_node.get(place, {}).items():
-                if path[0] == "shape":  # it is known of no turn but the first
-                    node.meta.pop("shape", None)
-                    continue
-                assert begin is not None
-                number = self._number(begin, node, call, inside[node])
-                if isinstance(old := _at((node.args, node.kwargs), path), fx.Node):
-                    number = self._on_top(old, number, call, node)
-                if path[0] == "args":
-                    node.args = _replaced(node.args, path[1:], number)
-                else:
-                    node.kwargs = _replaced(node.kwargs, path[1:], number)
+    def _put(self, place: Path, number: Number, depth: int) -> None:
+        """Write a number that is not the same in all turns as a call, before who takes it."""
+        if not isinstance(number, _Lines):
+            return
+        node, path = self.nodes[place[0]], place[1:]
+        if path[0] == "shape":  # it is known of no turn but the first
+            node.meta.pop("shape", None)
+            return
+        made = self._written(number, node)
+        if path[0] == "args":
+            node.args = _replaced(node.args, path[1:], made)
+        else:
+            node.kwargs = _replaced(node.kwargs, path[1:], made)
 
-    def _on_top(self, inner: fx.Node, number: fx.Node, call: tuple[Any, ...], before: fx.Node) -> fx.Node:
-        """A number that grows with the turns of this axis, and with those of one within it; it stands before who
-        takes it, for both stand there by then.
+    def _written(self, number: Number, before: fx.Node) -> Any:
+        """A number as an argument of a node."""
+        if not isinstance(number, _Lines):
+            return number
+        axis = self.axes[-number.depth]
+        begin = next(loop for loop in self.inside[before] if part_in_turns(loop) == "opens" and loop.args[0] == axis)
+        lines = tuple((at, self._written(n, before), self._written(step, before)) for at, n, step in number.lines)
+        call = (turns.at, *lines[0][1:]) if len(lines) == 1 else (turns.pick, lines)
+        return self._number(begin, before, call)
 
-        Raises:
-            Error: it does not grow evenly in both.
-        """
-        if call[0] is not turns.at or inner.target is not turns.at or call[1] != inner.args[1]:
-            raise Error(
-                f"a number of {inner.name} hangs unevenly on turns of two axes",
-                expected="numbers of turns that divide what they cut",
-                got=f"turns of {self.axis!r} that are not alike",
-            )
-        with self.graph.inserting_before(before):
-            return self.graph.call_function(turns.at, (inner.args[0], number, inner.args[2]))
-
-    def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...], inside: tuple[fx.Node, ...]) -> fx.Node:
+    def _number(self, begin: fx.Node, before: fx.Node, call: tuple[Any, ...]) -> fx.Node:
         """A number of the turn: where units share it, at the begin of turns, else just before its first use."""
-        shared = bool(order_of(begin))
+        shared, inside = bool(order_of(begin)), self.inside[before]
+        known = self.known.setdefault(begin, {})
         key = (() if shared else inside, call[0], str(call[1:]))
-        if key not in self.known:
-            last = next((each for each in reversed(self.known.values())), begin)
+        if key not in known:
+            last = next((each for each in reversed(known.values())), begin)
             with self.graph.inserting_after(last) if shared else self.graph.inserting_before(before):
-                self.known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
+                known[key] = self.graph.call_function(call[0], (begin, *call[1:]))
         for loop in inside[inside.index(begin) + 1 :]:
             if part_in_turns(loop) == "opens":
-                _say(loop, self.known[key] if shared else begin)
-        return self.known[key]
+                _say(loop, known[key] if shared else begin)
+        return known[key]
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Lines over the axis of that depth, the outermost being 1; the least of them that say a number."""
+
+    depth: int
+    lines: tuple[tuple[int, Any, Any], ...]
+
+
+def _plain(number: Number, depth: int) -> Any:
+    """A number as few lines as may be; itself, where it is the same in all turns."""
+    if not depth:
+        return number
+    found: list[tuple[int, Number, Number]] = []
+    for begin, start, step in number:
+        if found:
+            before, first, grown = found[-1]
+            if step == grown and start == _moved(first, grown, begin - before, depth - 1):
+                continue
+        found.append((begin, start, step))
+    lines = tuple((begin, _plain(start, depth - 1), _plain(step, depth - 1)) for begin, start, step in found)
+    (_, start, step), *more = lines
+    return start if not more and not isinstance(step, _Lines) and step == 0 else _Lines(depth, lines)
+
+
+def _each(function: Callable[..., Any], depth: int, *numbers: Number) -> Number:
+    """A function of numbers of as many axes, line by line."""
+    if not depth:
+        return function(*numbers)
+    return tuple(
+        (lines[0][0], *(_each(function, depth - 1, *(line[i] for line in lines)) for i in (1, 2)))
+        for lines in zip(*numbers, strict=True)
+    )
+
+
+def _times(number: Number, count: int, depth: int) -> Number:
+    return _each(lambda each: each * count, depth, number)
+
+
+def _moved(number: Number, step: Number, count: int, depth: int) -> Number:
+    """A number so many steps further; what is no number does not grow."""
+    return _each(lambda each, by: each + by * count if _is_number(each) else each, depth, number, step)
 
 
 def _is_number(arg: Any) -> bool:
@@ -197,13 +253,6 @@ def _gather(arg: Any, path: Path, found: dict[Path, Any]) -> None:
             _gather(each, (*path, key), found)
     else:
         found[path] = arg.name if isinstance(arg, fx.Node) else arg
-
-
-def _at(nests: tuple[Any, Any], path: Path) -> Any:
-    found = nests[0] if path[0] == "args" else nests[1]
-    for key in path[1:]:
-        found = found[key]
-    return found
 
 
 def _replaced(nest: Any, path: Path, new: Any) -> Any:

@@ -1,0 +1,68 @@
+"""Chunks within turns: of any number of rows, of constants, in stages; and what cannot lie within."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+
+T = sx.Time
+
+
+class Language(nn.Module):
+    """Logits that a buffer scales, and positions shift, so that chunks take rows of constants."""
+
+    def __init__(self, vocabulary: int = 30, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(vocabulary, width), nn.ModuleList()
+        self.layers.extend(nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.register_buffer("scale", torch.rand(7, vocabulary))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        return self.head(y) * self.scale + torch.arange(x.shape[1], dtype=y.dtype)[None, :, None]
+
+
+def next_tokens(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+def planned(mesh: sx.Mesh, staged: bool) -> tuple[nn.Module, Tensor, Tensor, sx.ParallelModule]:
+    torch.manual_seed(0)
+    model, x, y = Language().double(), torch.randint(30, (5, 7)), torch.randint(30, (5, 7))
+    y[0, :4] = -100
+    specs = {"args.0": "mb, -", "head": "mb, chunk, -"}
+    pipeline = sx.Pipeline() if staged else None
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=pipeline)
+    return model, x, y, sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("turns", "chunks"), [(2, 3), (1, 2), (3, 1), (4, 5)])
+def test_chunks_of_uneven_turns(turns: int, chunks: int, staged: bool) -> None:
+    axes = {"pp": 2} if staged else {}
+    model, x, y, pm = planned(sx.Mesh(**axes, mb=T(turns), chunk=T(chunks)), staged)
+    made, alone = pm(x, y), next_tokens(model(x), y)
+    made.backward()
+    alone.backward()
+    grads = pm.full_grads()
+    assert abs(made - alone) < 1e-12
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (grads[name] - parameter.grad).abs().max() < 1e-12
+    assert pm.verify()
+
+
+def test_turns_that_lie_the_wrong_way_round_are_an_error() -> None:
+    with pytest.raises(sx.Error, match=re.escape("turns of 'mb' lie within those of 'chunk'")) as error:
+        planned(sx.Mesh(chunk=T(2), mb=T(2)), False)
+    assert "let 'mb' stand in front of 'chunk' in the mesh" in str(error.value)
