@@ -240,7 +240,8 @@ class _Walk:
                     got="other memory" if slot is None else f"element {slot[1][1]} of {slot[1][0]} pieces of {slot[0]}",
                 )
             at += slot[1][2]
-        size = flat.args[2 if flat.target is memory_ops.slot else 0] if isinstance(flat, fx.Node) and flat.args else None
+        given = flat.args if isinstance(flat, fx.Node) else ()
+        size = given[2 if flat.target is memory_ops.slot else 0] if given else None
         if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * pieces:
             self._fail(f"{node.name} joins {at} elements of each piece", node, expected=f"all {size[0]} of {flat}")
 

@@ -8,8 +8,8 @@
                                                     mm = aten.mm.out(x, w, out=place)
 
 Buckets, what is gathered into, and temporaries of ops whose kernels compute into memory that they are given. What
-leaves the program has memory of its own, and so has what is made in turns, or used by units of them. Without an arena buckets
-are kept between steps, each for itself, and idle where activations are many; in an arena these lie in their place.
+leaves the program has memory of its own, and so has what is made in turns, or used by units of them. Without an arena
+buckets are kept between steps, each for itself, and idle where activations are many; here these lie in their place.
 """
 
 from __future__ import annotations

@@ -31,6 +31,10 @@ class Block(NamedTuple):
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 
+TRIES, WORK = 100, 2_000_000
+"""So often an order is changed, and so many pairs of blocks are looked at for it."""
+
+
 @dataclass(frozen=True)
 class Packing:
     """The first byte of each block, and of how many bytes the memory is."""
@@ -59,15 +63,19 @@ def at_once(blocks: Sequence[Block]) -> int:
 
 def pack(blocks: Sequence[Block]) -> Packing:
     """Place blocks so that none that are there at once overlap: each, in one of a few orders, in the smallest gap that
-    holds it between those that are there already."""
-    bound, best = at_once(blocks), None
-    for order in ORDERS:
-        made = _placed(blocks, sorted(range(len(blocks)), key=lambda i: order(blocks[i])))
-        if best is None or made.nbytes < best.nbytes:
-            best = made
+    holds it between those that are there already. Where that takes more than :func:`at_once`, what came to lie highest
+    is placed first in the next try; the best one is taken."""
+    bound = at_once(blocks)
+    tries = [sorted(range(len(blocks)), key=lambda i, by=by: by(blocks[i])) for by in ORDERS]  # type: ignore[misc]
+    order, best = min(((each, _placed(blocks, each)) for each in tries), key=lambda found: found[1].nbytes)
+    made = best
+    for _ in range(min(TRIES, WORK // len(blocks) ** 2)):
         if best.nbytes == bound:
             break
-    assert best is not None
+        top = max(order, key=lambda i: made.places[i] + blocks[i].room)
+        order = [top, *(i for i in order if i != top)]
+        made = _placed(blocks, order)
+        best = min(best, made, key=lambda packing: packing.nbytes)
     return best
 
 
