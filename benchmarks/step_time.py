@@ -3,7 +3,7 @@ machine; with the update of AdamW, too.
 
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp --compile]
     python -m benchmarks.step_time --only dp-update zero-1-update zero-update      (python -m benchmarks.step_memory)
-    python -m benchmarks.step_time --only arena             (zero=3 with one memory for what the program makes, and without)
+    python -m benchmarks.step_time --only arena             (zero=3 with Hints(arena=True), and without)
     python -m benchmarks.step_time --only turns             (four micro-batches; DDP's by no_sync)
     python -m benchmarks.step_time --only interleave        (tensor parallelism, two turns side by side, and without)
 

@@ -199,7 +199,8 @@ COMPUTED_INTO = (
 )
 """Other ops that torch's kernels compute into memory which they are given, and do not copy there."""
 INTO = {op: _over(op) for op in COMPUTED_INTO}
-WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: next(row for row in MEMORY if row.function is aten.mm.out), **OVER, **INTO}
+MM_OUT = next(row for row in MEMORY if row.function is aten.mm.out)
+WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: MM_OUT, **OVER, **INTO}
 """By op the row of the form that is computed into given memory."""
 
 OTHER = (
@@ -209,7 +210,8 @@ OTHER = (
 )
 
 LOCAL_OPS: dict[Any, LocalOp] = {
-    row.function: row for row in (*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *TURNS, *OVER.values(), *INTO.values(), *OTHER)
+    row.function: row
+    for row in (*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *TURNS, *OVER.values(), *INTO.values(), *OTHER)
 }
 """The rows by their function."""
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}

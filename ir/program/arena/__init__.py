@@ -1,1 +1,1 @@
-"""One memory in which a program's buffers and temporaries lie: who is there when, at which place, and whether that is so."""
+"""One memory in which a program's buffers and temporaries lie: who is there when, where, and whether that is so."""

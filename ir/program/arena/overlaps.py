@@ -1,9 +1,9 @@
 """Does anything in an arena lie where something else is needed? Watched while a program is validated, call by call.
 
-    %a = memory.slot(%arena, 0, [8, 6], torch.float32)
-    %b = memory.slot(%arena, 64, [8, 6], torch.float32)          of the bytes 64 .. 255, %a has 64 .. 191
-    %x = aten.mm.out(%t, %y, out=%a)
-    %z = aten.mm.out(%t, %w, out=%b)                             from here on %x is gone
+%a = memory.slot(%arena, 0, [8, 6], torch.float32)
+%b = memory.slot(%arena, 64, [8, 6], torch.float32)          of the bytes 64 .. 255, %a has 64 .. 191
+%x = aten.mm.out(%t, %y, out=%a)
+%z = aten.mm.out(%t, %w, out=%b)                             from here on %x is gone
 """
 
 from __future__ import annotations

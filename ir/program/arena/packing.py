@@ -1,10 +1,10 @@
 """Places in one memory for blocks that are there at different times.
 
-    >>> blocks = [Block(128, 0, 4), Block(64, 1, 2), Block(64, 3, 5)]
-    >>> pack(blocks)                                 # the last two are never there together
-    Packing(places=(0, 128, 128), nbytes=192)
-    >>> at_once(blocks)                              # no packing needs less
-    192
+>>> blocks = [Block(128, 0, 4), Block(64, 1, 2), Block(64, 3, 5)]
+>>> pack(blocks)                                 # the last two are never there together
+Packing(places=(0, 128, 128), nbytes=192)
+>>> at_once(blocks)                              # no packing needs less
+192
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Who may lie in an arena: memory that a program makes for itself, from the call that makes it to its last use.
 
-    %flat = memory.empty([48], ...)       a bucket, a place to gather into: there until nothing uses it any more, nor a
-                                          collective that was started on it
-    return (..., %flat)                   what leaves the program has no place, nor what is made in each turn anew, or
-                                          used by units of turns, which are done in another order than they stand
+%flat = memory.empty([48], ...)       a bucket, a place to gather into: there until nothing uses it any more, nor a
+                                      collective that was started on it
+return (..., %flat)                   what leaves the program has no place, nor what is made in each turn anew, or
+                                      used by units of turns, which are done in another order than they stand
 """
 
 from __future__ import annotations
