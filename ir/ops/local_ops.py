@@ -67,6 +67,7 @@ PACKING = (
     LocalOp("pack.take", pack.take, shares=True, moves=True),
     LocalOp("pack.flatten", pack.flatten, moves=True),
     LocalOp("pack.unflatten", pack.unflatten, shares=True, moves=True),
+    LocalOp("pack.part_of", pack.part_of, shares=True, moves=True),
     LocalOp("pack.dense_last", pack.dense_last, shares=True),
     LocalOp("pack.inside", pack.inside, shares=True, plain=lambda args, kwargs: args[0]),
 )
@@ -78,6 +79,12 @@ MEMORY = (
     LocalOp("memory.slot", memory_ops.slot, memory=True),
     LocalOp("memory.part", memory_ops.part, shares=True, memory=True),
     LocalOp("memory.write", memory_ops.write, into=0, plain=lambda args, kwargs: args[1]),
+    LocalOp(
+        "memory.write_part",
+        memory_ops.write_part,
+        into=0,
+        plain=lambda args, kwargs: (pack.part_of, args[1:], {}),
+    ),
     LocalOp("memory.mm_pieces", memory_ops.mm_pieces, into=2, plain=_product),
     LocalOp("aten.mm.out", aten.mm.out, into="out", plain=_product),
     LocalOp("memory.join", memory_ops.join, shares=True, plain=lambda args, kwargs: (pack.flatten, args[1:], {})),

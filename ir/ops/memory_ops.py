@@ -25,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from .pack import flatten, unflatten
+from .pack import flatten, part_of, unflatten
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
@@ -76,6 +76,14 @@ def write(to: Tensor, x: Tensor) -> Tensor:
     if is_compiling():
         return x
     return to.copy_(x if x.shape == to.shape else x.reshape(to.shape))
+
+
+def write_part(to: Tensor, buffer: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
+    """A tensor whose pieces stand rank by rank in ``buffer`` (:func:`.pack.part_of`), in the memory of ``to``."""
+    if is_compiling() or not to.is_contiguous():
+        return write(to, part_of(buffer, pieces, offset, shape))
+    to.view(pieces, -1).copy_(buffer.view(pieces, -1).narrow(1, offset, to.numel() // pieces))
+    return to
 
 
 def mm_pieces(a: Tensor, b: Tensor, to: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ Slot = tuple[int, int, int]
 """Of flat memory: pieces, first element of each, elements in each."""
 
 
-RENEWING = (memory_ops.write, transfer.put)
+RENEWING = (memory_ops.write, memory_ops.write_part, transfer.put)
 """What may write a result where it is stored."""
 KINDS = {"c10d.all_reduce_": "c10d.all_reduce", "c10d.all_gather_into": "c10d.all_gather_into_tensor"}
 """What is the same collective, seen from the other ranks."""
