@@ -102,12 +102,12 @@ def rank_main(rank: int, port: int, size: Size) -> None:
         step()
         states = [value for state in optimizer.state.values() for value in state.values()]
         print_peak(f"{name}, AdamW", peak(module, step, [*module.parameters(), *states]))
-    for zero in (0, 1, 3):
-        pm, step = whole(model, x, y, zero)
+    for zero, arena in ((0, False), (1, False), (3, False), (1, True), (3, True)):
+        pm, step = whole(model, x, y, zero, arena)
         assert isinstance(pm, sx.ParallelModule)
         step()
         held = [*pm.parameters(), *tree_leaves(list(pm.store.states.values()))]
-        print_peak(f"ours, zero {zero}, step", peak(pm, step, held), pm.memory(rank).peak)
+        print_peak(f"ours, zero {zero}, {'arena' if arena else 'step'}", peak(pm, step, held), pm.memory(rank).peak)
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@ machine; with the update of AdamW, too.
 
     python -m benchmarks.step_time [--dim 256 --layers 4 --rounds 15 --only dp --compile]
     python -m benchmarks.step_time --only dp-update zero-1-update zero-update      (python -m benchmarks.step_memory)
+    python -m benchmarks.step_time --only arena             (zero=3 with Hints(arena=True), and without)
     python -m benchmarks.step_time --only turns             (four micro-batches; DDP's by no_sync)
     python -m benchmarks.step_time --only interleave        (tensor parallelism, two turns side by side, and without)
 
@@ -48,6 +49,7 @@ PAIRS = {
     "dp-update": ("ours, dp, step", "DDP, AdamW"),
     "zero-1-update": ("ours, zero 1, step", "DDP, AdamW"),
     "zero-update": ("ours, zero 3, step", "FSDP2, AdamW"),
+    "arena": ("zero 3, arena", "zero 3, no arena"),
 }
 AIMS = {
     "dp": 1.05,
@@ -58,6 +60,7 @@ AIMS = {
     "dp-update": 1.05,
     "zero-1-update": 1.05,
     "zero-update": 1.2,
+    "arena": 1.0,
 }
 MEGATRON = {
     **dict.fromkeys((f"layers.*.{n}.weight" for n in ("q", "k", "v", "fc1")), "tp, -"),
@@ -86,10 +89,17 @@ def side_by_side(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> tu
     return pm, lambda: pm(x, y)
 
 
-def whole(model: nn.Module, x: Tensor, y: Tensor, zero: int) -> tuple[nn.Module, Step]:
+def whole(model: nn.Module, x: Tensor, y: Tensor, zero: int, arena: bool = False) -> tuple[nn.Module, Step]:
     """Our plan with the optimizer in it."""
     hints = sx.Hints(
-        args=(x,), loss=next_token, targets=(y,), specs=BATCH, zero=zero, zero_min=0, optimizer=torch.optim.AdamW
+        args=(x,),
+        loss=next_token,
+        targets=(y,),
+        specs=BATCH,
+        zero=zero,
+        zero_min=0,
+        optimizer=torch.optim.AdamW,
+        arena=arena,
     )
     pm = sx.parallelize(model, sx.Mesh(dp=RANKS), hints)
     return pm, lambda: pm.step(x, y)
@@ -175,6 +185,9 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tup
     if "zero-update" in only:
         made["FSDP2, AdamW"] = updated(sharded(deepcopy(model)), x[mine], y[mine])
         made["ours, zero 3, step"] = whole(model, x, y, 3)
+    if "arena" in only:
+        made["zero 3, no arena"] = whole(deepcopy(model), x, y, 3)
+        made["zero 3, arena"] = whole(deepcopy(model), x, y, 3, arena=True)
     return made
 
 

@@ -63,6 +63,10 @@ class MemoryPool:
             self._kept.append(lent)
         return lent.flat[:nbytes].view(dtype).view(shape)
 
+    def arena(self, nbytes: int, device: str = "cpu") -> Tensor:
+        """As :func:`shardfx.ir.ops.memory_ops.arena`: the same in each step, for nothing in it leaves the program."""
+        return self.empty([nbytes], torch.uint8, device)
+
 
 def _use_count(storage: Any) -> int:
     """How many tensors share a storage; where torch does not say, always another number."""

@@ -42,7 +42,7 @@ from shardfx.passes import (
     run_passes,
 )
 from shardfx.passes.pipeline import may_leave_out
-from shardfx.passes.rank import RankPass, built_in
+from shardfx.passes.rank import Arena, RankPass, built_in
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
 from shardfx.runtime.verify.claims import without_content
@@ -150,7 +150,9 @@ def default_rank_passes(hints: Hints, device: str = "cpu") -> tuple[RankPass, ..
     ours, given = built_in(device), as_rank_passes(hints.rank_passes)
     own = {each.name: each for each in given}
     names = {each.name for each in ours}
-    return (*(own.get(each.name, each) for each in ours), *(each for each in given if each.name not in names))
+    behind = [each for each in given if each.name not in names and not isinstance(each, Arena)]
+    arena = [each for each in given if isinstance(each, Arena)] or ([Arena()] if hints.arena else [])
+    return (*(own.get(each.name, each) for each in ours), *behind, *arena)  # who knows what the others need
 
 
 @contextmanager

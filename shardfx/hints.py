@@ -94,6 +94,9 @@ class Hints:
         reduce: when gradients of turns are reduced among ranks: ``"last"``, once behind all turns; ``"each"``, in each
             turn, so that a rank adds up its pieces alone; ``"auto"``: what is faster and fits, where gradients leave in
             pieces (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in each with ``zero`` 2, 3.
+        arena: buckets, what is gathered, and temporaries lie in one memory, at places that follow from when they are
+            needed: less is held at the peak, and what is left of it is said in ``pm.report()``. ``torch.compile`` plans
+            memory itself.
         pipeline: a :class:`shardfx.Pipeline`: the model is cut into stages, which lie on the ranks of an axis.
 
     Example::
@@ -131,6 +134,7 @@ class Hints:
     accumulate: int = 1
     reduce: str = "auto"
     pipeline: Pipeline | None = None
+    arena: bool = False
 
     def __post_init__(self) -> None:
         for name, (fits, expected) in FIELDS.items():
@@ -182,6 +186,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "check_inputs": (lambda given: isinstance(given, bool) or given == "broadcast", "True or False, or 'broadcast'"),
     "batch_stats": (lambda given: given in (None, "local", "turn"), "None, for the whole batch's, 'local' or 'turn'"),
     "strict": (lambda given: isinstance(given, bool), "True or False"),
+    "arena": (lambda given: isinstance(given, bool), "True or False"),
     "guard": (lambda given: isinstance(given, bool), "True or False"),
     "fuse_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
     "passes": (lambda given: isinstance(given, (list, tuple)), "a list of passes"),

@@ -13,7 +13,7 @@ from shardfx.ir.program.lower import lower
 from shardfx.ir.program.program_text import parse_program
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text import parse_graph
-from shardfx.passes.rank import RankContext, built_in, run_rank_passes
+from shardfx.passes.rank import Arena, RankContext, built_in, run_rank_passes
 from tests.unit_orders import ONE_AHEAD, arranged, phases
 
 FOLDER = Path(__file__).parent / "golden" / "rank_passes"
@@ -29,7 +29,7 @@ def made(case: str) -> str:
     program = lower(graph, 1, default_rules(), set(OutputKind), arrange=ARRANGED.get(case))
     texts = [f"lowered:\n{program}"]
     established = frozenset[str]()
-    for each in built_in("cpu"):
+    for each in (*built_in("cpu"), Arena(least=1)):
         before, context = str(program), RankContext(graph, established=established)
         program = run_rank_passes(parse_program(before, graph), [each], context)
         established |= each.establishes

@@ -26,7 +26,7 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import comm
+from shardfx.ir.ops import comm, memory_ops
 from shardfx.ir.ops.comm import row_of_collective
 from shardfx.ir.ops.local_ops import row_of, sent_by
 from shardfx.ir.ops.pools import transfer
@@ -184,6 +184,8 @@ class _Walk:
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
         pool = row.pool if row is not None else ""
         fresh = [Block(nbytes, at, at, planned, kept=is_memory(node), pool=pool) for nbytes in made.fresh]
+        if node.target is memory_ops.arena:
+            fresh[0].category = "arena"
         self.blocks += fresh
         self._exchange(node, at, operands, fresh)
 

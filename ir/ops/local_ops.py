@@ -67,6 +67,7 @@ PACKING = (
     LocalOp("pack.take", pack.take, shares=True, moves=True),
     LocalOp("pack.flatten", pack.flatten, moves=True),
     LocalOp("pack.unflatten", pack.unflatten, shares=True, moves=True),
+    LocalOp("pack.part_of", pack.part_of, shares=True, moves=True),
     LocalOp("pack.dense_last", pack.dense_last, shares=True),
     LocalOp("pack.inside", pack.inside, shares=True, plain=lambda args, kwargs: args[0]),
 )
@@ -74,8 +75,16 @@ PACKING = (
 
 MEMORY = (
     LocalOp("memory.empty", memory_ops.empty, memory=True),
+    LocalOp("memory.arena", memory_ops.arena, memory=True),
+    LocalOp("memory.slot", memory_ops.slot, memory=True),
     LocalOp("memory.part", memory_ops.part, shares=True, memory=True),
     LocalOp("memory.write", memory_ops.write, into=0, plain=lambda args, kwargs: args[1]),
+    LocalOp(
+        "memory.write_part",
+        memory_ops.write_part,
+        into=0,
+        plain=lambda args, kwargs: (pack.part_of, args[1:], {}),
+    ),
     LocalOp("memory.mm_pieces", memory_ops.mm_pieces, into=2, plain=_product),
     LocalOp("aten.mm.out", aten.mm.out, into="out", plain=_product),
     LocalOp("memory.join", memory_ops.join, shares=True, plain=lambda args, kwargs: (pack.flatten, args[1:], {})),
@@ -159,28 +168,47 @@ POINTWISE = (
 
 
 def _over(op: Any) -> LocalOp:
-    """The form of an op that writes into ``out``, which may be an operand."""
-    names = [argument.name for argument in op._schema.arguments]
+    """The form of an op that writes into memory which it is given: ``out``, or what torch calls it there."""
+    mine = [(argument.name, str(argument.type)) for argument in op._schema.arguments]
     packet = op.overloadpacket
     forms = [getattr(packet, name) for name in packet.overloads()]
-    types = [str(argument.type) for argument in op._schema.arguments]
     (form,) = (
         each
         for each in forms
-        if [argument.name for argument in each._schema.arguments] == [*names, "out"]
-        and [str(argument.type) for argument in each._schema.arguments][:-1] == types
+        if [argument.is_out for argument in each._schema.arguments] == [*(False for _ in mine), True]
+        and [(argument.name, str(argument.type)) for argument in each._schema.arguments][:-1] == mine
     )
+    into = form._schema.arguments[-1].name
     return LocalOp(
         f"{form}",
         form,
-        into="out",
-        plain=lambda args, kwargs: (op, args, {name: arg for name, arg in kwargs.items() if name != "out"}),
+        into=into,
+        plain=lambda args, kwargs: (op, args, {name: arg for name, arg in kwargs.items() if name != into}),
     )
 
 
 OVER = {op: _over(op) for op in POINTWISE}
 OVERWRITING: dict[Any, Any] = {op: row.function for op, row in OVER.items()}
 """By op the form that writes into ``out``."""
+
+COMPUTED_INTO = (
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._softmax.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.gelu.default,
+    aten.gelu_backward.default,
+    aten.nll_loss_backward.default,
+    aten.silu.default,
+    aten.tanh.default,
+    aten.threshold_backward.default,
+)
+"""Other ops that torch's kernels compute into memory which they are given, and do not copy there."""
+INTO = {op: _over(op) for op in COMPUTED_INTO}
+MM_OUT = next(row for row in MEMORY if row.function is aten.mm.out)
+WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: MM_OUT, **OVER, **INTO}
+"""By op the row of the form that is computed into given memory."""
 
 OTHER = (
     LocalOp("update.segment", segment, shares=True),
@@ -189,7 +217,8 @@ OTHER = (
 )
 
 LOCAL_OPS: dict[Any, LocalOp] = {
-    row.function: row for row in (*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *TURNS, *OVER.values(), *OTHER)
+    row.function: row
+    for row in (*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *TURNS, *OVER.values(), *INTO.values(), *OTHER)
 }
 """The rows by their function."""
 BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}

@@ -6,6 +6,11 @@
     full = memory.join(flat, [grad], 1)                all of it, once its parts are there; this copies nothing
     sent = c10d.all_reduce_(full, 'sum', group)        reduced where it lies
 
+With an arena (:class:`shardfx.passes.rank.Arena`) such memory, and that of other calls, is a place in one::
+
+    arena = memory.arena(4096)
+    flat = memory.slot(arena, 256, [48], torch.float32)
+
 Fresh memory costs page faults: among processes of one machine a gather into it takes two to three times as long as
 into memory that was used before (``python -m benchmarks.collectives``). What stands behind ``empty`` is the engine's
 matter. Under ``torch.compile``, which plans memory itself, each call is its plain form. Needs torch alone.
@@ -20,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from .pack import flatten, unflatten
+from .pack import flatten, part_of, unflatten
 
 c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
@@ -29,6 +34,18 @@ Tensor = torch.Tensor
 def empty(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Memory whose content is of no interest yet."""
     return torch.empty(list(shape), dtype=dtype, device=device)
+
+
+def arena(nbytes: int, device: str = "cpu") -> Tensor:
+    """Memory in which several things lie, side by side or one after the other."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def slot(memory: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The place of a tensor in an arena, ``offset`` bytes behind its begin; what else lies there is over by then."""
+    if is_compiling():
+        return memory.new_empty(list(shape), dtype=dtype)
+    return memory[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(list(shape))
 
 
 def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -59,6 +76,14 @@ def write(to: Tensor, x: Tensor) -> Tensor:
     if is_compiling():
         return x
     return to.copy_(x if x.shape == to.shape else x.reshape(to.shape))
+
+
+def write_part(to: Tensor, buffer: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
+    """A tensor whose pieces stand rank by rank in ``buffer`` (:func:`.pack.part_of`), in the memory of ``to``."""
+    if is_compiling() or not to.is_contiguous():
+        return write(to, part_of(buffer, pieces, offset, shape))
+    to.view(pieces, -1).copy_(buffer.view(pieces, -1).narrow(1, offset, to.numel() // pieces))
+    return to
 
 
 def mm_pieces(a: Tensor, b: Tensor, to: Tensor) -> Tensor:

@@ -140,3 +140,9 @@ def unflatten(buffer: Tensor, shapes: Sequence[Sequence[int]], pieces: int) -> l
         return [part.view(list(s)) for part, s in zip(buffer.split(sizes), shapes, strict=True)]
     parts = buffer.view(pieces, -1).split(sizes, 1)
     return [part.reshape(list(s)) for part, s in zip(parts, shapes, strict=True)]
+
+
+def part_of(buffer: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor:
+    """One tensor of what :func:`unflatten` gives: ``offset`` elements behind the begin of each rank's piece."""
+    size = torch.Size(shape).numel() // pieces
+    return buffer.view(pieces, -1).narrow(1, offset, size).reshape(list(shape))

@@ -129,6 +129,21 @@ class Sharing:
         at = self._place[call]
         return all(self._place[use] <= at for use in self._uses.get(self._root[value], ()))
 
+    def uses(self, root: fx.Node) -> list[fx.Node]:
+        """The calls that use the memory of a root."""
+        return self._uses.get(root, [])
+
+    def until(self, value: fx.Node) -> int:
+        """The place of the last call that uses this memory, or waits for one that was started on it."""
+        end = len(self._place) - 1
+        found = [self._place[value]]
+        for use in (use for root in self.seen_in(value) for use in self.uses(root)):
+            row, at = self._rows[use], self._place[use]
+            if row is not None and row.message == "sends":
+                return end
+            found.append(max(at, self._waited.get(use, end)) if row is not None and row.starts else at)
+        return max(found)
+
     def seen_in(self, value: fx.Node) -> list[fx.Node]:
         """The roots of all values that may lie in this memory, or in this memory and what lies beside it."""
         found, todo = dict[fx.Node, None](), [self._root[value]]

@@ -7,6 +7,7 @@ its plain form (:mod:`.plain`):
 - every node is a call that can be read (:mod:`.well_formed`), of what stands before it;
 - nothing is read after its memory was written over;
 - nothing is written into the memory of an input;
+- nothing in an arena lies where something else is still needed, and nothing leaves in one (:mod:`.arena.overlaps`);
 - parts of one memory that live together do not overlap, and ``memory.join`` joins just the parts that were written;
 - no two results, and no result and input, share memory, where the result becomes its receiver's own;
 - what was only started, a collective or a copy between pools of memory, is not touched before it was waited for;
@@ -29,19 +30,20 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
+from .arena.overlaps import Overlaps
 from .plain import written_out
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
 from .units.standing import Standing
 from .well_formed import OVER, malformed
 
-PLACES = ("memory.part", "memory.join", "time.turns", "time.done")
+PLACES = ("memory.slot", "memory.part", "memory.join", "time.turns", "time.done")
 """What takes memory as memory."""
 Slot = tuple[int, int, int]
 """Of flat memory: pieces, first element of each, elements in each."""
 
 
-RENEWING = (memory_ops.write, transfer.put)
+RENEWING = (memory_ops.write, memory_ops.write_part, transfer.put)
 """What may write a result where it is stored."""
 KINDS = {"c10d.all_reduce_": "c10d.all_reduce", "c10d.all_gather_into": "c10d.all_gather_into_tensor"}
 """What is the same collective, seen from the other ranks."""
@@ -90,6 +92,7 @@ class _Walk:
         """By root: the values there so far."""
         self.pending: set[fx.Node] = set()
         self.standing = Standing(self.nodes, self.share, self._fail)
+        self.arena = Overlaps(self.nodes, self.share, self._fail)
         self.slots: dict[fx.Node, tuple[fx.Node, Slot]] = {}
         """Of parts, and of what was written into them: the flat memory and the place in it."""
 
@@ -121,6 +124,7 @@ class _Walk:
     def _call(self, node: fx.Node) -> None:
         row = self.share.row(node)
         self.standing.take(node)
+        self.arena.take(node)
         into = row.destination(node) if row is not None else None
         target = node.target
         if row is None and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
@@ -194,13 +198,15 @@ class _Walk:
                 got=into.format_node() or into.name,
             )
         slot = self.slots.get(into)
-        if (started := self.share.sender(into, node)) is not None:
-            self._fail(
-                f"{into.name} is written over while {started.name} sends it",
-                node,
-                expected=f"a wait for {started.name}",
-            )
-        for other in (each for seen in self.share.seen_in(into) for each in self.live.get(seen, ())):
+        beside = self.arena.beside(into)
+        for there in (into, *beside):
+            if (started := self.share.sender(there, node)) is not None:
+                self._fail(
+                    f"{there.name} is written over while {started.name} sends it",
+                    node,
+                    expected=f"a wait for {started.name}",
+                )
+        for other in (each for seen in (*self.share.seen_in(into), *beside) for each in self.live.get(seen, ())):
             if other in node.all_input_nodes and other is not into and not self._apart(other, slot):
                 self._fail(f"{node.name} writes over {other.name}, which it reads", node, expected="other memory")
             if other is into and slot is None:
@@ -234,7 +240,8 @@ class _Walk:
                     got="other memory" if slot is None else f"element {slot[1][1]} of {slot[1][0]} pieces of {slot[0]}",
                 )
             at += slot[1][2]
-        size = flat.args[0] if isinstance(flat, fx.Node) and flat.args else None
+        given = flat.args if isinstance(flat, fx.Node) else ()
+        size = given[2 if flat.target is memory_ops.slot else 0] if given else None
         if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * pieces:
             self._fail(f"{node.name} joins {at} elements of each piece", node, expected=f"all {size[0]} of {flat}")
 
@@ -253,6 +260,8 @@ class _Walk:
             row = self.share.row(result)
             if row is not None and row.memory:
                 self._fail(f"{result.name} is returned, which is memory without content", node)
+            if self.arena.holds(result):
+                self._fail(f"{result.name} is returned, which lies in an arena", node, expected="memory of its own")
             belongs = stored.get(output.name) if output.kind.is_given_away else ""
             if belongs is not None and self.away.get(result, "") != belongs:  # else the program does not take it
                 self._fail(

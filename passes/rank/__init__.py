@@ -1,6 +1,7 @@
 """From one rank's program to a better one: one file a pass. They run in the order of :func:`default_rank_passes`."""
 
 from .add_into import AddInto
+from .arena import Arena
 from .buckets import Buckets
 from .gather_into import GatherInto
 from .in_place import InPlace
@@ -21,6 +22,7 @@ ORDER: tuple[type[RankPass], ...] = (
     OwnOutputs,
     Segments,
     Interleave,
+    Arena,
 )
 BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
@@ -36,6 +38,7 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
 __all__ = [
     "BUILT_IN",
     "AddInto",
+    "Arena",
     "Buckets",
     "GatherInto",
     "InPlace",

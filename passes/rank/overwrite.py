@@ -5,8 +5,8 @@
     sqrt = aten.sqrt(v)                           sqrt = aten.sqrt(v)
     add = aten.add(sqrt, 1e-08)            ->     add = aten.add.out(sqrt, 1e-08, out=sqrt)
     new = aten.add(mul, step)                     new = aten.add.out(mul, step, out=mul)
-    gathered = getitem(spread, 0)                 gathered = getitem(spread, 0)
-    away = memory.to_host(m)                      kept = memory.write(v, gathered)
+    gathered = getitem(spread, 0)                 kept = memory.write_part(v, buffer, 2, 0, [8, 6])
+    away = memory.to_host(m)
     return (new, lerp, gathered, away)            away = memory.put(stored, m)
                                                   return (new, lerp, kept, away)
 
@@ -17,6 +17,7 @@ as it is.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -100,19 +101,26 @@ class _Overwriting:
     def _write(self, inputs: Mapping[fx.Node, Input]) -> bool:
         """What lies elsewhere (it was gathered) is written where it belongs at once, so that its memory is let go."""
         graph, end, share = self.program.graph, self.program.result(), self.share
-        written: dict[str, fx.Node] = {}
+        written, spent = dict[str, fx.Node](), list[fx.Node]()
         for place, result in self.renewed.items():
             free = share.last_use(place, result) and share.sender(place, result) is None
             apart = result.op == "call_function" and share.root(result) is not share.root(place)
             if not free or not apart or self._home(result) is place:
                 continue
+            part = _part(result)
             with graph.inserting_after(result):
-                made = graph.call_function(memory_ops.write, (place, result))
+                if part is None:
+                    made = graph.call_function(memory_ops.write, (place, result))
+                else:
+                    made = graph.call_function(memory_ops.write_part, (place, *part))
+                    spent.append(result)
             made.meta = {key: value for key, value in result.meta.items() if key == "shardfx"}
             written[inputs[place].name] = made
         given: Any = end.args[0]
         named = zip(given, self.program.outputs, strict=True)
         end.args = (tuple(written.get(o.name, r) if o.kind.is_stepped else r for r, o in named),)
+        for result in spent:
+            _erase_unused(graph, result)
         return bool(written)
 
     def _into(self, node: fx.Node, value: Value) -> fx.Node | None:
@@ -137,3 +145,23 @@ class _Overwriting:
     def _shape(self, value: Value) -> tuple[int, ...]:
         assert value.spec is not None
         return torch.Size(value.spec.local_shape(value.shape, self.program.mesh, self.coords))
+
+
+def _part(result: fx.Node) -> tuple[Any, ...] | None:
+    """Where a result, which is nothing but new content, stands in what was gathered: buffer, pieces, offset, shape."""
+    arguments: Any = result.args
+    if result.target is not operator.getitem or len(result.users) != 1 or arguments[0].target is not memory_ops.spread:
+        return None
+    (_, buffer, shapes, pieces), number = arguments[0].args, arguments[1]
+    before = sum(torch.Size(shape).numel() // pieces for shape in shapes[:number])
+    return buffer, pieces, before, [*shapes[number]]
+
+
+def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Take out a call that nobody uses, and those that it alone used and that give memory or several tensors."""
+    if node.users or node.target not in (operator.getitem, memory_ops.spread, memory_ops.empty):
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for used in inputs:
+        _erase_unused(graph, used)

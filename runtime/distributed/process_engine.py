@@ -121,7 +121,7 @@ class ProcessEngine:
         """How this backend does what a program asks for."""
         near = self.device.type == "cpu" and bool(met)
         pool = self._pools.setdefault(program, MemoryPool(shared_bytes if near else None))
-        instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty}
+        instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
         if self.device.type != "cpu":
             return Forms(instead, meet=self._meet)
         inbox = self._inboxes.setdefault(program, messages.Inbox())

@@ -27,5 +27,9 @@ def _here(x: Tensor) -> Tensor:
 
 def as_coroutine(program: RankProgram, pool: MemoryPool, watch: Watch | None = None) -> Source:
     """The program as a generator function on the memory of a pool; ``watch`` is shown every result."""
-    instead: dict[Any, Callable[..., Any]] = {c10d.wait_tensor.default: _here, memory_ops.empty: pool.empty}
+    instead: dict[Any, Callable[..., Any]] = {
+        c10d.wait_tensor.default: _here,
+        memory_ops.empty: pool.empty,
+        memory_ops.arena: pool.arena,
+    }
     return write_source(program, Forms(instead, Request.of), watch)

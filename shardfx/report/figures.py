@@ -12,6 +12,7 @@ from shardfx.ir.cost.live.storages import Peak
 from shardfx.ir.cost.live.turn_memory import TurnMemory
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.program.arena.tenants import ArenaUse
 from shardfx.runtime.debug.recording import Recording
 from shardfx.schedules.plan_timeline import PlanTimeline
 
@@ -36,6 +37,8 @@ class Memory:
     beside: int = 0
     """At most in other memory than the device's: what is put away."""
     turns: tuple[TurnMemory, ...] = ()
+    arena: ArenaUse | None = None
+    """Where the program's own buffers and temporaries lie in one memory: of what size."""
     """What a turn of each axis of time holds at its peak."""
 
     @property

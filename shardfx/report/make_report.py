@@ -19,6 +19,7 @@ from shardfx.ir.cost.traffic import comm_name, over_time, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm, is_part
+from shardfx.ir.program.arena.tenants import use_of_arena
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 
@@ -59,6 +60,7 @@ def make_report(
         replace(
             memory_of(graph, footprint.peak, max(footprint.beside, default=0), program.rank),
             turns=turn_memory(footprint),
+            arena=use_of_arena(program),
         ),
         communication,
         Estimate(footprint.cost, device, mesh),

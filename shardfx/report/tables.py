@@ -20,6 +20,7 @@ from shardfx.ir.text.printer import size_text
 
 if TYPE_CHECKING:
     from shardfx.ir.cost.live.storages import Peak
+    from shardfx.ir.program.arena.tenants import ArenaUse
 
     from .figures import Cause, CommRow, Report
     from .tile_costs import TileRow
@@ -101,6 +102,7 @@ def _memory(report: Report) -> list[RenderableType]:
         ("results", peak.of("results") + sum(map(peak.of, NEW)), "at the peak: loss, results, new contents of buffers"),
         ("communication", peak.of("communication"), "at the peak: what is packed, sent and received"),
         ("kept", peak.of("kept"), "at the peak: memory of gathers and gradients that is kept between steps, idle then"),
+        ("arena", peak.of("arena"), _arena(memory.arena)),
         ("temporaries", peak.of("temporaries"), "at the peak: everything else"),
     ):
         if size or name in ("parameters", "activations", "gradients", "temporaries"):
@@ -123,6 +125,13 @@ def _memory(report: Report) -> list[RenderableType]:
     share = memory.peak_bytes / machine.memory
     of = "" if machine.name == DEFAULT else f"\n{share:.2%} of the {size_text(machine.memory)} of {machine.name}."
     return [made, Text(FORMULA + of, "dim"), *_holders(peak)]
+
+
+def _arena(use: ArenaUse | None) -> str:
+    """How large an arena is beside what lies in it."""
+    if use is None:
+        return ""
+    return f"{use.places} places in one memory, in which at least {size_text(use.at_once)} lie at once"
 
 
 def _holders(peak: Peak) -> list[RenderableType]:

@@ -29,7 +29,7 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
-PROGRAMS = (*GRAPHS, "ir.program", "ir.program.looped", "ir.program.units")
+PROGRAMS = (*GRAPHS, "ir.program", "ir.program.arena", "ir.program.looped", "ir.program.units")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.proof")
 CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.rulebook": ONE_OP,
     "ir.rulebook.arithmetic": (*ONE_OP, "ir.rulebook"),
     "ir.rulebook.movement": (*ONE_OP, "ir.rulebook", "ir.rulebook.arithmetic"),
-    "ir.program": (*ONE_OP, "ir.program.looped", "ir.program.units", "ir.rulebook", "ir.text"),
+    "ir.program": (*ONE_OP, "ir.program.arena", "ir.program.looped", "ir.program.units", "ir.rulebook", "ir.text"),
+    "ir.program.arena": (*GRAPHS, "ir.program", "ir.program.looped"),
     "ir.program.looped": (*GRAPHS, "ir.program", "ir.program.units"),
     "ir.program.units": (*GRAPHS, "ir.program", "ir.program.looped", "ir.schedule"),
     "ir.cost": (*PROGRAMS, "ir.cost.live", "ir.rules"),

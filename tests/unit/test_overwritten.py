@@ -76,3 +76,20 @@ def test_gradients_of_biases_travel_with_those_of_weights(level: int) -> None:
     scattered = [node for node in pm.after.nodes if node.op is comm.reduce_scatter]
     assert len(scattered) < len([name for name, _ in pm.named_parameters()])
     assert {node.kwargs["dim"] for node in scattered} == {0}
+
+
+def test_new_parameters_are_written_where_they_belong_out_of_what_was_gathered() -> None:
+    """And stand nowhere else before."""
+    pm = small_plan(KINDS["AdamW"], Mesh(dp=2), zero=1)
+    program = pm.rank_program(0)
+    targets = [node.target for node in program.graph.nodes]
+    assert memory_ops.spread not in targets
+    places = [node for node in program.graph.nodes if node.target is memory_ops.write_part]
+    assert {node.args[0].name for node in places} == {node.name for node in _parameters(program)}
+    assert pm.verify()
+
+
+def _parameters(program: RankProgram) -> list[fx.Node]:
+    nodes = (node for node in program.graph.nodes if node.op == "placeholder")
+    pairs = zip(nodes, program.inputs, strict=True)
+    return [node for node, given in pairs if given.kind is InputKind.PARAMETER]

@@ -25,6 +25,7 @@ COLOURS = {
     "fetched": HOST,
     "activations": AXIS_COLOURS[0],
     "communication buffers": AXIS_COLOURS[4],
+    "arena": "#5eead4",
     "temporaries": AXIS_COLOURS[2],
     "results": AXIS_COLOURS[5],
     "new buffers": AXIS_COLOURS[6],

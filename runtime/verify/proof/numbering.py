@@ -47,6 +47,7 @@ MOVERS: dict[Any, Callable[..., Any]] = {
         pack.join_rows,
         pack.take,
         pack.flatten,
+        pack.part_of,
         pack.unflatten,
     )
 }

@@ -1,0 +1,107 @@
+"""arena: what a program makes for itself lies in one memory, at offsets that follow from when it is needed.
+
+    flat = memory.empty([48], float32)              arena = memory.arena(448)
+    ...                                             flat = memory.slot(arena, 0, [48], float32)
+    wait = c10d.wait_tensor(sent)                   ...
+    mm = aten.mm(x, w)                        ->    wait = c10d.wait_tensor(sent)
+                                                    place = memory.slot(arena, 0, [8, 8], float32)
+                                                    mm = aten.mm.out(x, w, out=place)
+
+Buckets, what is gathered into, and temporaries of ops whose kernels compute into memory that they are given. What
+leaves the program has memory of its own, and so has what is made in turns, or used by units of them. Without an arena
+buckets are kept between steps, each for itself, and idle where activations are many; here these lie in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from shardfx.ir.cost.fake_calls import Layout
+from shardfx.ir.cost.replay import values
+from shardfx.ir.errors import Error
+from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.local_ops import WITH_DESTINATION
+from shardfx.ir.program.arena.packing import pack
+from shardfx.ir.program.arena.tenants import Tenancy, nbytes_of
+from shardfx.ir.program.rank_program import RankProgram
+
+from .rank_pass import RankContext, RankPass
+
+
+@dataclass(frozen=True)
+class Arena(RankPass):
+    """Let buffers, and temporaries of at least ``least`` bytes, lie in one memory."""
+
+    name: ClassVar[str] = "arena"
+
+    least: int = 2**12
+
+    def __post_init__(self) -> None:
+        if type(self.least) is not int or self.least < 1:
+            raise Error(
+                "temporaries have no such size",
+                where="arena{least=...}",
+                expected="an int of at least 1",
+                got=self.least,
+            )
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Give places."""
+        changed = self._into_memory(program, context.device)
+        nodes = list(program.graph.nodes)
+        tenancy = Tenancy(nodes)
+        found = {}
+        for node in (each for each in nodes if each.target is memory_ops.empty):
+            arguments: Any = node.args
+            block = tenancy.of(node, nbytes_of(*arguments[:2]))
+            if block is not None and block.nbytes:
+                found[node] = block
+        if not found:
+            return changed
+        packing = pack([*found.values()])
+        first = next(node for node in nodes if node.op != "placeholder")
+        with program.graph.inserting_before(first):
+            arena = program.graph.call_function(memory_ops.arena, (packing.nbytes, context.device))
+        for node, offset in zip(found, packing.places, strict=True):
+            node.target, node.args = memory_ops.slot, (arena, offset, *node.args[:2])
+        return True
+
+    def _into_memory(self, program: RankProgram, device: str) -> bool:
+        """Let temporaries be computed into memory that the program asks for."""
+        nodes = list(program.graph.nodes)
+        tenancy, known, changed = Tenancy(nodes), dict[str, Any](), False
+        for node in nodes:
+            row = WITH_DESTINATION.get(node.target) if node.op == "call_function" else None
+            if row is None or row.into in node.kwargs or not _tensors(node) or tenancy.of(node, 0) is None:
+                continue
+            known = known or values(program)
+            layout = _dense(known, node)
+            if layout is None or layout.nbytes < self.least:
+                continue
+            with program.graph.inserting_before(node):
+                memory = program.graph.call_function(memory_ops.empty, ([*layout.shape], layout.dtype, device))
+            memory.meta["shardfx"] = node.meta.get("shardfx")
+            node.target, node.kwargs = row.function, {**node.kwargs, str(row.into): memory}
+            changed = True
+        return changed
+
+
+def _tensors(node: fx.Node) -> bool:
+    """Whether tensors stand where an op takes such, and no numbers."""
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    given = zip(schema.arguments, node.args, strict=False)
+    return all(isinstance(arg, fx.Node) for argument, arg in given if str(argument.type) == "Tensor")
+
+
+def _dense(known: Mapping[str, Any], node: fx.Node) -> Layout | None:
+    """How the result of a call lies, where that is as memory is handed out."""
+    made = known[node.name]
+    if not isinstance(made, torch.Tensor):
+        return None
+    layout = Layout(tuple(made.shape), made.stride(), made.dtype)
+    return layout if layout == Layout.dense(layout.shape, layout.dtype) else None

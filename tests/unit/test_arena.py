@@ -1,0 +1,192 @@
+"""One memory for what a program makes for itself: right, proven; places that overlap are refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import shardfx as sx
+from shardfx.ir.ops import memory_ops
+from shardfx.ir.program.arena.packing import ALIGNMENT, Block, at_once, pack
+from shardfx.ir.program.arena.tenants import Tenancy, rooms, use_of_arena
+from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.program_text import parse_program
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import Sharing
+from shardfx.ir.program.validate_program import validate_program
+from shardfx.ir.text.printer import size_text
+from shardfx.passes.rank import Arena
+from tests.stepped import KINDS, batches, small_plan
+
+
+def arena_plans(zero: int) -> tuple[sx.ParallelModule, sx.ParallelModule]:
+    """A plan without an arena, and one with."""
+    passes: tuple[list[Arena], ...] = ([], [Arena(least=16)])
+    plain, pm = (small_plan(KINDS["AdamW"], sx.Mesh(dp=2), zero=zero, rank_passes=each) for each in passes)
+    return plain, pm
+
+
+def slots(program: RankProgram) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.target is memory_ops.slot]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_that_are_there_at_once_do_not_overlap(seed: int) -> None:
+    draw = random.Random(seed)
+    blocks = []
+    for _ in range(draw.randrange(1, 40)):
+        born = draw.randrange(50)
+        blocks.append(Block(draw.randrange(1, 1000), born, born + draw.randrange(20)))
+    packing, bound = pack(blocks), at_once(blocks)
+    assert bound <= packing.nbytes <= 1.5 * bound + ALIGNMENT
+    for i, (mine, at) in enumerate(zip(blocks, packing.places, strict=True)):
+        assert at % ALIGNMENT == 0 and at + mine.nbytes <= packing.nbytes
+        for other, there in zip(blocks[:i], packing.places, strict=False):
+            together = mine.born <= other.last and other.born <= mine.last
+            assert not together or at + mine.nbytes <= there or there + other.nbytes <= at
+
+
+def test_nothing_that_is_never_there_together_needs_room_of_its_own() -> None:
+    blocks = [Block(128, 0, 4), Block(64, 1, 2), Block(64, 3, 5)]
+    assert pack(blocks).nbytes == at_once(blocks) == 192
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_steps_are_the_same_to_the_bit_and_proven(zero: int) -> None:
+    plain, pm = arena_plans(zero)
+    for x, y in batches(3):
+        assert torch.equal(plain.step(x, y), pm.step(x, y))
+    known, found = plain.full_state_dict(), pm.full_state_dict()
+    assert all(torch.equal(known[name], found[name]) for name in known)
+    program = pm.rank_program(0)
+    use = use_of_arena(program)
+    assert use is not None and use.places > 5 and use.at_once <= use.nbytes
+    verdict = pm.verify()
+    assert verdict and verdict.status == "proven"
+    assert parse_program(str(program), pm.after).graph.nodes.__len__() == len(program.graph.nodes)
+
+
+def test_a_backward_of_ones_own_gives_gradients_that_lie_elsewhere() -> None:
+    plain, pm = (small_plan(None, sx.Mesh(dp=2, tp=2), rank_passes=each) for each in ([], [Arena(least=16)]))
+    for x, y in batches(2):
+        for each in (plain, pm):
+            each(x, y).backward()
+        known, found = plain.full_grads(), pm.full_grads()
+        assert known and all(torch.equal(known[name], found[name]) for name in known)
+    assert slots(pm.rank_program(0)) and pm.verify()
+
+
+def test_the_report_says_how_large_it_is_and_could_be() -> None:
+    _, pm = arena_plans(1)
+    use = use_of_arena(pm.rank_program(0))
+    assert use is not None
+    text = " ".join(str(pm.report()).split())
+    assert f"{use.places} places in one memory, in which at least {size_text(use.at_once)} lie at once" in text
+    assert pm.memory().by_category["arena"] == use.nbytes
+
+
+def test_what_is_made_in_turns_has_no_place() -> None:
+    turned = small_plan(KINDS["AdamW"], sx.Mesh(dp=2), zero=1, rank_passes=[Arena(least=16)], accumulate=2)
+    x, y = batches(1)[0]
+    program = turned.rank_program(0)
+    inside = regions(program.graph.nodes)
+    assert slots(program) and not any(inside[node] for node in slots(program))
+    assert turned.verify()
+    assert torch.equal(turned.step(x, y), small_plan(KINDS["AdamW"], sx.Mesh(dp=2), zero=1, accumulate=2).step(x, y))
+    units = sx.Mesh(mb=sx.Time(2, interleave=True), tp=2)
+    specs = {"args.0": "mb, -", "targets.0": "mb, -"}
+    cut = small_plan(KINDS["AdamW"], units, rank_passes=[Arena(least=16)], specs=specs)
+    assert torch.equal(cut.step(x, y), small_plan(KINDS["AdamW"], units, specs=specs).step(x, y)) and cut.verify()
+
+
+def test_two_that_are_needed_at_once_do_not_lie_in_the_same_place() -> None:
+    """Each place is moved onto each other one: what is refused is just what overlaps while both are needed."""
+    _, pm = arena_plans(1)
+    program = pm.rank_program(0)
+    nodes = list(program.graph.nodes)
+    tenancy, there = Tenancy(nodes), slots(program)
+    told = {True: 0, False: 0}
+    for mine in there:
+        for other in there:
+            a, b = (tenancy.of(each, 1) for each in (mine, other))
+            if mine is other or a is None or b is None:
+                continue
+            moved = program.copy()
+            by_name = {node.name: node for node in moved.graph.nodes}
+            by_name[mine.name].args = (by_name[mine.name].args[0], other.args[1], *mine.args[2:])
+            placed = rooms(moved.graph.nodes)
+            together = any(_meet(tenancy, placed, by_name[mine.name], each, by_name) for each in there)
+            arena: Any = by_name["arena"].args[0]
+            outside = placed[by_name[mine.name]].end > arena
+            told[together or outside] += 1
+            assert bool(refused(moved)) == (together or outside), (mine, other, refused(moved))
+    assert told[True] > 10 and told[False] > 10
+
+
+def _meet(tenancy: Tenancy, placed: Any, mine: fx.Node, other: fx.Node, by_name: dict[str, fx.Node]) -> bool:
+    """Whether the moved place meets another one while both are needed."""
+    there = by_name[other.name]
+    if there is mine:
+        return False
+    nodes = {node.name: node for node in tenancy._place}
+    a, b = tenancy.of(nodes[mine.name], 1), tenancy.of(other, 1)
+    assert a is not None and b is not None
+    return a.born <= b.last and b.born <= a.last and placed[mine].meets(placed[there])
+
+
+def refused(program: RankProgram) -> str:
+    """Why a program is not valid; empty where it is."""
+    try:
+        validate_program(program)
+    except sx.Error as error:
+        return error.what
+    return ""
+
+
+def test_overlapping_places_are_no_proof() -> None:
+    _, pm = arena_plans(1)
+    module = pm.rank_module(0)
+    for node in module.graph.nodes:
+        if node.target is memory_ops.slot:
+            node.args = (node.args[0], 0, *node.args[2:])
+    module.recompile()
+    verdict = pm.verify(modules={0: module})
+    assert not verdict and "writes over" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda args: (args[0], 8 * 10**6, *args[2:]), "does not lie in its arena"),
+        (lambda args: (args[0], 4, *args[2:]), "does not lie in its arena"),
+        (lambda args: (args[0], -64, *args[2:]), "does not lie in its arena"),
+    ],
+)
+def test_a_place_lies_in_its_arena(change: Any, what: str) -> None:
+    program = arena_plans(1)[1].rank_program(0)
+    node = slots(program)[0]
+    node.args = change(node.args)
+    assert what in refused(program)
+
+
+def test_nothing_leaves_in_an_arena() -> None:
+    program = arena_plans(1)[1].rank_program(0)
+    share = Sharing(program.graph.nodes)
+    places = {share.root(node) for node in slots(program)}
+    *_, last = (node for node in program.graph.nodes if share.root(node) in places and node not in places)
+    end = program.result()
+    results: Any = end.args[0]
+    end.args = ((last, *results[1:]),)
+    assert "lies in an arena" in refused(program)
+
+
+def test_an_arena_is_a_switch_of_the_hints() -> None:
+    with pytest.raises(sx.Error, match="arena"):
+        sx.Hints(arena="yes")  # type: ignore[arg-type]
+    with pytest.raises(sx.Error, match="no such size"):
+        Arena(least=0)
+    assert str(small_plan(None, sx.Mesh(dp=2), arena=True).rank_program(0)).count("memory.arena") <= 1
