@@ -7,6 +7,7 @@ Both train the same GPT in the same two stages, with the same schedule and turns
 (:mod:`.contenders`). Printed are medians, and the median over the rounds of each ratio. Of schedules that torch has not
 under a name, our own 1F1B is the other: as it is, which does and sends first what other stages wait for (so that it has
 part of what zero-bubble schedules gain), and *plain*, whose backward is done in the order in which it was captured.
+With ``--same-kernels`` our products are done by the library that torch's are done by, and not by the faster one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import shardfx as sx
+from shardfx.ir.ops.computing import products
 from shardfx.ir.program.units import of_stages
 
 from .contenders import RANKS, Contender, Times, nbytes, peak, ratio, size_of, sized, take_turns, with_ranks
@@ -115,8 +117,10 @@ def held(contender: Contender, given: list[Tensor]) -> float:
     return most.item()
 
 
-def rank_main(rank: int, size: Size, turns: int, rounds: int, steps: int, only: list[str]) -> None:
+def rank_main(rank: int, size: Size, turns: int, rounds: int, steps: int, only: list[str], same: bool) -> None:
     torch.manual_seed(0)
+    if same:
+        products.FORMS.clear()
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
     made = variants(model, turns, x, y, only)
@@ -145,8 +149,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of a variant in a round")
     parser.add_argument("--only", nargs="+", choices=[*THEIRS, *OWN], default=["gpipe", "1f1b"])
+    parser.add_argument("--same-kernels", action="store_true", help="products as torch does them, in ours too")
     given = vars(parser.parse_args())
-    with_ranks(rank_main, size_of(given), given["turns"], given["rounds"], given["steps"], given["only"])
+    told = (given["turns"], given["rounds"], given["steps"], given["only"], given["same_kernels"])
+    with_ranks(rank_main, size_of(given), *told)
 
 
 if __name__ == "__main__":

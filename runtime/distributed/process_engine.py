@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.computing import products
 from shardfx.ir.ops.time import handover
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms, Source, write_source
@@ -126,4 +127,4 @@ class ProcessEngine:
             return Forms(instead, meet=self._meet)
         inbox = self._inboxes.setdefault(program, messages.Inbox())
         instead |= {handover.send: self._outbox.send, handover.receive: inbox.receive}
-        return Forms(instead | gloo.FORMS, meet=self._meet)
+        return Forms(instead | gloo.FORMS | products.instead(), meet=self._meet)

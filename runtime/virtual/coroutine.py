@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.computing import products
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms, Source, Watch, write_source
 from shardfx.runtime.memory_pool import MemoryPool
@@ -28,4 +29,4 @@ def _here(x: Tensor) -> Tensor:
 def as_coroutine(program: RankProgram, pool: MemoryPool, watch: Watch | None = None) -> Source:
     """The program as a generator function on the memory of a pool; ``watch`` is shown every result."""
     instead: dict[Any, Callable[..., Any]] = {c10d.wait_tensor.default: _here, memory_ops.empty: pool.empty}
-    return write_source(program, Forms(instead, Request.of), watch)
+    return write_source(program, Forms(instead | products.instead(), Request.of), watch)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardfx.ir.cost.curve import PRODUCT, TOUCH, VIEW, Curve
 from shardfx.ir.cost.flops import formula
+from shardfx.ir.ops.computing import products
 from shardfx.ir.ops.traits import base_name_of
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ def _seconds(op: Any, ring: Sequence[tuple[Any, ...]], device: torch.device, clo
 
 
 def _round(op: Any, ring: Sequence[tuple[Any, ...]], between: tuple[Any, ...], clock: Clock) -> float:
-    call, product = op._op, torch.mm
+    call, product = products.instead().get(op, op._op), torch.mm
     kept: list[Any] = [None] * len(ring)
     begin = clock()
     for _ in ring:
