@@ -39,7 +39,7 @@ from .models import GPT, Size, next_token
 
 CHUNKS = {"interleaved": 2}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
-AIM, LOOKED_AT = 0.15, 7
+AIM, LOOKED_AT = 0.15, 15
 LOOK = 7e-7
 """Seconds that it takes to look at a call."""
 

@@ -82,8 +82,8 @@ _linear = torch.ops.mkldnn._linear_pointwise.default._op
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN does a product: it is large enough, of float32, and of operands whose rows, or columns, have no gaps
-    and lie apart (it knows no others)."""
+    """Whether oneDNN does a product: a large one, of float32, of operands whose rows, or columns, have no gaps and lie
+    apart (it knows no others)."""
     return (
         a.is_cpu
         and a.dtype is torch.float32
