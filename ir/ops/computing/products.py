@@ -8,7 +8,7 @@ same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def pays() -> bool:
     return bool(makers) and "GenuineIntel" not in makers
 
 
-def instead() -> Mapping[Any, Callable[..., Tensor]]:
+def instead() -> dict[Any, Callable[..., Tensor]]:
     """What to call in the place of products on a CPU; nothing where it makes no difference."""
     return FORMS if pays() else {}
 
@@ -78,7 +78,7 @@ FORMS: dict[Any, Callable[..., Tensor]] = {
     aten.addmm.default: addmm,
     turns.add_product: add_product,
 }
-_linear = torch.ops.mkldnn._linear_pointwise.default._op
+_linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default._op
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
