@@ -3,10 +3,12 @@ much work virtual ranks do.
 
     python -m benchmarks.tiles [--size 1024 --wide 8 --rounds 5 --virtual]
 
-Both variants live in the same two processes, one thread each, and take turns, so that a neighbour slows both alike;
+All variants live in the same two processes, one thread each, and take turns, so that a neighbour slows all alike;
 while one process has the whole image, the other waits. Printed are medians over the rounds: of the time on the clock,
-which needs two free cores, and of the processor time of the busier rank, which says what these would give.
-With ``--virtual``, in one process: all the work of 2 x 2 virtual ranks beside that of the whole image.
+which needs two free cores, and of the processor time of the busier rank, which says what these would give; also with
+exchanges under way while inner rows are computed (``overlap=True``).
+With ``--virtual``, in one process: all the work of 2 x 2 virtual ranks beside that of the whole image, of this size, of
+half of it and of a fourth: the smaller the image, the more of the work is to call what computes it.
 """
 
 from __future__ import annotations
@@ -56,10 +58,11 @@ def make(size: int, wide: int) -> tuple[nn.Module, Tensor, Tensor]:
     return UNet(wide), torch.randn(1, 3, size, size), torch.randint(CLASSES, (1, size, size))
 
 
-def ours(model: nn.Module, mesh: sx.Mesh, x: Tensor, y: Tensor, virtual: bool) -> Step:
+def ours(model: nn.Module, mesh: sx.Mesh, x: Tensor, y: Tensor, virtual: bool, overlap: bool = False) -> Step:
     """A step on tiles, each rank reading its own."""
     specs = {name: ", ".join(a if a in mesh.names else "-" for a in spec.split(", ")) for name, spec in SPECS.items()}
-    hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, specs=specs)
+    passes = [sx.Spatial(overlap=True)] if overlap else []
+    hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, specs=specs, passes=passes)
     pm = sx.parallelize(model, mesh, hints, virtual=virtual)
     if not virtual:
         x, y = x[pm.tile("args.0")].clone(), y[pm.tile("targets.0")].clone()
@@ -94,30 +97,36 @@ def timed(step: Step) -> tuple[float, float, float]:
 
 def rank_main(rank: int, size: int, wide: int, rounds: int) -> None:
     model, x, y = make(size, wide)
-    whole, tiles = alone(deepcopy(model), x, y), ours(model, sx.Mesh(h=RANKS), x, y, False)
+    whole, tiles = alone(deepcopy(model), x, y), ours(deepcopy(model), sx.Mesh(h=RANKS), x, y, False)
+    overlapped = ours(model, sx.Mesh(h=RANKS), x, y, False, overlap=True)
     rows: list[tuple[float, ...]] = []
     for number in range(rounds + 1):
         dist.barrier()
         one = timed(whole) if rank == 0 else (0.0, 0.0, 0.0)
-        dist.barrier()
-        both = torch.tensor(timed(tiles), dtype=torch.float64)
-        dist.all_reduce(both, dist.ReduceOp.MAX)
+        found = [*one]
+        for step in (tiles, overlapped):
+            dist.barrier()
+            both = torch.tensor(timed(step), dtype=torch.float64)
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            found += both.tolist()
         if number:
-            rows.append((*one, *both.tolist()))
+            rows.append(tuple(found))
         elif rank == 0:
-            print(f"loss of the whole {one[2]:.6f}, on tiles {both[2]:.6f}")
+            print(f"loss of the whole {found[2]:.6f}, on tiles {found[5]:.6f}, with overlap {found[8]:.6f}")
     if rank == 0:
         report(rows)
 
 
 def report(rows: list[tuple[float, ...]]) -> None:
     """Medians, and those of the ratios of each round."""
-    for name, at in (("one process", 0), ("two ranks, the slower one", 3)):
+    for name, at in (("one process", 0), ("two ranks, the slower one", 3), ("two ranks, overlapped", 6)):
         clock, work = (statistics.median(row[at + i] for row in rows) for i in (0, 1))
         print(f"{name:26} {clock:7.2f} s on the clock, {work:7.2f} s of a processor")
     for said, at in (("on the clock", 0), ("by processor time", 1)):
         ratio = statistics.median(row[at] / row[at + 3] for row in rows)
+        beside = statistics.median(row[3 + at] / row[6 + at] for row in rows)
         print(f"two ranks are {ratio:.2f} x as fast as one process {said} (aim {AIM}, with two free cores)")
+        print(f"overlapped, they are {beside:.2f} x as fast as not {said}")
 
 
 def virtual_work(size: int, wide: int, rounds: int) -> None:
@@ -127,7 +136,7 @@ def virtual_work(size: int, wide: int, rounds: int) -> None:
     whole, tiles = alone(deepcopy(model), x, y), ours(model, sx.Mesh(h=2, w=2), x, y, True)
     rows = [(timed(whole), timed(tiles)) for _ in range(rounds + 1)][1:]
     ratio = statistics.median(b[1] / a[1] for a, b in rows)
-    print(f"2 x 2 virtual ranks do {ratio:.2f} x the work of one device (aim {WORK_AIM})")
+    print(f"{size:5} x {size}: 2 x 2 virtual ranks do {ratio:.2f} x the work of one device (aim {WORK_AIM})")
 
 
 def main() -> None:
@@ -138,7 +147,8 @@ def main() -> None:
     parser.add_argument("--virtual", action="store_true", help="the work of 2 x 2 virtual ranks, too")
     given = parser.parse_args()
     if given.virtual:
-        virtual_work(given.size, given.wide, given.rounds)
+        for less in (4, 2, 1):
+            virtual_work(given.size // less, given.wide, given.rounds)
     with_ranks(rank_main, given.size, given.wide, given.rounds, minutes=30)
 
 

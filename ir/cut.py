@@ -35,7 +35,8 @@ class Part:
 class Window:
     """The rows of one dim that row o of another dim, of ``size`` rows, is made of.
 
-    They are ``(step * o + low) // per`` to ``(step * o + high) // per``, as far as there are such rows.
+    They are ``(step * o + low) // per`` to ``(step * o + high) // per``, as far as there are such rows; of a dim that
+    is turned round the step is -1.
     """
 
     size: int
@@ -45,16 +46,16 @@ class Window:
     high: int
 
     def __post_init__(self) -> None:
-        if self.size < 0 or self.step < 0 or self.per < 1:
-            raise Error("this is no window", expected="rows (2o-1)/3 of o: neither -2o, nor /0", got=str(self))
+        if self.size < 0 or self.per < 1:
+            raise Error("this is no window", expected="rows (2o-1)/3 of o, not (o)/0", got=str(self))
 
     def reach(self, start: int, length: int) -> tuple[int, int]:
         """The first and the last row that ``length`` rows from ``start`` on are made of; they may not exist."""
-        return (self.step * start + self.low) // self.per, (self.step * (start + length - 1) + self.high) // self.per
+        ends = self.step * start, self.step * (start + length - 1)
+        return (min(ends) + self.low) // self.per, (max(ends) + self.high) // self.per
 
     def rows(self, start: int, length: int, whole: int) -> tuple[int, int]:
-        """Start and length of what there is of these rows in a dim of ``whole``: one row at least, for a rank that has
-        something to make."""
+        """Start and length of what there is of these rows in a dim of ``whole``: one row at least, if any is made."""
         if length == 0 or whole == 0:
             return 0, 0
         first, last = self.reach(start, length)
@@ -62,19 +63,20 @@ class Window:
         return first, max(min(last, whole - 1), first) - first + 1
 
     def within(self, outer: Window) -> Window:
-        """The rows that those rows of o are made of which ``outer`` gives: of two windows, one behind the other. They
-        may be a few more where rows of a divided window are stepped over."""
-        lost = self.step * (outer.per - 1) if self.step > 1 else 0
-        low, high = self.step * outer.low - lost, self.step * outer.high
-        step, per = self.step * outer.step, self.per * outer.per
-        return Window(outer.size, step, per, low + self.low * outer.per, high + self.high * outer.per)
+        """The rows of two windows, one behind the other: of those rows of o which ``outer`` gives. Where rows of a
+        divided window are stepped over they may be a few more."""
+        lost = 0 if self.step in (0, 1) else outer.per - 1
+        low, high = sorted((self.step * (outer.low - lost), self.step * outer.high))
+        low, high = low + self.low * outer.per, high + self.high * outer.per
+        return Window(outer.size, self.step * outer.step, self.per * outer.per, low, high)
 
     def __str__(self) -> str:
         """``2o-1 to 2o+1``, or ``(o+1)/2 to (o+2)/2``."""
         return f"{self._row(self.low)} to {self._row(self.high)}"
 
     def _row(self, more: int) -> str:
-        found = f"{self.step if self.step != 1 else ''}o{f'{more:+d}' if more else ''}"
+        times = {1: "", -1: "-"}.get(self.step, self.step)
+        found = f"{times}o{f'{more:+d}' if more else ''}"
         return found if self.per == 1 else f"({found})/{self.per}"
 
 
@@ -112,12 +114,11 @@ class Cut:
         return all(part.size % mesh.extent(part.axes) == 0 for part in self.sub(size))
 
     def sub(self, size: int) -> tuple[Part, ...]:
-        """The parts, for a dim of ``size``: a plain cut is one part."""
+        """The parts of a dim of ``size``: a plain cut is one."""
         return self.parts or (Part(size, self.axes),)
 
     def text(self, size: int | str) -> str:
-        """The dim as it is printed: ``64{tp}``, or ``(3 64{tp})`` where it is compound. ``size`` is the global size,
-        or "."."""
+        """The dim as it is printed: ``64{tp}``, or ``(3 64{tp})``; ``size`` is the global size, or "."."""
         if self.rows is not None:
             return f"{size} for {_sized(self.rows.size, self.axes)} by {self.rows}"
         if self.parts:
@@ -200,8 +201,7 @@ def compound(parts: Sequence[Part], mesh: Mesh) -> Cut:
 def project(cut: Cut, size: int, factors: Sequence[int], mesh: Mesh) -> tuple[Cut, ...] | None:
     """The cuts of the sub-dims ``factors`` (their product is ``size``) that make up ``cut``; None if there are none.
 
-    ``8{dp}`` of sub-dims (2, 4) is (2{dp}, 4); ``6{tp}`` over 2 ranks of (3, 2) has none: a rank would hold
-    one and a half of three.
+    ``8{dp}`` of sub-dims (2, 4) is (2{dp}, 4); ``6{tp}`` over 2 ranks of (3, 2) has none: they would halve three.
     """
     if not cut.axes:
         return (WHOLE,) * len(factors)

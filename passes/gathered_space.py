@@ -1,6 +1,6 @@
 """Which ops need a cut of space whole: said in a warning, or, where the user is strict, an error.
 
-args.0: dp, -, h, w     aten.flip needs k2 whole: each rank gathers the image, and turns all of it round
+args.0: dp, -, h, w     aten.cumsum needs c whole: each rank gathers the image, and adds up all of it
 """
 
 from __future__ import annotations

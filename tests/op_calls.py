@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfx.ir.ops.computing.batch_gradient import batch_norm_gradient, batch_norm_sums
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 
@@ -41,8 +42,13 @@ def others() -> list[tuple[Any, ...]]:
         (grouped_mm, f(12, 6), f(4, 6, 5), torch.tensor([3, 3, 8, 10])),
         (grouped_mm, f(7, 6), f(4, 6, 5), torch.tensor([5, 2, 9, 7])),
         (grouped_outer, f(12, 6), f(12, 5), torch.tensor([3, 3, 8, 10])),
-        (piece_moments, f(8, 3, 4), 4),
+        (aten.adaptive_max_pool2d.default, f(2, 3, 5, 4), [1, 1]),
+        (piece_moments, f(8, 3, 4), [4, 1], [0, 0], [4, 1]),
+        (piece_moments, f(4, 3, 6, 4), [2, 3, 2], [0, 0, 0], [2, 3, 2]),
         (joined_moments, f(4, 2, 3)),
+        (batch_norm_sums, f(4, 3, 5), f(4, 3, 5), f(3), f(3)),
+        (batch_norm_gradient, f(4, 3, 5), f(4, 3, 5), f(3), f(3), f(3), f(3), f(3), 20),
+        (batch_norm_gradient, f(4, 3), f(4, 3), f(3), f(3), f(3), f(3), None, 4),
         (aten._weight_norm_interface.default, f(4, 6), f(4, 1), 0),
         (aten._weight_norm_interface.default, f(4, 3, 6), f(1, 1, 6), 2),
         (aten.addmm.default, f(5), f(4, 6), f(6, 5), {"beta": 2, "alpha": 3}),

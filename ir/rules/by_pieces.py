@@ -1,55 +1,70 @@
-"""Decompositions that hang on how ranks hold the first operand: in how many equal pieces its rows lie.
+"""Decompositions that hang on how ranks hold the first operand: in how many equal pieces its samples and rows lie.
 
-    batch_norm(x[8{dp}, ...])   ->   the moments of each of two pieces, and from these the moments of all
+    batch_norm(x[8{dp}, c, 64{h}, ...])   ->   the moments of each of dp h pieces, and from these the moments of all
 
-Each of them is the op, whatever the number: the pieces only say what is worth computing apart.
+Each of them is the op, whatever the numbers: the pieces only say what is worth computing apart.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfx.ir.cut import WHOLE, Cut
+from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
+FEW = 4
+"""Of more axes than these it is not tried what each of them may have cut."""
 MOST = 64
 """In more pieces than this, what all ranks exchange is more than the sums that each would add to."""
 
 
 @dataclass(frozen=True)
 class ByPieces:
-    """A decomposition: ``function(*args, pieces=...)``, of an op whose first operand has its rows in the first dim."""
+    """A decomposition: ``function(*args, pieces=...)``, of an op whose first operand has samples in the first dim, and
+    space behind the second: a number for each of these dims; none where all is one piece."""
 
     function: Callable[..., Any]
-    pieces: int = 1
+    pieces: tuple[int, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, pieces=self.pieces, **kwargs)
 
 
 def in_pieces(expand: Any, node: Node, cuts: Sequence[Cut], mesh: Mesh) -> Any:
-    """The decomposition of a node of whose first operand ranks hold so much of each dim. Where they hold tiles of an
-    image, that would gather it."""
+    """The decomposition of a node of whose first operand ranks hold so much of each dim: by pieces that are equal."""
     if not isinstance(expand, ByPieces):
         return expand
-    rows, tiled = next(iter(cuts), WHOLE), any(cuts[2:])
-    size, pieces = node.operands[0].shape[0], mesh.extent(rows.axes)
-    plain = not (rows.parts or tiled) and size % pieces == 0 and size // pieces > 0 and pieces <= MOST
-    return replace(expand, pieces=pieces) if plain else expand
+    dims = [(size, cut) for dim, (size, cut) in enumerate(zip(node.operands[0].shape, cuts, strict=False)) if dim != 1]
+    pieces = tuple(mesh.extent(cut.axes) for _, cut in dims)
+    equal = all(
+        not cut.parts and bool(cut.axes) is (n > 1) and size % n == 0 and size >= n  # an axis of one rank cuts a piece
+        for (size, cut), n in zip(dims, pieces, strict=True)
+    )
+    return replace(expand, pieces=pieces) if equal and 1 < math.prod(pieces) <= MOST else expand
 
 
 def choices(expand: Any, node: Node, held: Iterable[Spec], mesh: Mesh) -> list[Any]:
-    """The decompositions that somebody may have taken of a node whose first operand is held so, or was to be."""
-    cuts = {axes for spec in held for n in range(1, 1 + len(spec.dims[0].axes)) for axes in _some(spec.dims[0], n)}
-    by_pieces = sorted(cuts) if isinstance(expand, ByPieces) else []
-    found = [in_pieces(expand, node, [Cut(axes)], mesh) for axes in by_pieces]
-    return list(dict.fromkeys([*found, expand]))
+    """The decompositions that somebody may have taken of a node whose first operand is held so; or was, before another
+    placement of it was found to be better: what each axis of the mesh may have cut, one of the dims or none."""
+    if not isinstance(expand, ByPieces):
+        return [expand]
+    likely = [
+        cuts for spec in held for cuts in itertools.product(*(tuple(map(Cut, _some(cut.axes))) for cut in spec.dims))
+    ]
+    found = dict.fromkeys(in_pieces(expand, node, cuts, mesh) for cuts in reversed(likely))
+    names, dims = [axis.name for axis in mesh.axes], range(node.operands[0].type.ndim)
+    for places in itertools.product((None, *dims), repeat=len(names)) if len(names) <= FEW else ():
+        over = (tuple(name for name, at in zip(names, places, strict=True) if at == dim) for dim in dims)
+        found.setdefault(in_pieces(expand, node, [Cut(axes) for axes in over], mesh))
+    found.setdefault(expand)
+    return list(found)
 
 
-def _some(rows: Cut, count: int) -> Iterable[tuple[str, ...]]:
-    return itertools.combinations(rows.axes, count)
+def _some(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [some for n in range(1 + len(axes)) for some in itertools.combinations(axes, n)]

@@ -201,7 +201,7 @@ def _window(line: Line, size: int) -> Window:
 def _row(line: Line) -> tuple[int, int, int]:
     """``2o-1`` or ``(2o-1)/3``: step, what is added, and what is divided by."""
     divided = line.accept("(")
-    step = line.number_of(int, "a step") if line.kind == "number" else 1
+    step = line.number_of(int, "a step") if line.kind == "number" else -1 if line.accept("-") else 1
     line.expect("o")
     plus = line.accept("+")
     more = line.number_of(int, "a number of rows") if plus or line.kind == "number" else 0

@@ -27,6 +27,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value, op_name
 from shardfx.ir.mesh import Link, Mesh, Time
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.computing.batch_gradient import batch_norm_gradient, batch_norm_sums
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 from shardfx.ir.ops.dropout import draw, dropout
@@ -44,7 +45,8 @@ from .lexer import Line
 from .reason_lines import ReasonReader
 from .scope import ReadScope, checked, unquoted
 
-COMPUTING = (dropout, draw, attention, attention_backward, grouped_mm, grouped_outer, piece_moments, joined_moments)
+NORMS = (piece_moments, joined_moments, batch_norm_sums, batch_norm_gradient)
+COMPUTING = (dropout, draw, attention, attention_backward, grouped_mm, grouped_outer, *NORMS)
 OWN_OPS: dict[str, Any] = {**comm.OWN_OPS, **POOL_OPS, **{op_name(op): op for op in COMPUTING}}
 SECTIONS = (*(phase.value for phase in Phase), "outputs", "reasons")
 RANGE = re.compile(r"\s*(\d+)\.\.(\d+)")

@@ -33,13 +33,16 @@ SPLIT = frozenset({torch.ops.aten.convolution.default})
 """Ops that take long enough for an exchange to travel beside them."""
 
 
-def overlapped(placing: Placing) -> int:
-    """Compute the inner part of each op whose operand is exchanged by itself, in the graph; gives of how many ops."""
+def overlapped(placing: Placing, by_cost: bool) -> int:
+    """Compute the inner part of each op whose operand is exchanged by itself (``by_cost``: where that takes
+    less time); gives of how many ops."""
     graph = placing.costs.graph
     rewriter, count = Rewriter(graph), 0
     for node in graph.nodes:
         pieces = Pieces(placing, node)
         if node.op not in SPLIT or node.pin is not None or not pieces.made():
+            continue
+        if by_cost and pieces.saved() <= 0:
             continue
         for each in pieces.nodes:
             rewriter.before(node, each)
@@ -74,6 +77,18 @@ class Pieces:
         that need nothing of it."""
         splits = self._splits()
         return bool(splits) and self._in_pieces(splits, self.placing.cuts(self.node)) is not None
+
+    def saved(self) -> float:
+        """The seconds in which an exchange travels beside the inner piece, without what pieces take more than the whole
+        result, and without the time to join them."""
+        costs, sent = self.placing.costs, 0.0
+        for value, need in zip(self.node.operands, self.placing.strategy(self.node).operands, strict=True):
+            if not has_rows(self.placing.spec(value), need, value.shape, self._mesh):
+                sent += costs.planner.seconds(value.type, self.placing.spec(value), need)
+        whole, inner, *rest = (
+            costs.prices.of(each).seconds(costs.machine, self._mesh) for each in (self.node, *self.nodes)
+        )
+        return min(sent, inner) - (inner + sum(rest) - whole)
 
     def _splits(self) -> list[Split]:
         """The dims to be split; none where the node's operands move otherwise than by exchanges of rows."""

@@ -22,7 +22,7 @@ from .merge import merged
 from .overlap import overlapped
 from .placing import Costs, Placing
 
-MERGE = ("cost", "always", "never")
+MERGE, OVERLAP = ("cost", "always", "never"), (False, True, "cost")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Spatial(Pass):
             takes less time than to stay.
         overlap: an exchange under way while a convolution computes the rows that need nothing of it. Its result is made
             in pieces, which are joined: that is worth it where a link takes longer than to copy the result once more.
+            ``"cost"``: for the convolutions for which it is, by the mesh's links and the machine.
 
     Example::
 
@@ -49,7 +50,7 @@ class Spatial(Pass):
 
     merge: str = "cost"
     leave: str | None = None
-    overlap: bool = False
+    overlap: bool | str = False
 
     def __post_init__(self) -> None:
         if self.merge not in MERGE:
@@ -58,6 +59,13 @@ class Spatial(Pass):
                 where="Spatial(merge=...)",
                 expected=" or ".join(map(repr, MERGE)),
                 got=repr(self.merge),
+            )
+        if self.overlap not in OVERLAP:
+            raise Error(
+                "spatial cannot overlap exchanges so",
+                where="Spatial(overlap=...)",
+                expected=" or ".join(map(repr, OVERLAP)),
+                got=repr(self.overlap),
             )
 
     def run(self, graph: Graph, context: Context) -> bool:
@@ -73,7 +81,7 @@ class Spatial(Pass):
         if after != before:
             graph.notes.append(f"{before} exchanges of rows between tiles became {after}: rims are computed twice")
         changed = chosen.write()
-        split = overlapped(Placing(chosen.costs)) if self.overlap and after else 0
+        split = overlapped(Placing(chosen.costs), self.overlap == "cost") if self.overlap and after else 0
         if split:
             said = "1 op computes" if split == 1 else f"{split} ops compute"
             graph.notes.append(f"{said} the inner rows of tiles while those at their borders are exchanged")

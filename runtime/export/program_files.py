@@ -21,7 +21,17 @@ from torch import fx
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
-from shardfx.ir.ops.computing import adaptive, grouped_product, moments, no_share, resized, rings, segment, tiles
+from shardfx.ir.ops.computing import (
+    adaptive,
+    batch_gradient,
+    grouped_product,
+    moments,
+    no_share,
+    resized,
+    rings,
+    segment,
+    tiles,
+)
 from shardfx.ir.ops.local_ops import POOLS, TURNS
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.time import turns
@@ -110,6 +120,10 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
     "resized": (resized.__file__, {resized.resize_tile, resized.resize_tile_backward}),
     "rings": (rings.__file__, {rings.ring, rings.ring_sum, rings.ring_tile}),
     "moment_ops": (moments.__file__, {moments.piece_moments, moments.joined_moments}),
+    "batch_gradient": (
+        batch_gradient.__file__,
+        {batch_gradient.batch_norm_sums, batch_gradient.batch_norm_gradient},
+    ),
 }
 """Files that a program needs beside it, where they are, and the ops that they define."""
 

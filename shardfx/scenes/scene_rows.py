@@ -50,6 +50,8 @@ class Rows(NamedTuple):
         Raises:
             NotLocal: rows of the whole scene are made of others than those of the window.
         """
+        if window.step < 0:
+            raise NotLocal("turns the image round, the last row to the front")
         if shape_of(window) != shape_of(whole) or window.step == 0:
             raise NotLocal("makes rows of others, in a larger image: its scale is that of the sizes")
         step, per, size = window.step, window.per, window.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardfx.ir.cut import Window
 from shardfx.ir.oracle.halos import Halo, halos
 from shardfx.ir.oracle.instance import instance
 from tests.op_calls import f
@@ -53,3 +54,13 @@ def test_a_pool_that_overlaps_has_a_halo_and_one_side_by_side_has_none() -> None
 )
 def test_no_halo(op: object, args: tuple[object, ...]) -> None:
     assert halos(instance(op, args)) == []
+
+
+@pytest.mark.parametrize("step", [-2, -1, 1, 2])
+@pytest.mark.parametrize("outer", [Window(64, -1, 1, 63, 64), Window(64, 2, 3, -1, 1), Window(64, -1, 2, 30, 33)])
+def test_two_windows_are_one_that_reaches_as_far(step: int, outer: Window) -> None:
+    inner = Window(64, step, 1, 5, 6)
+    for row in range(64):
+        first, last = outer.reach(row, 1)
+        wanted, found = inner.reach(first, last - first + 1), inner.within(outer).reach(row, 1)
+        assert found[0] <= wanted[0] <= wanted[1] <= found[1] and found[1] - found[0] - (wanted[1] - wanted[0]) < 4

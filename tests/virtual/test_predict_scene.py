@@ -265,7 +265,7 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another table": (lambda: Table("split"), "is not local"),
     "samples that lie second": (Whole, "the first dim of its result is not that of the images"),
     "a size": (Counts, "is not local"),
-    "a turn": (lambda: Turns(), "flip is not local: it needs all rows"),
+    "a turn": (lambda: Turns(), "flip is not local: it turns the image round"),
 }
 
 

@@ -170,21 +170,28 @@ def test_a_tile_smaller_than_the_halo_gets_rows_from_beyond_its_neighbour() -> N
 # ---- what tiles will not do for ----------------------------------------------------------------------------
 
 
-def adapted() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.AdaptiveMaxPool2d(1), nn.Conv2d(2, 2, 1)).double()
+class Smoothed(nn.Module):
+    """An image that is made smaller by an op that has no windows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.interpolate(x, size=(6, 5), mode="bilinear", antialias=True)
+
+
+def smoothed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Smoothed(), nn.Conv2d(2, 2, 1)).double()
 
 
 def test_an_op_that_gathers_a_cut_of_space_is_named() -> None:
     x = image(1, 3, 12, 10)
-    with pytest.warns(sx.ShardfxWarning, match=r"adaptive_max_pool2d .*1 .*what is cut over h, w is gathered"):
-        pm = trained(adapted(), x, MESHES["2x2"])
-    assert any("adaptive_max_pool2d" in warning for warning in pm.report().warnings)
+    with pytest.warns(sx.ShardfxWarning, match=r"upsample_bilinear2d_aa .*1 .*what is cut over h, w is gathered"):
+        pm = trained(smoothed(), x, MESHES["2x2"])
+    assert any("upsample_bilinear2d_aa" in warning for warning in pm.report().warnings)
 
 
 def test_strict_refuses_to_gather_a_cut_of_space() -> None:
     given = sx.Hints(args=(image(1, 3, 12, 10),), specs=specs(MESHES["2x2"]), strict=True)
     with pytest.raises(sx.Error, match="needs space whole") as caught:
-        sx.parallelize(adapted(), MESHES["2x2"], given, virtual=True)
+        sx.parallelize(smoothed(), MESHES["2x2"], given, virtual=True)
     assert "gathered" not in str(caught.value) and "a max-pool of fixed size" in str(caught.value)
 
 

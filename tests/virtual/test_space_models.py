@@ -98,6 +98,8 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "reflect": lambda x: F.pad(x, (2, 1, 0, 3), mode="reflect"),
     "replicate": lambda x: F.pad(x, (2, 1, 0, 3), mode="replicate"),
     "roll": lambda x: x.roll((3, -2), (2, 3)),
+    "mirror images": lambda x: x.flip(2) + x.flip(2, 3),
+    "turns": lambda x: x.rot90(2, (2, 3)) + x.rot90(1, (2, 3)).rot90(-1, (2, 3)),
     "crop": lambda x: x[:, :, 2:-1, 1:],
     "every third": lambda x: x[:, :, 1::2, ::3],
     "differences": lambda x: x[:, :, 1:] - x[:, :, :-1],
@@ -105,11 +107,13 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "nearest": lambda x: F.interpolate(x, size=(23, 20), mode="nearest"),
     "nearest-exact": lambda x: F.interpolate(x, size=(11, 9), mode="nearest-exact"),
     "means of all": lambda x: x * F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (3, 2)).mean(),
+    "largest of all": lambda x: x * F.adaptive_max_pool2d(x, 1),
     "largest of windows of any size": lambda x: F.adaptive_max_pool2d(x, (11, 9)),
     "columns of overlapping windows": lambda x: F.fold(F.unfold(x, 3, 1, 2, 2), (19, 16), 3, 1, 1, 2),
+    "windows of a dim": lambda x: x.unfold(2, 3, 1).unfold(3, 3, 2).mean((-1, -2)),
     "shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
 }
-SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest")}
+SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest", "mirror images")}
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("2x2", marks=pytest.mark.slow), "3x1"])
@@ -121,12 +125,13 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_holds_a_fourth_and_its_halos_at_most() -> None:
+@pytest.mark.parametrize(("merge", "size"), [("never", 256), ("cost", 512)])
+def test_a_rank_holds_a_fourth_and_its_halos_at_most(merge: str, size: int) -> None:
     """The peak of a UNet on 2 x 2 ranks, beside that of a plan for one; a rim is little of tiles of this size."""
-    x, peaks = torch.randn(1, 3, 256, 256), []
+    x, peaks = torch.randn(1, 3, size, size), []
     for mesh in (sx.Mesh(h=1, w=1), MESHES["2x2"]):
         torch.manual_seed(0)
-        hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge="never")])
+        hints = sx.Hints(args=(x,), loss=energy, specs=specs(mesh), passes=[sx.Spatial(merge=merge)])
         pm = sx.parallelize(UNet(), mesh, hints, virtual=True)
         halos = sum(node.op.sends(node, mesh).nbytes for node in pm.after.nodes if str(node.op) == "comm.halo")
         peaks.append(pm.memory().peak - halos)
@@ -177,6 +182,10 @@ DAMAGE: dict[str, tuple[str, Callable[[fx.GraphModule], None]]] = {
     "a tile is taken for the one before it": (
         "nearest",
         lambda program: changed(program, "resize_tile", 3, lambda first: [max(first[0] - 1, 0), *first[1:]]),
+    ),
+    "another dim is turned round": (
+        "mirror images",
+        lambda program: changed(program, "aten.flip", 1, lambda dims: [3]),
     ),
     "a row of a slice is another one": (
         "every third",

@@ -124,6 +124,16 @@ def test_an_exchange_travels_while_inner_rows_are_computed(training: bool) -> No
     assert inner_first(pm.rank_module(0)) and pm.verify()
 
 
+@pytest.mark.parametrize(("seconds", "joins"), [(0.0, 0), (0.002, 2), (2.0, 2)])
+def test_what_is_overlapped_by_cost_takes_less_time(seconds: float, joins: int) -> None:
+    """On a link of this latency; of two convolutions, each of which is exchanged for."""
+    mesh = sx.Mesh(h=2, links={"h": sx.Link(bandwidth=1e12, latency=seconds)})
+    passes, net = [sx.Spatial(merge="never", overlap="cost")], convolutions(nn.Tanh()).double()
+    hints = sx.Hints((image(1, 3, 64, 64),), specs=specs(mesh), passes=passes, machine=slow_machine(1e9))
+    pm = sx.parallelize(net, mesh, hints, virtual=True)
+    assert ops(pm).count("comm.join") == joins and pm.verify()
+
+
 def rims_changed(program: fx.GraphModule) -> None:
     """The rims stand in each other's place."""
     joined = call(program, "join_rows")
@@ -250,6 +260,8 @@ def test_options_that_are_none_are_refused() -> None:
     with pytest.raises(sx.Error, match="cannot merge") as caught:
         sx.Spatial(merge="sometimes")
     assert "'never'" in str(caught.value.expected)
+    with pytest.raises(sx.Error, match="cannot overlap"):
+        sx.Spatial(overlap="always")
 
 
 def test_the_report_says_what_tiles_cost_by_layer() -> None:

@@ -4,11 +4,13 @@
 
 Window o of ``places`` reaches over rows o * size // places to the end of that of the next one, rounded up. ``at`` says
 where in the image, of ``size``, the rows begin that are held; ``begin`` which window is the first, and ``lengths`` how
-many there are. Indices count through the whole image, and name the first of equal elements. Needs torch alone.
+many there are. Indices count through the whole image, and name the first of equal elements. A single window over the
+whole image, of which each rank has a part, is taken apart into a maximum and where that stands. Needs torch alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -63,6 +65,37 @@ def _max_meta(
 ) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[: -len(size)], *lengths)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+def _numbers(x: Tensor, space: int) -> Tensor:
+    """The places of an image, counted through all dims of space."""
+    sizes = x.shape[-space:]
+    return torch.arange(math.prod(sizes), device=x.device).view(sizes)
+
+
+def largest_of_all(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """An adaptive max-pool, of a single window: its maximum, and where the first such stands (of NaN the last), each of
+    which may be found of parts. With more windows it is the op."""
+    space = len(output_size)
+    if any(n != 1 for n in output_size):
+        op = torch.ops.aten.adaptive_max_pool2d if space == 2 else torch.ops.aten.adaptive_max_pool3d
+        made: tuple[Tensor, Tensor] = op.default(x, output_size)
+        return made
+    dims, number = list(range(-space, 0)), _numbers(x, space)
+    y = x.amax(dims, keepdim=True)
+    place = torch.where(x == y, number, torch.iinfo(torch.int64).max)
+    found = torch.where(x.isnan(), -1 - number, place).amin(dims, keepdim=True)
+    return y, torch.where(found < 0, -1 - found, found)
+
+
+def largest_of_all_backward(grad: Tensor, x: Tensor, indices: Tensor, *, space: int) -> Tensor:
+    """Its gradient: of a single window it stands where the maximum does."""
+    if any(n != 1 for n in grad.shape[-space:]):
+        aten = torch.ops.aten
+        op = aten.adaptive_max_pool2d_backward if space == 2 else aten.adaptive_max_pool3d_backward
+        made: Tensor = op.default(grad, x, indices)
+        return made
+    return torch.where(_numbers(x, space) == indices, grad, 0.0)
 
 
 for _key in ("CPU", "CUDA"):

@@ -1,19 +1,24 @@
 """Mean and variance of a batch that lies in pieces: first of each piece, then of all (Chan, Golub and LeVeque, 1979).
 
-    out[p, 2, c] = shardfx.piece_moments(x[n, c, ...], p)     mean and variance of each of p equal pieces of the rows
-    mean[c], var[c] = shardfx.joined_moments(out)             of all rows
+    out[p, 2, c] = shardfx.piece_moments(x[n, c, ...], of, at, count)    mean and variance of each of p equal pieces
+    mean[c], var[c] = shardfx.joined_moments(out)                        of all
 
-A rank makes the moments of its own rows, and what the ranks exchange is one small tensor. Squares are taken of what is
-centred, so that nothing cancels. Numbers of 16 bits are taken as float32. Needs torch alone.
+``of`` says into how many pieces samples are cut, and each dim of space. ``x`` is ``count`` of them, from ``at`` on, and
+zeros stand for the others, so that what ranks have of a batch adds up to ``out``: one small sum. Squares are taken of
+what is centred, so that nothing cancels. Numbers of 16 bits are taken as float32. Needs torch alone.
 """
 
 from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _library = torch.library.Library("shardfx", "FRAGMENT")
-_library.define("piece_moments(Tensor x, int pieces) -> Tensor")
+_library.define("piece_moments(Tensor x, int[] of, int[] at, int[] count) -> Tensor")
 _library.define("joined_moments(Tensor moments) -> (Tensor, Tensor)")
 
 
@@ -31,10 +36,18 @@ def _of_any(rows: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def _pieces(x: Tensor, pieces: int) -> Tensor:
-    of = _of_cpu if x.device.type == "cpu" else _of_any
-    each = [torch.stack(of(rows)) for rows in x.to(_wide(x.dtype)).split(x.shape[0] // pieces)]
-    return each[0][None] if len(each) == 1 else torch.stack(each)
+def _pieces(x: Tensor, of: Sequence[int], at: Sequence[int], count: Sequence[int]) -> Tensor:
+    moments, boxes = _of_cpu if x.device.type == "cpu" else _of_any, [x.to(_wide(x.dtype))]
+    for dim, n in zip((0, *range(2, x.dim())), count, strict=True):
+        boxes = [part for box in boxes for part in box.split(x.shape[dim] // n, dim)] if n > 1 else boxes
+    made = boxes[0].new_zeros((math.prod(of), 2, x.shape[1]))
+    places = itertools.product(*(range(first, first + n) for first, n in zip(at, count, strict=True)))
+    for place, box in zip(places, boxes, strict=True):
+        number = 0
+        for one, n in zip(place, of, strict=True):
+            number = number * n + one
+        torch.stack(moments(box), out=made[number])
+    return made
 
 
 def _joined(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +56,8 @@ def _joined(moments: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variances.mean(0) + (means - mean).square_().mean(0)
 
 
-def _pieces_meta(x: Tensor, pieces: int) -> Tensor:
-    return x.new_empty((pieces, 2, x.shape[1]), dtype=_wide(x.dtype))
+def _pieces_meta(x: Tensor, of: Sequence[int], at: Sequence[int], count: Sequence[int]) -> Tensor:
+    return x.new_empty((math.prod(of), 2, x.shape[1]), dtype=_wide(x.dtype))
 
 
 def _joined_meta(moments: Tensor) -> tuple[Tensor, Tensor]:

@@ -129,7 +129,7 @@ def _rows(cuts: Mapping[str, Cut], sizes: Mapping[str, int]) -> dict[str, Cut]:
     found = dict(cuts)
     for factor, cut in cuts.items():
         if cut.rows is not None:
-            low, high = (end // max(cut.rows.step, cut.rows.per) for end in (cut.rows.low, cut.rows.high))
+            low, high = (end // max(abs(cut.rows.step), cut.rows.per) for end in (cut.rows.low, cut.rows.high))
             found[factor] = Cut(cut.axes, rows=Window(sizes[factor], 1, 1, min(low, -1), max(high, 1)))
     return found
 
@@ -145,7 +145,7 @@ def _seen(rule: ShardingRule, cuts: Mapping[str, Cut], mesh: Mesh, few: Mesh) ->
         seen = [rule.windows[factor] for factor in factors]
         window = seen[0].window
         per = math.gcd(window.step, window.per)
-        step, each = window.step // per, window.per // per
+        step, each = abs(window.step) // per, window.per // per
         cut = [cuts[leader].axes for leader, _ in seen if leader in cuts]
         ranks = math.lcm(*(few.extent(axes) for axes in cut))
         even = all(size % mesh.extent(axes) == 0 for axes in cut)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops.computing.batch_gradient import batch_norm_gradient, batch_norm_sums
 from shardfx.ir.ops.computing.moments import joined_moments, piece_moments
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import Contiguous, RuleEntry, rule
 from shardfx.ir.rules.by_pieces import ByPieces
-from shardfx.ir.rules.sharding_rule import SAME
+from shardfx.ir.rules.local import Emit
+from shardfx.ir.rules.sharding_rule import SAME, ShardingRule
 from shardfx.ir.rules.template import Template, template
 
 aten = torch.ops.aten
@@ -38,7 +40,7 @@ def expand_batch_norm(
     momentum: float,
     eps: float,
     *,
-    pieces: int,
+    pieces: tuple[int, ...],
 ) -> tuple[Tensor, ...]:
     """Batch normalisation over the whole batch, which may lie in pieces: statistics are in float32 at least.
 
@@ -50,7 +52,7 @@ def expand_batch_norm(
         y = _by_statistics(x, weight, bias, old_mean, torch.rsqrt(old_var + eps))
         return y, x.new_empty([0]), x.new_empty([0]), old_mean.clone(), old_var.clone()
     count = x.numel() // x.shape[1]
-    mean, var = joined_moments(piece_moments(x, pieces)) if pieces > 1 else _moments(x, count)
+    mean, var = joined_moments(piece_moments(x, pieces, [0] * len(pieces), pieces)) if pieces else _moments(x, count)
     y = aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, 0.0, eps)[0]
     results = [y, mean, torch.rsqrt(var + eps)]
     if old_mean is not None and old_var is not None:
@@ -60,7 +62,7 @@ def expand_batch_norm(
 
 
 def expand_without_running(
-    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float, *, pieces: int
+    x: Tensor, weight: Given, bias: Given, training: bool, momentum: float, eps: float, *, pieces: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
     """The same where no running statistics are kept: those of the batch serve always."""
     return expand_batch_norm(x, weight, bias, None, None, True, momentum, eps, pieces=pieces)
@@ -78,23 +80,16 @@ def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def expand_batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Given, mean: Given, var: Given, save_mean: Tensor, save_rstd: Tensor, *options: Any
 ) -> tuple[Given, ...]:
-    """The gradients, from two sums over the batch that may be partial: the kernel for given statistics makes them.
-
-    What it lacks of the gradient of x, because the statistics hang on x too, is x normalised by two vectors more; in
-    evaluation, by the running statistics, they do not.
-    """
+    """The gradients, from two sums over the batch that may be partial; in evaluation, by the running statistics, they
+    do not hang on x."""
     train, eps, (_, for_weight, for_bias) = options
     if not train:
         assert mean is not None and var is not None
         return _backward_in_evaluation(grad, x, weight, mean, torch.rsqrt(var + eps), for_weight, for_bias)
+    dot, total = batch_norm_sums(grad, x, save_mean, save_rstd)
     count = x.numel() // x.shape[1]
-    given = (save_mean, 1 / (save_rstd * save_rstd))
-    asked, sign = [True, True, True], torch.sign(save_rstd)  # which the kernel is not told: it is given squares
-    signed = sign if weight is None else weight * sign
-    gx, dot, total = aten.native_batch_norm_backward.default(grad, x, signed, *given, None, None, False, 0.0, asked)
-    scale = (save_rstd if weight is None else save_rstd * weight) / -count
-    rest = aten._native_batch_norm_legit_no_training.default(x, dot * scale, total * scale, *given, 0.0, 0.0)[0]
-    return gx + rest, dot * sign if for_weight else None, total if for_bias else None
+    gx = batch_norm_gradient(grad, x, save_mean, save_rstd, dot, total, weight, count)
+    return gx, dot if for_weight else None, total if for_bias else None
 
 
 def _by_statistics(x: Tensor, weight: Given, bias: Given, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -167,13 +162,31 @@ def batch_backward(form: str, flag: str) -> Callable[[Node], Template]:
     return make
 
 
+def moments_of_pieces(node: Node) -> ShardingRule:
+    """A rank's samples and rows are some of the pieces, ``(p0 q0!) c (p2 q2!) .. -> p! m! c``; others are 0."""
+    cut = [dim for dim in range(node.operands[0].type.ndim) if dim != 1]
+    x = " ".join(f"(p{dim} q{dim}!)" if dim in cut else "c" for dim in range(len(cut) + 1))
+    return template(f"{x} -> p! m! c")(node, tuple(zip((f"p{dim}" for dim in cut), argument(node, "of"), strict=True)))
+
+
+def own_moments(emit: Emit) -> Any:
+    """Those of the pieces that a rank holds, in their places."""
+    x, of = emit.node.operands[0], argument(emit.node, "of")
+    own = [(emit.operand_bounds(0, dim), x.shape[dim]) for dim in range(x.type.ndim) if dim != 1]
+    at = [start * n // size for ((start, _), size), n in zip(own, of, strict=True)]
+    count = [length * n // size for ((_, length), size), n in zip(own, of, strict=True)]
+    return emit.call(piece_moments, emit.args[0], of, at, count)
+
+
 ROWS = "n.. d*normalized_shape!"
 GROUPS = "n (g c!) s..!"
 GROUPED = {"N": "n", "C": "(g c)", "group": "g"}
 
 RULES: tuple[RuleEntry, ...] = (
-    packed(piece_moments, "(p q!) c s..! -> p m! c", sized={"pieces": "p"}),
+    packed(piece_moments, moments_of_pieces, local=own_moments),
     packed(joined_moments, "p! m! c -> c, c"),
+    packed(batch_norm_sums, "n c s.., n c s.., c, c -> c, c", linear="0"),
+    packed(batch_norm_gradient, "n c s.., n c s.., c, c, c, c, c -> n c s..", linear="0&4&5"),
     rule(aten.native_layer_norm.default, affine(f"{ROWS}, d.., d.. -> n.. d.., n.. 1*d, n.. 1*d"), expand=True),
     # The gradients of weight and bias are sums over n: partial where that is cut.
     packed(

@@ -6,6 +6,7 @@ needs the rows that its own reach. Elsewhere these dims are whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from shardfx.ir.cut import Window
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.ops.computing.adaptive import adaptive_max_tile
+from shardfx.ir.ops.computing.adaptive import adaptive_max_tile, largest_of_all, largest_of_all_backward
 from shardfx.ir.ops.computing.tiles import avg_pool_tile, avg_pool_tile_backward, max_pool_tile, max_pool_tile_backward
 from shardfx.ir.rulebook.dims import argument, ops
 from shardfx.ir.rules.binding import Shape
@@ -263,7 +264,7 @@ def pictures(names: str, form: str, **options: Any) -> Iterator[RuleEntry]:
 
 RULES: tuple[RuleEntry, ...] = (
     *(rule(ops(f"max_pool{n}d_with_indices"), largest, rows=largest_rows) for n in (2, 3)),
-    rule(ops("adaptive_max_pool2d adaptive_max_pool3d"), adapted, rows=adapted_rows),
+    rule(ops("adaptive_max_pool2d adaptive_max_pool3d"), adapted, rows=adapted_rows, expand=largest_of_all),
     rule(
         ops("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),
         largest_backward,
@@ -276,11 +277,15 @@ RULES: tuple[RuleEntry, ...] = (
         linear="0|1>",
         contiguous=Contiguous.ALL,
     ),
-    rule(
-        ops("adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
-        adapted_backward,
-        contiguous=Contiguous.ALL,
-        rows=adapted_backward_rows,
+    *(
+        rule(
+            ops(f"adaptive_max_pool{space}d_backward"),
+            adapted_backward,
+            contiguous=Contiguous.ALL,
+            rows=adapted_backward_rows,
+            expand=functools.partial(largest_of_all_backward, space=space),
+        )
+        for space in (2, 3)
     ),
     *(rule(ops(f"fractional_max_pool{n}d"), fractional) for n in (2, 3)),
     *pictures("max_unpool#d", f"{X}, {X} -> {Y}", linear="0"),

@@ -1,0 +1,196 @@
+"""Calls of ops that see a dim through a window, drawn from a seed: kernel, stride, padding, dilation and sizes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardfx.ir.ops.computing import rings
+from tests.op_calls import f
+
+aten = torch.ops.aten
+Draw = random.Random
+
+
+def convolution(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    transposed, groups = draw.random() < 0.5, draw.choice((1, 2))
+    kernel, stride, dilation = draw.randint(1, 5), draw.randint(1, 3), draw.randint(1, 3)
+    padding = draw.randint(0, 3)
+    more = draw.randrange(stride) if transposed else 0
+    size = draw.randint(1, 14) if transposed else draw.randint(max(dilation * (kernel - 1) + 1 - 2 * padding, 1), 24)
+    x, w = f(1, 2 * groups, size, 3), f(2 * groups, 2, kernel, 1)
+    options = [stride, 1], [padding, 0], [dilation, 1], transposed, [more, 0], groups
+    return aten.convolution.default, (x, w, f(2 * groups) if draw.random() < 0.5 else None, *options)
+
+
+def weight_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    _, (x, w, bias, *options) = convolution(draw)
+    y = aten.convolution.default(x, w, bias, *options)
+    return aten.convolution_backward.default, (torch.randn_like(y), x, w, None, *options, [False, True, False])
+
+
+def sliding(draw: Draw) -> tuple[Any, ...]:
+    """An image, and kernel, stride and padding of windows that slide over it."""
+    kernel, stride = draw.randint(1, 4), draw.randint(1, 4)
+    padding = draw.randint(0, kernel // 2)
+    return f(1, 2, draw.randint(1, 20), 5), [kernel, 2], [stride, 1], [padding, 1]
+
+
+def max_pool(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    x, *windows = sliding(draw)
+    x = x.round() if draw.random() < 0.5 else x  # with ties
+    options = (*windows, [draw.randint(1, 2), 1], draw.random() < 0.5)
+    if not aten.max_pool2d_with_indices.default(x, *options)[0].isfinite().all():
+        raise ValueError("a window that sees padding alone, whose index is none of the image")
+    return aten.max_pool2d_with_indices.default, (x, *options)
+
+
+def max_pool_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    _, (x, *options) = max_pool(draw)
+    y, indices = aten.max_pool2d_with_indices.default(x, *options)
+    return aten.max_pool2d_with_indices_backward.default, (torch.randn_like(y), x, *options, indices)
+
+
+def avg_pool(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    divisor = draw.choice((None, None, 3))
+    return aten.avg_pool2d.default, (*sliding(draw), draw.random() < 0.5, draw.random() < 0.5, divisor)
+
+
+def avg_pool_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    _, (x, *options) = avg_pool(draw)
+    y = aten.avg_pool2d.default(x, *options)
+    return aten.avg_pool2d_backward.default, (torch.randn_like(y), x, *options)
+
+
+def pad(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    pads = [draw.randint(-2, 4) for _ in range(2)]
+    return aten.constant_pad_nd.default, (f(2, draw.randint(1, 16), 3), [1, 0, *pads], draw.choice((0.0, 1.5)))
+
+
+def resize(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    name, sizes, aligned = draw.choice(("bilinear", "bicubic")), [draw.randint(1, 20), 5], draw.random() < 0.5
+    return getattr(aten, f"upsample_{name}2d").default, (f(1, 2, draw.randint(1, 20), 5), sizes, aligned)
+
+
+def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes, aligned) = resize(draw)
+    y = torch.randn_like(op(x, sizes, aligned))
+    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), aligned)
+
+
+def nearest(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    name = draw.choice(("upsample_nearest2d", "_upsample_nearest_exact2d"))
+    x = f(1, 2, draw.randint(1, 40), 3).to(draw.choice((torch.float32, torch.float64)))
+    return getattr(aten, name).default, (x, [draw.randint(1, 60), 4])
+
+
+def nearest_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes) = nearest(draw)
+    y = torch.randn_like(op(x.double(), sizes))
+    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape))
+
+
+def adaptive(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    return aten._adaptive_avg_pool2d.default, (f(1, 2, draw.randint(1, 60), 5), [draw.randint(9, 40), 3])
+
+
+def adaptive_max(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    x = f(1, 2, draw.randint(1, 40), 5)
+    return aten.adaptive_max_pool2d.default, (x.round() if draw.random() < 0.5 else x, [draw.randint(2, 50), 3])
+
+
+def adaptive_max_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes) = adaptive_max(draw)
+    y, indices = op(x, sizes)
+    return aten.adaptive_max_pool2d_backward.default, (torch.randn_like(y), x, indices)
+
+
+def adaptive_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes) = adaptive(draw)
+    return aten._adaptive_avg_pool2d_backward.default, (torch.randn_like(op(x, sizes)), x)
+
+
+def slices(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size = draw.randint(2, 30)
+    start, end = sorted((draw.randint(0, size), draw.randint(0, size)))
+    return aten.slice.Tensor, (f(2, size, 3), 1, start, end, draw.randint(1, 4))
+
+
+def slice_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, *of) = slices(draw)
+    return aten.slice_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
+
+
+def turn(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    x, dims = f(2, draw.randint(2, 30), 3), draw.choice(([1, 2], [-2, 0], [0, 1]))
+    flipped, quarters = (x, dims[: draw.randint(1, 2)]), (x, draw.randint(-2, 5), dims)
+    return draw.choice(((aten.flip.default, flipped), (aten.rot90.default, quarters)))
+
+
+def unfold(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size = draw.randint(2, 30)
+    x, dim = f(2, size, 3), draw.choice((1, -2))
+    return aten.unfold.default, (x, dim, draw.randint(1, min(5, size)), draw.randint(1, 6))
+
+
+def unfold_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, *of) = unfold(draw)
+    return aten.unfold_backward.default, (torch.randn_like(op(x, *of)), list(x.shape), *of)
+
+
+def ring(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size = draw.randint(2, 24)
+    front = draw.randint(0, size)
+    back = draw.choice((-front, draw.randint(0, size)))
+    if size + back <= 0:
+        raise ValueError("nothing of it stays")
+    x = f(2, size, 3)
+    return rings.ring, (x, x if front else None, x if back > 0 else None, 1, front, back)
+
+
+def ring_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    size, front, back = draw.randint(2, 24), draw.randint(0, 2), draw.randint(0, 2)
+    y = f(2, size + front + back, 3)
+    return rings.ring_sum, (y, y if front else None, y if back else None, 1, front, back)
+
+
+def edges(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    name = draw.choice(("reflection", "replication"))
+    pads = [draw.randint(0, 1), 1, *(draw.randint(0, 4) for _ in range(2))]
+    return getattr(aten, f"{name}_pad2d").default, (f(1, 2, draw.randint(2, 20), 5), pads)
+
+
+def edges_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, pads) = edges(draw)
+    return getattr(aten, f"{op._opname}_backward").default, (torch.randn_like(op(x, pads)), x, pads)
+
+
+KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
+    "convolution": convolution,
+    "weight gradient": weight_gradient,
+    "max pool": max_pool,
+    "max pool gradient": max_pool_gradient,
+    "avg pool": avg_pool,
+    "avg pool gradient": avg_pool_gradient,
+    "pad": pad,
+    "resize": resize,
+    "resize gradient": resize_gradient,
+    "nearest": nearest,
+    "nearest gradient": nearest_gradient,
+    "adaptive": adaptive,
+    "adaptive gradient": adaptive_gradient,
+    "adaptive max": adaptive_max,
+    "adaptive max gradient": adaptive_max_gradient,
+    "ring": ring,
+    "ring gradient": ring_gradient,
+    "edges": edges,
+    "edges gradient": edges_gradient,
+    "slice": slices,
+    "slice gradient": slice_gradient,
+    "turn": turn,
+    "unfold": unfold,
+    "unfold gradient": unfold_gradient,
+}
