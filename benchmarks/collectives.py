@@ -11,27 +11,25 @@ and comes back.
 from __future__ import annotations
 
 import argparse
-import socket
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 import shardfx as sx
 from shardfx.runtime.distributed import gloo, groups
 from shardfx.runtime.same_host.neighbourhood import met
 from shardfx.runtime.same_host.shared_memory import shared_bytes
 
+from .contenders import with_ranks
+
 c10d = torch.ops._c10d_functional
 ROUNDS = 15
 
 
-def rank_main(rank: int, port: int, mb: float) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def rank_main(rank: int, mb: float) -> None:
     groups.make_groups(sx.Mesh(dp=2), [("dp",)])
     group, half = sx.Mesh(dp=2).group_name(rank, ("dp",)), int(mb * 1e6 / 8)
     whole, part, kept = torch.randn(2 * half), torch.randn(half), torch.empty(2 * half)
@@ -82,17 +80,12 @@ def rank_main(rank: int, port: int, mb: float) -> None:
         for name, times in spent.items():
             wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
             print(f"{name:<24} {wall:7.1f} ms, {cpu:7.1f} ms cpu, for {mb:g} MB")
-    dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=14)
-    mb = parser.parse_args().mb
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (port, mb), nprocs=2)
+    with_ranks(rank_main, parser.parse_args().mb)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,38 @@
 """Step time of pipelines (forward and backward of all turns) beside ``torch.distributed.pipelining`` on 2 gloo ranks
 of this machine, and what a rank holds in it at most.
 
-    python -m benchmarks.pipeline_time [--dim 256 --layers 4 --turns 4 --rounds 15 --only 1f1b]
+    python -m benchmarks.pipeline_time [--dim 256 --layers 4 --turns 4 --rounds 15 --only 1f1b zb-h1]
 
-Both train the same GPT in the same two stages, with the same schedule and turns. All variants live in the same two
-processes, one thread each, and take turns, round after round, so that a busy neighbour slows all of them alike. A
-round's time is the slowest rank's. Printed are medians, and the median over the rounds of each ratio.
+Both train the same GPT in the same two stages, with the same schedule and turns, one after the other
+(:mod:`.contenders`). Printed are medians, and the median over the rounds of each ratio. Of schedules that torch has not
+under a name, our own 1F1B is the other: as it is, which does and sends first what other stages wait for (so that it has
+part of what zero-bubble schedules gain), and *plain*, whose backward is done in the order in which it was captured.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import socket
-import statistics
-import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
+from shardfx.ir.program.units import of_stages
 
+from .contenders import RANKS, Contender, Times, nbytes, peak, ratio, size_of, sized, take_turns, with_ranks
 from .models import GPT, Size, next_token
 
-RANKS = 2
 THEIRS: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-OWN = ("zb-h1",)
-"""Schedules that are compared with our own 1F1B."""
-Step = Callable[[], float]
-"""Runs a step, with gradients behind it; gives the loss, on ranks that know it."""
+PLAIN = "1f1b-plain"
+OWN = ("zb-h1", PLAIN)
+"""Schedules that torch's has not."""
 
 
 class Stage(nn.Module):
@@ -62,7 +55,7 @@ class Stage(nn.Module):
         return x
 
 
-def ours(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+def ours(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> Contender:
     """Our plan of the model, and its step on the global batch."""
     second = f"layers.{len(model.layers) // RANKS}"
     hints = sx.Hints(
@@ -70,39 +63,42 @@ def ours(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> tuple[n
         loss=next_token,
         targets=(y,),
         specs={"args.0": "mb, -", "targets.0": "mb, -"},
-        pipeline=sx.Pipeline(schedule=schedule, stages=("layers.0", second)),
+        pipeline=sx.Pipeline(schedule=schedule.removesuffix("-plain"), stages=("layers.0", second)),
     )
     pm = sx.parallelize(model, sx.Mesh(pp=RANKS, mb=sx.Time(turns)), hints)
-
-    def step() -> float:
-        loss = pm(x, y)
-        loss.backward()
-        return float(loss.detach())
-
-    return pm, step
+    with as_captured() if schedule == PLAIN else nullcontext():
+        pm(x, y)  # the program of this rank is written
+    return pm, lambda: pm(x, y)
 
 
-def theirs(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Programs that are written meanwhile keep the backward of a stage in its order."""
+    with patch.object(of_stages, "sent_first", lambda steps, *_: list(steps)):
+        yield
+
+
+def theirs(model: GPT, schedule: str, turns: int, x: Tensor, y: Tensor) -> Contender:
     """Their stage of this rank, and its step."""
     rank = dist.get_rank()
     module = Stage(model, rank)
     stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
     made = THEIRS[schedule](stage, turns, loss_fn=next_token)
 
-    def step() -> float:
+    def step() -> Tensor:
         if rank == 0:
             made.step(x)
-            return 0.0
+            return torch.zeros(())
         losses: list[Tensor] = []
         made.step(target=y, losses=losses)
-        return float(torch.stack(losses).mean())
+        return torch.stack(losses).mean().detach()
 
     return module, step
 
 
-def variants(model: GPT, turns: int, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tuple[nn.Module, Step]]:
+def variants(model: GPT, turns: int, x: Tensor, y: Tensor, only: list[str]) -> dict[str, Contender]:
     """Module and step by name."""
-    made: dict[str, tuple[nn.Module, Step]] = {}
+    made: dict[str, Contender] = {}
     for schedule in only:
         if schedule in THEIRS:
             made[f"torch, {schedule}"] = theirs(deepcopy(model), schedule, turns, x, y)
@@ -110,108 +106,48 @@ def variants(model: GPT, turns: int, x: Tensor, y: Tensor, only: list[str]) -> d
     return made
 
 
-class Held(TorchDispatchMode):
-    """The bytes of the memory that was made within and is there, at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most, self._there = 0, dict[int, tuple[StorageWeakRef, int]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                storage = leaf.untyped_storage()
-                if func._schema.name not in ("aten::detach", "aten::alias"):
-                    self._there.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self._there = {key: each for key, each in self._there.items() if not each[0].expired()}
-        self.most = max(self.most, sum(nbytes for _, nbytes in self._there.values()))
-        return out
-
-
-def held(module: nn.Module, step: Step) -> float:
+def held(contender: Contender, given: list[Tensor]) -> float:
     """Megabytes that a step holds at most beside parameters and inputs, gradients among them: the larger rank's."""
-    given = {p.untyped_storage()._cdata for p in module.parameters()}
-    with Held() as measured:
-        measured._there.update({key: (_Never(), 0) for key in given})  # type: ignore[dict-item]
-        for _ in range(2):
-            module.zero_grad(set_to_none=True)
-            step()
-    most = torch.tensor(measured.most / 1e6)
+    module, step = contender
+    stored = [*module.parameters(), *given]
+    most = torch.tensor((peak(module, step, stored) - nbytes(stored)) / 1e6)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.item()
 
 
-class _Never:
-    """What is there all the time."""
-
-    def expired(self) -> bool:
-        return False
-
-
-def measure(module: nn.Module, step: Step, steps: int) -> tuple[float, float]:
-    """Milliseconds of a step, of the slowest rank; and the loss."""
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(steps):
-        module.zero_grad(set_to_none=True)
-        loss = step()
-    spent = torch.tensor([(time.perf_counter() - started) / steps * 1e3, loss])
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return spent[0].item(), spent[1].item()
-
-
-def rank_main(rank: int, port: int, size: Size, turns: int, rounds: int, steps: int, only: list[str]) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+def rank_main(rank: int, size: Size, turns: int, rounds: int, steps: int, only: list[str]) -> None:
     torch.manual_seed(0)
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
     made = variants(model, turns, x, y, only)
-    most = {name: held(module, step) for name, (module, step) in made.items()}
-    times: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(rounds + 2):
-        for name, (module, step) in made.items():
-            spent, loss = measure(module, step, steps)
-            if number >= 2:
-                times[name].append(spent)
-            elif rank == 0:
-                print(f"warming up: {name}, loss {loss:.4f}")
+    most = {name: held(each, [x, y]) for name, each in made.items()}
+    times = take_turns(made, rounds, steps)
     if rank == 0:
         report(times, most, only)
-    dist.destroy_process_group()
 
 
-def report(times: dict[str, list[float]], most: dict[str, float], only: list[str]) -> None:
+def report(times: dict[str, Times], most: dict[str, float], only: list[str]) -> None:
     for name, spent in times.items():
-        print(
-            f"{name:14} {statistics.median(spent):7.1f} ms   least {min(spent):7.1f}   most {max(spent):7.1f}   "
-            f"holds {most[name]:6.1f} MB"
-        )
+        print(f"{name:16} {spent}   holds {most[name]:6.1f} MB")
     for schedule in only:
-        mine, other = f"ours, {schedule}", f"torch, {schedule}" if schedule in THEIRS else "ours, 1f1b"
-        if other in times:
-            ratios = [b / a for a, b in zip(times[mine], times[other], strict=True)]
-            print(f"{mine} is {statistics.median(ratios):.2f} x as fast as {other}")
+        mine = f"ours, {schedule}"
+        for other in (f"torch, {schedule}",) if schedule in THEIRS else ("ours, 1f1b", f"ours, {PLAIN}"):
+            if other in times and other != mine:
+                both = ratio(times[other], times[mine])
+                by_time = f"{both.processors:.2f} x by time of processors"
+                print(f"{mine} is {both.clock:.2f} x as fast as {other}, {by_time}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for field, value in vars(Size()).items():
-        parser.add_argument(f"--{field}", type=int, default=value)
+    sized(parser)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of a variant in a round")
     parser.add_argument("--only", nargs="+", choices=[*THEIRS, *OWN], default=["gpipe", "1f1b"])
     given = vars(parser.parse_args())
-    turns, rounds, steps, only = (given.pop(name) for name in ("turns", "rounds", "steps", "only"))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (port, Size(**given), turns, rounds, steps, only), nprocs=RANKS)
+    told = (given["turns"], given["rounds"], given["steps"], given["only"])
+    with_ranks(rank_main, size_of(given), *told)
 
 
 if __name__ == "__main__":

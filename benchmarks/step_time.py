@@ -7,28 +7,19 @@ machine; with the update of AdamW, too.
     python -m benchmarks.step_time --only turns             (four micro-batches; DDP's by no_sync)
     python -m benchmarks.step_time --only interleave        (tensor parallelism, two turns side by side, and without)
 
-DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do. All variants live in the same two
-processes, one thread each, and take turns, round after round, so that a busy neighbour slows all of them alike. A
-round's time is the slowest rank's. Printed are medians, and the median over the rounds of each ratio: by the clock, and
-by the time that a rank's processors worked, which hangs less on neighbours. All of them run through ``torch.compile``
-with ``--compile``.
+DDP, FSDP2 and DTensor's tensor parallelism train the same GPT as our plans do, in turns (:mod:`.contenders`). Printed
+are medians, and the median over the rounds of each ratio: by the clock, and by the time that a rank's processors
+worked. All of them run through ``torch.compile`` with ``--compile``.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import time
-import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardfx as sx
 
+from .contenders import RANKS, Contender, Times, ratio, size_of, sized, take_turns, with_ranks
 from .models import GPT, Size, next_token
 
-RANKS = 2
 TURNS = 4
 PAIRS = {
     "dp": ("ours, dp", "DDP"),
@@ -68,20 +59,16 @@ MEGATRON = {
     **dict.fromkeys((f"layers.*.{n}.weight" for n in ("proj", "fc2")), "-, tp"),
 }
 BATCH = {"args.0": "dp, -", "targets.0": "dp, -"}
-Step = Callable[[], Tensor]
-"""Gives the loss; its ``backward()`` is still to come, unless the step is a whole one."""
 
 
-def ours(
-    model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tensor, accumulate: int = 1
-) -> tuple[nn.Module, Step]:
+def ours(model: nn.Module, axis: str, specs: dict[str, str], x: Tensor, y: Tensor, accumulate: int = 1) -> Contender:
     """Our plan of the model, and its step on the global batch."""
     hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs, accumulate=accumulate)
     pm = sx.parallelize(model, sx.Mesh(**{axis: RANKS}), hints)
     return pm, lambda: pm(x, y)
 
 
-def side_by_side(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> tuple[nn.Module, Step]:
+def side_by_side(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> Contender:
     """Our plan of tensor parallelism in two turns, one behind the other or interleaved."""
     specs = MEGATRON | {"args.0": "mb, -", "targets.0": "mb, -"}
     hints = sx.Hints(args=(x,), loss=next_token, targets=(y,), specs=specs)
@@ -89,7 +76,7 @@ def side_by_side(model: nn.Module, x: Tensor, y: Tensor, interleave: bool) -> tu
     return pm, lambda: pm(x, y)
 
 
-def whole(model: nn.Module, x: Tensor, y: Tensor, zero: int, arena: bool = False) -> tuple[nn.Module, Step]:
+def whole(model: nn.Module, x: Tensor, y: Tensor, zero: int, arena: bool = False) -> Contender:
     """Our plan with the optimizer in it."""
     hints = sx.Hints(
         args=(x,),
@@ -105,9 +92,7 @@ def whole(model: nn.Module, x: Tensor, y: Tensor, zero: int, arena: bool = False
     return pm, lambda: pm.step(x, y)
 
 
-def updated(
-    module: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[nn.Module, Step]:
+def updated(module: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Contender:
     """Their wrapper, and an optimizer of its parameters: AdamW."""
     optimizer = optimizer or torch.optim.AdamW(module.parameters())
 
@@ -120,11 +105,11 @@ def updated(
     return module, step
 
 
-def theirs(module: nn.Module, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+def theirs(module: nn.Module, x: Tensor, y: Tensor) -> Contender:
     return module, lambda: next_token(module(x), y)
 
 
-def in_turns(module: DistributedDataParallel, x: Tensor, y: Tensor) -> tuple[nn.Module, Step]:
+def in_turns(module: DistributedDataParallel, x: Tensor, y: Tensor) -> Contender:
     """Their way to accumulate: a mean of means, reduced in the last turn."""
 
     def step() -> Tensor:
@@ -153,12 +138,12 @@ def tensor_parallel(model: GPT) -> nn.Module:
     return model
 
 
-def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tuple[nn.Module, Step]]:
+def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, Contender]:
     """Module and step by name."""
     half = x.shape[0] // RANKS
     mine = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
     stored = {n: ", ".join(["dp"] + ["-"] * (p.dim() - 1)) for n, p in model.named_parameters()}
-    made: dict[str, tuple[nn.Module, Step]] = {}
+    made: dict[str, Contender] = {}
     if "dp" in only:
         made["DDP"] = theirs(DistributedDataParallel(deepcopy(model), gradient_as_bucket_view=True), x[mine], y[mine])
         made["ours, dp"] = ours(model, "dp", BATCH, x, y)
@@ -191,74 +176,37 @@ def variants(model: GPT, x: Tensor, y: Tensor, only: list[str]) -> dict[str, tup
     return made
 
 
-def measure(module: nn.Module, step: Step, steps: int) -> tuple[tuple[float, float], float]:
-    """Milliseconds of a step, of the slowest rank, by the clock and of processors; and the loss."""
-    dist.barrier()
-    started, worked = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        module.zero_grad(set_to_none=True)
-        loss = step()
-        if loss.requires_grad:
-            loss.backward()
-    spent = torch.tensor([time.perf_counter() - started, time.process_time() - worked]) / steps * 1e3
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    clock, processors = spent.tolist()
-    return (clock, processors), loss.item()
-
-
-def rank_main(rank: int, port: int, size: Size, rounds: int, steps: int, only: list[str], through: bool) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+def rank_main(rank: int, size: Size, rounds: int, steps: int, only: list[str], through: bool) -> None:
     torch.manual_seed(0)
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
     made = variants(model, x, y, only)
     for module, _ in made.values() if through else ():
         module.compile()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
-    for number in range(rounds + 2):
-        for name, (module, step) in made.items():
-            spent, loss = measure(module, step, steps)
-            if number >= 2:
-                times[name].append(spent)
-            elif rank == 0:
-                print(f"warming up: {name}, loss {loss:.4f}")
+    times = take_turns(made, rounds, steps)
     if rank == 0:
         report(times, only)
-    dist.destroy_process_group()
 
 
-def report(times: dict[str, list[tuple[float, float]]], only: list[str]) -> None:
+def report(times: dict[str, Times], only: list[str]) -> None:
     for name, spent in times.items():
-        clock, processors = zip(*spent, strict=True)
-        least = f"least {min(clock):7.1f}   most {max(clock):7.1f}   of processors {statistics.median(processors):7.1f}"
-        print(f"{name:18} {statistics.median(clock):7.1f} ms   {least}")
+        print(f"{name:18} {spent}")
     for key in only:
         mine, other = PAIRS[key]
-        both = list(zip(times[mine], times[other], strict=True))
-        clock, processors = (statistics.median(b[i] / a[i] for a, b in both) for i in range(2))
-        print(f"{mine} is {clock:.2f} x as fast as {other} (aim {AIMS[key]}), {processors:.2f} x by time of processors")
+        both = ratio(times[other], times[mine])
+        by_time = f"{both.processors:.2f} x by time of processors"
+        print(f"{mine} is {both.clock:.2f} x as fast as {other} (aim {AIMS[key]}), {by_time}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for field, value in vars(Size()).items():
-        parser.add_argument(f"--{field}", type=int, default=value)
+    sized(parser)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of a variant in a round")
     parser.add_argument("--only", nargs="+", choices=list(PAIRS), default=["dp", "zero", "tp"])
     parser.add_argument("--compile", action="store_true", help="through torch.compile")
     given = vars(parser.parse_args())
-    rounds, steps, only, through = (given.pop(name) for name in ("rounds", "steps", "only", "compile"))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (port, Size(**given), rounds, steps, only, through), nprocs=RANKS)
+    with_ranks(rank_main, size_of(given), given["rounds"], given["steps"], given["only"], given["compile"])
 
 
 if __name__ == "__main__":

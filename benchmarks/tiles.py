@@ -14,28 +14,22 @@ half of it and of a fourth: the smaller the image, the more of the work is to ca
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
 import time
-import warnings
-from collections.abc import Callable
 from copy import deepcopy
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
 
-RANKS, CLASSES = 2, 4
+from .contenders import RANKS, Step, with_ranks
+
+CLASSES = 4
 AIM, WORK_AIM = 1.6, 1.25
 SPECS = {"args.0": "-, -, h, w", "targets.0": "-, h, w"}
-Step = Callable[[], Tensor]
-"""Forward and backward; gives the loss."""
 
 
 class UNet(nn.Module):
@@ -101,11 +95,7 @@ def timed(step: Step) -> tuple[float, float, float]:
     return time.perf_counter() - started, time.process_time() - worked, loss.item()
 
 
-def rank_main(rank: int, port: int, size: int, wide: int, rounds: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=30))
+def rank_main(rank: int, size: int, wide: int, rounds: int) -> None:
     model, x, y = make(size, wide)
     whole, tiles = alone(deepcopy(model), x, y), ours(deepcopy(model), sx.Mesh(h=RANKS), x, y, False)
     overlapped = ours(model, sx.Mesh(h=RANKS), x, y, False, overlap=True)
@@ -125,7 +115,6 @@ def rank_main(rank: int, port: int, size: int, wide: int, rounds: int) -> None:
             print(f"loss of the whole {found[2]:.6f}, on tiles {found[5]:.6f}, with overlap {found[8]:.6f}")
     if rank == 0:
         report(rows)
-    dist.destroy_process_group()
 
 
 def report(rows: list[tuple[float, ...]]) -> None:
@@ -157,14 +146,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--virtual", action="store_true", help="the work of 2 x 2 virtual ranks, too")
     given = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
     if given.virtual:
         for less in (4, 2, 1):
             virtual_work(given.size // less, given.wide, given.rounds)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (port, given.size, given.wide, given.rounds), nprocs=RANKS)
+    with_ranks(rank_main, given.size, given.wide, given.rounds, minutes=30)
 
 
 if __name__ == "__main__":

@@ -14,27 +14,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import socket
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardfx as sx
 
+from .contenders import RANKS, with_ranks
 from .whole_cases import CASES, Case
 
-RANKS = 2
 PARTS = ("call", "backward", "optimizer")
 Call = Callable[[], Tensor]
 """Gives the loss; its ``backward()`` is still to come."""
@@ -107,11 +102,7 @@ def part_of(case: Case, rank: int) -> Case:
     return Case(case.model, tuple(map(cut, case.args)), kwargs, case.loss, tuple(map(cut, case.targets)))
 
 
-def rank_main(rank: int, port: int, rounds: int, steps: int, only: list[str], parts: bool) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5))
+def rank_main(rank: int, rounds: int, steps: int, only: list[str], parts: bool) -> None:
     if rank == 0:
         print(
             f"{'':16} {'parameters':>10}   {'clock: DDP':>10} {'ours':>8} {'ratio':>6}   "
@@ -129,7 +120,6 @@ def rank_main(rank: int, port: int, rounds: int, steps: int, only: list[str], pa
                 each.run(steps)
         if rank == 0:
             report(name, case, made, parts)
-    dist.destroy_process_group()
 
 
 def report(name: str, case: Case, made: dict[str, Variant], parts: bool) -> None:
@@ -153,12 +143,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--parts", action="store_true", help="call, backward and optimizer apart")
     given: Any = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = (port, given.rounds, given.steps, given.only, given.parts)
-    torch.multiprocessing.spawn(rank_main, told, nprocs=RANKS)
+    with_ranks(rank_main, given.rounds, given.steps, given.only, given.parts)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardfx.ir.capture.intake.given import as_module
 from shardfx.ir.capture.intake.own_loss import with_own_loss
+from shardfx.ir.cost.measuring import calibrate
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
@@ -25,7 +26,7 @@ from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
 from shardfx.module.variants import Variants, without_weights
 from shardfx.passes import Pass
-from shardfx.runtime.distributed.groups import initialise, launched
+from shardfx.runtime.distributed.groups import group_of_all, initialise, launched
 
 from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
@@ -35,6 +36,8 @@ from .plugins import all_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+calibrate.group_of_all.append(group_of_all)  # links are measured as programs use them
 
 
 def parallelize(

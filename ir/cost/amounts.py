@@ -22,16 +22,17 @@ Axes = tuple[str, ...]
 
 
 class Work(NamedTuple):
-    """The work of one call: operations (of matrix products and the like), bytes read and written, and the dtype."""
+    """The work of one call: operations (of matrix products and the like), bytes read and written, the dtype, and the
+    name of the op, or that it is a view."""
 
     flops: float
     touched: float
     dtype: torch.dtype = torch.float32
+    kind: str = ""
 
     def seconds(self, machine: Machine) -> float:
-        """What takes longer, computing or reading and writing, and what any call takes."""
-        computing = self.flops / machine.rate(self.dtype) if self.flops else 0.0
-        return max(computing, self.touched / machine.bandwidth) + machine.overhead
+        """How long it takes."""
+        return machine.seconds(self.kind, self.flops, self.touched, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from shardfx.ir.graph import Value
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.traits import base_name_of
 
 
 def group_of(node: fx.Node) -> str | None:
@@ -27,6 +29,11 @@ def called(node: fx.Node) -> str:
     """What programs call a collective."""
     row = row_of(node.target)
     return row.name if row is not None else str(node.target)
+
+
+def kind_of(node: fx.Node) -> str:
+    """The name of what is called, for machines that know how long it takes: ``mm``, ``gelu``, ``time.add_product``."""
+    return base_name_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else called(node)
 
 
 def before_communication(node: fx.Node) -> list[fx.Node]:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
 
-from . import calibrate
+from .curve import PRODUCT, TOUCH, VIEW, Curve
+from .measuring import calibrate, probes
 
 FOLDER = Path(__file__).parent / "machines"
 DEFAULT = "accelerator"
@@ -56,6 +57,10 @@ class Machine:
         overhead: seconds that a call takes whatever it does.
         source: where the figures come from.
         pools: what connects the device with other memory, one way: that of its ``host``, and its ``disk``.
+        curves: seconds of calls by how much they do, where they were measured: by the name of an op (``"gelu"``), or
+            ``"product"``, ``"touch"`` and ``"view"`` for all others; in float32, and in other dtypes as much more or
+            less as their products take.
+        hides: whether a rank computes while it sends. Ranks that copy what they send to one another themselves do not.
     """
 
     name: str
@@ -66,6 +71,8 @@ class Machine:
     overhead: float = 0.0
     source: str = ""
     pools: Mapping[str, Link] = field(default_factory=lambda: dict(POOLS))
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    hides: bool = True
 
     def __post_init__(self) -> None:
         rates = {**{f"flops {dtype}": rate for dtype, rate in self.flops.items()}, "bandwidth": self.bandwidth}
@@ -96,6 +103,31 @@ class Machine:
     def rate(self, dtype: torch.dtype) -> float:
         """Operations a second in a dtype; of one that is not listed, as in the slowest."""
         return self.flops.get(str(dtype).removeprefix("torch."), min(self.flops.values()))
+
+    def seconds(self, kind: str, flops: float, touched: float, dtype: torch.dtype) -> float:
+        """Seconds of a call: measured ones of its kind, or what takes longer of computing, and of reading and writing.
+
+        Args:
+            kind: the name of an op, or ``"view"``.
+            flops, touched: its operations, and the bytes that it reads and writes.
+        """
+        if kind == VIEW:
+            return self._measured(VIEW, 0.0, dtype) or 0.0
+        own = self._measured(kind, flops or touched, dtype, bool(flops))
+        if own is not None:
+            return own
+        computing = self._measured(PRODUCT, flops, dtype, True) if flops else 0.0
+        touching = self._measured(TOUCH, touched, dtype)
+        return max(
+            flops / self.rate(dtype) + self.overhead if computing is None else computing,
+            touched / self.bandwidth + self.overhead if touching is None else touching,
+        )
+
+    def _measured(self, kind: str, amount: float, dtype: torch.dtype, computes: bool = False) -> float | None:
+        """Seconds by a curve; None where there is none."""
+        curve = self.curves.get(kind)
+        slower = self.rate(torch.float32) / self.rate(dtype) if computes else 1.0
+        return curve.seconds(amount) * slower if curve is not None else None
 
     def pool(self, name: str) -> Link:
         """What connects the device with another pool of memory."""
@@ -148,8 +180,9 @@ class Machine:
             fields = json.loads(text)
             links = [dict(level) for level in fields.pop("links")]
             pools = {name: Link(**x) for name, x in fields.pop("pools", {}).items()}
+            curves = {kind: Curve(tuple(map(tuple, x))) for kind, x in fields.pop("curves", {}).items()}
             levels = tuple(Level(x.pop("name"), ranks=x.pop("ranks", None), link=Link(**x)) for x in links)
-            return cls(**fields, links=levels, pools={**POOLS, **pools})
+            return cls(**fields, links=levels, pools={**POOLS, **pools}, curves=curves)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise Error(
                 "this is no description of a machine",
@@ -160,10 +193,12 @@ class Machine:
 
     @classmethod
     def measure(cls, device: str | torch.device | None = None, name: str = "") -> Machine:
-        """The machine at hand, measured for a few seconds: matrix products by dtype, a copy of memory, a small op.
+        """The machine at hand, measured in some ten seconds: matrix products by dtype, a copy of memory, a small op,
+        and some ops by their size, as programs call them. On a CPU of one thread the seconds are those that it worked.
 
         Where a process group of several ranks is there, all of them call this together, and what connects them is
-        measured as well: as one link between any two, whichever machine they are on. Else the links are not measured,
+        measured as well: as one link between any two, whichever machine they are on; and all get the first rank's
+        figures, so that they plan alike. Else the links are not measured,
         but those of the nearest known machine; ``source`` says which it was. The drive is not
         measured. Virtual ranks send nothing.
 
@@ -178,7 +213,7 @@ class Machine:
         bandwidth, overhead = calibrate.memory_bandwidth(at), calibrate.call_overhead(at)
         pools = {**POOLS, "host": calibrate.host_link(at, bandwidth, overhead)}
         of_links = f"links as of {like.name}" if measured is None else f"one link, among {dist.get_world_size()} ranks"
-        return cls(
+        found = cls(
             name or f"measured {at.type}",
             {str(dtype).removeprefix("torch."): rate for dtype, rate in calibrate.flops_by_dtype(at).items()},
             bandwidth,
@@ -187,11 +222,14 @@ class Machine:
             overhead,
             f"measured with torch {torch.__version__} on {calibrate.device_name(at)}; {of_links}",
             pools,
+            probes.curves(at, calibrate.clock(at)),
+            at.type != "cpu",
         )
+        return found if measured is None else calibrate.of_first(found)
 
     def json(self) -> str:
         """The machine as text: a file for :meth:`load`."""
-        fields = asdict(self)
+        fields = asdict(self) | {"curves": {kind: curve.points for kind, curve in self.curves.items()}}
         fields["links"] = [
             {"name": x.name, **({"ranks": x.ranks} if x.ranks is not None else {}), **asdict(x.link)}
             for x in self.links

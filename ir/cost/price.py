@@ -2,7 +2,7 @@
 
     >>> prices = Prices(graph.mesh, rules)
     >>> prices.of(node)                                       # an mm of [256{dp}, 64{tp}] and [64{tp}, 64]
-    Cost(work={Work(flops=524288.0, touched=..., dtype=torch.float32): 1}, sent={})
+    Cost(work={Work(flops=524288.0, touched=..., dtype=torch.float32, kind='mm'): 1}, sent={})
     >>> total(prices.of(node) for node in graph.nodes).seconds(Machine.load("h100-dgx"), graph.mesh)
 
 A node is lowered alone, as it would be within its program, and replayed: what is priced is what runs. Operands are

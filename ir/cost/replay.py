@@ -39,7 +39,8 @@ from shardfx.ir.program.units.lifetimes import Lifetimes
 from shardfx.ir.shards import held_shape
 
 from .amounts import Cost, Work
-from .call_facts import before_communication, called, group_of, is_memory
+from .call_facts import before_communication, called, group_of, is_memory, kind_of
+from .curve import VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
 from .live.call_moments import Moments, Standpoint
@@ -242,13 +243,13 @@ class _Walk:
         return Made(Result(Layout.dense((end - first.offset,), first.layout.dtype), 0))
 
     def _work(self, node: fx.Node, made: Made, operands: list[BlockTensor]) -> Cost:
-        """What a call computes, reads and writes; a view does nothing."""
+        """What a call computes, reads and writes; a view does nothing but being called."""
         if not made.writes or is_memory(node):
-            return NOTHING
+            return A_VIEW
         layouts = [tensor.layout for tensor in operands] or [result.layout for result in leaves(made.results, Result)]
         real = [layout.dtype for layout in layouts if layout.dtype.is_floating_point or layout.dtype.is_complex]
         touched = sum(tensor.layout.nbytes for tensor in operands) + sum(made.fresh)
-        work = Work(made.flops, touched, (real or [layouts[0].dtype])[0])
+        work = Work(made.flops, touched, (real or [layouts[0].dtype])[0], kind_of(node))
         return self._costs.setdefault(work, Cost({work: 1}))
 
     def _carried(self, row: LocalOp, operands: list[BlockTensor], pool: str) -> Cost:
@@ -309,7 +310,7 @@ class _Walk:
         return "communication" if is_comm(node) else "temporaries"
 
 
-NOTHING = Cost()
+NOTHING, A_VIEW = Cost(), Cost({Work(0.0, 0.0, kind=VIEW): 1})
 NO_TENSORS = ("opens", "unit", "closes", "number")
 """What is done in turns, and gives no tensor."""
 

@@ -6,10 +6,12 @@ them must decide alike asks here; what a program really does is priced by its re
 
 from __future__ import annotations
 
+import torch
+
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm
-from shardfx.ir.ops.traits import is_view
+from shardfx.ir.ops.traits import base_name, is_view
 
 from .amounts import Cost, Work
 from .flops import flops_of, formula
@@ -31,5 +33,4 @@ def rough_cost(node: Node, mesh: Mesh) -> Cost:
     values = (*node.operands, *node.outs)
     touched = sum(value.local_bytes(mesh) for value in values)
     real = [value.type.dtype for value in values if value.type.dtype.is_floating_point]
-    work = Work(flops, touched, real[0]) if real else Work(flops, touched)
-    return Cost({work: 1})
+    return Cost({Work(flops, touched, real[0] if real else torch.float32, base_name(node)): 1})

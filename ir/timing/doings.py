@@ -47,10 +47,12 @@ class Works(Doing):
 
 @dataclass(frozen=True)
 class Starts(Doing):
-    """It starts what goes on by itself, over one of its links: a collective, or a copy to another pool of memory."""
+    """It starts what goes on by itself, over one of its links (or what it has to do itself, if it is not ``hidden``): a
+    collective, or a copy to another pool of memory."""
 
     call: fx.Node | None = None
     link: tuple[str, ...] = ()
+    hidden: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,11 @@ class Waits(Doing):
 
 @dataclass(frozen=True)
 class Sends(Doing):
-    """It sends, and goes on."""
+    """It sends, and goes on. What is not ``hidden`` takes half of the seconds of it, to lay out what is sent, and half
+    of who takes it in."""
 
     message: Message = (0, 0, 0, 0)
+    hidden: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,12 @@ class _Walk:
             if row.message == "receives":
                 return Receives(purpose, message=(args[3], here, args[4], 0), call=node)
             nbytes = sum(sent.nbytes for sent in cost.sent.values()) / times
-            return Sends(purpose, self.mesh.link([axis]).seconds(1, nbytes), message=(here, args[1], args[2], 0))
+            seconds = self.mesh.link([axis]).seconds(1, nbytes)
+            return Sends(purpose, seconds, message=(here, args[1], args[2], 0), hidden=self.machine.hides)
         if row is not None and row.starts:
             seconds = cost.sending(self.machine, self.mesh) + cost.carrying(self.machine)
-            return Starts(purpose, seconds / times, call=node, link=next(iter(cost.sent), ("pool",)))
+            link = next(iter(cost.sent), ("pool",))
+            return Starts(purpose, seconds / times, call=node, link=link, hidden=self.machine.hides)
         seconds = cost.computing(self.machine) / times
         return Works(purpose, seconds) if seconds else None
 

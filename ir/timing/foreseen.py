@@ -1,7 +1,8 @@
 """The course of a step, foreseen: the programs of ranks side by side, each on a clock of its own.
 
 A rank waits where its program does: for what another one sends, and for what it started itself and is not done yet.
-What goes over one link goes one behind the other; what computes meanwhile hides it. Sends do not hold up who sends.
+What goes over one link goes one behind the other; what computes meanwhile hides it. Sends do not hold up who sends. On
+a machine that does not send by itself (``Machine.hides``) nothing is hidden: ranks lay out and take in what goes.
 """
 
 from __future__ import annotations
@@ -43,13 +44,23 @@ def foreseen(rows: Sequence[Sequence[Doing]]) -> tuple[Course, ...]:
         AssertionError: a rank waits for what nobody sends.
     """
     ranks = [_Clock(row) for row in rows]
-    mail: dict[Message, deque[tuple[float, float]]] = {}
+    mail: Mail = {}
     while any(rank.left for rank in ranks):
         went_on = [rank.run(mail) for rank in ranks]
         assert any(went_on), "ranks wait for one another"
     return tuple(rank.course() for rank in ranks)
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """When a message is there, how long it was under way, and how long it takes to take it in."""
+
+    there: float
+    under_way: float
+    taking: float = 0.0
+
+
+Mail = dict[Message, deque[_Sent]]
 NEVER = Span(0.0, 0.0)
 
 
@@ -75,24 +86,26 @@ class _Clock:
         """How much is still to be done."""
         return len(self.row) - self.at
 
-    def run(self, mail: dict[Message, deque[tuple[float, float]]]) -> bool:
+    def run(self, mail: Mail) -> bool:
         """Go on until something has not been sent yet; says whether anything was done."""
         start = self.at
         while self.left and self._do(self.row[self.at], mail):
             self.at += 1
         return self.at > start
 
-    def _do(self, doing: Doing, mail: dict[Message, deque[tuple[float, float]]]) -> bool:
+    def _do(self, doing: Doing, mail: Mail) -> bool:
         begin = self.now
         if isinstance(doing, Works):
             self.now += doing.seconds
         elif isinstance(doing, Starts):
             assert doing.call is not None
-            self.done[doing.call, doing.at] = self._over(doing.link, doing.seconds)
+            if doing.hidden:
+                self.done[doing.call, doing.at] = self._over(doing.link, doing.seconds)
+            else:
+                self._wait(self.now + doing.seconds)
         elif isinstance(doing, Sends):
             origin, to, tag, _ = doing.message
-            come = self._over((origin, to), doing.seconds), doing.seconds
-            mail.setdefault((origin, to, tag, doing.turn), deque()).append(come)
+            mail.setdefault((origin, to, tag, doing.turn), deque()).append(self._sent(doing))
         elif isinstance(doing, Receives):
             assert doing.call is not None
             origin, to, tag, _ = doing.message
@@ -102,10 +115,12 @@ class _Clock:
             if (message := self.expected.get(doing.call)) is not None:
                 if not mail.get(message):
                     return False
-                self._wait(*mail[message].popleft())
+                sent = mail[message].popleft()
+                self._wait(sent.there, sent.under_way)
+                self._wait(self.now + sent.taking)
                 del self.expected[doing.call]
             elif (started := (doing.call, doing.at)) in self.done:
-                self._wait(self.done.pop(started), float("inf"))
+                self._wait(self.done.pop(started))
         self._note(doing, begin)
         return True
 
@@ -114,7 +129,13 @@ class _Clock:
         self.free[link] = max(self.now, self.free.get(link, 0.0)) + seconds
         return self.free[link]
 
-    def _wait(self, until: float, most: float) -> None:
+    def _sent(self, doing: Sends) -> _Sent:
+        if doing.hidden:
+            return _Sent(self._over(doing.message[:2], doing.seconds), doing.seconds)
+        self._wait(self.now + doing.seconds / 2)
+        return _Sent(self.now, 0.0, doing.seconds / 2)
+
+    def _wait(self, until: float, most: float = float("inf")) -> None:
         waits = max(until - self.now, 0.0)
         self.exposed += min(waits, most)
         self.now += waits

@@ -85,6 +85,13 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
         _meet_neighbours(mesh.group_name(dist.get_rank(), each), mesh.group(dist.get_rank(), each))
 
 
+def group_of_all() -> str:
+    """The name of a group of all ranks of a job, made as those of programs are."""
+    mesh = Mesh(all=dist.get_world_size())
+    make_groups(mesh, [("all",)])
+    return mesh.group_name(dist.get_rank(), ("all",))
+
+
 def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
     """Connect the ranks of a group of CPU ranks, if they are all on this machine."""
     apart.discard(name)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardfx as sx
-from shardfx.ir.cost import calibrate
+from shardfx.ir.cost.measuring import calibrate
 from shardfx.runtime.distributed import gloo, groups
 from shardfx.runtime.same_host.near_group import NearGroup
 from shardfx.runtime.same_host.neighbourhood import EACH, met
@@ -206,7 +206,7 @@ def runs_compiled_and_changed(name: str, mesh: str) -> None:
 
 @worker
 def measures_links() -> None:
-    """All ranks measure one link, the same on each, and a mesh may have it."""
+    """All ranks measure one machine, the same on each, with a link that a mesh may have."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     calibrate.LARGEST, calibrate.GATHERED = 256, 1 << 20
@@ -215,8 +215,8 @@ def measures_links() -> None:
     assert level.name == "measured" and f"among {dist.get_world_size()} ranks" in machine.source
     assert 1e6 < level.link.bandwidth < 1e12 and 1e-6 < level.link.latency < 1
     found: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, level.link)
-    assert found == [level.link] * len(found)
+    dist.all_gather_object(found, machine)
+    assert found == [machine] * len(found), "all plan for the same"
     assert machine.connect(sx.Mesh(dp=2))["dp"].link == level.link
     assert sx.Machine.parse(machine.json()) == machine
 

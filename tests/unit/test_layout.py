@@ -47,8 +47,9 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.program.arena": (*GRAPHS, "ir.program", "ir.program.looped"),
     "ir.program.looped": (*GRAPHS, "ir.program", "ir.program.units"),
     "ir.program.units": (*GRAPHS, "ir.program", "ir.program.looped", "ir.schedule"),
-    "ir.cost": (*PROGRAMS, "ir.cost.live", "ir.rules"),
+    "ir.cost": (*PROGRAMS, "ir.cost.live", "ir.cost.measuring", "ir.rules"),
     "ir.cost.live": (*PROGRAMS, "ir.cost"),
+    "ir.cost.measuring": (*GRAPHS, "ir.cost"),
     "ir.timing": (*PROGRAMS, "ir.cost", "ir.cost.live", "ir.schedule"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from shardfx.ir.mesh import Link
 from shardfx.ir.ops.memory_ops import all_gather_into
 
+T = TypeVar("T")
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -23,6 +25,8 @@ LARGEST = 8192
 """Rows and columns of the largest matrix that is tried."""
 GATHERED = 1 << 24
 """The bytes of each rank that are gathered to time a link."""
+GATHERS = 15
+"""So many times, for ranks may keep one another waiting."""
 
 
 def flops_by_dtype(device: torch.device) -> dict[torch.dtype, float]:
@@ -34,8 +38,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
     size, best = 256, 0.0
     while True:
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        out = torch.empty_like(a)
-        seconds = _fastest(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)  # type: ignore[misc]
+        seconds = _fastest(lambda a=a, b=b: torch.mm(a, b), device)  # type: ignore[misc]
         best = max(best, 2.0 * size**3 / seconds)
         if seconds > LONG or size >= LARGEST:
             return best
@@ -71,6 +74,16 @@ def call_overhead(device: torch.device) -> float:
     return _fastest(row, device) / many
 
 
+def _world() -> str:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.group_name
+
+
+group_of_all: list[Callable[[], str]] = [_world]
+"""Makes the group in which all ranks are measured, and gives its name: the last one counts. What runs programs adds its
+own, for it may have other ways to send."""
+
+
 def link(device: torch.device) -> Link | None:
     """What connects the ranks of the default process group: a gather among all of them, of next to nothing and of much.
 
@@ -79,19 +92,27 @@ def link(device: torch.device) -> Link | None:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     ranks = dist.get_world_size()
-    seconds = torch.tensor([_gather_seconds(1, ranks, device), _gather_seconds(GATHERED, ranks, device)], device=device)
+    group = group_of_all[-1]()
+    both = [_gather_seconds(nbytes, ranks, group, device) for nbytes in (1, GATHERED)]
+    seconds = torch.tensor(both, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     little, much = seconds.tolist()
     moving = max(much - little, much / 10)  # a small one may have been kept waiting by others
     return Link((ranks - 1) * GATHERED / moving, little / math.log2(ranks))
 
 
-def _gather_seconds(nbytes: int, ranks: int, device: torch.device) -> float:
+def of_first(found: T) -> T:
+    """What the first rank found. All ranks call it together."""
+    said = [found]
+    dist.broadcast_object_list(said)
+    return said[0]
+
+
+def _gather_seconds(nbytes: int, ranks: int, group: str, device: torch.device) -> float:
     """Seconds of the fastest of a few gathers; as many on every rank, for they wait for one another."""
-    mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    assert dist.group.WORLD is not None
-    whole, group, times = mine.new_empty(nbytes * ranks), dist.group.WORLD.group_name, []
-    for _ in range(RUNS + 1):
+    mine, times = torch.zeros(nbytes, dtype=torch.uint8, device=device), []
+    whole = mine.new_empty(nbytes * ranks)
+    for _ in range(GATHERS + 1):
         dist.barrier()
         _wait(device)
         started = time.perf_counter()
@@ -115,15 +136,24 @@ def device_name(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, once all that was called is done: by the clock, or on a CPU of one thread those that it worked."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+
+    def now() -> float:
+        _wait(device)
+        return time.thread_time() if alone else time.perf_counter()
+
+    return now
+
+
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of a few runs; the first one, which warms up, does not count."""
-    times = []
+    times, now = list[float](), clock(device)
     for _ in range(RUNS + 1):
-        _wait(device)
-        started = time.perf_counter()
+        started = now()
         run()
-        _wait(device)
-        times.append(time.perf_counter() - started)
+        times.append(now() - started)
         if sum(times) > RUNS * LONG and len(times) > 2:
             break
     return min(times[1:])

@@ -1,0 +1,164 @@
+"""Foreseen steps of pipelines beside measured ones, on 2 gloo ranks of this machine: ``pm.timeline()`` on the machine
+as ``sx.Machine.measure()`` finds it.
+
+    python -m benchmarks.timeline [--dim 128 --layers 4 --turns 4 --rounds 15 --only gpipe 1f1b interleaved zb-h1]
+
+Steps are forward and backward of all turns, without an update. Beside the foreseen one stands the step by the clock,
+in the median and at best, which is as long where each rank has a core for itself; and where they have not, *by work*:
+the processor's time that each action takes in the median step (copies of what is sent in it, waits not), laid out by
+the schedule, and what a rank does around its actions. Exits with 1 where the foreseen step is more than 15 % off this
+one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+import shardfx as sx
+from shardfx.ir.cost.amounts import Cost, Work
+from shardfx.ir.cost.curve import Curve
+from shardfx.ir.cost.replay import replay
+from shardfx.ir.graph import Input
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.timing import foreseen
+from shardfx.ir.timing.doings import Doing, doings
+
+from .contenders import RANKS, Contender, Times, size_of, sized, take_turns, with_ranks
+from .models import GPT, Size, next_token
+
+CHUNKS = {"interleaved": 2}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+AIM, LOOKED_AT = 0.15, 15
+LOOK = 7e-7
+"""Seconds that it takes to look at a call."""
+
+
+def planned(model: GPT, schedule: str, turns: int, machine: sx.Machine, x: Tensor, y: Tensor) -> sx.ParallelModule:
+    """The plan of a schedule for a machine: as many blocks in each stage."""
+    chunks = CHUNKS.get(schedule, 1)
+    each = len(model.layers) // (RANKS * chunks)
+    hints = sx.Hints(
+        args=(x,),
+        loss=next_token,
+        targets=(y,),
+        specs={"args.0": "mb, -", "targets.0": "mb, -"},
+        machine=machine,
+        pipeline=sx.Pipeline(schedule=schedule, chunks=chunks, stages=(each,) * (RANKS * chunks)),
+    )
+    return sx.parallelize(model, sx.Mesh(pp=RANKS, mb=sx.Time(turns)), hints)
+
+
+def step_of(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> Contender:
+    """The module, and its step."""
+    return pm, lambda: pm(x, y)
+
+
+class Worked:
+    """A watch that adds up the seconds of the processor that each call of this rank takes, in all turns of a step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._last = 0.0
+
+    def watch(self, rank: int) -> Worked:
+        self.steps.append(defaultdict(float))
+        return self
+
+    def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
+        self._last = time.thread_time()
+
+    def __call__(self, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
+        now = time.thread_time()
+        self.steps[-1][node.name] += now - self._last - LOOK
+        self._last = now
+
+
+def by_work(pm: sx.ParallelModule, x: Tensor, y: Tensor) -> float:
+    """Seconds of a step by work, on rank 0; the others only help."""
+    watch, plain = Worked(), list[float]()
+    for number in range(2 * LOOKED_AT):
+        dist.barrier()
+        pm._watch = watch if number % 2 else None
+        pm.zero_grad(set_to_none=True)
+        started = time.thread_time()
+        pm(x, y).backward()
+        if pm._watch is None:
+            plain.append(time.thread_time() - started)
+    pm._watch = None
+    step = statistics.median(plain)
+    calls = {name: max(statistics.median(each[name] for each in watch.steps), 0.0) for name in watch.steps[0]}
+    every: list[Any] = [None] * RANKS
+    dist.all_gather_object(every, (calls, step - sum(calls.values())))
+    if dist.get_rank():
+        return 0.0
+    courses = foreseen([laid_out(pm, rank, seconds) for rank, (seconds, _) in enumerate(every)])
+    around = max(0.0, *(each for _, each in every))
+    return max(span.end for course in courses for span in course.spans.values()) + around
+
+
+def laid_out(pm: sx.ParallelModule, rank: int, seconds: Mapping[str, float]) -> list[Doing]:
+    """What a rank does, if its calls take so long in a step: each is a kind of its own."""
+    program = pm.rank_program(rank)
+    footprint = replay(program)
+    messages = [call for call in footprint.calls if (row := row_of(call.target)) is not None and row.message == "sends"]
+    waits = [call for call in footprint.calls if (row := row_of(call.target)) is not None and row.waits]
+    sent = sum(seconds[each.name] for each in (*messages, *waits)) / (len(messages) + len(waits))
+    costs = [Cost({Work(0.0, 1.0, kind=call.name): 1}) for call in footprint.calls]
+    kinds = {call.name: Curve(((1.0, seconds.get(call.name, 0.0)),)) for call in footprint.calls}
+    machine = replace(sx.Machine.load("cpu-laptop"), curves=kinds, hides=False)
+    assert pm.after.pipeline is not None and pm.schedule is not None
+    turns = len(pm.schedule.turns)
+    link = sx.Link(1e30, 2 * sent / turns)  # to lay out, and to take in
+    mesh = pm.after.mesh.with_links({pm.after.pipeline.axis: link})
+    return doings(program, replace(footprint, costs=tuple(costs)), machine, mesh)
+
+
+def rank_main(rank: int, size: Size, turns: int, rounds: int, steps: int, only: list[str], ends: Any) -> None:
+    torch.manual_seed(0)
+    model = GPT(size)
+    x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
+    machine = sx.Machine.measure("cpu")
+    plans = {name: planned(model, name, turns, machine, x, y) for name in only}
+    times = take_turns({name: step_of(pm, x, y) for name, pm in plans.items()}, rounds, steps)
+    worked = {name: by_work(pm, x, y) for name, pm in plans.items()}
+    again = sx.Machine.measure("cpu")
+    if rank == 0:
+        ends.put([report(name, pm, again, times[name], worked[name]) for name, pm in plans.items()])
+
+
+def report(name: str, pm: sx.ParallelModule, again: sx.Machine, times: Times, worked: float) -> bool:
+    """Whether the step was foreseen."""
+    first, second = (pm.timeline(each).step * 1e3 for each in (None, again))
+    step, by_work = (first + second) / 2, worked * 1e3
+    median, least = statistics.median(times.clock), min(times.clock)
+    said = f"foreseen {step:6.1f} ms ({first:.1f} before, {second:.1f} behind)   by work {by_work:6.1f}"
+    print(f"{name:12} {said}: {step / by_work:.2f} of it   by the clock {median:6.1f}, least {least:6.1f}")
+    return abs(step / by_work - 1) <= AIM
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    sized(parser, dim=128)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a schedule in a round")
+    parser.add_argument("--only", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    given = vars(parser.parse_args())
+    ends = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with_ranks(rank_main, size_of(given), given["turns"], given["rounds"], given["steps"], given["only"], ends)
+    return int(not all(ends.get()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What a call takes by how much it does: seconds that were measured, and what lies between and behind them.
+
+>>> gelu = Curve(((1e4, 2e-6), (1e6, 6e-5)))        # of calls that touch so many bytes
+>>> gelu.seconds(1e3), gelu.seconds(5.05e5), gelu.seconds(2e6)
+(2e-06, 3.1e-05, 0.00012)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from shardfx.ir.errors import Error
+
+VIEW, TOUCH, PRODUCT = "view", "touch", "product"
+"""Kinds of calls: those that write nothing; those that no other kind is known of, without and with operations."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a call by its amount: operations, where it has some (of matrix products and the like), else the bytes
+    that it reads and writes.
+
+    Args:
+        points: amounts, rising, each with its seconds, which do not fall. Below the first a call takes as long as that,
+            between two what lies between them, and behind the last in proportion.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        rising = all(a < c and b <= d for (a, b), (c, d) in pairwise(self.points))
+        if not self.points or not rising or not self.points[0][1] >= 0:
+            raise Error(
+                "seconds by amount must rise with it",
+                expected="((amount, seconds), ...), one at least, of rising amounts, and seconds that do not fall",
+                got=self.points,
+            )
+
+    @classmethod
+    def of(cls, measured: Sequence[tuple[float, float]]) -> Curve:
+        """From measured points: what takes less than a smaller one was disturbed less, and counts for it as well."""
+        points = sorted(measured)
+        least = [*accumulate((seconds for _, seconds in reversed(points)), min)]
+        return cls(tuple((amount, each) for (amount, _), each in zip(points, reversed(least), strict=True)))
+
+    def seconds(self, amount: float) -> float:
+        """Seconds of a call that does so much."""
+        for (a, b), (c, d) in pairwise(((0.0, self.points[0][1]), *self.points)):
+            if amount <= c:
+                return b + (d - b) * (amount - a) / (c - a) if c > a else d
+        last, seconds = self.points[-1]
+        return seconds * amount / last if last else seconds
