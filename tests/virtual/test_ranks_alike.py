@@ -76,7 +76,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize("hints", [{"zero": 2}, {"zero": 3}, {"zero": 3, "optimizer": adamw}], ids=str)
+STORED = {"zero 2": {"zero": 2}, "zero 3": {"zero": 3}, "zero 3, AdamW": {"zero": 3, "optimizer": adamw}}
+
+
+@pytest.mark.parametrize("hints", STORED.values(), ids=STORED)
 def test_gradients_in_pieces_are_those_of_the_ranks_that_are_run(hints: dict[str, Any]) -> None:
     few, fault = own(plan(zero_min=1, **hints), CHANGED)
     assert fault is None
