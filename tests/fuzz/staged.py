@@ -47,7 +47,7 @@ class Staged:
     inner: bool = False
     """The axis of stages is the innermost."""
     chunk: int = 0
-    """So many parts of what the head makes, over an axis of time of its own: of cases that are written by hand."""
+    """So many parts of what the head makes, over an axis of time of its own; 0: whole."""
 
     def mesh(self, others: str) -> str:
         """The mesh's axes, with those beside."""

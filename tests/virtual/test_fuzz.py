@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,12 @@ def test_random_cases_equal_one_device(first: int) -> None:
 
 @pytest.mark.parametrize("seed", [20064, *(pytest.param(s, marks=pytest.mark.slow) for s in (294, 384, 1975, 40176))])
 def test_cases_that_were_wrong_once(seed: int) -> None:
-    """1975: the gradient of a batch norm in an unusual layout; the others: false alarms of the verifier."""
+    """1975: the gradient of a batch norm in an unusual layout; the others: false alarms of the verifier. (Heads were not
+    drawn in chunks then.)"""
+    case = draw(seed)
+    case = replace(case, staged=case.staged and replace(case.staged, chunk=0))
     with sharing() as captures:
-        outcome = check(draw(seed), captures, verify=True)
+        outcome = check(case, captures, verify=True)
     assert (outcome.result, outcome.alarm) == ("equal", "")
 
 
