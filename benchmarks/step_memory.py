@@ -2,6 +2,7 @@
 ranks of this machine.
 
     python -m benchmarks.step_memory [--dim 256 --layers 4]
+    python -m benchmarks.step_memory --turns       (forward and backward in four micro-batches; DDP's by no_sync)
 
 Looked at op by op, whoever holds them: parameters and states, which are there before the step, and all that the step
 makes; not what carries collectives (gloo's buffers, and ours where ranks share memory).
@@ -22,13 +23,17 @@ import shardfx as sx
 
 from .contenders import RANKS, peak, size_of, sized, with_ranks
 from .models import GPT, Size
-from .step_time import sharded, updated, whole
+from .step_time import sharded, updated, variants, whole
 
 
-def rank_main(rank: int, size: Size) -> None:
+def rank_main(rank: int, size: Size, turns: bool) -> None:
     torch.manual_seed(0)
     model = GPT(size)
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
+    if turns:
+        for name, (module, step) in variants(model, x, y, ["turns"]).items():
+            print_peak(name, peak(module, step, module.parameters()), foreseen(module, rank))
+        return
     half = size.batch // RANKS
     mine = slice(rank * half, (rank + 1) * half)
     theirs = {
@@ -49,16 +54,23 @@ def rank_main(rank: int, size: Size) -> None:
         print_peak(f"ours, zero {zero}, {'arena' if arena else 'step'}", peak(pm, step, held), pm.memory(rank).peak)
 
 
-def print_peak(name: str, nbytes: int, foreseen: int | None = None) -> None:
+def foreseen(module: torch.nn.Module, rank: int) -> int | None:
+    """What ours foresees."""
+    return module.memory(rank).peak if isinstance(module, sx.ParallelModule) else None
+
+
+def print_peak(name: str, nbytes: int, said: int | None = None) -> None:
     if dist.get_rank() == 0:
-        said = f"   foreseen {foreseen / 1e6:6.1f} MB" if foreseen is not None else ""
-        print(f"{name:20} {nbytes / 1e6:6.1f} MB{said}", flush=True)
+        beside = f"   foreseen {said / 1e6:6.1f} MB" if said is not None else ""
+        print(f"{name:20} {nbytes / 1e6:6.1f} MB{beside}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     sized(parser)
-    with_ranks(rank_main, size_of(vars(parser.parse_args())))
+    parser.add_argument("--turns", action="store_true", help="four micro-batches, without an update")
+    given = vars(parser.parse_args())
+    with_ranks(rank_main, size_of(given), given["turns"])
 
 
 if __name__ == "__main__":

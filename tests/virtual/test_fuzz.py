@@ -40,8 +40,10 @@ def test_random_cases_equal_one_device(first: int) -> None:
 
 @pytest.mark.parametrize("seed", [20064, *(pytest.param(s, marks=pytest.mark.slow) for s in (294, 384, 1975, 40176))])
 def test_cases_that_were_wrong_once(seed: int) -> None:
-    """1975: the gradient of a batch norm in an unusual layout; the others: false alarms of the verifier. (Heads were not
-    drawn in chunks then.)"""
+    """1975: the gradient of a batch norm in an unusual layout; the others: false alarms of the verifier.
+
+    (Heads were not drawn in chunks then.)
+    """
     case = draw(seed)
     specs = tuple((name, spec) for name, spec in case.specs if "chunk" not in spec)
     case = replace(case, specs=specs, staged=case.staged and replace(case.staged, chunk=0))
