@@ -11,6 +11,7 @@ from shardfx.visualize.layout.geometry import Rect
 from .style import AXIS_COLOURS, FAINT, HOST, INK, MUTED, PAPER, RULE, width
 from .svg import Canvas, document, number
 
+PHASES = ("forward", "backward", "update")
 WIDE, HIGH = 880.0, 300.0
 LEFT, TOP, MARGIN = 84.0, 56.0, 24.0
 COLOURS = {
@@ -126,13 +127,28 @@ def draw_scale(canvas: Canvas, area: Rect, most: float) -> None:
 
 
 def _phases(canvas: Canvas, area: Rect, phases: Sequence[str], x: Sequence[float]) -> None:
-    """A name above each phase, and a line where it begins."""
-    seen = {""}
-    for phase, at in zip(phases, x, strict=True):
-        if phase not in seen:
-            canvas.path(f"M{number(at)} {number(area.y)}V{number(area.bottom)}", stroke=FAINT, stroke_dasharray="4 3")
+    """A line where each phase begins, and its name above, where there is room for it."""
+    begins = {phase: x[at] for phase, at in zip(PHASES, starts(phases), strict=True) if phase in phases}
+    for (phase, at), end in zip(begins.items(), [*begins.values(), area.right][1:], strict=True):
+        canvas.path(f"M{number(at)} {number(area.y)}V{number(area.bottom)}", stroke=FAINT, stroke_dasharray="4 3")
+        if end - at > width(phase, 11) + 10:
             canvas.text(at + 5, area.y + 12, phase, size=11, colour=MUTED, halo=PAPER)
-            seen.add(phase)
+
+
+def starts(phases: Sequence[str]) -> list[int]:
+    """The calls at which the phases begin, in the order of :data:`PHASES`: so that the fewest calls lie on the wrong
+    side, for some are made ahead, or later."""
+    return [0, *(_start(phases, PHASES[: i + 1], PHASES[i + 1 :]) for i in range(len(PHASES) - 1))]
+
+
+def _start(phases: Sequence[str], before: Sequence[str], behind: Sequence[str]) -> int:
+    right = sum(phase in behind for phase in phases)
+    best, at = right, 0
+    for i, phase in enumerate(phases):
+        right += (phase in before) - (phase in behind)
+        if right > best:
+            best, at = right, i + 1
+    return at if any(phase in behind for phase in phases) else len(phases)
 
 
 def _area(x: Sequence[float], below: Sequence[float], above: Sequence[float], area: Rect, most: float) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from shardfx.ir.text.printer import size_text
 from shardfx.visualize.layout.geometry import Rect
 
-from .course import HIGH, LEFT, MARGIN, TOP, WIDE, draw_scale
+from .course import HIGH, LEFT, MARGIN, PHASES, TOP, WIDE, draw_scale, starts
 from .style import AXIS_COLOURS, FAINT, INK, MUTED, PAPER, width
 from .svg import Canvas, document, number
 
@@ -75,21 +76,9 @@ def courses_svg(lines: Mapping[str, Line], title: str) -> str:
 
 def places(phases: Sequence[str]) -> list[float]:
     """Where each call lies between 0 and 1: those of a phase are spread over its room."""
-    order = [*ROOM]
-    starts = [0, *(_start(phases, order[: i + 1], order[i + 1 :]) for i in range(len(order) - 1)), len(phases)]
+    begins = [*starts(phases), len(phases)]
     found: list[float] = []
-    for phase, first, end in zip(order, starts, [*starts[1:]], strict=False):
+    for phase, (first, end) in zip(PHASES, pairwise(begins), strict=True):
         left, right = ROOM[phase]
         found += [left + (right - left) * (i + 0.5) / (end - first) for i in range(max(end - first, 0))]
     return found
-
-
-def _start(phases: Sequence[str], before: Sequence[str], behind: Sequence[str]) -> int:
-    """Where some phases begin: so that the fewest calls lie on the wrong side, for some are made ahead, or later."""
-    right = sum(phase in behind for phase in phases)
-    best, at = right, 0
-    for i, phase in enumerate(phases):
-        right += (phase in before) - (phase in behind)
-        if right > best:
-            best, at = right, i + 1
-    return at if any(phase in behind for phase in phases) else len(phases)
