@@ -2,8 +2,9 @@
 
     python -m benchmarks.memory_table [--layers 80] [--batch 8]
 
-For each row the bytes of a rank at its peak (by ``pm.memory()``; without optimizer states), the activations among them,
-what it sends in a step, and the seconds of a step on a machine (``pm.report("h100-dgx")``; nothing overlaps).
+For each row the bytes of a rank at its peak in a whole step of AdamW (by ``pm.memory()``), the optimizer's states and
+the activations among them, what is put away beside the device, what a rank sends in a step, and the seconds of a step
+on a machine (``pm.report("h100-dgx")``; nothing overlaps).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -26,11 +28,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": LAYERS},
     "recompute, products kept": {"recompute": sx.Recompute(LAYERS, keep="aten.mm")},
     "recompute, in slices": {"recompute": sx.Recompute(LAYERS, slice="tp")},
-    "recompute, chosen for 80 GB": {"recompute": "auto", "memory": "80GB", "machine": "h100-dgx"},
     "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
     "zero 3": {"zero": 3},
     "zero 3, recompute": {"zero": 3, "recompute": LAYERS},
-    "zero 3, recompute, in slices": {"zero": 3, "recompute": sx.Recompute(LAYERS, slice="tp")},
+    "zero 3, chosen for 80 GB": {"zero": 3, "recompute": "auto", "memory": "80GB", "machine": "h100-dgx"},
+    "states and activations put away": {"offload": ("optimizer", "activations")},
+    "zero 3, recompute, states put away": {"zero": 3, "recompute": LAYERS, "offload": ("optimizer",)},
 }
 
 
@@ -40,16 +44,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--machine", default="h100-dgx")
     given = parser.parse_args()
-    table = Table("", "peak", "activations", "gradients", "sent", "a step", box=box.SIMPLE_HEAD)
+    table = Table("", "peak", "states", "activations", "put away", "sent", "a step", box=box.SIMPLE_HEAD)
     for name, hints in ROWS.items():
-        pm = planned(given.layers, sx.Mesh(dp=8, tp=8), given.batch, **hints)
+        pm = planned(given.layers, sx.Mesh(dp=8, tp=8), given.batch, optimizer=torch.optim.AdamW, **hints)
         memory, report = pm.memory(), pm.report(given.machine)
         held = memory.by_category
         table.add_row(
             name,
             size_text(memory.peak),
+            size_text(held.get("optimizer states", 0)),
             size_text(held.get("activations", 0)),
-            size_text(held.get("gradients", 0)),
+            size_text(memory.host),
             size_text(int(report.communication.nbytes)),
             f"{report.time.total:.2f} s",
         )
