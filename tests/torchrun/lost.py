@@ -149,6 +149,7 @@ def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
     for _ in range(2 if mode in BETWEEN else 0):  # programs that have run begin before it is known that others call
         step(pm, mode)
     dist.barrier()
+    end.send(None)
     started = time.monotonic()
     if rank == 1 and mode in BETWEEN:
         return BETWEEN[mode]()
@@ -178,6 +179,16 @@ class Ranks:
         for _, write in pipes:
             write.close()
 
+    def wait(self) -> Ranks:
+        """Until all have met: what others start meanwhile would keep them, and their time-out is short."""
+        for read in self._read:
+            if read.poll(60):
+                try:
+                    read.recv()
+                except EOFError:
+                    continue
+        return self
+
     def ends(self) -> list[End]:
         """How the ranks end, in order; a process that is still there after a while is stopped."""
         found: list[End] = []
@@ -197,6 +208,6 @@ def main(modes: list[str]) -> int:
     remember_plans()
     for mode in {"exits", "stage_raises"} & {"exits", *modes}:
         planned(mode)  # which ranks inherit
-    started = {mode: Ranks(mode) for mode in modes}
+    started = {mode: Ranks(mode).wait() for mode in modes}
     print("ENDS", json.dumps({mode: ranks.ends() for mode, ranks in started.items()}))
     return 0
