@@ -95,8 +95,8 @@ class Hints:
             turn, so that a rank adds up its pieces alone; ``"auto"``: what is faster and fits, where gradients leave in
             pieces (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in each with ``zero`` 2, 3.
         arena: buckets, what is gathered, and temporaries lie in one memory, at places that follow from when they are
-            needed: less is held at the peak, and what is left of it is said in ``pm.report()``. ``torch.compile`` plans
-            memory itself.
+            needed; its size, and the most that lies in it at once, stand in ``pm.report()``. The peak falls with
+            ``zero=3`` and may rise otherwise: ask ``pm.memory()``. ``torch.compile`` plans memory itself.
         pipeline: a :class:`shardfx.Pipeline`: the model is cut into stages, which lie on the ranks of an axis.
 
     Example::

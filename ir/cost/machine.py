@@ -3,7 +3,7 @@
 >>> machine = Machine.load("h100-dgx")              # a file of machines/, or the path of one like them
 >>> machine.rate(torch.bfloat16), machine.connect(Mesh(dp=4, tp=8))["tp"].link.bandwidth
 (989000000000000.0, 450000000000.0)
->>> Machine.measure().save("mine.json")             # a few seconds on the machine at hand
+>>> Machine.measure().save("mine.json")             # some ten seconds, on the machine at hand
 """
 
 from __future__ import annotations
@@ -198,9 +198,8 @@ class Machine:
 
         Where a process group of several ranks is there, all of them call this together, and what connects them is
         measured as well: as one link between any two, whichever machine they are on; and all get the first rank's
-        figures, so that they plan alike. Else the links are not measured,
-        but those of the nearest known machine; ``source`` says which it was. The drive is not
-        measured. Virtual ranks send nothing.
+        figures, so that they plan alike. Else the links are not measured, but those of the nearest known machine;
+        ``source`` says which it was. The drive is not measured. Virtual ranks send nothing.
 
         Args:
             device: what computes; by default CUDA where there is one, else the CPU.

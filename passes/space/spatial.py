@@ -53,20 +53,14 @@ class Spatial(Pass):
     overlap: bool | str = False
 
     def __post_init__(self) -> None:
-        if self.merge not in MERGE:
-            raise Error(
-                "spatial cannot merge exchanges so",
-                where="Spatial(merge=...)",
-                expected=" or ".join(map(repr, MERGE)),
-                got=repr(self.merge),
-            )
-        if self.overlap not in OVERLAP:
-            raise Error(
-                "spatial cannot overlap exchanges so",
-                where="Spatial(overlap=...)",
-                expected=" or ".join(map(repr, OVERLAP)),
-                got=repr(self.overlap),
-            )
+        for name, known in (("merge", MERGE), ("overlap", OVERLAP)):
+            if getattr(self, name) not in known:
+                raise Error(
+                    f"spatial cannot {name} so",
+                    where=f"Spatial({name}=...)",
+                    expected=" or ".join(map(repr, known)),
+                    got=repr(getattr(self, name)),
+                )
 
     def run(self, graph: Graph, context: Context) -> bool:
         never = Placing(Costs.of(graph, context.cache, context.planner, context.machine))
