@@ -67,7 +67,8 @@ def record(
         if (place := _place(path, lists)) is not None
     ]
     try:
-        with outcomes.mode, nn.utils.stateless._reparametrize_module(model, stored, tie_weights=True), tape:
+        swapped = nn.utils.stateless._reparametrize_module(model, stored, tie_weights=True, stack_weights=True)
+        with outcomes.mode, swapped, tape:  # put back in the other order: a module may stand in several places
             forward(model, inputs)
     finally:
         for handle in handles:

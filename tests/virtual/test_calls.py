@@ -186,6 +186,28 @@ def test_one_module_used_many_times() -> None:
     assert near(model(x), alone(x)) and len(list(model.parameters())) == 4
 
 
+class Sharing(nn.Module):
+    """A block that holds a module which its siblings hold as well."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(x) + self.shared(x))
+
+
+def test_one_module_within_many_blocks() -> None:
+    x, y = batch()
+    shared = nn.Linear(8, 8)
+    blocks = nn.Sequential(*[Sharing(shared) for _ in range(8)])
+    model = nn.Sequential(shared, blocks, nn.Linear(8, 4)).double()
+    alone = copy.deepcopy(model)
+    same_step(parallel(model), alone, x, y)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert near(model(x), alone(x))
+
+
 # ---- wherever it is called ----------------------------------------------------------------------------------
 
 
