@@ -19,6 +19,7 @@ from shardfx.ir.unfolding.unfold import whole
 from shardfx.memory.auto import fitted
 from shardfx.memory.budget import check_budget
 from shardfx.memory.live_turns import scheduled
+from shardfx.memory.stages_that_fit import staged
 from shardfx.memory.when_reduced import reduced
 from shardfx.module.call import autocast_around
 from shardfx.module.held.original import unwatched, watch_original
@@ -102,7 +103,7 @@ def parallelize(
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():
                 made = compile_model(model, described, hints, all_rules(hints.rules))
-                made = scheduled(fitted(reduced(made, place), place), place)
+                made = scheduled(fitted(staged(reduced(made, place), place), place), place)
                 check_budget(made, place)
                 if hints.loss is not product:
                     check_gradients(model, made)
@@ -114,7 +115,7 @@ def parallelize(
         reject_half(compiled, autocast_around())
         variants = Variants(without_weights(module), hints, build)
         place = _place(module, described, hints, virtual)
-        compiled = scheduled(fitted(reduced(compiled, place), place), place)
+        compiled = scheduled(fitted(staged(reduced(compiled, place), place), place), place)
         check_budget(compiled, place)
         pm = ParallelModule(compiled, place, module, variants, optimizer)
     watch_original(given, pm.store)

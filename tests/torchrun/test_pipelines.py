@@ -13,6 +13,7 @@ def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
     on_ranks(
         2,
         "pipelines_hold_what_is_predicted:gpt_fused,pp2",
+        "pipelines_hold_what_is_predicted:gpt_fused,pp2,1f1b,gloo",
         "pipelines_serve_torchs_tools:pp2",
         "pipelines_step_like_one_device:pp2",
         "interleaved_turns_train_like_one_device:gpt_fused",

@@ -22,9 +22,14 @@ def pipelines_train_on_gloo(name: str, mesh: str) -> None:
 
 
 @worker
-def pipelines_hold_what_is_predicted(name: str, mesh: str, schedule: str = "1f1b") -> None:
-    """Call by call, what was received among it; and at most."""
+def pipelines_hold_what_is_predicted(name: str, mesh: str, schedule: str = "1f1b", how: str = "near") -> None:
+    """Call by call, what was received among it, and what is received ahead; and at most."""
     case = make(name)
+    if how == "gloo":
+        with on_gloo():
+            pipelines_hold_what_is_predicted(name, mesh, schedule)
+        return
     pm = plan(case, PIPELINES[mesh], specs=in_turns(name, PIPELINES[mesh]), pipeline=sx.Pipeline(schedule=schedule))
     ((rank, held),) = held_in_a_step(pm, case).items()
-    check_footprint(pm.rank_program(rank), held, exact=False)
+    found = check_footprint(pm.rank_program(rank), held, exact=False, transport=pm._place.transport_here)
+    assert pm.memory(rank).footprint.peak.nbytes == found.peak.nbytes
