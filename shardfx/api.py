@@ -56,7 +56,8 @@ def parallelize(
         model: any ``nn.Module`` that ``torch.export`` takes (an ``fx.GraphModule`` is one), or an
             ``ExportedProgram``; it is left as it is, but for hooks that notice when it is called or saved while only
             the parallel module was trained: its own parameters do not train. Weights may be fake, or on ``meta``:
-            then there is a plan, and no weights.
+            then there is a plan, and no weights. Of several processes it is rank 0's model that counts: the others'
+            weights may be on ``meta``.
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
         hints: example inputs, loss, and how a few values are cut (see :class:`Hints`).
         on_pass: called with each pass and the graph after it; all blocks are then planned one by one, for it to see.

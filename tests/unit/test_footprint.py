@@ -182,7 +182,7 @@ def test_a_reduce_scatter_that_is_an_exchange_holds_all_it_receives() -> None:
     half = whole // 2
     assert replay(program).live == (half, half + whole, half, 2 * half)
     assert replay(program, Transport(exchanged=whole)).live == (whole, 2 * whole, whole + half, 2 * half)
-    assert replay(program, exchanged=whole + 1).live == replay(program).live
+    assert replay(program, Transport(exchanged=whole + 1)).live == replay(program).live
 
 
 def test_a_gather_into_given_memory_allocates_nothing() -> None:
