@@ -1,10 +1,11 @@
 """Llama-3-70B's shapes on 64 ranks in stages, planned without weights: from the module to one rank's program, proven.
 
-    python -m benchmarks.pipeline_scale [--layers 80 --turns 256 --schedule interleaved --no-verify]
+    python -m benchmarks.pipeline_scale [--layers 80 --turns 256 --schedule interleaved --memory 34GB --no-verify]
 
 The published layout: 8 stages times 8 ranks of tensor parallelism with tokens cut between blocks, two stretches of
 layers on each rank (interleaved), 256 micro-batches, and the layers that are made again chosen stage by stage: as many
-in the first stages as their live turns ask for, none in the last. Aim: under 30 s from module to program.
+in the first stages as their live turns ask for, none in the last. Aim: under 30 s from module to program. With
+``--memory`` the layers of each stage are chosen so that all ranks fit, whose programs are then all replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def made_again(layers: int) -> tuple[str, ...]:
     return tuple(f"model.layers.{stage * size + i}" for stage in range(stages) for i in range(often[stage]))
 
 
-def planned(layers: int, turns: int, schedule: str) -> sx.ParallelModule:
+def planned(layers: int, turns: int, schedule: str, memory: str | None = None) -> sx.ParallelModule:
     """The plan of one sample of 4,096 tokens a micro-batch."""
     model, x = llama(layers, turns)
     specs = {
@@ -44,6 +45,7 @@ def planned(layers: int, turns: int, schedule: str) -> sx.ParallelModule:
         targets=(x,),
         specs={"args.0": "mb, -", "targets.0": "mb, -", **specs},
         recompute=made_again(layers),
+        memory=memory,
         pipeline=sx.Pipeline(schedule=schedule, chunks=CHUNKS),
     )
     return sx.parallelize(model, sx.Mesh(**MESH, mb=sx.Time(turns)), hints)
@@ -54,10 +56,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--turns", type=int, default=256)
     parser.add_argument("--schedule", default="interleaved")
+    parser.add_argument("--memory", help="what a rank may hold: stages are cut so that they fit")
     parser.add_argument("--no-verify", action="store_true")
     given = parser.parse_args()
     started, busy = time.perf_counter(), time.process_time()
-    pm = planned(given.layers, given.turns, given.schedule)
+    pm = planned(given.layers, given.turns, given.schedule, given.memory)
     ready = time.perf_counter()
     program = pm.rank_program(0)
     done, busy = time.perf_counter(), time.process_time() - busy
@@ -66,6 +69,8 @@ def main() -> None:
     print(f"model to plan          {ready - started:6.1f} s")
     print(f"rank 0's program       {done - ready:6.1f} s, {len(program.graph.nodes)} fx nodes")
     print(f"model to program       {done - started:6.1f} s, {busy:.1f} s of them on a processor")
+    for note in pm.after.notes if given.memory else ():
+        print(note)
     print(f"most memory            {most_memory():6.2f} GB")
     if not given.no_verify:
         started, busy = time.perf_counter(), time.process_time()

@@ -45,6 +45,10 @@ class Store(Protocol):
         """What processes say of what they hold, by name; of what several hold the first one says it. All ranks call it
         alike."""
 
+    def has_weights(self, mine: bool) -> bool:
+        """Whether a model's weights are there to be loaded, of which this process knows of its own. All ranks call it
+        alike."""
+
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored pieces; what is stored already is written over."""
 

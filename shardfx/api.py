@@ -19,6 +19,7 @@ from shardfx.ir.unfolding.unfold import whole
 from shardfx.memory.auto import fitted
 from shardfx.memory.budget import check_budget
 from shardfx.memory.live_turns import scheduled
+from shardfx.memory.stages_that_fit import staged
 from shardfx.memory.when_reduced import reduced
 from shardfx.module.call import autocast_around
 from shardfx.module.held.original import unwatched, watch_original
@@ -55,7 +56,8 @@ def parallelize(
         model: any ``nn.Module`` that ``torch.export`` takes (an ``fx.GraphModule`` is one), or an
             ``ExportedProgram``; it is left as it is, but for hooks that notice when it is called or saved while only
             the parallel module was trained: its own parameters do not train. Weights may be fake, or on ``meta``:
-            then there is a plan, and no weights.
+            then there is a plan, and no weights. Of several processes it is rank 0's model that counts: the others'
+            weights may be on ``meta``.
         mesh: a :class:`Mesh`, or a torch ``DeviceMesh`` with named dimensions.
         hints: example inputs, loss, and how a few values are cut (see :class:`Hints`).
         on_pass: called with each pass and the graph after it; all blocks are then planned one by one, for it to see.
@@ -102,7 +104,7 @@ def parallelize(
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():
                 made = compile_model(model, described, hints, all_rules(hints.rules))
-                made = scheduled(fitted(reduced(made, place), place), place)
+                made = scheduled(fitted(staged(reduced(made, place), place), place), place)
                 check_budget(made, place)
                 if hints.loss is not product:
                     check_gradients(model, made)
@@ -114,7 +116,7 @@ def parallelize(
         reject_half(compiled, autocast_around())
         variants = Variants(without_weights(module), hints, build)
         place = _place(module, described, hints, virtual)
-        compiled = scheduled(fitted(reduced(compiled, place), place), place)
+        compiled = scheduled(fitted(staged(reduced(compiled, place), place), place), place)
         check_budget(compiled, place)
         pm = ParallelModule(compiled, place, module, variants, optimizer)
     watch_original(given, pm.store)

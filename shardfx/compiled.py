@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardfx.ir.capture.trace import Captured
@@ -22,6 +23,8 @@ class Compiled:
     after: Graph
     context: Context
     passes: tuple[Pass, ...]
+    peaks: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """By where it is to run: what is foreseen to be held (:func:`shardfx.memory.budget.peaks`)."""
 
     @cached_property
     def before(self) -> Graph:

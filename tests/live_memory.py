@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import shardfx as sx
 from shardfx.ir.cost.call_facts import group_of
 from shardfx.ir.cost.live.storages import STEPS, Footprint
+from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
@@ -192,12 +192,12 @@ def held_in_a_step(pm: sx.ParallelModule, case: Case, run: Callable[..., object]
     return {rank: Held.least(steps[settled:]) for rank, steps in engine.memory.steps.items()}
 
 
-def check_footprint(program: RankProgram, held: Held, *, exact: bool = True, exchanged: float = inf) -> Footprint:
+def check_footprint(program: RankProgram, held: Held, *, exact: bool = True, transport: Transport = PLAIN) -> Footprint:
     """The footprint of a program is what its rank held, call by call, to the byte; and at most, within a percent.
 
     Not ``exact``: a call may hold more for a moment, as threads do.
     """
-    found = replay(program, exchanged)
+    found = replay(program, transport)
     for call, predicted, beside in zip(found.calls, found.live, found.beside, strict=True):
         real = held.behind[call.name]
         assert held.beside[call.name] == beside, (call.name, beside, held.beside[call.name])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ from .curve import VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
 from .live.call_moments import Moments, Standpoint
-from .live.storages import Footprint, Storage
+from .live.storages import Footprint
+from .live.transport import PLAIN, Transport
 from .live.turn_sizes import FIRST, At, sizes_of_turns
 
 KEPT = {
@@ -58,20 +59,19 @@ KEPT = {
 }
 
 
-def replay(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None) -> Footprint:
+def replay(program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None) -> Footprint:
     """Replay a rank's program (rank 0 holds most). ``fakes`` knows what calls of other programs made.
 
     Args:
-        exchanged: reduce-scatters of so many bytes run as an exchange and a sum: all that a rank gets is there from
-            the start to the wait, and the result is made there.
+        transport: what is held of what is under way.
 
     Raises:
         Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that
             cannot be run is a :class:`CallError`.
     """
     fakes = fakes or FakeCalls()
-    walk = _walked(program, exchanged, fakes)
-    sizes_of_turns(program.graph.nodes, walk.blocks, lambda turn: _walked(program, exchanged, fakes, turn).blocks)
+    walk = _walked(program, transport, fakes)
+    sizes_of_turns(program.graph.nodes, walk.blocks, lambda turn: _walked(program, transport, fakes, turn).blocks)
     return walk.footprint()
 
 
@@ -90,10 +90,12 @@ def values(program: RankProgram) -> dict[str, Any]:
     return {node.name: change(held, tensor, BlockTensor) for node, held in _walked(program).held.items()}
 
 
-def _walked(program: RankProgram, exchanged: float = inf, fakes: FakeCalls | None = None, at: At = FIRST) -> _Walk:
+def _walked(
+    program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, at: At = FIRST
+) -> _Walk:
     mesh = program.mesh
     parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
-    walk = _Walk(mesh, parameters, exchanged, fakes)
+    walk = _Walk(mesh, parameters, transport, fakes)
     walk.turn = at
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
@@ -131,9 +133,9 @@ class _Walk:
     """The state between two calls."""
 
     def __init__(
-        self, mesh: Mesh, parameters: Iterable[Value], exchanged: float, fakes: FakeCalls | None = None
+        self, mesh: Mesh, parameters: Iterable[Value], transport: Transport, fakes: FakeCalls | None = None
     ) -> None:
-        self.mesh, self.exchanged = mesh, exchanged
+        self.mesh, self.transport = mesh, transport
         self.turn = FIRST
         self.parameters = set(parameters)
         self.held: dict[fx.Node, Any] = {}
@@ -184,7 +186,8 @@ class _Walk:
         given = change(args, _layout, BlockTensor), change(kwargs, _layout, BlockTensor)
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
         pool = row.pool if row is not None else ""
-        fresh = [Block(nbytes, at, at, planned, kept=is_memory(node), pool=pool) for nbytes in made.fresh]
+        got = row is not None and row.message == "receives"
+        fresh = [Block(n, at, at, planned, kept=is_memory(node), pool=pool, message=got) for n in made.fresh]
         if node.target is memory_ops.arena:
             fresh[0].category = "arena"
         self.blocks += fresh
@@ -223,7 +226,7 @@ class _Walk:
         """The memory of a reduce-scatter that runs as an exchange: what is received is there until it was summed."""
         name = called(node)
         if name == "c10d.reduce_scatter_tensor" and node.args[1] in ("sum", "avg"):
-            if operands[0].layout.nbytes >= self.exchanged:
+            if operands[0].layout.nbytes >= self.transport.exchanged:
                 received = Block(operands[0].layout.nbytes, at, at, fresh[0].node)
                 self.blocks.append(received)
                 self._received[fresh[0]] = received
@@ -282,12 +285,10 @@ class _Walk:
 
     def footprint(self) -> Footprint:
         """What was found."""
-        storages = tuple(
-            Storage(b.nbytes, b.born, b.last, self._category(b), b.node, b.kept, b.pool, (*b.uses.values(),), b.sizes)
-            for b in self.blocks
-        )
+        storages = tuple(block.storage(self._category(block)) for block in self.blocks)
         moments = Moments(self.stand.places, self._made_for()) if any(self.stand.places) else None
-        return Footprint(tuple(self.calls), storages, tuple(self.costs), tuple(self.inside), moments)
+        calls, costs, inside = tuple(self.calls), tuple(self.costs), tuple(self.inside)
+        return Footprint(calls, storages, costs, inside, moments, self.transport)
 
     def _made_for(self) -> dict[int, int]:
         """Calls that are done when another one needs them first, and that one."""

@@ -15,13 +15,13 @@ cut, whatever its tensors hold.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardfx.ir.cut import WHOLE, Cut, join, project
 from shardfx.ir.graph import Node, Phase, Value, op_name
 from shardfx.ir.reasons import Carrier, Decision, Reasons, Refused
-from shardfx.ir.rules.sharding_rule import Dim
+from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.rules.strategy import place, wishes
 
 from .conflicts import Conflicts
@@ -126,24 +126,18 @@ class Propagation:
         refused: tuple[Refused, ...],
     ) -> bool:
         """Give ``value`` the cuts that it does not hold yet; says whether it changed."""
-        mesh, rule = self.held.mesh, self.held.rules[node]
-        held = self.held.of(value)
-        changed = False
+        rule, held, changed = self.held.rules[node], self.held.of(value), False
         for d, dim in enumerate(dims):
             wanted = [axis for f in dim if f in cuts for axis in cuts[f].axes]
             if all(axis in held[d].axes for axis in wanted):
                 continue
-            used = {axis for cut in held for axis in cut.axes}
-            current = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
-            if current is None:
+            cut = self._longer(value, d, dim, cuts, rule)
+            if cut is None and self.held.turns:  # turns in which it is made stay, whoever wins the ranks
+                turns = {f: self.held.turns_of(each, rule.sizes[f]) for f, each in cuts.items()}
+                cut = self._longer(value, d, dim, turns, rule)
+            if cut is None:
                 continue
-            merged = {}
-            for f, now in zip(dim, current, strict=True):
-                merged[f] = join(now, cuts.get(f, WHOLE), rule.sizes[f], mesh) or now
-            (cut,) = place((dim,), merged, rule, mesh)
             fresh = set(cut.axes) - set(held[d].axes)
-            if not fresh or fresh & used or not set(held[d].axes) <= set(cut.axes):
-                continue
             held[d] = cut
             hint = ""
             carriers: list[Carrier] = []
@@ -162,6 +156,20 @@ class Propagation:
             self._note(Decision(value, d, cut, how, hint, refused, op, node.where, tuple(carriers), tuple(causes)))
             changed = True
         return changed
+
+    def _longer(self, value: Value, d: int, dim: Dim, cuts: Mapping[str, Cut], rule: ShardingRule) -> Cut | None:
+        """What a value's dim holds, with what there is more in the cuts of its factors; None where that is nothing, or
+        goes with nothing that the value holds."""
+        mesh, held = self.held.mesh, self.held.of(value)
+        current = project(held[d], value.shape[d], rule.dim_sizes(dim), mesh)
+        if current is None:
+            return None
+        merged = {}
+        for f, now in zip(dim, current, strict=True):
+            merged[f] = join(now, cuts.get(f, WHOLE), rule.sizes[f], mesh) or now
+        (cut,) = place((dim,), merged, rule, mesh)
+        fresh, used = set(cut.axes) - set(held[d].axes), {axis for each in held for axis in each.axes}
+        return cut if fresh and not fresh & used and set(held[d].axes) <= set(cut.axes) else None
 
     def _follow(self, gradient: Value, parameter: Value) -> bool:
         """A gradient is cut as its parameter is, where that comes from a pin; says whether it changed."""

@@ -128,10 +128,18 @@ class Held:
         """Of the cuts of a node's factors, what may be said of a closed value: what it holds, and in which turns it is
         made, into which the hints cut inputs."""
         have = {axis for cut in self.of(value) for axis in cut.axes}
-        turns = {each.name for each in self.mesh.axes if each.time and each.name not in self.chunks.modules}
-        others = {axis for axis in self.mesh.names if axis not in have | turns}
+        others = {axis for axis in self.mesh.names if axis not in have | self.turns}
         sizes = self.rules[node].sizes
         return {factor: strip(cut, others, sizes[factor], self.mesh) for factor, cut in cuts.items()}
+
+    @cached_property
+    def turns(self) -> frozenset[str]:
+        """The axes of turns into which the hints cut inputs."""
+        return frozenset(each.name for each in self.mesh.axes if each.time and each.name not in self.chunks.modules)
+
+    def turns_of(self, cut: Cut, size: int) -> Cut:
+        """What of a cut of a factor says in which turns a value is made."""
+        return strip(cut, set(self.mesh.names) - self.turns, size, self.mesh)
 
     def having(self, node: Node, axis: str, factor: str) -> list[Value]:
         """The tensors of a node that hold a cut of a factor over an axis."""

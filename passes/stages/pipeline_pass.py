@@ -28,7 +28,7 @@ from shardfx.passes.time import make_schedule
 from .assignment import Assignment, At, places
 from .homes import keep_homes
 from .shared_sums import sum_behind_turns
-from .stage_blocks import AsPlanned, Blocks, Stages
+from .stage_blocks import AsPlanned, Blocks, Found, Stages
 
 STAGED = "STAGED"
 """Each node is in the stages of a pipeline, and what goes between them is sent."""
@@ -46,7 +46,8 @@ class Pipeline(Pass):
         schedule: the name of one (:func:`shardfx.make_schedule`), its text (a row for each rank), or a function
             ``(stages, turns, ranks, costs) -> Schedule``.
         chunks: how many stages a rank has.
-        stages: None, for stages that cost about the same; how many blocks each has, ``(1, 3)``; their first modules,
+        stages: None, for stages that cost about the same, or as near to it as ranks may hold
+            (``Hints(memory=...)``); how many blocks each has, ``(1, 3)``; their first modules,
             ``("layers.0", "layers.2")``; or patterns of the modules of each, ``(("emb", "layers.0"), ("layers.1",))``.
         live: how many turns may be live on a rank at most, each counted for every stage of it; None: any number, but
             with schedule ``"auto"`` as many as fit, where ``Hints(memory=...)`` or ``machine`` says what a rank may
@@ -73,7 +74,7 @@ class Pipeline(Pass):
         self._check(graph)
         count = graph.mesh[self.axis].size * self.chunks
         own = Blocks(graph).stage_of(self.stages, count)
-        told = self.stages is not None and not isinstance(self.stages, AsPlanned)
+        told = self.stages is not None and not isinstance(self.stages, (AsPlanned, Found))
         assigned = Assignment(graph, own, count - 1, told=told)
         if self.time and sum_behind_turns(graph, assigned.at, self.time, context.rules):
             assigned = Assignment(graph, own, count - 1, told=told)

@@ -17,6 +17,7 @@ from shardfx.ir.graph import Graph, Node, Phase
 from shardfx.ir.names import pattern, prefixes, within
 
 from .assignment import OF_WEIGHTS
+from .best_cut import best_cut
 
 Stages = tuple[int, ...] | tuple[str, ...] | tuple[tuple[str, ...], ...] | None
 """Counts of blocks, first modules, or patterns of modules for each stage; None: as they are balanced."""
@@ -35,6 +36,10 @@ class AsPlanned(tuple[tuple[str, ...], ...]):
         made = super().__new__(cls, blocks)
         made.held = held
         return made
+
+
+class Found(tuple[int, ...]):
+    """Counts of blocks that nobody told: what the data flow wants elsewhere than they say is done there."""
 
 
 def block_of(module: str) -> str:
@@ -110,7 +115,7 @@ class Blocks:
                 remedy="take fewer ranks along the axis or fewer chunks, or say patterns of modules for each stage",
             )
         if stages is None:
-            firsts = balanced(self.costs(), count)
+            firsts = best_cut(self.costs(), count) or []
         elif _are(int, stages):
             firsts = self._by_counts(stages)  # type: ignore[arg-type]
         else:
@@ -216,30 +221,6 @@ def stages_as_planned(graph: Graph) -> AsPlanned:
     every = range(len(graph.pipeline.homes) if graph.pipeline is not None else 0)
     named = [tuple(blocks.names[each] for each in sorted(stages) if stages[each] == stage) for stage in every]
     return AsPlanned(named, {given.name: given.at for given in graph.inputs if given.kind in OF_WEIGHTS})
-
-
-def balanced(costs: Sequence[float], count: int) -> list[int]:
-    """Where each of so many stages begins, if the dearest of them is to cost least: by dynamic programming.
-
-    Example::
-
-        balanced([1, 1, 1, 3], 2)    # [0, 3]
-    """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    total = len(costs)
-    best: list[dict[int, tuple[float, int]]] = [{end: (sums[end], 0) for end in range(1, total + 1)}]
-    for stage in range(1, count):
-        row: dict[int, tuple[float, int]] = {}
-        for end in range(stage + 1, total + 1):
-            row[end] = min((max(best[-1][at][0], sums[end] - sums[at]), at) for at in range(stage, end))
-        best.append(row)
-    firsts, end = [], total
-    for row in reversed(best):
-        end = row[end][1]
-        firsts.append(end)
-    return firsts[::-1]
 
 
 def _are(kind: type | tuple[type, ...], entries: Sequence[object]) -> bool:

@@ -7,7 +7,6 @@ benchmarks.collectives``). Counted at run time, a large reduce-scatter on gloo i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -77,9 +76,9 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: s
     return near.all_to_all(x, sent, received) if near is not None else c10d.all_to_all_single(x, received, sent, group)
 
 
-def exchanged() -> float:
-    """From how many bytes on a rank holds all that it gets for a reduce-scatter: neighbours do not."""
-    return inf if met and not apart else LARGE
+def is_used() -> bool:
+    """Whether some groups of ranks have no memory in common, as far as that is known yet."""
+    return not met or bool(apart)
 
 
 def wait(started: Any) -> Tensor:

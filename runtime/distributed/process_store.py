@@ -84,6 +84,13 @@ class ProcessStore:
                 remedy="let nothing in the model or the hints depend on the rank; examples are of the global batch",
             )
 
+    def has_weights(self, mine: bool) -> bool:
+        """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
+        said = [mine]
+        with ending_together("asking rank 0 whether its model has weights"):
+            dist.broadcast_object_list(said, 0)
+        return said[0]
+
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut rank 0's whole parameters and buffers into the stored pieces; what is stored already is written over."""
         finish(self.device)
@@ -196,7 +203,10 @@ class ProcessStore:
         tensor = whole.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        tensor = tensor.to(self.device, copy=True).contiguous()
+        if self.rank:  # what it has itself does not count
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        else:
+            tensor = tensor.to(self.device, copy=True).contiguous()
         with ending_together(f"the broadcast of {given.name!r}"):
             dist.broadcast(tensor, 0)
         if given.name not in self._here:

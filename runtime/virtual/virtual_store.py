@@ -49,6 +49,10 @@ class VirtualStore:
         """What is said."""
         return mine
 
+    def has_weights(self, mine: bool) -> bool:
+        """Whether there are weights to be loaded."""
+        return mine
+
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored shards; what is stored already is written over."""
         finish(self.device)

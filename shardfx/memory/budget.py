@@ -10,6 +10,7 @@ from typing import Any
 from shardfx.compile import default_passes, no_collection, plan_graph
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints, bytes_of
+from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.errors import Error
@@ -27,21 +28,39 @@ MOST = 5
 
 def foreseen(compiled: Compiled, place: Place) -> RankMemory:
     """What the rank that holds most holds in a step of a plan: the first, of those of each stage of a pipeline."""
-    with no_collection():
-        machine, passes = Machine.of(compiled.hints.machine), place.rank_passes(compiled.hints)
-        context = RankContext(compiled.after, place.device.type, machine=machine)
-        made = (
-            program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
-            for rank in _first_ranks(compiled.after)
-        )
-        return max((RankMemory(each, replay(each, place.exchanged)) for each in made), key=lambda held: held.peak)
+    return max(_of_stages(compiled, place), key=lambda held: held.peak)
 
 
-def _first_ranks(graph: Graph) -> list[int]:
+def peaks(compiled: Compiled, place: Place) -> tuple[int, ...]:
+    """The most bytes that a rank holds in a step, for each place along the axis of stages; found once for a plan."""
+    if place not in compiled.peaks:
+        compiled.peaks[place] = tuple(held.peak for held in _of_stages(compiled, place))
+    return compiled.peaks[place]
+
+
+def _of_stages(compiled: Compiled, place: Place) -> Iterator[RankMemory]:
+    machine, passes = Machine.of(compiled.hints.machine), place.rank_passes(compiled.hints)
+    context, fakes = RankContext(compiled.after, place.device.type, machine=machine), FakeCalls()
+    for rank in first_ranks(compiled.after):
+        with no_collection():
+            program = program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
+            yield RankMemory(program, replay(program, place.transport, fakes))
+
+
+def first_ranks(graph: Graph) -> list[int]:
     """The first rank at each place along the axis of stages; of no stages, the first."""
     axis = graph.pipeline.axis if graph.pipeline is not None else ""
     coords = (graph.mesh.coords(rank) for rank in range(graph.mesh.size))
     return [rank for rank, at in enumerate(coords) if not any(place for name, place in at.items() if name != axis)]
+
+
+def stages_of(graph: Graph, rank: int) -> str:
+    """Which stages a rank has, in words; empty where there are none."""
+    if graph.pipeline is None:
+        return ""
+    here = graph.mesh.coords(rank)[graph.pipeline.axis]
+    mine = [str(stage) for stage, home in enumerate(graph.pipeline.homes) if home == here]
+    return f"rank {rank}, of stage{'s' * (len(mine) > 1)} {', '.join(mine)}"
 
 
 def budget_of(hints: Hints) -> int | None:
@@ -60,14 +79,16 @@ def check_budget(compiled: Compiled, place: Place) -> None:
     hints = compiled.hints
     if hints.memory is None:
         return
-    budget, memory = bytes_of(hints.memory), foreseen(compiled, place)
-    if memory.peak <= budget:
+    budget = bytes_of(hints.memory)
+    if max(peaks(compiled, place)) <= budget:
         return
+    memory = foreseen(compiled, place)
     largest = ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in list(memory.by_category.items())[:MOST])
     held = next((held for held in memory.at_peak if held.where.module), None)
+    stages = stages_of(compiled.after, memory.rank)
     raise Error(
         f"a rank holds {size_text(memory.peak - budget)} more than Hints(memory={hints.memory!r}) allows",
-        where=f"the largest at the peak: {held}" if held is not None else "",
+        where="; ".join(filter(None, [stages, f"the largest at the peak: {held}" if held is not None else ""])),
         expected=f"at most {size_text(budget)}",
         got=f"{size_text(memory.peak)}: {largest}",
         remedy=_remedy(compiled, place, budget),
@@ -82,7 +103,7 @@ def _remedy(compiled: Compiled, place: Place, budget: int) -> str:
         graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, default_passes(hints))
         said = "Hints(" + ", ".join(f"{name}={value!r}" for name, value in more.items()) + ")"
         planned = Compiled(hints, compiled.captured, graph, context, default_passes(hints))
-        tried[said] = foreseen(planned, place).peak
+        tried[said] = max(peaks(planned, place))
         if tried[said] <= budget:
             return f"{said} holds {size_text(tried[said])}"
     if not tried:

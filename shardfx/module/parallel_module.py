@@ -216,7 +216,8 @@ class ParallelModule(SteppedModule):
         """Load whole parameters and buffers by the model's own names, each rank its pieces.
 
         What is loaded already is written over, so that optimizers stay valid. A plan that was made of a fake or meta
-        model gets its weights here. Under ``torchrun`` all ranks call it, and rank 0's tensors are loaded.
+        model gets its weights here. Under ``torchrun`` all ranks call it, and rank 0's tensors are loaded: the others
+        may give tensors on ``meta``.
 
         Raises:
             Error: missing or unexpected names (unless ``strict`` is False), a wrong shape or dtype.

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any
 
 import torch
 
 from shardfx.compile import default_rank_passes
 from shardfx.hints import Hints
+from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.distributed import gloo
 from shardfx.runtime.distributed.peer_failure import ending_compiled
+from shardfx.runtime.distributed.stages.messages import AHEAD
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import ModuleEngine
 from shardfx.runtime.peers import Alone, Peers
@@ -81,14 +82,14 @@ class Place:
         return ModuleEngine(engine, graph.mesh, options, ending=ending_compiled)
 
     @property
-    def exchanged(self) -> float:
-        """From how many bytes on reduce-scatters run as an exchange, where ranks are on several machines."""
-        return gloo.LARGE if not self.virtual and self.device.type == "cpu" else inf
+    def transport(self) -> Transport:
+        """How what is under way is carried, where ranks are on several machines."""
+        return Transport(gloo.LARGE, AHEAD) if not self.virtual and self.device.type == "cpu" else PLAIN
 
     @property
-    def exchanged_here(self) -> float:
-        """From how many bytes on they do among these ranks, as far as that is known yet."""
-        return gloo.exchanged() if not self.virtual and self.device.type == "cpu" else inf
+    def transport_here(self) -> Transport:
+        """How it is among these ranks, as far as that is known yet."""
+        return self.transport if gloo.is_used() else PLAIN
 
     def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
         """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""

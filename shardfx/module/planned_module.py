@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import fx
 from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
+from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay, values
 from shardfx.ir.errors import Error
@@ -140,7 +140,7 @@ class PlannedModule(Root):
         measured, when = self._measured, None
         if self.schedule is not None or measured is not None:
             when = Timing(self.timeline(machine), measured, self._place.virtual)
-        return make_report(self._compiled, program, machine, self._programs.warnings(), self._exchanged, when)
+        return make_report(self._compiled, program, machine, self._programs.warnings(), self._transport, when)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
         """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``::
@@ -183,17 +183,17 @@ class PlannedModule(Root):
         device, kinds = planned if machine is None else Machine.of(machine), self._programs.kinds(training)
         with no_collection():
             return plan_timeline(
-                self.after, lambda rank: self._programs.running(rank, kinds), device, planned, self._exchanged
+                self.after, lambda rank: self._programs.running(rank, kinds), device, planned, self._transport
             )
 
     def _memory(self, programs: Programs, rank: int, kinds: Kinds) -> RankMemory:
         with no_collection():
             program = programs.running(rank, kinds)
-            return RankMemory(program, replay(program, self._exchanged))
+            return RankMemory(program, replay(program, self._transport))
 
     @property
-    def _exchanged(self) -> float:
-        return self._place.exchanged_here if self._compiling is None else inf
+    def _transport(self) -> Transport:
+        return self._place.transport_here if self._compiling is None else PLAIN
 
     @property
     def this_rank(self) -> int | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import inf
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
 from shardfx.ir.cost.call_facts import source_of
 from shardfx.ir.cost.how_often import Turns
 from shardfx.ir.cost.live.storages import Peak
+from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.cost.live.turn_memory import turn_memory
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.price import Prices
@@ -36,21 +36,21 @@ def make_report(
     program: RankProgram,
     machine: Machine | str | None = None,
     notes: Iterable[str] = (),
-    exchanged: float = inf,
+    transport: Transport = PLAIN,
     when: Timing | None = None,
 ) -> Report:
     """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
     state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs;
-    ``exchanged`` as for :func:`shardfx.ir.cost.replay.replay`; ``when`` is what ranks do when.
+    ``transport`` as for :func:`shardfx.ir.cost.replay.replay`; ``when`` is what ranks do when.
     """
     graph, context = compiled.after, compiled.context
     planned = Machine.of(compiled.hints.machine)
     device = planned if machine is None else Machine.of(machine)
     mesh = device.connect(graph.mesh, instead_of=planned)
     with no_collection():
-        footprint = replay(program, exchanged)
+        footprint = replay(program, transport)
         kinds = {output.kind for output in program.outputs}
         communication = Communication(tuple(comm_rows(graph, mesh, kinds, program.rank)))
         tiles = tuple(tile_rows(select(graph, kinds)[1], mesh, Prices(mesh, context.rules)))

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from shardfx.ir.cost.fake_calls import FakeCalls
+from shardfx.ir.cost.live.transport import Transport
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph
@@ -66,7 +67,7 @@ class PlanTimeline(Timeline):
 
 
 def plan_timeline(
-    graph: Graph, program: Callable[[int], RankProgram], machine: Machine, planned_for: Machine, exchanged: float
+    graph: Graph, program: Callable[[int], RankProgram], machine: Machine, planned_for: Machine, transport: Transport
 ) -> PlanTimeline:
     """The timeline of a planned graph.
 
@@ -74,7 +75,7 @@ def plan_timeline(
         program: what a rank runs.
         machine: whose rates count; of links that the mesh does not state, too.
         planned_for: the machine of the plan.
-        exchanged: as for :func:`shardfx.ir.cost.replay.replay`.
+        transport: as for :func:`shardfx.ir.cost.replay.replay`.
     """
     mesh, fakes = machine.connect(graph.mesh, instead_of=planned_for), FakeCalls()
     places = rank_places(graph)
@@ -83,7 +84,7 @@ def plan_timeline(
     peaks: list[int] = []
     for rank in firsts:
         made = program(rank)
-        footprint = replay(made, exchanged, fakes)
+        footprint = replay(made, transport, fakes)
         rows.append(doings(made, footprint, machine, mesh))
         peaks.append(RankMemory(made, footprint).peak)
     courses = foreseen(rows)

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 
 import shardfx as sx
 from shardfx.module.programs import STEP, TRAIN
-from shardfx.runtime.distributed import gloo
 from tests.live_memory import check_footprint, held_in_a_step
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, small_plan
@@ -47,9 +46,10 @@ def steps_are_the_same_put_away(to: str) -> None:
         torch.equal(value, theirs[name]["exp_avg"]) for name, state in mine.items() for value in [state["exp_avg"]]
     )
     case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})
+    transport = other._place.transport_here
     for run, kinds in ((other, TRAIN), (other.step, STEP)):
         for rank, held in held_in_a_step(other, case, run).items():
-            check_footprint(other._programs.running(rank, kinds), held, exact=False, exchanged=gloo.exchanged())
+            check_footprint(other._programs.running(rank, kinds), held, exact=False, transport=transport)
 
 
 @worker

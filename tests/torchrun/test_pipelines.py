@@ -13,6 +13,8 @@ def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
     on_ranks(
         2,
         "pipelines_hold_what_is_predicted:gpt_fused,pp2",
+        "pipelines_hold_what_is_predicted:gpt_fused,pp2,1f1b,gloo",
+        "ranks_hold_their_own_stages:pp2,first",
         "pipelines_serve_torchs_tools:pp2",
         "pipelines_step_like_one_device:pp2",
         "interleaved_turns_train_like_one_device:gpt_fused",
@@ -37,6 +39,8 @@ def test_other_forms_of_call_keep_the_stages() -> None:
 
 @pytest.mark.slow
 def test_stages_on_several_machines() -> None:
+    whose = [f"ranks_hold_their_own_stages:pp2,{weights}" for weights in ("whole", "later")]
+    on_ranks(2, "pipelines_hold_what_is_predicted:gpt_fused,pp2,gpipe,gloo", *whose)
     on_ranks(2, "pipelines_train_on_gloo:gpt_fused,pp2", "pipelines_train_on_gloo:unet,pp2")
     on_ranks(4, "pipelines_train_on_gloo:gpt_fused,pp2dp2")
 

@@ -13,6 +13,7 @@ import shardfx as sx
 from shardfx.ir.cost.amounts import total
 from shardfx.ir.cost.fake_calls import FakeCalls, Layout, Made, Result, aliases
 from shardfx.ir.cost.live.storages import Footprint
+from shardfx.ir.cost.live.transport import Transport
 from shardfx.ir.cost.price import Prices, price
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
@@ -180,8 +181,8 @@ def test_a_reduce_scatter_that_is_an_exchange_holds_all_it_receives() -> None:
     program, whole = program_of(build), 8 * 8 * 4
     half = whole // 2
     assert replay(program).live == (half, half + whole, half, 2 * half)
-    assert replay(program, exchanged=whole).live == (whole, 2 * whole, whole + half, 2 * half)
-    assert replay(program, exchanged=whole + 1).live == replay(program).live
+    assert replay(program, Transport(exchanged=whole)).live == (whole, 2 * whole, whole + half, 2 * half)
+    assert replay(program, Transport(exchanged=whole + 1)).live == replay(program).live
 
 
 def test_a_gather_into_given_memory_allocates_nothing() -> None:

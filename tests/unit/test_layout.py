@@ -31,7 +31,7 @@ RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops
 ONE_OP = (*GRAPHS, "ir.rules")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.arena", "ir.program.looped", "ir.program.units")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.proof")
-CLOCKS = ("ir.cost", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
+CLOCKS = ("ir.cost", "ir.cost.live", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
     "ir.rules": ("ir",),
@@ -102,7 +102,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "visualize.scene": (*GRAPHS, "ir.cost", "ir.text"),
     "visualize.layout": ("ir", "visualize.scene"),
     "visualize.paint": (*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "visualize.layout", "visualize.scene"),
-    "report": ("shardfx", *PROGRAMS, *CLOCKS, "ir.cost.live", "ir.text", "passes.stages", "schedules"),
+    "report": ("shardfx", *PROGRAMS, *CLOCKS, "ir.text", "passes.stages", "schedules"),
     "memory": (
         "shardfx",
         *PROGRAMS,
@@ -114,6 +114,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "passes",
         "passes.rank",
         "passes.sharding",
+        "passes.stages",
         "passes.time",
         "report",
         "visualize",

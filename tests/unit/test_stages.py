@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops import comm
-from shardfx.passes.stages.stage_blocks import Blocks, balanced, block_of
+from shardfx.passes.stages.best_cut import best_cut
+from shardfx.passes.stages.stage_blocks import Blocks, block_of
 
 X, Y = torch.randn(12, 6), torch.randint(0, 4, (12,))
 T = sx.Time
@@ -86,7 +87,7 @@ def test_a_model_without_lists_has_blocks_by_its_own_modules() -> None:
     [([1, 1, 1, 3], 2, [0, 3]), ([3, 1, 1, 1], 2, [0, 1]), ([1, 2, 3, 4, 5], 3, [0, 3, 4]), ([1, 1], 2, [0, 1])],
 )
 def test_the_dearest_stage_costs_least(costs: list[float], count: int, firsts: list[int]) -> None:
-    assert balanced(costs, count) == firsts
+    assert best_cut(costs, count) == firsts
 
 
 @pytest.mark.parametrize(

@@ -66,3 +66,40 @@ def test_turns_that_lie_the_wrong_way_round_are_an_error() -> None:
     with pytest.raises(sx.Error, match=re.escape("turns of 'mb' lie within those of 'chunk'")) as error:
         planned(sx.Mesh(chunk=T(2), mb=T(2)), False)
     assert "let 'mb' stand in front of 'chunk' in the mesh" in str(error.value)
+
+
+class Normed(nn.Module):
+    """Group norms, whose output a hint cuts over ranks otherwise than it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.head = nn.Linear(6, 12), nn.GroupNorm(2, 6), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.up(x))))
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        {"args.0": "mb, a, -", "head": "-, chunk, -"},
+        {"args.0": "mb a, -, -", "norm": "-, a, -", "head": "-, chunk, -"},
+        {"args.0": "mb a, -, -", "norm": "-, a, -", "head": "-, chunk, -", "targets.0": "-, a"},
+    ],
+    ids=["ranks-give-way-to-chunks", "ranks-move", "ranks-of-targets"],
+)
+def test_turns_go_on_where_ranks_and_chunks_want_one_dim(specs: dict[str, str]) -> None:
+    """Who wins the other axes: a value stays in the turns in which it is made, and what chunks cut is cut by both."""
+    torch.manual_seed(0)
+    model, x, y = Normed().double(), torch.randn(8, 6, 6).double(), torch.randn(8, 6).double()
+
+    def loss_of(out: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(out.sum(-1), targets)
+
+    hints = sx.Hints(args=(x,), loss=loss_of, targets=(y,), specs=specs)
+    pm = sx.parallelize(model, sx.Mesh(a=2, mb=T(4), chunk=T(2)), hints, virtual=True)
+    made, alone = pm(x, y), loss_of(model(x), y)
+    made.backward(), alone.backward()
+    assert abs(made - alone) < 1e-12
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], parameter.grad, rtol=1e-9, atol=1e-12)

@@ -8,6 +8,7 @@ from shardfx.ir.cost.fake_calls import Layout
 from shardfx.ir.graph import Node, Phase
 
 from .call_moments import Place
+from .storages import Storage
 from .turn_sizes import Since
 
 
@@ -26,6 +27,13 @@ class Block:
     pool: str = ""
     uses: dict[Place, int] = field(default_factory=dict)
     sizes: dict[Since, int] = field(default_factory=dict)
+    message: bool = False
+
+    def storage(self, category: str) -> Storage:
+        """It as it is known in the end."""
+        uses = (*self.uses.values(),)
+        given = self.nbytes, self.born, self.last, category, self.node, self.kept, self.pool
+        return Storage(*given, uses, self.sizes, self.message)
 
     def use(self, at: int, place: Place) -> None:
         """A call uses it."""

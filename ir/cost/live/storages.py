@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.program.lending import choose
 
 from .call_moments import Moments
+from .transport import PLAIN, Transport
 from .turn_sizes import Since
 
 STEPS = 3
@@ -31,7 +33,7 @@ class Storage:
     ``node`` is the planned node that the call was lowered from. ``kept``: what ``memory.empty`` gives, which engines
     keep and lend again when nobody holds it, in this step or the next (:mod:`shardfx.ir.program.lending`). ``pool`` is
     what it lies in, where that is not the device's memory. ``uses`` are the calls that use it last in each unit of
-    turns, and ``sizes`` its bytes from some turns on.
+    turns, and ``sizes`` its bytes from some turns on. ``message``: another stage's result is received there.
     """
 
     nbytes: int
@@ -43,6 +45,7 @@ class Storage:
     pool: str = ""
     uses: tuple[int, ...] = ()
     sizes: Mapping[Since, int] = field(default_factory=dict)
+    message: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,22 +82,23 @@ class LendingPool:
     def step(self, asked: Sequence[Storage], calls: int) -> list[int]:
         """The bytes that are kept when each call is done, in a step that asks for these storages."""
         asked = sorted(asked, key=lambda storage: storage.born)
-        sizes, lent, used = dict(enumerate(self.kept)), dict[int, int](), set[int]()
-        held, number, place = [], len(self.kept), 0
-        for call in range(calls):
-            lent = {key: last for key, last in lent.items() if last >= call}
-            while place < len(asked) and asked[place].born == call:
-                free = [key for key in sizes if key not in lent]
-                choice = choose(asked[place].nbytes, [sizes[key] for key in free])
-                if choice.drop is not None:
-                    del sizes[free[choice.drop]]
-                key = number if choice.take is None else free[choice.take]
-                if choice.take is None:
-                    sizes[key], number = asked[place].nbytes, number + 1
-                lent[key] = asked[place].last
-                used.add(key)
-                place += 1
-            held.append(sum(sizes.values()))
+        sizes, lent, used = dict(enumerate(self.kept)), list[tuple[int, int]](), set[int]()
+        held, number, there = list[int](), len(self.kept), sum(self.kept)
+        for each in asked:
+            held += [there] * (each.born - len(held))
+            while lent and lent[0][0] < each.born:
+                heapq.heappop(lent)
+            taken = {key for _, key in lent}
+            free = [key for key in sizes if key not in taken]
+            choice = choose(each.nbytes, [sizes[key] for key in free])
+            if choice.drop is not None:
+                there -= sizes.pop(free[choice.drop])
+            key = number if choice.take is None else free[choice.take]
+            if choice.take is None:
+                sizes[key], number, there = each.nbytes, number + 1, there + each.nbytes
+            heapq.heappush(lent, (each.last, key))
+            used.add(key)
+        held += [there] * (calls - len(held))
         self.kept = [size for key, size in sizes.items() if key in used]
         return held
 
@@ -113,6 +117,7 @@ class Footprint:
     costs: tuple[Cost, ...]
     inside: tuple[int, ...]
     moments: Moments | None = None
+    transport: Transport = PLAIN
 
     @cached_property
     def live(self) -> tuple[int, ...]:
@@ -148,7 +153,8 @@ class Footprint:
     @cached_property
     def _made(self) -> Sequence[Storage]:
         """The storages by the moments in which they are made and used last."""
-        return self.storages if self.moments is None else self.moments.of(self.storages)
+        made = self.storages if self.moments is None else self.moments.of(self.storages)
+        return self.transport.early(made) if self.transport.ahead else made
 
     @property
     def _count(self) -> int:

@@ -6,6 +6,7 @@ leaves at once. Else gloo sends it: it is held until it has arrived, and a rank'
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -81,29 +82,52 @@ class Inbox:
 
 
 class Outbox:
-    """What this rank has sent on gloo, until it has arrived."""
+    """What this rank has sent on gloo, until it has arrived. Gloo says that only to one who waits for it: a thread
+    does, as long as something is under way, and lets go of what has arrived."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._changed = threading.Condition()
+        self._waits, self._failed = False, list[RuntimeError]()
 
     def send(self, x: Tensor, to: int, tag: int, turn: int, group: str) -> None:
         """Start to send (:func:`shardfx.ir.ops.time.handover.send`)."""
         if (near := met.get(group)) is not None:
             near.parcels.send(x, to, number(tag, turn))
             return
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
         held = x.contiguous()
         work = dist.isend(held, group=peers(group), group_dst=to, tag=number(tag, turn))
         assert work is not None
-        self._sent.append((work, held))
+        with self._changed:
+            self._sent.append((work, held))
+            if not self._waits:
+                self._waits = True
+                threading.Thread(target=self._let_go, args=(self._sent,), daemon=True).start()
 
     def empty(self) -> None:
         """Return when all has arrived."""
-        while self._sent:
-            self._sent[0][0].wait()
-            self._sent.popleft()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waits)
+            if self._failed:
+                raise self._failed.pop()
 
     def forget(self) -> None:
         """Let go of all, for those who were to get it are gone."""
-        self._sent.clear()
+        with self._changed:
+            self._sent, self._waits = deque(), False
+            self._failed.clear()
+
+    def _let_go(self, sent: deque[tuple[dist.Work, Tensor]]) -> None:
+        """Wait for one message after the other, as long as there are any and nobody has forgotten them."""
+        failed: list[RuntimeError] = []
+        while sent and not failed:
+            try:
+                sent[0][0].wait()
+            except RuntimeError as error:  # raised where the rank waits for all of them
+                failed.append(error)
+            with self._changed:
+                sent.popleft()
+                if self._sent is sent and (failed or not sent):
+                    self._waits, self._failed = False, failed
+                    self._changed.notify_all()
+                    return

@@ -43,7 +43,7 @@ class ModelState:
         """Cut the model's own weights; those of a fake or meta model come later."""
         named = (*model.named_parameters(), *model.named_buffers())
         whole = {self.aliases.get(name, name): tensor for name, tensor in named}
-        if not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values()):
+        if self.store.has_weights(not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values())):
             with torch.no_grad():
                 self.store.load(whole, self.trainable)
 

@@ -1,0 +1,149 @@
+"""Stages under a budget of memory: the slowest is the fastest of all cuts in which no rank holds more than it may."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.text.printer import size_text
+from shardfx.memory.block_memory import BlockMemory
+from shardfx.passes.stages.best_cut import Held, Room, best_cut, roomiest_cut
+
+BLOCKS, RANKS = 5, 2
+
+
+class Chain(nn.Module):
+    """An embedding of many rows, which computes nothing, and blocks of several widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(200, 8), nn.Linear(8, 4, bias=False)
+        wide = (16, 32, 16, 48, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.Tanh(), nn.Linear(n, 8)) for n in wide)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def loss_of(out: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
+def made(mesh: sx.Mesh, pipeline: sx.Pipeline, **hints: Any) -> tuple[sx.ParallelModule, nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model, (x, y) = Chain().double(), torch.randint(4, (2, 8, 6)).unbind()
+    given = sx.Hints(args=(x,), loss=loss_of, targets=(y,), pipeline=pipeline, **hints)
+    return sx.parallelize(model, mesh, given, virtual=True), model, x, y
+
+
+def planned(stages: Any = None, schedule: str = "1f1b", **hints: Any) -> sx.ParallelModule:
+    return made(sx.Mesh(pp=RANKS, mb=sx.Time(4)), sx.Pipeline(stages=stages, schedule=schedule), **hints)[0]
+
+
+def peak(pm: sx.ParallelModule) -> int:
+    return max(pm.memory(rank).peak for rank in range(RANKS))
+
+
+@cache
+def every_cut(schedule: str) -> dict[tuple[int, ...], tuple[float, int]]:
+    """Of all cuts: what the slowest stage takes, and what the fullest rank holds."""
+    found = {}
+    for cuts in combinations(range(1, BLOCKS), RANKS - 1):
+        edges = (0, *cuts, BLOCKS)
+        pm = planned(tuple(b - a for a, b in pairwise(edges)), schedule)
+        assert pm.after.pipeline is not None
+        costs = BlockMemory(pm.after, pm.after.pipeline).costs
+        found[edges[:-1]] = max(sum(costs[a:b]) for a, b in pairwise(edges)), peak(pm)
+    return found
+
+
+def cut_of(pm: sx.ParallelModule) -> tuple[int, ...]:
+    at = [pm.after.input(f"layers.{block}.0.weight").at[0] for block in range(BLOCKS)]
+    return tuple(at.index(stage) for stage in range(RANKS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_cut_is_the_fastest_of_all_that_fit(schedule: str) -> None:
+    cuts = every_cut(schedule)
+    chosen = set()
+    for budget in sorted({held for _, held in cuts.values()}):
+        fitting = {cut: seconds for cut, (seconds, held) in cuts.items() if held <= budget}
+        pm = planned(schedule=schedule, memory=budget)
+        chosen.add(cut_of(pm))
+        assert cuts[cut_of(pm)][1] <= budget
+        assert fitting[cut_of(pm)] == min(fitting.values()), (budget, cut_of(pm), cuts)
+    assert len(chosen) > 1, "the balanced cut always fits, which shows nothing"
+
+
+def test_where_the_balanced_cut_is_too_much_another_one_computes_the_same() -> None:
+    free = planned()
+    budget = peak(free) - 1
+    pm, model, x, y = made(sx.Mesh(pp=RANKS, mb=sx.Time(4)), sx.Pipeline(), memory=budget)
+    assert cut_of(pm) != cut_of(free)
+    assert peak(pm) <= budget
+    (note,) = (each for each in pm.after.notes if each.startswith("stages of "))
+    assert f"holds more than {size_text(budget)}" in note and f"0, 1 hold {size_text(pm.memory(0).peak)}" in note
+    loss, whole = pm(x, y), loss_of(model(x), y)
+    loss.backward(), whole.backward()
+    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    assert pm.verify()
+
+
+def test_where_no_cut_fits_the_error_says_which_stage_and_what_would() -> None:
+    with pytest.raises(sx.Error, match="a rank holds") as caught:
+        planned(memory=peak(planned((1, 4))) // 2)
+    assert "of stage " in str(caught.value.where)
+    assert caught.value.remedy
+
+
+def test_stages_that_somebody_says_stay() -> None:
+    with pytest.raises(sx.Error, match="a rank holds"):
+        planned((4, 1), memory=peak(planned((4, 1))) - 1)
+
+
+# ---- the search alone
+
+
+COSTS = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+KEEPS = [5.0, 3.0, 5.0, 8.0, 9.0, 7.0, 9.0, 3.0]
+SENT = [0.0, 4.0, 2.0, 7.0, 1.0, 3.0, 3.0, 2.0]
+
+
+def room_of(homes: tuple[int, ...], budget: float) -> Room:
+    def held(stage: int, first: int, end: int) -> Held:
+        return Held((len(homes) - stage) * sum(KEEPS[first:end]), max(KEEPS[first:end]))
+
+    return Room(homes, [budget] * (max(homes) + 1), held)
+
+
+@pytest.mark.parametrize("budget", [40.0, 60.0, 75.0, 90.0, 200.0])
+@pytest.mark.parametrize("homes", [(0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)], ids=str)
+def test_of_all_cuts_that_fit_it_is_the_fastest_that_sends_least(homes: tuple[int, ...], budget: float) -> None:
+    count, room, blocks = len(homes), room_of(homes, budget), len(COSTS)
+    cuts = [(0, *rest) for rest in combinations(range(1, blocks), count - 1)]
+
+    def price(cut: tuple[int, ...]) -> tuple[float, float]:
+        slowest = max(sum(COSTS[a:b]) for a, b in pairwise((*cut, blocks)))
+        return slowest, sum(SENT[first] for first in cut)
+
+    fitting = [price(cut) for cut in cuts if max(room.of(cut, blocks)) <= budget]
+    found = best_cut(COSTS, count, SENT, room)
+    assert (found is None) == (not fitting)
+    assert found is None or price(tuple(found)) == min(fitting)
+    firsts, beyond = roomiest_cut(COSTS, count, room)
+    least = min(max(room.of(cut, blocks)) for cut in cuts) - budget
+    assert max(room.of(firsts, blocks)) - budget == beyond
+    assert beyond <= least + 1.0
