@@ -16,6 +16,8 @@ from shardfx.ir.ops.local_ops import BY_NAME
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.program_text import parse_program
 from shardfx.module.programs import TRAIN
+from tests.deep import CHUNKS, alone, deep, worst
+from tests.deep import in_stages as staged
 from tests.live_memory import held_in_a_step
 from tests.models import GPT, LENGTH, VOCAB
 from tests.plans import plan, train_beside
@@ -62,13 +64,12 @@ def check(pm: sx.ParallelModule, model: nn.Module, x: Tensor, y: Tensor) -> None
     assert max(rel_err(grads[name], each.grad) for name, each in model.named_parameters()) < 1e-9
 
 
-def test_compiled_stages_of_virtual_ranks_are_the_whole_batch() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    x, y = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
-    hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(y,), specs={"args.0": "mb, -"}, pipeline=sx.Pipeline())
-    pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "1f1b" else slow) for n in CHUNKS])
+def test_compiled_stages_of_virtual_ranks_are_the_whole_batch(name: str) -> None:
+    case = deep("mlp", 2 * CHUNKS[name], 5)
+    pm = staged(case, sx.Mesh(pp=2, mb=sx.Time(5)), pipeline=sx.Pipeline(schedule=name, chunks=CHUNKS[name]))
     pm.compile(backend="eager")
-    assert rel_err(pm(x, y), F.mse_loss(model(x), y)) < 1e-9
+    assert worst(pm, case, alone(case, 5)) < 1e-9
 
 
 QUICKLY = ("1f1b", "interleaved", "zb-h1", "dualpipev")
