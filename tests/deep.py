@@ -140,6 +140,10 @@ def alone(case: Case, turns: int = 1) -> Alone:
         share = len(targets[0]) / len(case.targets[0])
         total = total + case.loss(model(*args, **kwargs), *targets) * share
     total.backward()
+    if len(parts) > 1:
+        for name, each in model.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                each.fill_(1)  # a step counts as one batch, whatever turns it is done in
     grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return Alone(total.item(), grads, dict(model.named_buffers()))
 
