@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -63,7 +63,7 @@ def write_driver(
     there: dict[tuple[fx.Node, int], fx.Node] = {}
     for word in order.words:
         unit = units[word.unit]
-        given = [there.get((each, word.turn)) or env[each] for each in unit.takes]
+        given = [there.get((each, word.turn)) or env.get(each) or _not_yet(each, word, units) for each in unit.takes]
         name = f"{word.unit.lower()}_{word.turn}"
         call = made.create_node("call_module", modules[word.unit], (word.turn, *given), name=name)
         for place, each in enumerate(unit.gives):
@@ -108,6 +108,22 @@ def _unit_graph(begin: fx.Node, axis: str, unit: _Unit, head: Sequence[fx.Node])
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in unit.gives))
     return graph
+
+
+def _not_yet(value: fx.Node, word: Word, units: Mapping[str, _Unit]) -> NoReturn:
+    """Raise for a value that the unit takes before it is made.
+
+    Raises:
+        Error: naming both units.
+    """
+    maker = next((name for name, unit in units.items() if value in unit.nodes), "")
+    raise Error(
+        f"{word} takes {value.name} before it is made",
+        where=f"the order of units, {word}",
+        expected=f"{Word(maker, word.turn)} before it" if maker else "what was made before the turns",
+        got=value.format_node() or value.name,
+        remedy="let the unit that makes it stand earlier in the order",
+    )
 
 
 # ---- a driver read back ---------------------------------------------------------------------------------------------
