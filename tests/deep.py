@@ -112,6 +112,10 @@ DEEP: dict[str, Callable[[int, int], Case]] = {
 }
 
 
+AGAIN = dict.fromkeys(DEEP, "**.1") | {"unet": "bottom"}
+"""By model, a block that may be made again in the backward."""
+
+
 def deep(name: str, blocks: int, turns: int, ranks: int = 1) -> Case:
     """A model of so many blocks, in float64, and a batch for so many turns of so many ranks: some of them have more
     rows than others, but where statistics are those of a turn's rows."""

@@ -35,7 +35,7 @@ def test_schedules_go_with_other_axes_on_real_ranks(name: str) -> None:
 
 def test_compiled_stages_by_every_schedule() -> None:
     calls = (f"compiled_stages_{how}:eager,mlp,pp2,,{EVERY}" for how in ("on_gloo", "are_the_same"))
-    on_ranks(2, *calls, timeout=400)
+    on_ranks(2, *calls, "compiled_steps_are_the_same:eager,pp2,,zb-v", timeout=400)
 
 
 def test_compiled_stages_on_four_ranks() -> None:
@@ -44,6 +44,7 @@ def test_compiled_stages_on_four_ranks() -> None:
         f"compiled_stages_on_gloo:eager,mlp,pp4,,{EVERY}",
         "compiled_stages_are_the_same:aot_eager,mlp,pp2tp2,,1f1b,zb-v",
         "compiled_stages_are_the_same:aot_eager,mlp,pp2dp2,zero3,interleaved,zb-h1",
+        "compiled_steps_are_the_same:aot_eager,dp2pp2,zero1,1f1b",
         timeout=400,
     )
 
