@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.deep import alone, deep, in_stages, worst
 
 T = sx.Time
 
@@ -66,3 +67,16 @@ def test_turns_that_lie_the_wrong_way_round_are_an_error() -> None:
     with pytest.raises(sx.Error, match=re.escape("turns of 'mb' lie within those of 'chunk'")) as error:
         planned(sx.Mesh(chunk=T(2), mb=T(2)), False)
     assert "let 'mb' stand in front of 'chunk' in the mesh" in str(error.value)
+
+
+@pytest.mark.parametrize(("rows", "schedule"), [(7, "1f1b"), (8, "zb-h1")])
+def test_turns_around_those_of_a_pipeline(rows: int, schedule: str) -> None:
+    """A message has a number of both turns; some turns have fewer rows than others."""
+    case = deep("mlp", 2, rows - 2)
+    hints = {"pipeline": sx.Pipeline(schedule=schedule), "accumulate": 2}
+    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Time(2)), **hints)
+    assert worst(pm, case, alone(case)) < 1e-12
+    pm.zero_grad()
+    pm.use({rank: pm.rank_module(rank) for rank in range(2)})
+    assert worst(pm, case, alone(case)) < 1e-12
+    assert pm.verify()
