@@ -69,7 +69,7 @@ def test_turns_that_lie_the_wrong_way_round_are_an_error() -> None:
     assert "let 'mb' stand in front of 'chunk' in the mesh" in str(error.value)
 
 
-@pytest.mark.parametrize(("rows", "schedule"), [(7, "1f1b"), (8, "zb-h1")])
+@pytest.mark.parametrize(("rows", "schedule"), [(7, "1f1b"), pytest.param(8, "zb-h1", marks=pytest.mark.slow)])
 def test_turns_around_those_of_a_pipeline(rows: int, schedule: str) -> None:
     """A message has a number of both turns; some turns have fewer rows than others."""
     case = deep("mlp", 2, rows - 2)
