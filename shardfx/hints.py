@@ -87,7 +87,7 @@ class Hints:
             under ``DistributedDataParallel``: that is another model than on one device, and what ``pm.verify()``
             proves. Running statistics take the mean over the parts, and are all that is sent for it. By default
             statistics are those of the whole batch. ``"turn"``: of each turn's part, over all ranks; running
-            statistics are what one turn after the other makes of them.
+            statistics are what one turn after the other makes of them (a step counts as one batch).
         accumulate: in how many turns a rank does its part of the batch, one behind the other: so many micro-batches,
             whose gradients are added. Loss and gradients are those of the whole batch. It is the short form of an
             axis of time in the mesh, ``Mesh(mb=sx.Time(4), dp=2)``, which cuts batches first: ``"mb dp, -"``.
@@ -144,6 +144,7 @@ class Hints:
                     where=f"Hints({name}=...)",
                     expected=expected,
                     got=f"{getattr(self, name)!r:.100} of type {type(getattr(self, name)).__name__}",
+                    remedy="see what help(sx.Hints) says of it",
                 )
         Compute.of(self.compute), Machine.of(self.machine)  # which says so if there is none of that name
 

@@ -131,11 +131,11 @@ class _Writer:
     def source(self) -> Source:
         inputs = [node.name for node in self.nodes if node.op == "placeholder"]
         self._add(None, f"def program({', '.join(inputs)}):", indent="")
-        meets = next((node for node in self.nodes if node.op != "placeholder" and _meets(node)), None)
+        first = next((node for node in self.nodes if node.op != "placeholder" and meets(node)), None)
         for node in self.nodes:
             if node.op == "placeholder":
                 continue
-            if node is meets and self.forms.meet is not None:
+            if node is first and self.forms.meet is not None:
                 self._add(node, f"{self._name(self.forms.meet)}()")
             part = part_in_turns(node)
             if part in FRAMES:
@@ -254,7 +254,7 @@ class _Writer:
         return name
 
 
-def _meets(node: fx.Node) -> bool:
+def meets(node: fx.Node) -> bool:
     """Whether a call needs other ranks, or begins turns, whose units stand in another order than they run."""
     row = row_of(node.target) if node.op == "call_function" else None
     return row is not None and (row.group is not None or row.turns == "opens")

@@ -66,8 +66,10 @@ class Schedule:
         if not rows or not all(_is_sequence(row) and row for row in rows):
             raise Error(
                 "a schedule has a row for each rank, and actions in each",
+                where="Schedule(...)",
                 expected="Schedule(((Action(...), ...), ...)): for each rank the actions in order",
                 got=repr(self.rows)[:200],
+                remedy="take one of sx.make_schedule, or write rows and read them by Schedule.parse",
             )
         wrong = next(((rank, each) for rank, row in enumerate(rows) for each in row if not _is_action(each)), None)
         if wrong:
@@ -76,6 +78,7 @@ class Schedule:
                 where=f"row {wrong[0]}",
                 expected="an Action of a kind F, B, I, W or U, with a stage and a turn from 0 (U: turn 0)",
                 got=f"Action{tuple(wrong[1])}" if type(wrong[1]) is Action else repr(wrong[1])[:200],
+                remedy="write sx.Action(kind, stage, turn)",
             )
         object.__setattr__(self, "rows", tuple(tuple(row) for row in rows))
 
@@ -84,8 +87,16 @@ class Schedule:
         """The schedule that a text says: a row for each rank, actions with blanks between.
 
         Raises:
-            Error: a word is no action, or there is none.
+            Error: a word is no action, or there is none; it is no text.
         """
+        if not isinstance(text, str):
+            raise Error(
+                "this is no text of a schedule",
+                where="Schedule.parse(text)",
+                expected="a row for each rank, such as 'F0.0 B0.0'",
+                got=f"{text!r:.100} of type {type(text).__name__}",
+                remedy="str(schedule) writes one",
+            )
         lines = [line.split() for line in text.splitlines() if line.strip()]
         return cls(tuple(tuple(_read(word, rank, i) for i, word in enumerate(row)) for rank, row in enumerate(lines)))
 
@@ -122,7 +133,11 @@ class Schedule:
         """
         if stage not in self._homes:
             raise Error(
-                f"no rank has an action of stage {stage}", expected=f"a stage of 0 .. {self.stages[-1]}", got=stage
+                f"no rank has an action of stage {stage}",
+                where="Schedule.rank_of(stage)",
+                expected=f"a stage of 0 .. {self.stages[-1]}",
+                got=stage,
+                remedy="ask for a stage that is there",
             )
         return self._homes[stage]
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from shardfx.ir.errors import Error
+
 from .actions import Action, Schedule
 from .complete import check_complete
 from .simulation import COSTS, Costs, Simulation
@@ -64,10 +66,19 @@ def check_schedule(schedule: Schedule, *, stages: int, turns: int, costs: Costs 
         costs: how long an action takes, by kind; for the report alone.
 
     Raises:
-        Error: an action is missing, stands twice, on another rank than others of its stage, or is of a stage or turn
-            that is not there; a backward is there whole and in halves; some stages are updated and others not; an
-            action stands before one for which it waits, or ranks wait for one another. It names rank, action and row.
+        Error: it is no schedule; an action is missing, stands twice, on another rank than others of its stage, or is of
+            a stage or turn that is not there; a backward is there whole and in halves; some stages are updated and
+            others not; an action stands before one for which it waits, or ranks wait for one another. It names rank,
+            action and row.
     """
+    if not isinstance(schedule, Schedule):
+        raise Error(
+            "this is no schedule",
+            where="check_schedule(schedule, ...)",
+            expected="an sx.Schedule",
+            got=f"{schedule!r:.100} of type {type(schedule).__name__}",
+            remedy="sx.Schedule.parse reads a text, sx.make_schedule makes one by its name",
+        )
     check_complete(schedule, stages, turns)
     simulation = Simulation.of(schedule, costs)
     return ScheduleReport(tuple(tuple(_live(row)) for row in schedule.rows), simulation)

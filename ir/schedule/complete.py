@@ -25,18 +25,21 @@ def _once(schedule: Schedule, stages: int, turns: int) -> None:
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.rows):
         for index, action in enumerate(row):
-            what, expected, remedy = "", "", None
+            what, expected, remedy = "", "", ""
             if action.stage >= stages or action.turn >= turns:
                 what = f"{action} is of a stage or turn that is not there"
                 expected = f"stages 0 .. {stages - 1} and turns 0 .. {turns - 1}"
+                remedy = f"make the schedule for {stages} stages and {turns} turns, or leave {action} out"
             elif action in seen:
                 what, expected = f"{action} stands twice", f"each action once; it is {schedule.where(*seen[action])}"
+                remedy = "leave one of them out"
             elif schedule.rank_of(action.stage) != rank:
                 what = f"{action} stands on another rank than its stage"
                 expected = f"all actions of stage {action.stage} on rank {schedule.rank_of(action.stage)}"
                 remedy = "move it: the parameters of a stage lie on one rank"
             if what:
-                raise Error(what, where=schedule.where(rank, index), expected=expected, remedy=remedy)
+                where, got = schedule.where(rank, index), f"{action} on rank {rank}"
+                raise Error(what, where=where, expected=expected, got=got, remedy=remedy)
             seen[action] = rank, index
 
 
@@ -63,6 +66,7 @@ def _two_backwards(schedule: Schedule, whole: Action, half: Action) -> Error:
         f"the backward of stage {whole.stage}, turn {whole.turn} stands there whole and in halves: {whole} and {half}",
         where=schedule.where(rank, schedule.rows[rank].index(half)),
         expected="B, or I and W",
+        got=f"{whole} and {half}",
         remedy=f"leave {whole} out, or {half}",
     )
 
@@ -77,7 +81,14 @@ def _missing(schedule: Schedule, action: Action) -> Error:
         "W": "W beside each I",
         "U": "U of each stage, or of none",
     }
-    return Error(f"{action} is missing", where=row, expected=needed[action.kind], remedy=f"add {action}")
+    last, end = schedule.stages[-1], schedule.turns[-1]
+    return Error(
+        f"{action} is missing",
+        where=row,
+        expected=needed[action.kind],
+        got=f"rows of stages 0 .. {last} and turns 0 .. {end}, without it",
+        remedy=f"add {action}",
+    )
 
 
 def _row(schedule: Schedule, rank: int, most: int = 12) -> str:

@@ -92,5 +92,6 @@ def _deadlock(schedule: Schedule, stuck: Mapping[int, int], missing: Mapping[int
         what,
         where="\n            ".join(lines),
         expected="rows in whose order each action finds done what it waits for",
+        got=", ".join(f"{schedule.rows[each][stuck[each]]} before {missing[each]}" for each in circle),
         remedy=f"{earlier}, or take a schedule of sx.make_schedule",
     )

@@ -54,7 +54,13 @@ class Simulation:
         check_complete(schedule, len(schedule.stages), len(schedule.turns))
         table = cost_table(costs, {action.kind for action in schedule}, len(schedule.stages))
         if not _is_time(comm):
-            raise Error("this is no time of a transfer", where="comm", expected="a number of at least 0", got=comm)
+            raise Error(
+                "this is no time of a transfer",
+                where="comm",
+                expected="a number of at least 0",
+                got=repr(comm),
+                remedy="say how long a transfer takes, in the unit of the costs",
+            )
         needs, spans = dependencies(schedule), dict[Action, Span]()
         free = [0.0 for _ in schedule.ranks]
         for action in executable_order(schedule):
@@ -133,6 +139,7 @@ def cost_table(costs: Costs, kinds: Collection[str], stages: int) -> Mapping[str
                 where=f"costs[{kind!r}]",
                 expected=f"a number, or {stages} of them, one for each stage",
                 got=cost,
+                remedy="say one for each stage, or one for all",
             )
     return table
 
@@ -144,11 +151,23 @@ def check_costs(costs: Costs) -> None:
         Error: a kind is unknown, or a cost is negative or not finite.
     """
     if not isinstance(costs, Mapping):
-        raise Error("these are no costs", where="costs", expected='a mapping such as {"F": 1, "B": 2}', got=repr(costs))
+        raise Error(
+            "these are no costs",
+            where="costs",
+            expected='a mapping such as {"F": 1, "B": 2}',
+            got=repr(costs),
+            remedy="say a cost for each kind of action, or leave costs out",
+        )
     for kind, cost in costs.items():
         if kind not in KINDS:
             known = ", ".join(KINDS)
-            raise Error(f"no action is of kind {kind!r}", where="costs", expected=f"some of {known}", got=kind)
+            raise Error(
+                f"no action is of kind {kind!r}",
+                where="costs",
+                expected=f"some of {known}",
+                got=repr(kind),
+                remedy="leave it out",
+            )
         each = cost if isinstance(cost, Sequence) else (cost,)
         if not all(map(_is_time, each)):
             raise Error(
@@ -156,6 +175,7 @@ def check_costs(costs: Costs) -> None:
                 where=f"costs[{kind!r}]",
                 expected="a number of at least 0, or one for each stage",
                 got=repr(cost),
+                remedy="say how long the action takes, in any unit",
             )
 
 

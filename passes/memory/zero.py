@@ -53,6 +53,14 @@ class Zero(Pass):
                     got=axis,
                     remedy="name the axis, or a tuple of axes, over which parameters are to be stored cut",
                 )
+            if graph.mesh[axis].time:
+                raise Error(
+                    f"parameters are to be stored cut over {axis!r}, an axis of time",
+                    where="Hints(zero_axis=...)",
+                    expected="axes of ranks: each rank has what it stores in all turns",
+                    got=axis,
+                    remedy="name an axis of ranks, such as that of data",
+                )
         trained = {output.name: output for output in graph.outputs if output.kind is OutputKind.GRADIENT}
         stepped = {output.name for output in graph.outputs if output.kind is OutputKind.PARAMETER}
         changed, cuts, users = False, dict[str, Spec](), graph.users()

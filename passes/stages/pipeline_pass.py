@@ -10,9 +10,9 @@ needed elsewhere than where they are made, like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error
@@ -23,7 +23,7 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.schedule import COSTS, Costs, Pipelined, Schedule, check_schedule
 from shardfx.ir.schedule.actions import WORD as ACTION
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
-from shardfx.passes.time import make_schedule
+from shardfx.passes.time import check_live, make_schedule
 
 from .assignment import Assignment, At, places
 from .homes import keep_homes
@@ -34,6 +34,29 @@ STAGED = "STAGED"
 """Each node is in the stages of a pipeline, and what goes between them is sent."""
 WHERE = "Hints(pipeline=...)"
 Maker = Callable[[int, int, int, Costs], Schedule]
+
+
+def _is_count(given: Any) -> bool:
+    return type(given) is int and given >= 1
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "axis": (lambda given: isinstance(given, str) and given != "", "the name of an axis of the mesh", 'axis="pp"'),
+    "time": (lambda given: isinstance(given, str), "the name of an axis of time; empty: no turns", 'time="mb"'),
+    "schedule": (
+        lambda given: isinstance(given, str) or callable(given),
+        "a name, a text (a row for each rank), or a function (stages, turns, ranks, costs) -> sx.Schedule",
+        'schedule="1f1b"; of an sx.Schedule its text: schedule=str(made)',
+    ),
+    "chunks": (_is_count, "an int of at least 1", "chunks=1, or 2 for schedules with several stages on a rank"),
+    "stages": (
+        lambda given: given is None or (isinstance(given, Sequence) and not isinstance(given, str)),
+        "None, or a tuple with an entry for each stage",
+        'stages=(1, 3), or ("layers.0", "layers.1"), or (("emb", "layers.0"), ("layers.1", "head"))',
+    ),
+    "live": (lambda given: given is None or _is_count(given), "an int of at least 1, or None", "leave it out"),
+}
+"""Of each option what fits, in words, and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +92,18 @@ class Pipeline(Pass):
     chunks: int = 1
     stages: Stages = None
     live: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (fits, expected, remedy) in FIELDS.items():
+            given = getattr(self, name)
+            if not fits(given):
+                raise Error(
+                    f"Pipeline({name}=...) is of another kind",
+                    where=f"Pipeline({name}=...)",
+                    expected=expected,
+                    got=f"{given!r:.100} of type {type(given).__name__}",
+                    remedy=remedy,
+                )
 
     def run(self, graph: Graph, context: Context) -> bool:
         self._check(graph)
@@ -131,12 +166,11 @@ class Pipeline(Pass):
         ranks, turns = mesh[self.axis].size, mesh[self.time].size if self.time else 1
         costs = stage_costs(graph, count)
         if callable(self.schedule):
-            made = self.schedule(count, turns, ranks, costs)
+            made = _called(self.schedule, count, turns, ranks, costs)
         elif not ACTION.match(self.schedule.strip()):
-            made = make_schedule(self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs, live=self.live)
+            return make_schedule(self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs, live=self.live)
         else:
             made = Schedule.parse(self.schedule)
-        check_schedule(made, stages=count, turns=turns)
         if len(made.rows) != ranks:
             raise Error(
                 "a schedule has a row for each rank",
@@ -145,7 +179,36 @@ class Pipeline(Pass):
                 got=len(made.rows),
                 remedy=f"write {ranks} rows, or Mesh({self.axis}={len(made.rows)}, ...)",
             )
+        report = check_schedule(made, stages=count, turns=turns)
+        if self.live is not None:
+            check_live("the schedule", report, self.live)
         return made
+
+
+def _called(make: Maker, stages: int, turns: int, ranks: int, costs: Costs) -> Schedule:
+    """What somebody's function makes.
+
+    Raises:
+        Error: it raises, or makes something else.
+    """
+    where, remedy = f"Pipeline(schedule={getattr(make, '__name__', make)})", "return sx.make_schedule(...)"
+    expected = f"an sx.Schedule of {stages} stages and {turns} turns on {ranks} ranks"
+    try:
+        made: object = make(stages, turns, ranks, costs)
+    except Error:
+        raise
+    except Exception as error:
+        raise Error(
+            "the function that is to make a schedule raises",
+            where=where,
+            expected=f"a function (stages, turns, ranks, costs) that gives {expected}",
+            got=f"{type(error).__name__}: {error}",
+            remedy=f"see its traceback above; or {remedy}",
+        ) from error
+    if not isinstance(made, Schedule):
+        got = f"{made!r:.100} of type {type(made).__name__}"
+        raise Error("a function makes no schedule", where=where, expected=expected, got=got, remedy=remedy)
+    return made
 
 
 def stage_costs(graph: Graph, count: int) -> Costs:

@@ -2,7 +2,7 @@
 
 from .known_schedules import SCHEDULES, ScheduleMaker
 from .list_schedule import list_schedule
-from .make_schedule import make_schedule
+from .make_schedule import check_live, make_schedule
 from .micro_batches import Turns
 
-__all__ = ["SCHEDULES", "ScheduleMaker", "Turns", "list_schedule", "make_schedule"]
+__all__ = ["SCHEDULES", "ScheduleMaker", "Turns", "check_live", "list_schedule", "make_schedule"]

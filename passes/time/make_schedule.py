@@ -13,6 +13,8 @@ from .known_schedules import SCHEDULES, PipelineSize, ScheduleMaker
 from .list_schedule import list_schedule
 
 AUTO = "auto"
+NUMBERS = {"stages": "stages", "turns": "turns", "ranks": "ranks", "live": "live turns"}
+"""What is counted, by the option that says it."""
 
 
 def make_schedule(
@@ -40,13 +42,25 @@ def make_schedule(
             the schedule is for; there are fewer turns than it needs; a cost is of an unknown kind or is missing; more
             turns are live than may be.
     """
-    if name not in (*SCHEDULES, AUTO):
+    if not isinstance(name, str) or name not in (*SCHEDULES, AUTO):
         known = ", ".join((*SCHEDULES, AUTO))
-        raise Error(f"no schedule is called {name!r}", where="name", expected=f"one of {known}", got=name)
+        raise Error(
+            f"no schedule is called {name!r}",
+            where="name",
+            expected=f"one of {known}",
+            got=repr(name),
+            remedy="take one of these, write a text (a row for each rank: F0.0 B0.0), or a function that makes one",
+        )
     for what, number in (("stages", stages), ("turns", turns), ("ranks", ranks), ("live", live)):
         optional = what in ("ranks", "live") and number is None
         if not optional and (type(number) is not int or number < 1):
-            raise Error(f"this is no number of {what}", where=what, expected="an int of at least 1", got=repr(number))
+            raise Error(
+                f"this is no number of {NUMBERS[what]}",
+                where=what,
+                expected="an int of at least 1",
+                got=repr(number),
+                remedy=f"say {what}=1 or more" + (", or leave it out" if what in ("ranks", "live") else ""),
+            )
     check_costs(costs)
     maker = ANY if name == AUTO else SCHEDULES[name]
     of = _pipeline(name, maker, stages, turns, ranks or max(stages // maker.fewest, 1))
@@ -54,7 +68,7 @@ def make_schedule(
         return _shortest(of, costs, of.turns * of.chunks if live is None else live)
     schedule = of.schedule(maker.row)
     if live is not None:
-        _check_live(name, check_schedule(schedule, stages=stages, turns=turns), live)
+        check_live(name, check_schedule(schedule, stages=stages, turns=turns), live)
     return schedule
 
 
@@ -89,7 +103,12 @@ def _pipeline(name: str, maker: ScheduleMaker, stages: int, turns: int, ranks: i
     return PipelineSize(ranks, chunks, turns)
 
 
-def _check_live(name: str, report: ScheduleReport, most: int) -> None:
+def check_live(name: str, report: ScheduleReport, most: int) -> None:
+    """See that no more turns are live on a rank than may be.
+
+    Raises:
+        Error: more are, naming where.
+    """
     peak = max(report.peaks)
     if peak > most:
         rank = report.peaks.index(peak)
@@ -111,10 +130,15 @@ def _shortest(of: PipelineSize, costs: Costs, most: int) -> Schedule:
             where="make_schedule('auto', ...)",
             expected=f"live={of.chunks} or more: one for each stage of a rank",
             got=f"live={most}",
+            remedy=f"say live={of.chunks}, or take fewer stages on a rank",
         )
     if not _halves(costs) and "B" not in costs:
         raise Error(
-            "there are no costs of a backward", where="costs", expected="a cost of B, or of I and W", got=dict(costs)
+            "there are no costs of a backward",
+            where="costs",
+            expected="a cost of B, or of I and W",
+            got=dict(costs),
+            remedy='add them: costs={"F": 1, "B": 2, "I": 1, "W": 1}',
         )
     stages = of.ranks * of.chunks
     reports = [

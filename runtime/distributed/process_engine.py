@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import handover
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.source import Forms, Source, write_source
+from shardfx.ir.program.source import Forms, write_source
 from shardfx.runtime.engine import Watch, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
+from shardfx.runtime.module_engine import compiler
+from shardfx.runtime.module_stretches import Stretches
 from shardfx.runtime.same_host.neighbourhood import met
 from shardfx.runtime.same_host.shared_memory import shared_bytes
 
@@ -29,15 +32,50 @@ from .stages import messages
 Tensor = torch.Tensor
 
 
+class Runs(Protocol):
+    """A program, ready to run."""
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """Run it; gives what the program returns."""
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """The node that raised; None if it was none of the program's."""
+
+
+class InStretches:
+    """A program as modules between what ranks do together (:mod:`shardfx.runtime.module_stretches`)."""
+
+    def __init__(self, program: RankProgram, compiled: Callable[[fx.GraphModule], Any], forms: Forms) -> None:
+        self._stretches = Stretches(program, compiled, forms)
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        return self._stretches.to_the_end(*inputs)
+
+    def node_of(self, error: BaseException) -> fx.Node | None:
+        """The call that raised; of a stretch the first one."""
+        return self._stretches.node_of(error)
+
+
+def in_stretches(options: Mapping[str, Any] | None) -> Callable[[RankProgram, Forms], Runs]:
+    """How a :class:`ProcessEngine` runs programs through ``torch.compile``: what goes between ranks is as always."""
+    return lambda program, forms: InStretches(program, compiler(options), forms)
+
+
 class ProcessEngine:
-    """Runs this process's rank as a plain function."""
+    """Runs this process's rank as a plain function.
+
+    Args:
+        write: makes of a program what runs.
+    """
 
     meets_late = True
 
-    def __init__(self, graph: Graph, device: torch.device) -> None:
+    def __init__(
+        self, graph: Graph, device: torch.device, write: Callable[[RankProgram, Forms], Runs] = write_source
+    ) -> None:
         self.device, self.rank = device, dist.get_rank()
-        self._graph, self._ready, self._outbox = graph, False, messages.Outbox()
-        self._sources: WeakKeyDictionary[RankProgram, Source] = WeakKeyDictionary()
+        self._graph, self._ready, self._outbox, self._write = graph, False, messages.Outbox(), write
+        self._sources: WeakKeyDictionary[RankProgram, Runs] = WeakKeyDictionary()
         self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
         self._unmet: Error | None = None
@@ -79,7 +117,7 @@ class ProcessEngine:
         program, given = programs[self.rank], inputs[self.rank]
         if watch is not None:
             watcher = watch.watch(self.rank)
-            source = write_source(program, self._forms(program), watcher)
+            source: Runs = write_source(program, self._forms(program), watcher)
         else:
             source = self.source(program)
         self._pools[program].next_step()
@@ -111,10 +149,10 @@ class ProcessEngine:
             self._unmet = error
             raise
 
-    def source(self, program: RankProgram) -> Source:
+    def source(self, program: RankProgram) -> Runs:
         """The function that runs for a program, written once."""
         if program not in self._sources:
-            self._sources[program] = write_source(program, self._forms(program))
+            self._sources[program] = self._write(program, self._forms(program))
         return self._sources[program]
 
     def _forms(self, program: RankProgram) -> Forms:

@@ -168,19 +168,12 @@ class ParallelModule(SteppedModule):
 
         torch plans memory itself: the programs are then those of the rank passes ``waits`` and ``own-outputs`` alone,
         and ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is.
+        Of a pipeline's stages on real ranks what is between sends, receives and collectives is compiled, once for all
+        turns; and they are done as without it.
 
         Raises:
-            Error: something is put away (``Hints(offload=...)``), which is a plan of memory, too; or real ranks do the
-                stages of a pipeline.
+            Error: something is put away (``Hints(offload=...)``), which is a plan of memory, too.
         """
-        if self.after.pipeline is not None and not self._place.virtual:
-            raise Error(
-                "what real ranks send from stage to stage is not compiled",
-                where="pm.compile()",
-                expected="a plan without Hints(pipeline=...), or virtual ranks",
-                got="a pipeline on real ranks",
-                remedy="leave pm.compile() out",
-            )
         if any(moves_pool(node) for node in self.after.nodes):
             raise Error(
                 "torch.compile plans memory itself, and Hints(offload=...) does so, too",

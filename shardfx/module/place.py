@@ -76,6 +76,10 @@ class Place:
 
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs as modules, through ``torch.compile(**options)``."""
+        if graph.pipeline is not None and not self.virtual:  # a compiled send would wait until it is received
+            from shardfx.runtime.distributed.process_engine import ProcessEngine, in_stretches
+
+            return ProcessEngine(graph, self.device, in_stretches(options))
         engine = self.make_engine(graph)
         if self.virtual:
             return ModuleEngine(engine, graph.mesh, options, perform)

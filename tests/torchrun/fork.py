@@ -26,7 +26,7 @@ from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
-from . import call_workers, pipeline_workers, scene_workers, transport_workers  # noqa: F401
+from . import call_workers, pipeline_workers, scene_workers, stage_workers, transport_workers  # noqa: F401
 from .pipeline_workers import WORKERS
 from .workers import PLANS, gated
 
@@ -109,6 +109,8 @@ def main(arguments: list[str]) -> int:
             prepare(worker, given.split(","))
         if worker in pipeline_workers.PREPARED:
             pipeline_workers.prepare(worker, given.split(","))
+        if worker in stage_workers.PREPARED:
+            stage_workers.prepare(worker, given.split(","))
     if any(call.partition(":")[0] in GATED for call in calls):
         for name in PLANS:
             gated(name)

@@ -86,7 +86,7 @@ def step(pm: sx.ParallelModule, mode: str) -> None:
     if mode == "makes_nan":
         with pm.debug_nan():
             pm(x, y)
-    elif mode == "compiled_raises":
+    elif mode in COMPILED:
         pm.compile(backend=broken if dist.get_rank() == 1 else "eager")
         pm(x, y)
     else:
@@ -104,11 +104,8 @@ def stage_raises(program: dict[str, Any]) -> None:
 MODES["stage_raises"] = stage_raises
 
 
-def compiled_raises(_: dict[str, Any]) -> None:
-    """In what torch compiled."""
-
-
-MODES["compiled_raises"] = compiled_raises
+COMPILED = ("compiled_raises", "compiled_stage_raises")
+"""In what torch compiled: of a whole program, and of a stage."""
 
 
 def broken(*_: Any) -> Callable[..., Any]:
@@ -132,7 +129,7 @@ def planned(mode: str) -> sx.ParallelModule:
         targets=(torch.zeros(8, dtype=torch.int64),),
         specs={"args.0": "dp, -", "targets.0": "dp", "fc1.weight": "tp, -"},
     )
-    if mode == "stage_raises":
+    if mode.endswith("stage_raises"):
         rows = {"args.0": "mb dp, -", "targets.0": "mb dp"}
         return sx.parallelize(
             model, sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), replace(hints, specs=rows, pipeline=sx.Pipeline())
@@ -206,7 +203,7 @@ class Ranks:
 def main(modes: list[str]) -> int:
     """All modes at once, for their ranks mostly wait."""
     remember_plans()
-    for mode in {"exits", "stage_raises"} & {"exits", *modes}:
+    for mode in {"exits", "stage_raises", "compiled_stage_raises"} & {"exits", *modes}:
         planned(mode)  # which ranks inherit
     started = {mode: Ranks(mode).wait() for mode in modes}
     print("ENDS", json.dumps({mode: ranks.ends() for mode, ranks in started.items()}))

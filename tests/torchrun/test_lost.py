@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.torchrun.launch import ended
-from tests.torchrun.lost import BETWEEN, MODES, TIMEOUT, End
+from tests.torchrun.lost import BETWEEN, COMPILED, MODES, TIMEOUT, End
 
 SOON = TIMEOUT + 14.0
 """The time-out, two seconds to hear from one another, and a busy machine: some thirty ranks at once on its cores."""
@@ -15,7 +15,7 @@ SOON = TIMEOUT + 14.0
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[End]]:
-    return run(*(mode for mode in MODES if mode != "compiled_raises"), *BETWEEN)
+    return run(*MODES, *BETWEEN)
 
 
 def run(*modes: str) -> dict[str, list[End]]:
@@ -61,13 +61,15 @@ def test_a_stage_that_raises(ends: dict[str, list[End]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_program_that_raises() -> None:
+@pytest.mark.parametrize("mode", COMPILED)
+def test_a_compiled_program_that_raises(mode: str) -> None:
     """Alone: torch.compile keeps the cores from those that must be in time."""
-    ends = run("compiled_raises")
-    own = ends["compiled_raises"][1]
+    ends = run(mode)
+    own = ends[mode][1]
     assert own is not None and "a rank's program failed" in own[1] and "no memory left" in own[1], own
-    for text in others(ends["compiled_raises"]):
-        assert "while others waited for it in a collective of the compiled program" in text, text
+    for text in others(ends[mode]):
+        assert mode == "compiled_stage_raises" or "in a collective of the compiled program" in text, text
+        assert "while others waited for it in" in text, text
         assert "rank 1: a rank's program failed" in text and "no memory left" in text, text
 
 

@@ -219,7 +219,7 @@ def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None
     with pytest.raises(sx.Error) as error:
         sx.check_schedule(sx.Schedule.parse(text), stages=2, turns=2)
     assert all(words in str(error.value) for words in WRONG[text]), error.value
-    assert "expected:" in str(error.value)
+    assert all(f"  {part}:" in str(error.value) for part in ("where", "expected", "got", "remedy")), error.value
 
 
 @pytest.mark.parametrize(
@@ -251,6 +251,7 @@ def test_mistakes_are_errors(make: Callable[[], object], words: str) -> None:
     with pytest.raises(sx.Error) as error:
         make()
     assert words in str(error.value), error.value
+    assert all(f"  {part}:" in str(error.value) for part in ("where", "expected", "got", "remedy")), error.value
 
 
 def test_one_missing_action_of_a_known_schedule_is_named() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.deep import alone, deep, in_stages, worst
 
 T = sx.Time
 
@@ -103,3 +104,16 @@ def test_turns_go_on_where_ranks_and_chunks_want_one_dim(specs: dict[str, str]) 
     assert abs(made - alone) < 1e-12
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(pm.full_grads()[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "schedule"), [(7, "1f1b"), pytest.param(8, "zb-h1", marks=pytest.mark.slow)])
+def test_turns_around_those_of_a_pipeline(rows: int, schedule: str) -> None:
+    """A message has a number of both turns; some turns have fewer rows than others."""
+    case = deep("mlp", 2, rows - 2)
+    hints = {"pipeline": sx.Pipeline(schedule=schedule), "accumulate": 2}
+    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Time(2)), **hints)
+    assert worst(pm, case, alone(case)) < 1e-12
+    pm.zero_grad()
+    pm.use({rank: pm.rank_module(rank) for rank in range(2)})
+    assert worst(pm, case, alone(case)) < 1e-12
+    assert pm.verify()

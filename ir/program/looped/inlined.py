@@ -7,7 +7,7 @@ Modules of turns become loops again (:mod:`.turn_modules`), those of units the u
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import fx
@@ -16,7 +16,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.units.driver import Driven, read_drivers
 
-from .within_turns import gives_number, part_in_turns
+from .within_turns import part_in_turns
 
 
 def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], path: str = "") -> Any:
@@ -126,10 +126,11 @@ def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
     """Units have each said what they are, and taken numbers of their turn: these stand once, behind the begin."""
     head, last = {begin: begin}, begin
     known: dict[Any, fx.Node] = {}
+    own = set(inside)
     for node in inside:
         if node.target is turns.unit and len(node.args) == 3:
             node.graph.erase_node(node)
-        elif gives_number(node) and part_in_turns(node) == "number" and set(node.all_input_nodes) <= head.keys():
+        elif part_in_turns(node) == "number" and _of_head(node, head, own):
             key = (node.target, node.args)
             if key in known:
                 node.replace_all_uses_with(known[key])
@@ -137,6 +138,12 @@ def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
                 continue
             last.append(node)
             known[key] = last = head[node] = node
+
+
+def _of_head(number: fx.Node, head: Collection[fx.Node], inside: Collection[fx.Node]) -> bool:
+    """Whether a number of the turn is made of others of it, and of what was there before."""
+    used = number.all_input_nodes
+    return any(each in head for each in used) and all(each in head or each not in inside for each in used)
 
 
 def _done(into: fx.Graph, begin: fx.Node, around: Sequence[fx.Node]) -> None:

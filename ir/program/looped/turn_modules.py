@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from shardfx.ir.ops.time import turns
-from shardfx.ir.program.units.driver import write_driver
+from shardfx.ir.program.units.driver import of_turn, write_driver
 from shardfx.ir.program.units.execution import end_of
 from shardfx.ir.program.units.unit_order import order_of
 
@@ -59,11 +59,8 @@ def nested(graph: fx.Graph, units: Units | None = None) -> tuple[fx.Graph, Units
 def _unit(nodes: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
     """What is done in a turn, and what of it is used behind: its results."""
     begin, inside = nodes[0], set(nodes)
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    env[begin] = graph.placeholder("turn")
-    around: Sequence[fx.Node] = begin.args[2]  # type: ignore[assignment]
-    for each in around:
-        env[each] = graph.placeholder(each.name)
+    graph, around = fx.Graph(), begin.args[2]
+    env = of_turn(graph, begin, around)  # type: ignore[arg-type]
     for node in nodes[1:-1]:
         env[node] = graph.node_copy(node, env.__getitem__)
     left = [node for node in nodes if any(user not in inside for user in node.users)]

@@ -168,7 +168,11 @@ class _Merge:
             return number
         axis = self.axes[-number.depth]
         begin = next(loop for loop in self.inside[before] if part_in_turns(loop) == "opens" and loop.args[0] == axis)
-        lines = tuple((at, self._written(n, before), self._written(step, before)) for at, n, step in number.lines)
+        shared = bool(order_of(begin))
+        place = begin if shared else before  # what the line of an inner turn is made of is there when these begin
+        lines = tuple((at, self._written(n, place), self._written(step, place)) for at, n, step in number.lines)
+        for made in (each for line in lines for each in line[1:] if shared and isinstance(each, fx.Node)):
+            _say(begin, made)
         call = (turns.at, *lines[0][1:]) if len(lines) == 1 else (turns.pick, lines)
         return self._number(begin, before, call)
 

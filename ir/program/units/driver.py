@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -63,7 +63,7 @@ def write_driver(
     there: dict[tuple[fx.Node, int], fx.Node] = {}
     for word in order.words:
         unit = units[word.unit]
-        given = [there.get((each, word.turn)) or env[each] for each in unit.takes]
+        given = [there.get((each, word.turn)) or env.get(each) or _not_yet(each, word, units) for each in unit.takes]
         name = f"{word.unit.lower()}_{word.turn}"
         call = made.create_node("call_module", modules[word.unit], (word.turn, *given), name=name)
         for place, each in enumerate(unit.gives):
@@ -88,17 +88,31 @@ def _units(nodes: Sequence[fx.Node]) -> dict[str, _Unit]:
             unit.nodes.append(node)
     for unit in found.values():
         own = set(unit.nodes)
-        used = dict.fromkeys(each for node in unit.nodes for each in node.all_input_nodes if each not in own)
-        unit.takes = [each for each in used if not (each is nodes[0] or (each in inside and each not in of))]
+        used = [each for node in unit.nodes for each in node.all_input_nodes if each not in own]
+        for each in used:  # and what numbers of the turn are made of, which stand in each unit that uses them
+            used += each.all_input_nodes if each in inside and each not in of and each is not nodes[0] else []
+        outer = dict.fromkeys(each for each in used if each is not nodes[0])
+        unit.takes = [each for each in outer if each not in inside or each in of]
         unit.gives = [node for node in unit.nodes if any(user not in own for user in node.users)]
     return found
 
 
+def of_turn(graph: fx.Graph, begin: fx.Node, takes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The inputs of a module of turns that begin at a node: the number of the turn, and what it takes, each by its
+    name (a number of the turns around is called ``turn``, too)."""
+    made, names = {begin: graph.placeholder("turn")}, {"turn"}
+    for each in takes:
+        name = each.name
+        while name in names:
+            name += "_"
+        names.add(name)
+        made[each] = graph.placeholder(name)
+    return made
+
+
 def _unit_graph(begin: fx.Node, axis: str, unit: _Unit, head: Sequence[fx.Node]) -> fx.Graph:
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    env[begin] = graph.placeholder("turn")
-    for each in unit.takes:
-        env[each] = graph.placeholder(each.name)
+    env |= of_turn(graph, begin, unit.takes)
     graph.call_function(turns.unit, (env[begin], unit.name, axis))
     needed = {used for node in unit.nodes for used in node.all_input_nodes}
     for node in reversed(head):
@@ -108,6 +122,22 @@ def _unit_graph(begin: fx.Node, axis: str, unit: _Unit, head: Sequence[fx.Node])
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in unit.gives))
     return graph
+
+
+def _not_yet(value: fx.Node, word: Word, units: Mapping[str, _Unit]) -> NoReturn:
+    """Raise for a value that the unit takes before it is made.
+
+    Raises:
+        Error: naming both units.
+    """
+    maker = next((name for name, unit in units.items() if value in unit.nodes), "")
+    raise Error(
+        f"{word} takes {value.name} before it is made",
+        where=f"the order of units, {word}",
+        expected=f"{Word(maker, word.turn)} before it" if maker else "what was made before the turns",
+        got=value.format_node() or value.name,
+        remedy="let the unit that makes it stand earlier in the order",
+    )
 
 
 # ---- a driver read back ---------------------------------------------------------------------------------------------

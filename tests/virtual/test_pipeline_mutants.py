@@ -1,0 +1,289 @@
+"""Damaged programs of stages: whatever is sent, added up or stepped otherwise is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.ir.ops.time import turns
+from tests.deep import CHUNKS, deep
+from tests.deep import in_stages as staged
+
+from .test_pipelines import three_stages
+
+aten = torch.ops.aten
+
+
+def of(graph: fx.Graph, name: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is BY_NAME[name].function]
+
+
+def to_the_wrong_stage(graph: fx.Graph) -> None:
+    node = of(graph, "stage.send")[-1]
+    node.args = (node.args[0], 2, *node.args[2:])
+
+
+def another_value(graph: fx.Graph) -> None:
+    first, second, *_ = of(graph, "stage.send")
+    first.args, second.args = (first.args[0], *second.args[1:]), (second.args[0], *first.args[1:])
+
+
+def of_the_turn_before(graph: fx.Graph) -> None:
+    node = of(graph, "stage.receive")[0]
+    number = node.args[5]
+    with graph.inserting_after(number):
+        other = graph.call_function(turns.at, (number.args[0], 3, -1))
+    node.args = (*node.args[:5], other, node.args[6])
+
+
+def order(graph: fx.Graph, change: Callable[[list[str]], list[str]]) -> None:
+    node = of(graph, "time.turns")[-1]
+    node.args = (*node.args[:3], " ".join(change(str(node.args[3]).split())))
+
+
+def two_turns_exchanged(graph: fx.Graph) -> None:
+    swap = {"1": "2", "2": "1"}
+    order(graph, lambda words: [f"{word[:-1]}{swap.get(word[-1], word[-1])}" for word in words])
+
+
+def a_backward_left_out(graph: fx.Graph) -> None:
+    order(graph, lambda words: [word for word in words if word != "B1.3"])
+
+
+def a_backward_twice(graph: fx.Graph) -> None:
+    order(graph, lambda words: [*words, "B1.3"])
+
+
+def a_weight_gradient_lost(graph: fx.Graph) -> None:
+    node = of(graph, "time.add")[-1]
+    node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op == "output")
+
+
+def nothing_is_sent(graph: fx.Graph) -> None:
+    graph.erase_node(of(graph, "stage.send")[-1])
+
+
+def a_backward_before_its_forward(graph: fx.Graph) -> None:
+    order(graph, lambda words: sorted(words, key=lambda word: word != "B1.3"))
+
+
+def a_receive_left_out(graph: fx.Graph) -> None:
+    order(graph, lambda words: [word for word in words if word != "RB2.2"])
+
+
+def a_message_taken_for_another(graph: fx.Graph) -> None:
+    first, second, *_ = of(graph, "stage.receive")
+    first.update_arg(4, second.args[4])
+
+
+def from_the_wrong_stage(graph: fx.Graph) -> None:
+    of(graph, "stage.receive")[0].update_arg(3, 2)
+
+
+def added_twice(graph: fx.Graph) -> None:
+    total = of(graph, "time.add")[-1]
+    with graph.inserting_after(total):
+        again = graph.call_function(total.target, (total, total.args[1]))
+    again.meta = dict(total.meta)
+    total.replace_all_uses_with(again, delete_user_cb=lambda user: user.op == "output")
+
+
+def an_activation_written_over(graph: fx.Graph) -> None:
+    """What the backward reads is the memory of another value by then."""
+    relu = next(node for node in graph.nodes if node.target is aten.relu.default)
+    with graph.inserting_after(of(graph, "c10d.wait_tensor")[-1]):
+        graph.call_function(BY_NAME["memory.write"].function, (relu, of(graph, "c10d.wait_tensor")[-1]))
+
+
+MUTANTS = [
+    to_the_wrong_stage,
+    from_the_wrong_stage,
+    another_value,
+    a_message_taken_for_another,
+    of_the_turn_before,
+    two_turns_exchanged,
+    a_backward_left_out,
+    a_backward_twice,
+    a_backward_before_its_forward,
+    a_receive_left_out,
+    a_weight_gradient_lost,
+    added_twice,
+    an_activation_written_over,
+    nothing_is_sent,
+]
+
+
+def refused(pm: sx.ParallelModule, rank: int, damage: Callable[[fx.Graph], None]) -> str:
+    """Why a damaged program is: as no program, or as another one."""
+    program = pm.rank_program(rank)
+    before = str(program)
+    damage(program.graph)
+    assert str(program) != before
+    try:
+        verdict = pm.verify(modules={rank: program.module()})
+    except sx.Error as error:
+        return str(error)
+    return "" if verdict else verdict.why
+
+
+def test_undamaged_ones_are_proven() -> None:
+    for pm, rank in ((three_stages(), 1), (stepped(), 0)):
+        assert pm.verify(modules={rank: pm.rank_module(rank)})
+
+
+@pytest.mark.parametrize("damage", MUTANTS)
+def test_damaged_stages_are_refused(damage: Callable[[fx.Graph], None]) -> None:
+    assert refused(three_stages(), 1, damage)
+
+
+# ---- with the step of an optimizer, a weight of two stages, and inputs
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def loss_of(out: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@cache
+def stepped() -> sx.ParallelModule:
+    torch.manual_seed(0)
+    model, (x, y) = Tied().double(), torch.randint(12, (2, 4, 3)).unbind()
+    hints = sx.Hints((x,), loss=loss_of, targets=(y,), pipeline=sx.Pipeline(), optimizer=momentum)
+    return sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints, virtual=True)
+
+
+def named(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
+def total_of_a_table(graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
+    """The gradient of the shared weight from this stage, and the sum of both stages'."""
+    (own,) = of(graph, "time.add_rows")
+    return own, next(user for user in own.users if user.target is aten.add.Tensor)
+
+
+def a_tied_sum_is_this_stages(graph: fx.Graph) -> None:
+    own, both = total_of_a_table(graph)
+    both.replace_all_uses_with(own)
+
+
+def a_tied_sum_is_the_other_stages(graph: fx.Graph) -> None:
+    own, both = total_of_a_table(graph)
+    both.replace_all_uses_with(next(each for each in both.all_input_nodes if each is not own))
+
+
+def a_tied_gradient_twice(graph: fx.Graph) -> None:
+    own, both = total_of_a_table(graph)
+    both.args = (own, own)
+
+
+def segment_with(graph: fx.Graph, place: fx.Node, totals: bool) -> None:
+    """Step before ``place``; ``totals``: with what was collected, else with what it is collected in."""
+    (segment,) = of(graph, "update.segment")
+    lowered = [node for node in segment.all_input_nodes if node.target is aten.neg.default]
+    for node in (*lowered, segment):
+        place.prepend(node)
+    if not totals:
+        sums = {each: each.args[0] for each in segment.all_input_nodes if each.target in SUMS}
+        for each, memory in sums.items():
+            segment.replace_input_with(each, memory)  # type: ignore[arg-type]
+
+
+SUMS = [BY_NAME[name].function for name in ("time.add", "time.add_product", "time.add_rows")]
+
+
+def a_step_before_the_turns(graph: fx.Graph) -> None:
+    segment_with(graph, of(graph, "time.turns")[-1], totals=False)
+
+
+def a_step_in_each_backward(graph: fx.Graph) -> None:
+    segment_with(graph, of(graph, "time.done")[-1], totals=True)
+
+
+def a_step_without_the_turns(graph: fx.Graph) -> None:
+    """It is done with what gradients were before any was added."""
+    (segment,) = of(graph, "update.segment")
+    for each in [each for each in segment.all_input_nodes if each.target in SUMS]:
+        segment.replace_input_with(each, each.args[0])  # type: ignore[arg-type]
+
+
+def old_weights_are_sent(graph: fx.Graph) -> None:
+    new = next(node for node in of(graph, "stage.send") if node.args[0].target is aten.add.out)  # type: ignore[union-attr]
+    of(graph, "time.turns")[-1].append(new)
+    new.update_arg(0, named(graph, "emb_weight"))
+
+
+def other_rows(graph: fx.Graph, which: int) -> None:
+    piece = of(graph, "time.piece")[which]
+    number: Any = piece.args[2]
+    with graph.inserting_after(number):
+        piece.update_arg(2, graph.call_function(turns.at, (number.args[0], 2, -2)))
+
+
+def rows_of_another_turn(graph: fx.Graph) -> None:
+    other_rows(graph, 0)
+
+
+def rows_of_another_turn_in_the_backward(graph: fx.Graph) -> None:
+    other_rows(graph, -1)
+
+
+STEPPED = [
+    a_tied_sum_is_this_stages,
+    a_tied_sum_is_the_other_stages,
+    a_tied_gradient_twice,
+    a_step_before_the_turns,
+    a_step_in_each_backward,
+    a_step_without_the_turns,
+    old_weights_are_sent,
+    rows_of_another_turn,
+    rows_of_another_turn_in_the_backward,
+]
+
+
+@pytest.mark.parametrize("damage", STEPPED)
+def test_damaged_steps_are_refused(damage: Callable[[fx.Graph], None]) -> None:
+    assert refused(stepped(), 0, damage)
+
+
+# ---- orders of units, by every schedule
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_orders_that_cannot_be_are_refused(name: str, rank: int) -> None:
+    """Of each unit the first turn is left out, done twice, or (of a backward) done before all others."""
+    case = deep("mlp", 2 * CHUNKS[name], 4)
+    pm = staged(case, sx.Mesh(pp=2, mb=sx.Time(4)), pipeline=sx.Pipeline(schedule=name, chunks=CHUNKS[name]))
+    words = str(of(pm.rank_program(rank).graph, "time.turns")[-1].args[3]).split()
+    for unit in dict.fromkeys(word.partition(".")[0] for word in words):
+        rest = [word for word in words if word != f"{unit}.0"]
+        changed = [rest, [*words, f"{unit}.0"], *([[f"{unit}.0", *rest]] if unit[0] in "BIW" else [])]
+        for each in changed:
+            assert refused(pm, rank, lambda graph, to=tuple(each): order(graph, lambda _: list(to))), each

@@ -1,0 +1,104 @@
+"""Every schedule, for every kind of model: loss, gradients and buffers of one device; and with the other axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import shardfx as sx
+from tests.deep import AGAIN, CHUNKS, alone, deep, in_stages, worst
+
+pytestmark = pytest.mark.slow
+MODELS = ("gpt", "llama", "t5", "resnet", "unet")
+
+
+def zero(level: int) -> dict[str, Any]:
+    return {"zero": level, "zero_min": 0}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_schedule_of_every_model(name: str, schedule: str, ranks: int) -> None:
+    """Turns are no multiple of the ranks, nor (but for batch norms) rows of the turns."""
+    turns, chunks = 2 * ranks + 1, CHUNKS[schedule]
+    case = deep(name, ranks * chunks, turns)
+    mesh = sx.Mesh(pp=ranks, mb=sx.Time(turns))
+    pm = in_stages(case, mesh, pipeline=sx.Pipeline(schedule=schedule, chunks=chunks))
+    assert worst(pm, case, alone(case, turns)) < 1e-9
+    assert pm.verify()
+
+
+PAIRS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp": ({"tp": 2}, {}),
+    "recompute": ({}, {}),
+    "dp tp": ({"dp": 2, "tp": 2}, {}),
+    "dp zero1": ({"dp": 2}, zero(1)),
+    "dp zero2": ({"dp": 2}, zero(2)),
+    "dp zero3": ({"dp": 2}, zero(3)),
+    "dp recompute": ({"dp": 2}, {}),
+    "tp zero3": ({"dp": 2, "tp": 2}, zero(3)),
+    "tp recompute": ({"tp": 2}, {}),
+    "zero1 recompute": ({"dp": 2}, zero(1)),
+    "zero3 recompute": ({"dp": 2}, zero(3)),
+}
+PLACES = [(name, pair, i + j) for i, name in enumerate(MODELS) for j, pair in enumerate(PAIRS)]
+CASES = [(name, pair, [*CHUNKS][place % len(CHUNKS)]) for name, pair, place in PLACES]
+"""Each pair for each model, with all schedules in turn."""
+
+
+@pytest.mark.parametrize(("name", "pair", "schedule"), CASES)
+def test_pairs_of_axes_and_features(name: str, pair: str, schedule: str) -> None:
+    axes, hints = PAIRS[pair]
+    hints = hints | ({"recompute": AGAIN[name]} if "recompute" in pair else {})
+    case, chunks = deep(name, 2 * CHUNKS[schedule], 5, axes.get("dp", 1)), CHUNKS[schedule]
+    first = len(schedule) % 2  # stages are the outermost axis, or the innermost
+    mesh = sx.Mesh(**({"pp": 2} | axes if first else axes | {"pp": 2}), mb=sx.Time(5))
+    pm = in_stages(case, mesh, pipeline=sx.Pipeline(schedule=schedule, chunks=chunks), **hints)
+    assert worst(pm, case, alone(case, 5)) < 1e-9
+    assert pm.verify()
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(("level", "schedule"), [(0, "1f1b"), (1, "interleaved"), (2, "zb-h1"), (3, "zb-v")])
+def test_all_of_it_at_once(name: str, level: int, schedule: str) -> None:
+    """Data, tensor and sequence parallelism, pieces, and blocks made again in the first stage alone."""
+    case, chunks = deep(name, 2 * CHUNKS[schedule], 5, 2), CHUNKS[schedule]
+    hints = {"pipeline": sx.Pipeline(schedule=schedule, chunks=chunks), "recompute": "layers.0"}
+    pm = in_stages(case, sx.Mesh(dp=2, tp=2, pp=2, mb=sx.Time(5)), True, **hints, **(zero(level) if level else {}))
+    assert worst(pm, case, alone(case)) < 1e-9
+    assert pm.verify()
+
+
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_activations_put_away_by_every_schedule(schedule: str) -> None:
+    case, chunks = deep("gpt", 2 * CHUNKS[schedule], 5), CHUNKS[schedule]
+    away = sx.Offload(("activations",), least=1)
+    hints = {"pipeline": sx.Pipeline(schedule=schedule, chunks=chunks), "offload": (away,)}
+    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Time(5)), **hints)
+    assert worst(pm, case, alone(case)) < 1e-9
+    assert pm.verify()
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_stages_accumulate(name: str) -> None:
+    case = deep(name, 2, 4)
+    pm = in_stages(case, sx.Mesh(pp=2, mb=sx.Time(2)), pipeline=sx.Pipeline(), accumulate=2)
+    assert worst(pm, case, alone(case)) < 1e-9
+    assert pm.verify()
+
+
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_tiles_by_every_schedule(schedule: str) -> None:
+    case, chunks = deep("unet", 0, 5), CHUNKS[schedule]
+    hints = sx.Hints(
+        case.args,
+        loss=case.loss,
+        targets=case.targets,
+        specs={"args.0": "mb, -, h, -", "targets.0": "mb, h, -"},
+        pipeline=sx.Pipeline(schedule=schedule, chunks=chunks),
+    )
+    pm = sx.parallelize(case.model, sx.Mesh(pp=2, h=2, mb=sx.Time(5)), hints)
+    assert worst(pm, case, alone(case)) < 1e-9
+    assert pm.verify()
