@@ -277,8 +277,8 @@ def inner_padding(program: fx.GraphModule) -> None:
 
 def rim_counted_twice(program: fx.GraphModule) -> None:
     """The gradient of the bias adds up the rows of others as well."""
-    rows = call(program, "unpack_rows", -1)
-    (total,) = [node for node in rows.args[0].users if "sum.dim" in str(node.target)]  # type: ignore[union-attr]
+    total = call(program, "sum.dim")
+    rows = next(user for user in total.args[0].users if "unpack_rows" in str(user.target))  # type: ignore[union-attr]
     with program.graph.inserting_after(rows):
         more = program.graph.call_function(total.target, (rows, *total.args[1:]))
     late = [user for user in total.users if user > more]

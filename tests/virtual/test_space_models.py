@@ -125,7 +125,7 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("merge", "size"), [("never", 256), ("cost", 512)])
+@pytest.mark.parametrize(("merge", "size"), [("never", 256), ("cost", 256), ("cost", 512)])
 def test_a_rank_holds_a_fourth_and_its_halos_at_most(merge: str, size: int) -> None:
     """The peak of a UNet on 2 x 2 ranks, beside that of a plan for one; a rim is little of tiles of this size."""
     x, peaks = torch.randn(1, 3, size, size), []
