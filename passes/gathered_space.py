@@ -29,16 +29,25 @@ def space_axes(graph: Graph) -> set[str]:
 
 def gathered(node: Node, rule: ShardingRule, axes: Collection[str]) -> Mapping[str, str]:
     """The factors that a node needs whole though an operand is cut there over some axes: each with its axes. So it does
-    of what a single row is made of, through a window or in a block."""
+    of what a single row is made of, through a window or in a block; and of one of two dims that are cut over the same
+    ranks, where each of one is joined with each of the other (``x @ x.T``, attention by hand)."""
     made, found = node.strategy, {}
     assert made is not None
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
         for dim, cut in enumerate(value.spec.dims if value.spec is not None else ()):
             lost = [axis for axis in cut.axes if axis in axes and axis not in need.axes + need.partial_axes]
             whole = [factor for factor in dims[dim] if factor in rule.whole or factor in rule.windows]
-            if lost and whole:
-                found[" ".join(whole)] = ", ".join(lost)
+            if lost and (whole or _joined(node, rule, dims[dim], lost)):
+                found[" ".join(whole or dims[dim])] = ", ".join(lost)
     return found
+
+
+def _joined(node: Node, rule: ShardingRule, factors: Collection[str], lost: Collection[str]) -> bool:
+    """Whether another factor, which these stand beside in a result, is cut over the axes that these lost."""
+    assert node.strategy is not None
+    own = [dims for dims in rule.result_factors if not dims.isdisjoint(factors)]
+    cut = {factor for factor, axes in node.strategy.cuts if not set(lost).isdisjoint(axes)}
+    return any(not (dims - set(factors)).isdisjoint(cut) for dims in own)
 
 
 def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
