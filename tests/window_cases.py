@@ -81,6 +81,22 @@ def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), aligned)
 
 
+def scaled(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    """By a scale that need not be that of the sizes."""
+    size, scale = draw.randint(1, 30), draw.choice((0.5, 0.75, 2.0, 0.3, 1.7, 1.2345, 2.5))
+    if int(size * scale) == 0:
+        raise ValueError("no row is left")
+    x, sizes = f(1, 2, size, 5), [int(size * scale), 5]
+    name = draw.choice(("upsample_bilinear2d", "upsample_bicubic2d", "upsample_nearest2d", "_upsample_nearest_exact2d"))
+    return getattr(aten, name).default, (x, sizes, *([False] if "bi" in name else []), scale, None)
+
+
+def scaled_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes, *options) = scaled(draw)
+    y = torch.randn_like(op(x, sizes, *options))
+    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), *options)
+
+
 def nearest(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     name = draw.choice(("upsample_nearest2d", "_upsample_nearest_exact2d"))
     x = f(1, 2, draw.randint(1, 40), 3).to(draw.choice((torch.float32, torch.float64)))
@@ -178,6 +194,8 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "pad": pad,
     "resize": resize,
     "resize gradient": resize_gradient,
+    "scaled": scaled,
+    "scaled gradient": scaled_gradient,
     "nearest": nearest,
     "nearest gradient": nearest_gradient,
     "adaptive": adaptive,

@@ -106,6 +106,13 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "area": lambda x: F.interpolate(x, size=(10, 9), mode="area"),
     "nearest": lambda x: F.interpolate(x, size=(23, 20), mode="nearest"),
     "nearest-exact": lambda x: F.interpolate(x, size=(11, 9), mode="nearest-exact"),
+    "by a scale": lambda x: (
+        F.interpolate(x, scale_factor=1.7, mode="bilinear") + F.interpolate(x, scale_factor=(1.7, 1.72), mode="bicubic")
+    ),
+    "half of odd rows": lambda x: (
+        F.interpolate(x, scale_factor=0.5) * F.interpolate(x, scale_factor=0.5, mode="bilinear", align_corners=False)
+    ),
+    "spread": lambda x: x / (x.std((2, 3), keepdim=True) + 0.1),
     "means of all": lambda x: x * F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (3, 2)).mean(),
     "largest of all": lambda x: x * F.adaptive_max_pool2d(x, 1),
     "largest of windows of any size": lambda x: F.adaptive_max_pool2d(x, (11, 9)),

@@ -14,6 +14,7 @@ torch's ops may be given beside a gradient, nothing is read. Needs torch alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -64,11 +65,14 @@ def taps(
 
 def nearest(size: int, step: float, kind: str, dim: int, space: int, like: Tensor) -> Tensor:
     """The one row of which each row of the whole result is made: asked of torch's own kernel, for kernels round where a
-    place lies between two rows, each in its way."""
+    place lies between two rows, each in its way. A step that is not that of whole sizes it is told as a scale."""
     rows = torch.arange(size, dtype=torch.float64 if like.dtype is torch.float64 else torch.float32, device=like.device)
     shape, sizes = [1] * (space + 2), [1] * space
-    shape[dim], sizes[dim] = size, round(size / step)
-    found: Tensor = NEAREST[kind][space - 1](rows.view(shape), sizes)
+    places = size / step
+    told = abs(places - round(places)) > 1e-6
+    shape[dim], sizes[dim] = size, math.ceil(places) if told else round(places)
+    scales = [1 / step if told and i == space + dim else None for i in range(space)]
+    found: Tensor = NEAREST[kind][space - 1](rows.view(shape), sizes, *scales)
     return found.flatten().to(torch.int64)
 
 

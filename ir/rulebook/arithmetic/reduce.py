@@ -53,6 +53,10 @@ def _var_mean(
     return var, mean if keepdim else mean.reshape(var.shape)
 
 
+def _prims_var(x: torch.Tensor, dims: Any, correction: float | None = 1, *, output_dtype: Any = None) -> torch.Tensor:
+    return _var(x, dims, correction=correction)
+
+
 def resized(node: Node) -> str:
     """One or the other, by what becomes of the sizes."""
     return ALONG if node.outs[0].shape == node.operands[0].shape else RESIZED
@@ -82,7 +86,7 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0", identity="k", expand=_mean),
     rule(aten.var.correction, DOWN_WHOLE, expand=_var),
     rule(aten.var_mean.correction, DOWN_WHOLE, expand=_var_mean),
-    rule(prims.var, "d.. k@dims! -> d.."),
+    rule(prims.var, "d.. k@dims! -> d..", expand=_prims_var),
     rule(aten.cumsum, ALONG, linear="0", identity="k"),
     rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort), ALONG, identity="k"),
     rule(aten.topk, RESIZED, identity="k"),
