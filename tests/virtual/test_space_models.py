@@ -131,6 +131,18 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
 
+@pytest.mark.parametrize(("rows", "gathers"), [(18, False), (16, True)], ids=["even", "uneven"])
+def test_running_sums_are_those_of_each_tile_and_of_the_tiles_before(rows: int, gathers: bool) -> None:
+    """Of tiles that are not alike all is gathered, which is said."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", sx.ShardfxWarning)
+        pm = trained(Between(lambda x: x.cumsum(2) * 0.1 + x.flip(3).cumsum(3)), image(1, 3, rows, 8), MESHES["3x1"])
+    named = [str(each.message) for each in said if "aten.cumsum" in str(each.message)]
+    assert pm.verify() and bool(named) is gathers
+    assert any("comm.all_gather" in str(n.op) and "h" in n.kwargs["axes"] for n in pm.after.nodes) is gathers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("merge", "size"), [("never", 256), ("cost", 256), ("cost", 512)])
 def test_a_rank_holds_a_fourth_and_its_halos_at_most(merge: str, size: int) -> None:
