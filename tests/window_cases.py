@@ -71,8 +71,9 @@ def pad(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
 
 
 def resize(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    name, sizes, aligned = draw.choice(("bilinear", "bicubic")), [draw.randint(1, 20), 5], draw.random() < 0.5
-    return getattr(aten, f"upsample_{name}2d").default, (f(1, 2, draw.randint(1, 20), 5), sizes, aligned)
+    kinds = ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    name, sizes, aligned = draw.choice(kinds), [draw.randint(1, 20), 5], draw.random() < 0.5
+    return getattr(aten, name).default, (f(1, 2, draw.randint(1, 20), 5), sizes, aligned)
 
 
 def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
@@ -87,7 +88,8 @@ def scaled(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     if int(size * scale) == 0:
         raise ValueError("no row is left")
     x, sizes = f(1, 2, size, 5), [int(size * scale), 5]
-    name = draw.choice(("upsample_bilinear2d", "upsample_bicubic2d", "upsample_nearest2d", "_upsample_nearest_exact2d"))
+    names = "upsample_bilinear2d upsample_bicubic2d upsample_nearest2d _upsample_nearest_exact2d"
+    name = draw.choice((*names.split(), "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"))
     return getattr(aten, name).default, (x, sizes, *([False] if "bi" in name else []), scale, None)
 
 

@@ -112,6 +112,10 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "half of odd rows": lambda x: (
         F.interpolate(x, scale_factor=0.5) * F.interpolate(x, scale_factor=0.5, mode="bilinear", align_corners=False)
     ),
+    "smoothed": lambda x: (
+        F.interpolate(x, (11, 20), mode="bilinear", antialias=True)
+        * F.interpolate(x, (11, 20), mode="bicubic", antialias=True)
+    ),
     "spread": lambda x: x / (x.std((2, 3), keepdim=True) + 0.1),
     "means of all": lambda x: x * F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (3, 2)).mean(),
     "largest of all": lambda x: x * F.adaptive_max_pool2d(x, 1),

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfx.ir.cut import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.computing.resized import resize_tile, resize_tile_backward
-from shardfx.ir.rulebook.dims import argument, ops
+from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
@@ -34,10 +34,11 @@ KINDS = {
     "linear": "upsample_linear1d upsample_bilinear2d upsample_trilinear3d",
     "cubic": "upsample_bicubic2d",
     "nearest": "upsample_nearest1d upsample_nearest2d upsample_nearest3d",
+    "smooth linear": "_upsample_bilinear2d_aa",
+    "smooth cubic": "_upsample_bicubic2d_aa",
     "exact nearest": "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
     "mean": "_adaptive_avg_pool2d _adaptive_avg_pool3d",
 }
-ANTIALIASED = "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 FEW = 8
 """So many means or fewer are no rows that ranks share: they are sums of what ranks have."""
 
@@ -87,6 +88,9 @@ class Resized(NamedTuple):
         if self.kind.endswith("nearest"):
             half, near = self._half(step), self._near(rows)
             return Window(self.places, step, rows, half - near, half + near)
+        if self.kind.startswith("smooth"):
+            reach = 2 * self._smooth + 2 * more * rows - rows
+            return Window(self.places, 2 * step, 2 * rows, step - reach, step + reach)
         reach = REACH[self.kind.split()[-1]] + more
         before, behind = 1 - reach, reach
         if self.kind.startswith("aligned"):
@@ -111,8 +115,15 @@ class Resized(NamedTuple):
             if per == 0:
                 return Window(self.size, 0, 1, 0, self.places - 1)
             return Window(self.size, times, per, -far * times, far * times)
-        per, half, reach = 2 * step, rows - step, 2 * far * rows + 2 * more * step
+        wide = self._smooth if self.kind.startswith("smooth") else far * rows
+        per, half, reach = 2 * step, rows - step, 2 * wide + 2 * more * step
         return Window(self.size, 2 * rows, per, half - reach, half + reach)
+
+    @property
+    def _smooth(self) -> int:
+        """How far a row is smoothed over, as many parts of a row as places have: over more where there are fewer."""
+        step, rows, _ = self._ratio
+        return REACH[self.kind.split()[-1]] * max(step, rows)
 
     def _half(self, step: int) -> int:
         return step // 2 if self.kind.startswith("exact") else 0
@@ -134,8 +145,11 @@ def kind_of(node: Node) -> str:
 
 def resized(node: Node, x: Shape, y: Shape) -> list[Resized] | None:
     """How the last dims of a picture become those of another; None where a scale that is not that of the sizes gives as
-    many rows as there are, or nearest ones that lie between two: kernels take that in ways of their own."""
+    many rows as there are, or nearest ones that lie between two: kernels take that in ways of their own. So they do
+    of smoothed corners that are aligned."""
     kind, space = kind_of(node), len(x)
+    if kind.startswith("aligned smooth"):
+        return None
     scales: list[float | None] = [None] * space
     if kind != "mean":
         named = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
@@ -259,6 +273,4 @@ def entries(name: str, kind: str) -> Iterator[RuleEntry]:
 
 RULES: tuple[RuleEntry, ...] = (
     *(entry for kind, names in KINDS.items() for name in names.split() for entry in entries(name, kind)),
-    rule(ops(ANTIALIASED), "n.. h*2! -> n.. p*2!", linear="0"),
-    *(rule(ops(f"{name}_backward"), "n.. p*2! -> n.. h*2!", linear="0", shape_arg=2) for name in ANTIALIASED.split()),
 )
