@@ -1,6 +1,6 @@
 """Which ops need a cut of space whole: said in a warning, or, where the user is strict, an error.
 
-args.0: dp, -, h, w     aten.cumsum needs c whole: each rank gathers the image, and adds up all of it
+args.0: dp, -, h, w     aten.sort needs k whole: each rank gathers the image, and sorts all of it
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection, Mapping
 
 from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.ir.graph import Graph, InputKind, Node, op_name
+from shardfx.ir.graph import Graph, InputKind, Node, Value, op_name
 from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 
 from .rule_cache import RuleCache
@@ -27,18 +27,29 @@ def space_axes(graph: Graph) -> set[str]:
     }
 
 
-def gathered(node: Node, rule: ShardingRule, axes: Collection[str]) -> Mapping[str, str]:
+def gathered(node: Node, rule: ShardingRule, axes: Collection[str], images: Collection[Value]) -> Mapping[str, str]:
     """The factors that a node needs whole though an operand is cut there over some axes: each with its axes. So it does
-    of what a single row is made of, through a window or in a block."""
+    of what a single row is made of, through a window or in a block; and of one of two dims that are cut over the same
+    ranks, where each of one is joined with each of the other (``x @ x.T``, attention by hand), if it is among the
+    ``images``: numbers of places are joined for nothing."""
     made, found = node.strategy, {}
     assert made is not None
     for value, need, dims in zip(node.operands, made.operands, rule.operands, strict=True):
         for dim, cut in enumerate(value.spec.dims if value.spec is not None else ()):
             lost = [axis for axis in cut.axes if axis in axes and axis not in need.axes + need.partial_axes]
             whole = [factor for factor in dims[dim] if factor in rule.whole or factor in rule.windows]
-            if lost and whole:
-                found[" ".join(whole)] = ", ".join(lost)
+            joined = value in images and _joined(node, rule, dims[dim], lost)
+            if lost and (whole or joined):
+                found[" ".join(whole or dims[dim])] = ", ".join(lost)
     return found
+
+
+def _joined(node: Node, rule: ShardingRule, factors: Collection[str], lost: Collection[str]) -> bool:
+    """Whether another factor, which these stand beside in a result, is cut over the axes that these lost."""
+    assert node.strategy is not None
+    own = [dims for dims in rule.result_factors if not dims.isdisjoint(factors)]
+    cut = {factor for factor, axes in node.strategy.cuts if not set(lost).isdisjoint(axes)}
+    return any(not (dims - set(factors)).isdisjoint(cut) for dims in own)
 
 
 def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
@@ -48,9 +59,12 @@ def report_gathered_space(graph: Graph, cache: RuleCache, strict: bool) -> None:
         Error: ``strict``, and there is one.
     """
     axes, said = space_axes(graph), set()
+    images = {given.value for given in graph.of_kind(InputKind.ARGUMENT)}  # and what is made of them
     for node in graph.nodes if axes else ():
+        if not images.isdisjoint(node.operands):
+            images.update(node.outs)
         rule = cache.rule(node)
-        found = gathered(node, rule, axes)
+        found = gathered(node, rule, axes, images)
         if not found or node.where in said:
             continue
         said.add(node.where)

@@ -71,14 +71,32 @@ def pad(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
 
 
 def resize(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
-    name, sizes, aligned = draw.choice(("bilinear", "bicubic")), [draw.randint(1, 20), 5], draw.random() < 0.5
-    return getattr(aten, f"upsample_{name}2d").default, (f(1, 2, draw.randint(1, 20), 5), sizes, aligned)
+    kinds = ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    name, sizes, aligned = draw.choice(kinds), [draw.randint(1, 20), 5], draw.random() < 0.5
+    return getattr(aten, name).default, (f(1, 2, draw.randint(1, 20), 5), sizes, aligned)
 
 
 def resize_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
     op, (x, sizes, aligned) = resize(draw)
     y = torch.randn_like(op(x, sizes, aligned))
     return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), aligned)
+
+
+def scaled(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    """By a scale that need not be that of the sizes."""
+    size, scale = draw.randint(1, 30), draw.choice((0.5, 0.75, 2.0, 0.3, 1.7, 1.2345, 2.5))
+    if int(size * scale) == 0:
+        raise ValueError("no row is left")
+    x, sizes = f(1, 2, size, 5), [int(size * scale), 5]
+    names = "upsample_bilinear2d upsample_bicubic2d upsample_nearest2d _upsample_nearest_exact2d"
+    name = draw.choice((*names.split(), "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"))
+    return getattr(aten, name).default, (x, sizes, *([False] if "bi" in name else []), scale, None)
+
+
+def scaled_gradient(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
+    op, (x, sizes, *options) = scaled(draw)
+    y = torch.randn_like(op(x, sizes, *options))
+    return getattr(aten, f"{op._opname}_backward").default, (y, sizes, list(x.shape), *options)
 
 
 def nearest(draw: Draw) -> tuple[Any, tuple[Any, ...]]:
@@ -178,6 +196,8 @@ KINDS: dict[str, Callable[[Draw], tuple[Any, tuple[Any, ...]]]] = {
     "pad": pad,
     "resize": resize,
     "resize gradient": resize_gradient,
+    "scaled": scaled,
+    "scaled gradient": scaled_gradient,
     "nearest": nearest,
     "nearest gradient": nearest_gradient,
     "adaptive": adaptive,

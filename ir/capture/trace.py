@@ -37,7 +37,7 @@ from .forms.parts_of_batch import ONE, BatchParts, normalise_by_parts
 from .forms.wide_statistics import take_wide_statistics
 from .forms.wide_sums import sum_gradients_in
 from .intake.as_eager import check_as_eager
-from .intake.given import as_module, no_library_of_cpus, on_cpu
+from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import explain, reject_loss, reject_unknown_shapes
@@ -114,6 +114,7 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(alone())
         stack.enter_context(no_library_of_cpus())
+        stack.enter_context(no_log_of_failures())
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
         traced, tensors = on_cpu(hooks.model, tensors, stack, guard)

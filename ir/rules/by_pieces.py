@@ -1,6 +1,7 @@
 """Decompositions that hang on how ranks hold the first operand: in how many equal pieces its samples and rows lie.
 
     batch_norm(x[8{dp}, c, 64{h}, ...])   ->   the moments of each of dp h pieces, and from these the moments of all
+    cumsum(x[n, c, 64{h}], 2)             ->   the sums within each piece, and the sums of those before it
 
 Each of them is the op, whatever the numbers: the pieces only say what is worth computing apart.
 """
@@ -26,11 +27,16 @@ MOST = 64
 
 @dataclass(frozen=True)
 class ByPieces:
-    """A decomposition: ``function(*args, pieces=...)``, of an op whose first operand has samples in the first dim, and
-    space behind the second: a number for each of these dims; none where all is one piece."""
+    """A decomposition: ``function(*args, pieces=...)``, with a number for each of some ``dims`` of the first operand:
+    those that a function of the node gives, or all but the second, of samples and space; none where all is one piece.
+
+    ``apart``: in one piece it is the op itself, so that it is taken apart in several or not at all.
+    """
 
     function: Callable[..., Any]
     pieces: tuple[int, ...] = ()
+    dims: Callable[[Node], Sequence[int]] | None = None
+    apart: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, pieces=self.pieces, **kwargs)
@@ -40,7 +46,9 @@ def in_pieces(expand: Any, node: Node, cuts: Sequence[Cut], mesh: Mesh) -> Any:
     """The decomposition of a node of whose first operand ranks hold so much of each dim: by pieces that are equal."""
     if not isinstance(expand, ByPieces):
         return expand
-    dims = [(size, cut) for dim, (size, cut) in enumerate(zip(node.operands[0].shape, cuts, strict=False)) if dim != 1]
+    every = list(zip(node.operands[0].shape, cuts, strict=False))
+    chosen = expand.dims(node) if expand.dims is not None else [dim for dim in range(len(every)) if dim != 1]
+    dims = [every[dim] for dim in chosen]
     pieces = tuple(mesh.extent(cut.axes) for _, cut in dims)
     equal = all(
         not cut.parts and bool(cut.axes) is (n > 1) and size % n == 0 and size >= n  # an axis of one rank cuts a piece

@@ -10,10 +10,12 @@ from .overwrite import Overwrite
 from .own_outputs import OwnOutputs
 from .rank_pass import RankContext, RankPass, run_rank_passes
 from .segments import Segments
+from .unpack_again import UnpackAgain
 from .waits import Waits
 
 ORDER: tuple[type[RankPass], ...] = (
     Waits,
+    UnpackAgain,
     Buckets,
     AddInto,
     GatherInto,
@@ -32,7 +34,8 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     if compiled:
         return (Waits(), OwnOutputs())
     gathers = (GatherInto(),) if device == "cpu" else ()
-    return (Waits(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite(), OwnOutputs(), Segments(), Interleave())
+    kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite())
+    return (*kept, OwnOutputs(), Segments(), Interleave())
 
 
 __all__ = [
@@ -48,6 +51,7 @@ __all__ = [
     "RankContext",
     "RankPass",
     "Segments",
+    "UnpackAgain",
     "Waits",
     "built_in",
     "run_rank_passes",

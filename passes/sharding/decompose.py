@@ -18,10 +18,11 @@ from torch._decomp import decomposition_table
 from shardfx.ir.capture.splice import splice, trace_function
 from shardfx.ir.cut import Cut
 from shardfx.ir.graph import Graph, Node, Value, op_name, substitute
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.rules.by_pieces import in_pieces
+from shardfx.ir.rules.by_pieces import ByPieces, in_pieces
 
 
 class Parted(NamedTuple):
@@ -47,6 +48,14 @@ class Expander:
             return False
         entry = self._book.entry(node.op)
         return entry is not None and bool(entry.expand)
+
+    def helps(self, node: Node, cuts: Callable[[Value], Sequence[Cut]], mesh: Mesh) -> bool:
+        """Whether the decomposition is another one than the op itself, where operands are held in these cuts."""
+        expand = self._expand(node)
+        if not isinstance(expand, ByPieces) or not expand.apart:
+            return True
+        made = in_pieces(expand, node, cuts(node.operands[0]), mesh)
+        return bool(made.pieces)
 
     def parts(self, node: Node) -> list[Any]:
         """The ops that a node would be taken apart into."""

@@ -74,7 +74,11 @@ class Propagate(Pass):
     def _take_apart(self, graph: Graph, expander: Expander, state: Propagation) -> None:
         """Take apart what stands in the way of a cut, and hand on what that lets through, as long as there is any."""
         held = state.held
-        while blocked := [node for node in graph.nodes if expander.can(node) and is_blocked(node, held)]:
+
+        def parts(node: Node) -> bool:
+            return expander.can(node) and is_blocked(node, held) and expander.helps(node, held.of, graph.mesh)
+
+        while blocked := [node for node in graph.nodes if parts(node)]:
             around = [value for node in blocked for value in node.operands]
             parted = expander.apply(graph, blocked, held.of)
             around += [value for each in parted for node in each.made for value in node.operands]

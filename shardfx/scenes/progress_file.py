@@ -35,16 +35,28 @@ class Done:
         silent: another process writes the file.
 
     Raises:
-        Error: the file is of another run.
+        Error: the file is of another run, or no such file; there is no folder for it.
     """
 
     def __init__(self, path: str | Path | None, run: Mapping[str, Any], silent: bool) -> None:
         self._path = None if path is None else Path(path)
         self._run, self._silent, self._begun, self._numbers = dict(run), silent, False, set[int]()
+        if self._path is not None and not self._path.parent.is_dir():
+            raise Error("there is no folder for the state", where=str(path), expected="a folder that is there")
         if self._path is None or not self._path.exists():
             return
-        first, *lines, _ = self._path.read_text().split("\n")  # a last line without an end was not written to its end
-        found = json.loads(first)
+        lines = self._path.read_text().split("\n")[:-1]  # a last line without an end was not written to its end
+        try:
+            found, *done = (json.loads(line) for line in lines)
+            self._numbers |= {int(number) for numbers in done for number in numbers}
+        except (ValueError, TypeError) as error:
+            raise Error(
+                "this is no state of a run",
+                where=str(path),
+                expected="what predict_scene(state=...) wrote",
+                got=f"{type(error).__name__}: {error}" if lines else "no line that was written to its end",
+                remedy="delete it, to begin anew",
+            ) from error
         if found != self._run:
             other = next(key for key in run if found.get(key) != run[key])
             raise Error(
@@ -54,8 +66,6 @@ class Done:
                 got=found.get(other),
                 remedy="delete it, to begin anew",
             )
-        for line in lines:
-            self._numbers |= set(json.loads(line))
 
     def __contains__(self, number: int) -> bool:
         return number in self._numbers

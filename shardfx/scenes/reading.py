@@ -39,12 +39,17 @@ def read_window(scene: ArrayLike, window: Window, name: str) -> torch.Tensor:
         name: of the scene, for errors.
 
     Raises:
-        Error: it gives less than it should: its file is cut short.
+        Error: it cannot be read, or gives less than it should: its file is cut short.
     """
     if 0 in lengths(window):
         return torch.empty(lengths(window))
     check_file(scene, name)
-    got = scene[window]
+    try:
+        got = scene[window]
+    except Error:
+        raise
+    except Exception as error:
+        raise unreadable(name, f"{name}, rows {bounds_text(window)}", error) from error
     if isinstance(got, torch.Tensor):
         found = got.detach().clone()
     else:
@@ -59,6 +64,17 @@ def read_window(scene: ArrayLike, window: Window, name: str) -> torch.Tensor:
             remedy="is its file cut short? It is smaller than its shape says",
         )
     return found
+
+
+def unreadable(name: str, where: str, error: Exception) -> Error:
+    """What is said where somebody's reader fails."""
+    return Error(
+        f"{name} cannot be read",
+        where=where,
+        expected="an array, by slices of its dims",
+        got=f"{type(error).__name__}: {error}",
+        remedy="is its file cut short? Write or copy it anew",
+    )
 
 
 def check_file(scene: object, name: str) -> None:

@@ -222,12 +222,12 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
                     got=word,
                     remedy="leave it out, or crop squares",
                 )
-        if crop is not None and tuple(crop) != self._crop:
+        if crop is not None and (isinstance(crop, int) or tuple(crop) != self._crop):
             raise Error(
                 "crops are of another size than the model was planned for",
                 where="TileDataset(crop=...)",
                 expected=f"{self._crop}, as {self._names[0]} has it",
-                got=tuple(crop),
+                got=crop if isinstance(crop, int) else tuple(crop),
                 remedy="give example inputs of the crop's size to Hints(args=..., targets=...)",
             )
 
@@ -241,11 +241,11 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
                 got=f"{len(scene)} arrays",
                 remedy="give each scene as a tuple, (image, mask), or name its inputs: names=('args.0',)",
             )
-        whole = tuple(scene[0].shape)[1:]
+        whole = tuple(getattr(scene[0], "shape", ()))[1:]
         for part, (array, wanted, by) in enumerate(zip(scene, self._wanted, self._scales, strict=True)):
             shape, name = tuple(getattr(array, "shape", ())), self._names[part]
             lead = len(wanted.shape) - len(by)
-            rest = tuple(size * scale for size, scale in zip(whole, by, strict=True)) if by else ()
+            rest = tuple(size * scale for size, scale in zip(whole, by, strict=False)) if by else ()
             fits = len(shape) == len(wanted.shape) and shape[:lead] == wanted.shape[:lead] and shape[lead:] == rest
             sizes = zip(shape[lead:], wanted.shape[lead:], strict=True) if fits else ()
             if fits and all(a >= b if cropped else a == b for a, b in sizes):
@@ -256,7 +256,7 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
                 where=f"TileDataset(...), array {part} of scene {number}",
                 expected=f"{'at least ' if cropped else ''}{wanted.shape}, as {name} without the batch"
                 + (f", and {'x'.join(map(str, rest))} beside array 0" if cropped and not smaller else ""),
-                got=shape,
+                got=shape if hasattr(array, "shape") or not lead else type(array).__name__,
                 remedy="leave it out, or plan for smaller crops" if cropped else "crop=(rows, columns) of each scene",
             )
 

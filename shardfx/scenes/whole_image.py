@@ -25,7 +25,7 @@ import torch.distributed as dist
 from shardfx.ir.errors import Error
 from shardfx.runtime.distributed.groups import the_cpu_group
 
-from .reading import read_window
+from .reading import read_window, unreadable
 from .turn import Window
 
 CHUNK = 1 << 22
@@ -62,9 +62,14 @@ class WholeImage:
         """All of it.
 
         Raises:
-            Error: it has another shape.
+            Error: it cannot be decoded, or has another shape.
         """
-        made = self.decode()
+        try:
+            made = self.decode()
+        except Error:
+            raise
+        except Exception as error:
+            raise unreadable(name, "WholeImage(decode, shape)", error) from error
         if tuple(made.shape) != tuple(self.shape):
             raise Error(
                 f"{name} is decoded to another shape than was said",

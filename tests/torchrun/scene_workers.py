@@ -111,8 +111,9 @@ def what_is_decoded_badly_is_an_error() -> None:
             next(iter(reads))
         assert "OSError: no image" in str(caught.value) and "which decodes it for ranks" in str(caught.value)
     else:
-        with pytest.raises(OSError, match="no image"):
+        with pytest.raises(sx.Error, match=r"array 0 of scene \d cannot be read") as caught:
             next(iter(reads))
+        assert "OSError: no image" in str(caught.value) and isinstance(caught.value.__cause__, OSError)
 
 
 @worker

@@ -309,7 +309,7 @@ class Turned(nn.Module):
         return x.flip(3).softmax(3) - x.mean(3, keepdim=True)
 
 
-def test_bad_input() -> None:
+def test_bad_input(tmp_path: Path) -> None:
     torch.manual_seed(0)
     pm = planned(trained(UNet()), 40, 40)
     scene, out = image(3, 80, 80), np.zeros((2, 80, 80))
@@ -325,5 +325,12 @@ def test_bad_input() -> None:
         sx.predict_scene(pm, scene[None], out, progress=False)
     with pytest.raises(sx.Error, match="which of the model's results is meant"):
         sx.predict_scene(pm, scene, out, result="results.1", progress=False)
+    broken = tmp_path / "state.json"
+    for text in ("", '{"scene":\n', "[1]\n7\n"):
+        broken.write_text(text)
+        with pytest.raises(sx.Error, match="no state of a run"):
+            sx.predict_scene(pm, scene, out, state=broken, progress=False)
+    with pytest.raises(sx.Error, match="no folder for the state"):
+        sx.predict_scene(pm, scene, out, state=tmp_path / "none" / "state.json", progress=False)
     with pytest.raises(sx.Error, match="cannot be captured"):
         sx.predict_scene(pm, image(3, 81, 80), np.zeros((2, 81, 80)), progress=False)

@@ -171,10 +171,10 @@ def test_a_tile_smaller_than_the_halo_gets_rows_from_beyond_its_neighbour() -> N
 
 
 class Smoothed(nn.Module):
-    """An image that is made smaller by an op that has no windows."""
+    """An image that is made smaller by an op that has no windows: its corners are aligned."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.interpolate(x, size=(6, 5), mode="bilinear", antialias=True)
+        return nn.functional.interpolate(x, size=(6, 5), mode="bilinear", antialias=True, align_corners=True)
 
 
 def smoothed() -> nn.Module:
@@ -193,6 +193,39 @@ def test_strict_refuses_to_gather_a_cut_of_space() -> None:
     with pytest.raises(sx.Error, match="needs space whole") as caught:
         sx.parallelize(smoothed(), MESHES["2x2"], given, virtual=True)
     assert "gathered" not in str(caught.value) and "a max-pool of fixed size" in str(caught.value)
+
+
+class Each(nn.Module):
+    """Attention of each row to each other one, written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.transpose(2, 3)).softmax(-1) @ x
+
+
+def test_rows_that_are_each_joined_with_each_are_named() -> None:
+    x, net = image(1, 3, 12, 10), nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), Each())
+    with pytest.warns(sx.ShardfxWarning, match=r"aten.bmm .* needs .* whole: what is cut over h is gathered"):
+        trained(net, x, MESHES["h2"])
+    given = sx.Hints(args=(x,), specs=specs(MESHES["h2"]), strict=True)
+    with pytest.raises(sx.Error, match=r"aten.bmm needs space whole that is cut over h"):
+        sx.parallelize(net, MESHES["h2"], given, virtual=True)
+
+
+SMALL: dict[str, tuple[nn.Module, str]] = {
+    "kernel": (nn.Sequential(nn.Conv2d(3, 2, 3, 2), nn.Conv2d(2, 2, 5)), "1 (Conv2d)"),
+    "max": (nn.MaxPool2d(8), "the model (MaxPool2d)"),
+    "mean": (nn.AvgPool2d(8), "the model (AvgPool2d)"),
+    "mirror": (nn.ReflectionPad2d(7), "the model (ReflectionPad2d)"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_image_that_is_too_small_on_one_device_as_well(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    net, where = SMALL[name]
+    hints = sx.Hints(args=(image(1, 3, 7, 20),), specs=specs(MESHES["2x2"]))
+    with pytest.raises(sx.Error, match="too few rows or places") as caught:
+        sx.parallelize(net.double(), MESHES["2x2"], hints, virtual=True)
+    assert caught.value.where == where and "larger example inputs" in str(caught.value) and not caplog.records
 
 
 def test_what_a_single_row_is_made_of_is_named() -> None:
@@ -227,6 +260,8 @@ def test_the_tile_of_a_rank() -> None:
         pm.tile("args.1", 0)
     with pytest.raises(sx.Error, match="virtual ranks read a tile each"):
         pm.tile("args.0")
+    with pytest.raises(sx.Error, match="so many rows on each side"):
+        pm.tile("args.0", 0, halo=-1)
 
 
 # ---- damage ------------------------------------------------------------------------------------------------
@@ -277,8 +312,8 @@ def inner_padding(program: fx.GraphModule) -> None:
 
 def rim_counted_twice(program: fx.GraphModule) -> None:
     """The gradient of the bias adds up the rows of others as well."""
-    rows = call(program, "unpack_rows", -1)
-    (total,) = [node for node in rows.args[0].users if "sum.dim" in str(node.target)]  # type: ignore[union-attr]
+    total = call(program, "sum.dim")
+    rows = next(user for user in total.args[0].users if "unpack_rows" in str(user.target))  # type: ignore[union-attr]
     with program.graph.inserting_after(rows):
         more = program.graph.call_function(total.target, (rows, *total.args[1:]))
     late = [user for user in total.users if user > more]

@@ -106,6 +106,17 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
     "area": lambda x: F.interpolate(x, size=(10, 9), mode="area"),
     "nearest": lambda x: F.interpolate(x, size=(23, 20), mode="nearest"),
     "nearest-exact": lambda x: F.interpolate(x, size=(11, 9), mode="nearest-exact"),
+    "by a scale": lambda x: (
+        F.interpolate(x, scale_factor=1.7, mode="bilinear") + F.interpolate(x, scale_factor=(1.7, 1.72), mode="bicubic")
+    ),
+    "half of odd rows": lambda x: (
+        F.interpolate(x, scale_factor=0.5) * F.interpolate(x, scale_factor=0.5, mode="bilinear", align_corners=False)
+    ),
+    "smoothed": lambda x: (
+        F.interpolate(x, (11, 20), mode="bilinear", antialias=True)
+        * F.interpolate(x, (11, 20), mode="bicubic", antialias=True)
+    ),
+    "spread": lambda x: x / (x.std((2, 3), keepdim=True) + 0.1),
     "means of all": lambda x: x * F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (3, 2)).mean(),
     "largest of all": lambda x: x * F.adaptive_max_pool2d(x, 1),
     "largest of windows of any size": lambda x: F.adaptive_max_pool2d(x, (11, 9)),
@@ -124,8 +135,20 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
 
+@pytest.mark.parametrize(("rows", "gathers"), [(18, False), (16, True)], ids=["even", "uneven"])
+def test_running_sums_are_those_of_each_tile_and_of_the_tiles_before(rows: int, gathers: bool) -> None:
+    """Of tiles that are not alike all is gathered, which is said."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", sx.ShardfxWarning)
+        pm = trained(Between(lambda x: x.cumsum(2) * 0.1 + x.flip(3).cumsum(3)), image(1, 3, rows, 8), MESHES["3x1"])
+    named = [str(each.message) for each in said if "aten.cumsum" in str(each.message)]
+    assert pm.verify() and bool(named) is gathers
+    assert any("comm.all_gather" in str(n.op) and "h" in n.kwargs["axes"] for n in pm.after.nodes) is gathers
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("merge", "size"), [("never", 256), ("cost", 512)])
+@pytest.mark.parametrize(("merge", "size"), [("never", 256), ("cost", 256), ("cost", 512)])
 def test_a_rank_holds_a_fourth_and_its_halos_at_most(merge: str, size: int) -> None:
     """The peak of a UNet on 2 x 2 ranks, beside that of a plan for one; a rim is little of tiles of this size."""
     x, peaks = torch.randn(1, 3, size, size), []

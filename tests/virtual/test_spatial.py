@@ -82,6 +82,14 @@ def test_cost_takes_what_is_cheaper_by_its_own_figures(link: sx.Link) -> None:
     assert seconds["cost"] <= min(seconds["never"], seconds["always"]) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("between", "times"), [([], 4), ([nn.Tanh()], 5)], ids=["made for it alone", "kept as well"])
+def test_a_tile_that_waits_for_the_backward_is_not_held_twice(between: list[nn.Module], times: int) -> None:
+    """The image and what tanh gives wait in any case: what is laid beside them twice is one more than the exchanges for
+    each; what only the second convolution takes waits with the rows of others."""
+    pm = planned(convolutions(*between).double(), MESHES["h2"], "never", image(1, 3, 16, 5))
+    assert str(pm.rank_program(1)).count("= pack.unpack_rows(") == times and pm.verify()
+
+
 def test_what_is_drawn_is_drawn_once() -> None:
     """Dropout draws by tiles: it is not done twice on a rim."""
     pm = planned(convolutions(nn.Dropout(0.5)).double(), MESHES["h2"], "always", image(1, 3, 12, 5))

@@ -229,6 +229,11 @@ def test_scenes_that_do_not_fit(pm: sx.ParallelModule) -> None:
         sx.TileDataset([good[:1]], pm)
     with pytest.raises(sx.Error, match="another size than the model was planned for"):
         sx.TileDataset([good], pm, crop=(8, 8))
+    with pytest.raises(sx.Error, match="another size than the model was planned for"):
+        sx.TileDataset([good], pm, crop=12)  # type: ignore[arg-type]
+    with pytest.raises(sx.Error, match=r"scene 0 does not fit args\.0") as caught:
+        sx.TileDataset([(good[0].tolist(), good[1])], pm, crop=(12, 12))
+    assert caught.value.got == "list"
     with pytest.raises(sx.Error, match=r"there is no input 'targets\.1'"):
         sx.TileDataset([good], pm, names=("args.0", "targets.1"))
 
@@ -277,8 +282,22 @@ def test_a_file_cut_short(pm: sx.ParallelModule, tmp_path: Path) -> None:
         def __getitem__(self, window: Any) -> Any:
             return np.zeros(self.shape)[window][:, :5]
 
-    with pytest.raises(sx.Error, match="another window than it was asked for"):
-        sx.TileDataset([(Short(), scene(20, 20)[1])], pm, crop=(12, 12))[0]
+    class Ends(Short):
+        """What another one does."""
+
+        def __getitem__(self, window: Any) -> Any:
+            raise OSError("the file ends here")
+
+    def missing() -> Any:
+        raise FileNotFoundError("no such image")
+
+    for image, what in (
+        (Short(), "another window than it was asked for"),
+        (Ends(), "array 0 of scene 0 cannot be read"),
+        (sx.WholeImage(missing, (3, 20, 20)), "array 0 of scene 0 cannot be read"),
+    ):
+        with pytest.raises(sx.Error, match=what):
+            sx.TileDataset([(image, scene(20, 20)[1])], pm, crop=(12, 12))[0]
 
 
 def test_a_draw_says_all_that_a_worker_needs(pm: sx.ParallelModule) -> None:

@@ -87,18 +87,18 @@ def tiles_svg(graph: Graph, name: str, margins: Sequence[Margin]) -> str:
     """The picture as SVG text (see :func:`draw_tiles`)."""
     canvas, mesh, image = Canvas(), graph.mesh, graph.input(name).value
     nodes = [node for node in graph.nodes if str(node.op) == "comm.halo"]
-    moved = {node: sendings(node, mesh) for node in nodes}
+    moved = {node: sent for node in nodes if (sent := sendings(node, mesh))}  # others take a part of what they have
     total = sum(each.nbytes for sent in moved.values() for each in sent)
-    said = f"{len(nodes)} exchanges of rows, {size_text(total)} in all, of one group of tiles"
+    said = f"{len(moved)} exchanges of rows, {size_text(total)} in all, of one group of tiles"
     canvas.text(MARGIN, 34, f"Tiles of {name} : {type_text(image)}", size=17, bold=True)
     canvas.text(MARGIN, 57, said, size=12.5, colour=MUTED)
     _tiles(canvas, Field(image, mesh, MARGIN, TOP, FIRST), {}, True)
     _margins(canvas, margins, MARGIN + FIRST + 2 * GAP, TOP)
     y = canvas.bottom + GAP
     for phase in Phase:
-        own = [node for node in nodes if node.phase is phase]
+        own = {node: sent for node, sent in moved.items() if node.phase is phase}
         if own:
-            y = _phase(canvas, mesh, phase, {node: moved[node] for node in own}, y)
+            y = _phase(canvas, mesh, phase, own, y)
     return document(canvas, canvas.right + MARGIN, y, f"Tiles of {name}", f"{said}, on {mesh}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import types
 import warnings
 from collections import OrderedDict
@@ -139,6 +140,17 @@ def on_cpu(
     if not real:
         stack.enter_context(mode)
     return model, distinct
+
+
+@contextmanager
+def no_log_of_failures() -> Iterator[None]:
+    """What fake tensors refuse is an error that says so: torch need not log it as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

@@ -147,6 +147,15 @@ def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
 
 DATA_DEPENDENT = ("GuardOnDataDependent", "data-dependent", "Could not guard", "_local_scalar_dense", "nonzero", "u0")
 FOREIGN = "convert all Tensors to FakeTensors"
+TOO_SMALL = (
+    "Kernel size can't be greater than actual input size",
+    "Output size is too small",
+    "output size is too small",
+    "Padding size should be less than the corresponding input dimension",
+    "Expected more than 1 value per channel",
+    "Expected more than 1 spatial element",
+)
+"""Words of torch's where a tensor is smaller than an op can take."""
 
 
 def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error | None:
@@ -166,6 +175,14 @@ def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None,
     where = _user_frame(error, model)
     if FOREIGN in text:
         return _foreign(where, model, loss)
+    if any(words in text for words in TOO_SMALL):
+        return Error(
+            "an op is given too few rows or places for what it does, on one device as well",
+            where=where,
+            expected="as many rows and columns, padding counted, as a kernel, a pool or a border reaches over",
+            got=text[:600],
+            remedy="give larger example inputs, pad them, or make the kernel, its stride or its dilation smaller",
+        )
     return Error(
         "the model cannot be captured by torch.export",
         where=where,
@@ -218,6 +235,7 @@ def _has_tensor(value: object) -> bool:
 def _user_frame(error: Exception, model: nn.Module) -> str | None:
     """The innermost line of code outside of torch that the error passed through, and the module that it is of."""
     names = {id(module): path for path, module in model.named_modules()}
+    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
     found, trace, of_module = Where(), error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -226,4 +244,6 @@ def _user_frame(error: Exception, model: nn.Module) -> str | None:
             line = linecache.getline(code.co_filename, trace.tb_lineno).strip()
             found = Where("", code.co_filename, trace.tb_lineno, line)
         trace = trace.tb_next
+    if not found.file:
+        return f"{of_module or 'the model'} ({kinds[of_module]})"
     return said(replace(found, module=of_module)) or None

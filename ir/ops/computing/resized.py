@@ -6,14 +6,16 @@
 ``at`` says where in the image, of ``size``, the rows begin that a rank holds (or makes), in every dim, ``first`` where
 those of the result do, and ``places`` how many these are. Row o lies at ``o * step`` of the image, or, of kind
 ``linear`` and ``cubic``, at ``(o + 0.5) * step - 0.5``; kinds ``aligned linear`` and ``aligned cubic`` are those of
-``align_corners=True``. Of kind ``nearest`` and ``exact nearest`` it is one row of the image, of kind ``mean`` the mean
-of those from ``o * step`` to ``(o + 1) * step``. Of kinds ``mirrored`` and ``repeated`` the image is padded, by so many
-rows in front as ``step`` says: by its own rows, backwards, or by the one at the border. Of the image itself, which
+``align_corners=True``, ``smooth linear`` and ``smooth cubic`` those of ``antialias=True``, which smooth over more rows
+where there become fewer. Of kind ``nearest`` and ``exact nearest`` it is one row of the image, of kind ``mean`` the
+mean of those from ``o * step`` to ``(o + 1) * step``. Of kinds ``mirrored`` and ``repeated`` the image is padded, by so
+many rows in front as ``step`` says: by its own rows, backwards, or by the one at the border. Of the image itself, which
 torch's ops may be given beside a gradient, nothing is read. Needs torch alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -50,6 +52,9 @@ def taps(
     if kind == "mean":
         yield from averaged(first, count, size, step, like)
         return
+    if kind in SMOOTH:
+        yield from smoothed(first, count, size, step, kind, like)
+        return
     rows = torch.arange(first, first + count, dtype=torch.float64, device=like.device)
     place = rows * step if kind.startswith("aligned") else (rows + 0.5) * step - 0.5
     cubic = kind.endswith("cubic")
@@ -64,11 +69,14 @@ def taps(
 
 def nearest(size: int, step: float, kind: str, dim: int, space: int, like: Tensor) -> Tensor:
     """The one row of which each row of the whole result is made: asked of torch's own kernel, for kernels round where a
-    place lies between two rows, each in its way."""
+    place lies between two rows, each in its way. A step that is not that of whole sizes it is told as a scale."""
     rows = torch.arange(size, dtype=torch.float64 if like.dtype is torch.float64 else torch.float32, device=like.device)
     shape, sizes = [1] * (space + 2), [1] * space
-    shape[dim], sizes[dim] = size, round(size / step)
-    found: Tensor = NEAREST[kind][space - 1](rows.view(shape), sizes)
+    places = size / step
+    told = abs(places - round(places)) > 1e-6
+    shape[dim], sizes[dim] = size, math.ceil(places) if told else round(places)
+    scales = [1 / step if told and i == space + dim else None for i in range(space)]
+    found: Tensor = NEAREST[kind][space - 1](rows.view(shape), sizes, *scales)
     return found.flatten().to(torch.int64)
 
 
@@ -93,6 +101,38 @@ def averaged(first: int, count: int, size: int, step: float, like: Tensor) -> It
     length = torch.div((rows + 1) * size + places - 1, places, rounding_mode="floor") - start
     for offset in range((size + places - 1) // places + 1):
         yield (start + offset).clamp(max=size - 1), (offset < length).to(like.dtype) / length
+
+
+def smoothed(
+    first: int, count: int, size: int, step: float, kind: str, like: Tensor
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The rows around a place, the first of each, the second, ..., by a filter that is as wide as a step; of those that
+    there are the weights are one."""
+    reach, weigh = SMOOTH[kind]
+    wide = max(step, 1.0)
+    centre = (torch.arange(first, first + count, dtype=torch.float64, device=like.device) + 0.5) * step
+    begin = (centre - reach * wide + 0.5).to(torch.int64).clamp(min=0)
+    end = (centre + reach * wide + 0.5).to(torch.int64).clamp(max=size)
+    rows = [begin + offset for offset in range(2 * math.ceil(reach * wide) + 1)]
+    weights = [weigh(((row - centre + 0.5) / wide).abs()) * (row < end) for row in rows]
+    total = torch.stack(weights).sum(0)
+    for row, weight in zip(rows, weights, strict=True):
+        yield row.clamp(max=size - 1), (weight / total).to(like.dtype)
+
+
+def triangle(x: Tensor) -> Tensor:
+    """The filter of ``smooth linear``, by the distance."""
+    return (1 - x).clamp(min=0)
+
+
+def smooth_cubic(x: Tensor) -> Tensor:
+    """That of ``smooth cubic``, by Keys (1981), with the number that Pillow takes."""
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = -0.5 * (((x - 5) * x + 8) * x - 4)
+    return torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
+
+
+SMOOTH = {"smooth linear": (1, triangle), "smooth cubic": (2, smooth_cubic)}
 
 
 def cubic_weights(part: Tensor) -> list[Tensor]:

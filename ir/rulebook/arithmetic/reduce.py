@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
+from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.book import RuleEntry, rule
+from shardfx.ir.rules.by_pieces import ByPieces
 
 prims = torch.ops.prims
 aten = torch.ops.aten
@@ -53,6 +55,29 @@ def _var_mean(
     return var, mean if keepdim else mean.reshape(var.shape)
 
 
+def _prims_var(x: torch.Tensor, dims: Any, correction: float | None = 1, *, output_dtype: Any = None) -> torch.Tensor:
+    return _var(x, dims, correction=correction)
+
+
+def _cumsum(
+    x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, pieces: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """The sums within each piece, and to each the sums of the pieces before it."""
+    if not pieces:
+        return torch.cumsum(x, dim, dtype=dtype)
+    dim, (n,) = dim % x.dim(), pieces
+    parts = x.unflatten(dim, (n, x.shape[dim] // n))
+    before = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1).view(n, n, *[1] * (x.dim() - dim - 1))
+    totals = torch.sum(parts, dim + 1, keepdim=True, dtype=dtype)
+    offset = torch.where(before, totals, 0).sum(dim, dtype=totals.dtype)
+    return (torch.cumsum(parts, dim + 1, dtype=dtype) + offset.unsqueeze(dim + 1)).flatten(dim, dim + 1)
+
+
+def _along(node: Node) -> tuple[int, ...]:
+    """The dim that a scan goes along."""
+    return (argument(node, "dim") % max(node.operands[0].type.ndim, 1),) if node.operands[0].shape else ()
+
+
 def resized(node: Node) -> str:
     """One or the other, by what becomes of the sizes."""
     return ALONG if node.outs[0].shape == node.operands[0].shape else RESIZED
@@ -82,8 +107,8 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0", identity="k", expand=_mean),
     rule(aten.var.correction, DOWN_WHOLE, expand=_var),
     rule(aten.var_mean.correction, DOWN_WHOLE, expand=_var_mean),
-    rule(prims.var, "d.. k@dims! -> d.."),
-    rule(aten.cumsum, ALONG, linear="0", identity="k"),
+    rule(prims.var, "d.. k@dims! -> d..", expand=_prims_var),
+    rule(aten.cumsum, ALONG, linear="0", identity="k", expand=ByPieces(_cumsum, dims=_along, apart=True)),
     rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort), ALONG, identity="k"),
     rule(aten.topk, RESIZED, identity="k"),
     rule((aten._fft_r2c, aten._fft_c2r), resized, linear="0"),

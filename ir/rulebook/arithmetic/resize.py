@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from shardfx.ir.cut import Window
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.computing.resized import resize_tile, resize_tile_backward
-from shardfx.ir.rulebook.dims import argument, ops
+from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.binding import Shape
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit
@@ -33,25 +34,32 @@ KINDS = {
     "linear": "upsample_linear1d upsample_bilinear2d upsample_trilinear3d",
     "cubic": "upsample_bicubic2d",
     "nearest": "upsample_nearest1d upsample_nearest2d upsample_nearest3d",
+    "smooth linear": "_upsample_bilinear2d_aa",
+    "smooth cubic": "_upsample_bicubic2d_aa",
     "exact nearest": "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
     "mean": "_adaptive_avg_pool2d _adaptive_avg_pool3d",
 }
-ANTIALIASED = "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 FEW = 8
 """So many means or fewer are no rows that ranks share: they are sums of what ranks have."""
 
 
+FINE = 1 << 20
+"""A scale that is none of sizes is taken for a fraction of no more parts than this; rows are asked for accordingly."""
+
+
 class Resized(NamedTuple):
-    """One dim of ``size`` rows, of which ``places`` are made."""
+    """One dim of ``size`` rows, of which ``places`` are made. ``told`` is how far apart two of them lie where a scale
+    was given that is not that of the sizes: of 21 rows 10, each two rows behind the one before."""
 
     size: int
     places: int
     kind: str
+    told: float | None = None
 
     @property
     def apart(self) -> bool:
         """Whether rows are made of blocks, each of its own block, though some blocks may have more rows."""
-        if self.kind not in ("mean", "nearest", "exact nearest"):
+        if self.kind not in ("mean", "nearest", "exact nearest") or self.told is not None:
             return False
         few = self.kind == "mean" and self.places <= FEW
         return few or math.gcd(self.size, self.places) in (self.size, self.places)
@@ -61,42 +69,61 @@ class Resized(NamedTuple):
         """How far the places of two rows of the result are apart."""
         if self.kind.startswith("aligned"):
             return (self.size - 1) / (self.places - 1) if self.places > 1 else 0.0
-        return self.size / self.places
+        return self.size / self.places if self.told is None else self.told
+
+    @property
+    def _ratio(self) -> tuple[int, int, int]:
+        """The step as a fraction, and by how many rows more on both sides one asks where that is not all of it."""
+        if self.told is None:
+            return self.size, self.places, 0
+        near = Fraction(self.told).limit_denominator(FINE)
+        return near.numerator, near.denominator, int(abs(float(near) - self.told) > 1e-12 * self.told)
 
     @property
     def down(self) -> Window:
         """The rows of the picture that a row of the result is made of."""
         if self.kind == "mean":
             return Window(self.places, self.size, self.places, 0, self.size - 1)
+        step, rows, more = self._ratio
         if self.kind.endswith("nearest"):
-            half, near = self._half(self.size), self._near(self.places)
-            return Window(self.places, self.size, self.places, half - near, half + near)
-        reach = REACH[self.kind.split()[-1]]
+            half, near = self._half(step), self._near(rows)
+            return Window(self.places, step, rows, half - near, half + near)
+        if self.kind.startswith("smooth"):
+            reach = 2 * self._smooth + 2 * more * rows - rows
+            return Window(self.places, 2 * step, 2 * rows, step - reach, step + reach)
+        reach = REACH[self.kind.split()[-1]] + more
         before, behind = 1 - reach, reach
         if self.kind.startswith("aligned"):
             per = self.places - 1
             if per == 0:
                 return Window(self.places, 0, 1, before, behind)
             return Window(self.places, self.size - 1, per, before * per, behind * per)
-        per, half = 2 * self.places, self.size - self.places
-        return Window(self.places, 2 * self.size, per, half + before * per, half + behind * per)
+        per, half = 2 * rows, step - rows
+        return Window(self.places, 2 * step, per, half + before * per, half + behind * per)
 
     @property
     def up(self) -> Window:
         """The rows of the result that a row of the picture is a part of: of places less than ``reach`` away."""
         if self.kind == "mean":
             return Window(self.size, self.places, self.size, 0, self.places - 1)
+        step, rows, more = self._ratio
         if self.kind.endswith("nearest"):
-            half = self._half(self.places)
-            return Window(self.size, self.places, self.size, -half - self.size, self.places + self.size)
+            return Window(self.size, rows, step, -self._half(rows) - step, rows + step)
         far = REACH[self.kind.split()[-1]]
         if self.kind.startswith("aligned"):
-            per, step = self.size - 1, self.places - 1
+            per, times = self.size - 1, self.places - 1
             if per == 0:
                 return Window(self.size, 0, 1, 0, self.places - 1)
-            return Window(self.size, step, per, -far * step, far * step)
-        per, half = 2 * self.size, self.places - self.size
-        return Window(self.size, 2 * self.places, per, half - far * 2 * self.places, half + far * 2 * self.places)
+            return Window(self.size, times, per, -far * times, far * times)
+        wide = self._smooth if self.kind.startswith("smooth") else far * rows
+        per, half, reach = 2 * step, rows - step, 2 * wide + 2 * more * step
+        return Window(self.size, 2 * rows, per, half - reach, half + reach)
+
+    @property
+    def _smooth(self) -> int:
+        """How far a row is smoothed over, as many parts of a row as places have: over more where there are fewer."""
+        step, rows, _ = self._ratio
+        return REACH[self.kind.split()[-1]] * max(step, rows)
 
     def _half(self, step: int) -> int:
         return step // 2 if self.kind.startswith("exact") else 0
@@ -117,16 +144,29 @@ def kind_of(node: Node) -> str:
 
 
 def resized(node: Node, x: Shape, y: Shape) -> list[Resized] | None:
-    """How the last dims of a picture become those of another; None where the scale is not that of the sizes."""
+    """How the last dims of a picture become those of another; None where a scale that is not that of the sizes gives as
+    many rows as there are, or nearest ones that lie between two: kernels take that in ways of their own. So they do
+    of smoothed corners that are aligned."""
     kind, space = kind_of(node), len(x)
+    if kind.startswith("aligned smooth"):
+        return None
     scales: list[float | None] = [None] * space
     if kind != "mean":
         named = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
         scales = [argument(node, name) for name in named]
-    told = [(a, b, s) for a, b, s in zip(x, y, scales, strict=True) if s is not None and not kind.startswith("aligned")]
-    if any(s * a != b or (kind.endswith("nearest") and 1 / s != a / b) for a, b, s in told):
-        return None
-    return [Resized(a, b, kind) for a, b in zip(x, y, strict=True)]
+    found = []
+    for a, b, scale in zip(x, y, scales, strict=True):
+        exact = scale is None or kind.startswith("aligned") or scale * a == b
+        if exact and (scale is None or not kind.endswith("nearest") or 1 / scale == a / b):
+            found.append(Resized(a, b, kind))
+            continue
+        assert scale is not None
+        step = 1 / scale
+        near = kind.endswith("nearest") and (b == 2 * a or step * 1024 % 1)
+        if b == a or near or step * b > a * (1 + 1e-9):
+            return None
+        found.append(Resized(a, b, kind, step))
+    return found
 
 
 def spaces_of(node: Node) -> int:
@@ -233,6 +273,4 @@ def entries(name: str, kind: str) -> Iterator[RuleEntry]:
 
 RULES: tuple[RuleEntry, ...] = (
     *(entry for kind, names in KINDS.items() for name in names.split() for entry in entries(name, kind)),
-    rule(ops(ANTIALIASED), "n.. h*2! -> n.. p*2!", linear="0"),
-    *(rule(ops(f"{name}_backward"), "n.. p*2! -> n.. h*2!", linear="0", shape_arg=2) for name in ANTIALIASED.split()),
 )

@@ -35,8 +35,16 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
     cut, but the first.
 
     Raises:
-        Error: no input has this name; a dim is cut so that the rank reads several stretches of it.
+        Error: no input has this name; a halo that is no number of rows; a dim is cut so that the rank reads several
+            stretches of it.
     """
+    if not isinstance(halo, int) or halo < 0:
+        raise Error(
+            "a halo is so many rows on each side",
+            where=f"pm.tile({name!r}, halo=...)",
+            expected="0 or more",
+            got=repr(halo),
+        )
     value, mesh = input_value(graph, name, f"pm.tile({name!r})"), graph.mesh
     coords = mesh.coords(rank)
     assert value.spec is not None
