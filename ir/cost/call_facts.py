@@ -36,12 +36,16 @@ def kind_of(node: fx.Node) -> str:
     return base_name_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else called(node)
 
 
-def before_communication(node: fx.Node) -> list[fx.Node]:
-    """The values that communication (and putting away) made this one of: itself, if it is no result of such."""
+def before_communication(node: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:
+    """The values that communication (and putting away) made this one of: itself, if it is no result of such. What was
+    ``seen`` before is left out."""
     found: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
         each = todo.pop()
+        if each in seen:
+            continue
+        seen.add(each)
         maker = each.args[0] if each.target is operator.getitem else each
         planned = maker.meta.get("shardfx") if isinstance(maker, fx.Node) else None
         if planned is not None and isinstance(planned.op, OwnOp):

@@ -144,6 +144,7 @@ class _Walk:
         self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
         self.stand = Standpoint()
+        self._before_sent: set[fx.Node] = set()
         self._received: dict[Block, Block] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
@@ -276,7 +277,7 @@ class _Walk:
             tensor.block.last = len(self.calls) - 1
             tensor.block.category = tensor.block.category or category
         if category == "gradients":
-            for source in before_communication(node):
+            for source in before_communication(node, self._before_sent):
                 for tensor in leaves(self.held[source], BlockTensor):
                     tensor.block.category = tensor.block.category or category
 
