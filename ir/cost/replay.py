@@ -39,7 +39,7 @@ from shardfx.ir.program.units.lifetimes import Lifetimes
 from shardfx.ir.shards import held_shape
 
 from .amounts import Cost, Work
-from .call_facts import before_communication, called, group_of, is_memory, kind_of
+from .call_facts import before_communication, called, group_of, is_memory, kind_of, pool_of_call
 from .curve import VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
@@ -184,7 +184,7 @@ class _Walk:
             return
         given = change(args, _layout, BlockTensor), change(kwargs, _layout, BlockTensor)
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
-        pool = row.pool if row is not None else ""
+        pool = pool_of_call(row, any(tensor.block.pool for tensor in operands))
         fresh = [Block(nbytes, at, at, planned, kept=is_memory(node), pool=pool) for nbytes in made.fresh]
         if node.target is memory_ops.arena:
             fresh[0].category = "arena"
@@ -198,7 +198,7 @@ class _Walk:
             return BlockTensor(result.layout, owner.block, owner.offset + result.offset)
 
         self.held[node] = change(made.results, bind, Result)
-        self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
+        self.inside.append(made.inside - sum(made.fresh) if made.inside and not pool else 0)
         if row is not None and row.copies:
             self.costs.append(self._carried(row, operands, pool))
             return
@@ -225,7 +225,7 @@ class _Walk:
         name = called(node)
         if name == "c10d.reduce_scatter_tensor" and node.args[1] in ("sum", "avg"):
             if operands[0].layout.nbytes >= self.exchanged:
-                received = Block(operands[0].layout.nbytes, at, at, fresh[0].node)
+                received = Block(operands[0].layout.nbytes, at, at, fresh[0].node, pool=fresh[0].pool)
                 self.blocks.append(received)
                 self._received[fresh[0]] = received
         elif name == "c10d.wait_tensor" and operands[0].block in self._received:

@@ -16,6 +16,7 @@ from torch import fx
 
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import Sharing
 
@@ -34,11 +35,11 @@ class GatherInto(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Give gathers destinations."""
         changed = False
-        nodes = list(program.graph.nodes)
+        nodes, beside = list(program.graph.nodes), computed_beside(context.graph)
         share = Sharing(nodes if any(node.target is pack.flatten for node in nodes) else ())
         for node in nodes:
             made = node.meta.get("shardfx") if node.target in GATHERS else None
-            operands = made.operands if isinstance(made, Node) else ()
+            operands = made.operands if isinstance(made, Node) and made not in beside else ()
             if not operands:
                 continue
             dtype = operands[0].type.dtype

@@ -285,12 +285,19 @@ def test_options_that_are_none(options: dict[str, Any]) -> None:
     ("nodes", "gives", "what"),
     [
         (
-            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.relu(%0) : f32[8]  cuts -",
+            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.add.Tensor(%0, %x) : f32[8]  cuts -",
             "result results.0 = %1",
             "takes %0",
         ),
+        (
+            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.relu(%0) : f32[8]  cuts -",
+            "result results.0 = %1",
+            "%1 leaves in another pool",
+        ),
+        ("%0 = memory.to_host(%w) : f32[8]", "gradient w = %0 : [8]", "takes %w"),
         ("%0 = memory.to_device(%x) : f32[8]", "result results.0 = %0", "takes %x"),
-        ("%0 = aten.relu(%w) : f32[8]  cuts -", "result results.0 = %0", "takes %w"),
+        ("%0 = aten.mul.Tensor(%w, %x) : f32[8]  cuts -", "result results.0 = %0", "takes %w"),
+        ("%0 = aten.relu(%w) : f32[8]  cuts -", "result results.0 = %0", "%0 leaves in another pool"),
         ("%0 = memory.to_host(%x) : f32[8]", "result results.0 = %0", "leaves in another pool"),
         ("%0 = aten.relu(%x) : f32[8]  cuts -", "gradient w = %0 : [8]", "leaves in another pool"),
         ("%0 = memory.to_host(%x, axes=[dp]) : f32[8]", "gradient w = %0 : [8]", "does not take the keyword axes"),
