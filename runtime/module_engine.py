@@ -1,7 +1,9 @@
 """Engines that execute the GraphModules themselves, through ``torch.compile`` where it is wanted.
 
 A real rank runs its program as one module, collectives and all. Virtual ranks run theirs in stretches between the
-collectives, each stretch a module, and meet as always.
+collectives, each stretch a module, and meet as always. What puts values away and fetches them stands between stretches
+too, for torch.compile would plan that memory as any other; then so do a real rank's collectives, whose memory must not
+be used again before they are waited for.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +19,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.looped.within_turns import FRAMES, gives_number, part_in_turns
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
@@ -89,6 +93,8 @@ class ModuleEngine:
         return self._modules[program]
 
     def _whole(self, program: RankProgram) -> Any:
+        if any(_between_pools(node) for node in program.graph.nodes):
+            return partial(_to_the_end, Stretches(program, self._compiled, meets=False))
         return self._compiled(program.module())
 
     def _compiled(self, module: fx.GraphModule) -> Any:
@@ -96,6 +102,22 @@ class ModuleEngine:
 
     def _stretches(self, program: RankProgram) -> Stretches:
         return Stretches(program, self._compiled)
+
+
+def _between_pools(node: fx.Node) -> bool:
+    """Whether a call copies between pools of memory, or waits for that."""
+    row = row_of(node.target) if node.op == "call_function" else None
+    return row is not None and (row.copies or (row.fetches and row.waits))
+
+
+def _to_the_end(program: Stretches, *inputs: Tensor) -> list[Tensor]:
+    """What a program gives that meets nobody."""
+    try:
+        next(program(*inputs))
+    except StopIteration as end:
+        results: list[Tensor] = end.value
+        return results
+    raise AssertionError("a real rank asks its process group, and not who runs it")
 
 
 @dataclass(frozen=True)
@@ -109,22 +131,28 @@ class Stretch:
 
 
 class Stretches:
-    """A program as a coroutine of modules."""
+    """A program as a coroutine of modules. ``meets``: it asks for its collectives; else it calls them."""
 
-    def __init__(self, program: RankProgram, compiled: Callable[[fx.GraphModule], Any]) -> None:
+    def __init__(self, program: RankProgram, compiled: Callable[[fx.GraphModule], Any], meets: bool = True) -> None:
+        self._meets = meets
         self.program, self.nodes = program, tuple(program.graph.nodes)
         self._life = Lifetimes(self.nodes)
         self._steps: list[Stretch | fx.Node] = []
         self._at: fx.Node | None = None
         group: list[fx.Node] = []
         for node in self.nodes:
-            if Request.of(node) is not None or part_in_turns(node) in FRAMES:
+            if self._stands_apart(node):
                 self._close(group, compiled)
                 self._steps.append(node)
                 group = []
             elif node.op == "call_function":
                 group.append(node)
         self._close(group, compiled)
+
+    def _stands_apart(self, node: fx.Node) -> bool:
+        """Whether a call is in no module."""
+        waits = not self._meets and node.target is c10d.wait_tensor.default
+        return waits or Request.of(node) is not None or part_in_turns(node) in FRAMES or _between_pools(node)
 
     def _close(self, group: list[fx.Node], compiled: Callable[[fx.GraphModule], Any]) -> None:
         """Make a module of the calls since the last collective."""
@@ -153,6 +181,10 @@ class Stretches:
             at += 1
             if isinstance(step, fx.Node) and part_in_turns(step):
                 at, done = clock.next(step, at)
+            elif isinstance(step, fx.Node) and not (self._meets and Request.of(step)):
+                self._at, done, target = step, (step,), step.target
+                assert callable(target)
+                env[step] = target(*fx.node.map_arg(step.args, env.__getitem__), **dict(step.kwargs))
             elif isinstance(step, fx.Node):
                 self._at, request, into = step, Request.of(step), destination(step)
                 assert request is not None

@@ -97,7 +97,8 @@ class Hints:
             pieces (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in each with ``zero`` 2, 3.
         arena: buckets, what is gathered, and temporaries lie in one memory, at places that follow from when they are
             needed; its size, and the most that lies in it at once, stand in ``pm.report()``. The peak falls with
-            ``zero=3`` and may rise otherwise: ask ``pm.memory()``. ``torch.compile`` plans memory itself.
+            ``zero=3`` and may rise otherwise: ask ``pm.memory()``. ``pm.compile()``, where torch plans memory, refuses
+            it.
         pipeline: a :class:`shardfx.Pipeline`: the model is cut into stages, which lie on the ranks of an axis.
 
     Example::

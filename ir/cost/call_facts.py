@@ -38,8 +38,8 @@ def kind_of(node: fx.Node) -> str:
 
 
 def pool_of_call(row: LocalOp | None, beside: bool) -> str:
-    """Which pool a call makes something in: that of its row; or the host's memory, where what it takes is ``beside`` the
-    device, and it does not fetch that."""
+    """Which pool a call makes something in: that of its row; or the host's memory, where what it takes lies ``beside``
+    the device, and it does not fetch that."""
     if row is not None and (row.pool or row.fetches):
         return row.pool
     return transfer.HOST if beside else ""

@@ -107,7 +107,9 @@ class FuseComm(Pass):
 
     def _key(self, node: Node, graph: Graph, named: dict[Node, str]) -> Key | None:
         """What must be equal within a bucket; None if the node cannot be fused."""
-        if named.get(node) == BESIDE or node.op not in FUSED or not _simple(node, graph) or any(graph.mesh[a].time for a in node.kwargs["axes"]):
+        if named.get(node) == BESIDE or node.op not in FUSED or not _simple(node, graph):
+            return None
+        if any(graph.mesh[axis].time for axis in node.kwargs["axes"]):
             return None
         group = named.get(node, "")
         if not group and self.mb <= 0:

@@ -42,8 +42,7 @@ class Offload(Pass):
 
     Args:
         what: ``"activations"`` (what the forward made for the backward), ``"optimizer"`` (its states),
-            ``"parameters"``, ``"rows"`` (tables that are looked up in, of which a step brings rows: :class:`.TableRows`);
-            or several of them.
+            ``"parameters"``, ``"rows"`` (of tables that are looked up in: :class:`.TableRows`); or several of them.
         to: ``"host"``: the host's memory (pinned, on CUDA); ``"disk"``: files that are mapped into memory, of the
             ``folder``, or of the system's for temporary files. They have no names, and go with the plan.
         ahead: so many nodes before its first use something is fetched.

@@ -54,6 +54,18 @@ def steps_are_the_same_put_away(to: str) -> None:
 
 
 @worker
+def steps_are_compiled_around_what_is_put_away(backend: str) -> None:
+    """Copies between pools, and collectives, stand between what torch compiles."""
+    away = (sx.Offload(ahead=2, least=0),)
+    plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
+    other.compile(backend=backend)
+    for x, y in batches(3):
+        assert torch.allclose(plain.step(x, y), other.step(x, y), rtol=0, atol=1e-12)
+    full = other.full_state_dict()
+    assert all(torch.allclose(value, full[name], rtol=0, atol=1e-12) for name, value in plain.full_state_dict().items())
+
+
+@worker
 def tables_stay_in_the_host(mesh: str, zero: str) -> None:
     """To the bit, and each pool holds what was foreseen."""
     away, case = (sx.Offload("rows", least=0),), make("gpt_separate")

@@ -342,9 +342,3 @@ def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
 def test_that_nothing_is_large_enough_is_said() -> None:
     pm = blocks(optimizer=adamw, offload=("optimizer",))
     assert pm.memory().host == 0 and any("nothing of optimizer is put away" in note for note in pm.after.notes)
-
-
-def test_torch_compile_plans_memory_itself() -> None:
-    pm = blocks(offload=away("activations"))
-    with pytest.raises(sx.Error, match="offload"):
-        pm.compile()
