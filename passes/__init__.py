@@ -2,7 +2,7 @@
 
 from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Pass, PassError
 from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
-from .memory import CastAgain, GatherAgain, Offload, Recompute, Zero
+from .memory import CastAgain, GatherAgain, Offload, Recompute, TableRows, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_whole, run_passes, steps
 from .rank import RankContext, RankPass
@@ -39,6 +39,7 @@ __all__ = [
     "Recompute",
     "Spatial",
     "SumPlacement",
+    "TableRows",
     "Turns",
     "UnfoldRepeats",
     "Zero",

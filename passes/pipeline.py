@@ -18,7 +18,7 @@ from shardfx.ir.validate import Validator
 
 from .base import Context, Pass, PassError, check_requires
 from .communication import CastPlacement, DuplicateViews, FuseComm, Order, Partition
-from .memory import CastAgain, GatherAgain, Offload, Recompute, Zero
+from .memory import CastAgain, GatherAgain, Offload, Recompute, TableRows, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .space import Spatial
 from .stages import Pipeline
@@ -40,6 +40,7 @@ ORDER: tuple[type[Pass], ...] = (
     Recompute,
     GatherAgain,
     CastAgain,
+    TableRows,
     FuseComm,
     Turns,
     Order,
@@ -47,7 +48,7 @@ ORDER: tuple[type[Pass], ...] = (
 )
 """The built-in passes, in the order in which they run."""
 ON_REQUEST: frozenset[str] = frozenset(
-    {each.name for each in (Zero, Pipeline, Recompute, GatherAgain, CastAgain, Offload)}
+    {each.name for each in (Zero, Pipeline, Recompute, GatherAgain, CastAgain, Offload, TableRows)}
 )
 """Those of them that are left out where nobody asks for them."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}

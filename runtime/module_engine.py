@@ -2,7 +2,8 @@
 
 A real rank runs its program as one module, collectives and all. Virtual ranks run theirs in stretches between the
 collectives, each a module (:mod:`.module_stretches`), and meet as always. So do real ranks that do the stages of a
-pipeline, by their own engine (:func:`shardfx.runtime.distributed.process_engine.in_stretches`).
+pipeline or put something away, by their own engine
+(:func:`shardfx.runtime.distributed.process_engine.in_stretches`).
 """
 
 from __future__ import annotations

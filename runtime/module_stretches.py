@@ -6,7 +6,8 @@ y = aten.relu(h)                     ->    (y,) = module(b, x, w)
 stage.send(y, 1, 0, turn, ...)             sent: as it stands
 
 What ranks do together is done as an engine does it (:class:`shardfx.ir.program.source.Forms`), and so is what hangs on
-the number of a turn: a module is the same one in each turn.
+the number of a turn: a module is the same one in each turn. What puts values away and fetches them stands alone, too,
+for ``torch.compile`` would plan that memory as any other.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class Stretch:
 
 
 def stands_alone(node: fx.Node) -> bool:
-    """Whether a call is no part of a module: ranks do it together, or it hangs on the number of a turn."""
+    """Whether a call is no part of a module: ranks do it together, it copies between pools of memory or waits for that,
+    or it hangs on the number of a turn."""
     row = row_of(node.target) if node.op == "call_function" else None
     together = node.target is c10d.wait_tensor.default or (row is not None and row.group is not None)
-    return together or gives_number(node) or any(gives_number(used) for used in node.all_input_nodes)
+    pools = row is not None and (row.copies or (row.fetches and row.waits))
+    return together or pools or gives_number(node) or any(gives_number(used) for used in node.all_input_nodes)
 
 
 class Stretches:

@@ -17,7 +17,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.memory.auto import fitted
-from shardfx.memory.budget import check_budget
+from shardfx.memory.budget import Foresight, check_budget
 from shardfx.memory.live_turns import scheduled
 from shardfx.memory.stages_that_fit import staged
 from shardfx.memory.when_reduced import reduced
@@ -104,8 +104,7 @@ def parallelize(
         def build(model: nn.Module, hints: Hints) -> Compiled:
             with torch.inference_mode(False), torch.enable_grad():
                 made = compile_model(model, described, hints, all_rules(hints.rules))
-                made = scheduled(fitted(staged(reduced(made, place), place), place), place)
-                check_budget(made, place)
+                made = _within_budget(made, place)
                 if hints.loss is not product:
                     check_gradients(model, made)
                 reject_half(made, autocast_around())
@@ -116,11 +115,18 @@ def parallelize(
         reject_half(compiled, autocast_around())
         variants = Variants(without_weights(module), hints, build)
         place = _place(module, described, hints, virtual)
-        compiled = scheduled(fitted(staged(reduced(compiled, place), place), place), place)
-        check_budget(compiled, place)
+        compiled = _within_budget(compiled, place)
         pm = ParallelModule(compiled, place, module, variants, optimizer)
     watch_original(given, pm.store)
     return pm
+
+
+def _within_budget(compiled: Compiled, place: Place) -> Compiled:
+    """What hints leave open is chosen so that the plan fits into what a rank may hold."""
+    foresight = Foresight(place)
+    chosen = scheduled(fitted(staged(reduced(compiled, foresight), foresight), foresight), foresight)
+    check_budget(chosen, foresight)
+    return chosen
 
 
 def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: Mesh | None = None) -> Graph:

@@ -34,6 +34,7 @@ from shardfx.passes import (
     Pass,
     Propagate,
     Recompute,
+    TableRows,
     Turns,
     Zero,
     arrange,
@@ -92,7 +93,8 @@ OPTIONS = {
 def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     """The built-in passes that hints have something to say of; none, where they are not asked for."""
     axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
-    away = offloads(hints)
+    away = tuple(left for each in offloads(hints) for left in each.without("rows"))
+    tables = tuple(TableRows(each.modules, each.least) for each in offloads(hints) if "rows" in each.whats)
     auto = hints.recompute == "auto"  # which a plan without it decides, and what activations are put away
     asked = None if auto else hints.recompute
     given = (asked,) if isinstance(asked, (str, Recompute)) else tuple(asked or ())
@@ -104,6 +106,7 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
         "cast-again": (CastAgain(),) if hints.compute is not None and hints.zero < 3 else (),
         "recompute": tuple(Recompute(each) if isinstance(each, str) else each for each in given),
+        "table-rows": tables,
         "turns": (Turns(fetch=hints.zero == 3, strict=hints.strict),),
         "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from shardfx.ir.capture.trace import Captured
@@ -23,8 +22,6 @@ class Compiled:
     after: Graph
     context: Context
     passes: tuple[Pass, ...]
-    peaks: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
-    """By where it is to run: what is foreseen to be held (:func:`shardfx.memory.budget.peaks`)."""
 
     @cached_property
     def before(self) -> Graph:

@@ -66,6 +66,7 @@ class Hints:
             fit into ``memory`` at the least cost.
         offload: what is put away into the host's memory while it waits, and fetched shortly before it is needed:
             ``"activations"`` (what the forward made for the backward, of which ``recompute`` leaves where it starts),
+            ``"rows"`` (tables that are looked up in stay there, with their states: rows are fetched),
             ``"optimizer"`` (states, which are on the device during their update alone), ``"parameters"`` (fetched for
             each of forward, backward and update); a :class:`shardfx.Offload` says how, and to where (``to="disk"``:
             files). What ``memory`` allows is the device's; ``pm.memory().host`` is what lies beside it at most.
@@ -96,7 +97,8 @@ class Hints:
             pieces (``zero``) and ``memory`` or ``machine`` says what a rank may hold; else in each with ``zero`` 2, 3.
         arena: buckets, what is gathered, and temporaries lie in one memory, at places that follow from when they are
             needed; its size, and the most that lies in it at once, stand in ``pm.report()``. The peak falls with
-            ``zero=3`` and may rise otherwise: ask ``pm.memory()``. ``torch.compile`` plans memory itself.
+            ``zero=3`` and may rise otherwise: ask ``pm.memory()``. ``pm.compile()``, where torch plans memory, refuses
+            it.
         pipeline: a :class:`shardfx.Pipeline`: the model is cut into stages, which lie on the ranks of an axis.
 
     Example::
@@ -227,7 +229,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clip": (lambda given: given is None or (type(given) in (int, float) and given > 0), "a norm above zero, or None"),
     "offload": (
         lambda given: isinstance(given, (tuple, list)) and _are((str, Offload), given),
-        "a tuple of 'activations', 'optimizer', 'parameters', or of shardfx.Offload",
+        "a tuple of 'activations', 'optimizer', 'parameters', 'rows', or of shardfx.Offload",
     ),
     "pipeline": (lambda given: given is None or isinstance(given, Pipeline), "a shardfx.Pipeline, or None"),
     "accumulate": (lambda given: type(given) is int and given >= 1, "a number of turns, at least 1"),

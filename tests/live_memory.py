@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from shardfx.ir.cost.call_facts import group_of
+from shardfx.ir.cost.call_facts import group_of, pool_of_call
 from shardfx.ir.cost.live.storages import STEPS, Footprint
 from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.cost.replay import replay
@@ -74,6 +74,8 @@ class LiveMemory(TorchDispatchMode):
         self._owned: dict[int, Storages] = {}
         self._beside: dict[int, Storages] = {}
         self._given: Storages = {}
+        self._stored: set[int] = set()
+        """Inputs that lie beside the device."""
         self._fresh: Storages = {}
         self._inside = 0
 
@@ -91,14 +93,17 @@ class LiveMemory(TorchDispatchMode):
         self._beside.setdefault(rank, {})
         return RankLiveMemory(self, rank)
 
-    def take(self, tensors: Sequence[Tensor]) -> None:
+    def take(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
         """Inputs."""
+        for given, tensor in zip(inputs, tensors, strict=True):
+            if given.pool:
+                self._stored.update(key for key, _ in storages(tensor))
         self._given.update(storages(list(tensors)))
         for key in self._given:
             self._fresh.pop(key, None)
         self._inside = 0
 
-    def see(self, rank: int, node: fx.Node, result: Any) -> None:
+    def see(self, rank: int, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
         """A call is done."""
         held, owned, beside = self.steps[rank][-1], self._owned[rank], self._beside[rank]
         row = row_of(node.target)
@@ -106,8 +111,9 @@ class LiveMemory(TorchDispatchMode):
             time.sleep(0.001)  # the thread that did it holds it a moment longer
         before = alive(owned)
         shown = self._fresh if self.alone else dict(storages(result))
-        if row is not None and row.pool:
-            beside.update(shown)
+        there = any(key in beside or key in self._stored for key, _ in storages(operands))
+        if pool_of_call(row, there):
+            beside.update((key, each) for key, each in shown.items() if key not in self._given)
             shown, self._inside = {}, 0
         made = {key: each for key, each in shown.items() if not (key in self._given or key in owned or key in beside)}
         owned.update(made)
@@ -139,11 +145,11 @@ class RankLiveMemory:
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
         """What goes in."""
-        self.memory.take(tensors)
+        self.memory.take(inputs, tensors)
 
     def __call__(self, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
         """What a call made."""
-        self.memory.see(self.rank, node, result)
+        self.memory.see(self.rank, node, result, operands)
 
 
 def storages(nest: Any) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:

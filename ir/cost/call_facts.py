@@ -9,7 +9,8 @@ from torch import fx
 
 from shardfx.ir.graph import Value
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.pools import transfer
+from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.ops.traits import base_name_of
 
 
@@ -36,12 +37,24 @@ def kind_of(node: fx.Node) -> str:
     return base_name_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else called(node)
 
 
-def before_communication(node: fx.Node) -> list[fx.Node]:
-    """The values that communication (and putting away) made this one of: itself, if it is no result of such."""
+def pool_of_call(row: LocalOp | None, beside: bool) -> str:
+    """Which pool a call makes something in: that of its row; or the host's memory, where what it takes lies ``beside``
+    the device, and it does not fetch that."""
+    if row is not None and (row.pool or row.fetches):
+        return row.pool
+    return transfer.HOST if beside else ""
+
+
+def before_communication(node: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:
+    """The values that communication (and putting away) made this one of: itself, if it is no result of such. What was
+    ``seen`` before is left out."""
     found: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
         each = todo.pop()
+        if each in seen:
+            continue
+        seen.add(each)
         maker = each.args[0] if each.target is operator.getitem else each
         planned = maker.meta.get("shardfx") if isinstance(maker, fx.Node) else None
         if planned is not None and isinstance(planned.op, OwnOp):

@@ -7,10 +7,9 @@ tensors (:mod:`.fake_calls`); the same call in the next layer is looked up.
     >>> footprint.peak.nbytes, footprint.cost.flops
     (1835008, 402653184)
 
-Bytes are counted by storage, as torch holds them: a view, a transpose or a slice shares that of its source, and a
-storage lives until the last use of any of its views, as engines let values go. Inputs (parameters, buffers, the batch)
-are not in it: their storages belong to the caller. What ``memory.empty`` gives is kept between steps, and counts at
-every call, as in all steps but the first.
+Bytes are counted by storage, as torch holds them: a view shares that of its source, and a storage lives until the last
+use of any of its views, as engines let values go. Inputs (parameters, buffers, the batch) are not in it: their storages
+belong to the caller. What ``memory.empty`` gives is kept between steps, and counts at every call.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from shardfx.ir.program.units.lifetimes import Lifetimes
 from shardfx.ir.shards import held_shape
 
 from .amounts import Cost, Work
-from .call_facts import before_communication, called, group_of, is_memory, kind_of
+from .call_facts import before_communication, called, group_of, is_memory, kind_of, pool_of_call
 from .curve import VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
@@ -146,6 +145,7 @@ class _Walk:
         self._fakes = fakes or FakeCalls()
         self._costs: dict[Any, Cost] = {}
         self.stand = Standpoint()
+        self._before_sent: set[fx.Node] = set()
         self._received: dict[Block, Block] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
@@ -185,7 +185,7 @@ class _Walk:
             return
         given = change(args, _layout, BlockTensor), change(kwargs, _layout, BlockTensor)
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
-        pool = row.pool if row is not None else ""
+        pool = pool_of_call(row, any(tensor.block.pool for tensor in operands))
         got = row is not None and row.message == "receives"
         fresh = [Block(n, at, at, planned, kept=is_memory(node), pool=pool, message=got) for n in made.fresh]
         if node.target is memory_ops.arena:
@@ -200,7 +200,7 @@ class _Walk:
             return BlockTensor(result.layout, owner.block, owner.offset + result.offset)
 
         self.held[node] = change(made.results, bind, Result)
-        self.inside.append(made.inside - sum(made.fresh) if made.inside else 0)
+        self.inside.append(made.inside - sum(made.fresh) if made.inside and not pool else 0)
         if row is not None and row.copies:
             self.costs.append(self._carried(row, operands, pool))
             return
@@ -227,7 +227,7 @@ class _Walk:
         name = called(node)
         if name == "c10d.reduce_scatter_tensor" and node.args[1] in ("sum", "avg"):
             if operands[0].layout.nbytes >= self.transport.exchanged:
-                received = Block(operands[0].layout.nbytes, at, at, fresh[0].node)
+                received = Block(operands[0].layout.nbytes, at, at, fresh[0].node, pool=fresh[0].pool)
                 self.blocks.append(received)
                 self._received[fresh[0]] = received
         elif name == "c10d.wait_tensor" and operands[0].block in self._received:
@@ -279,7 +279,7 @@ class _Walk:
             tensor.block.last = len(self.calls) - 1
             tensor.block.category = tensor.block.category or category
         if category == "gradients":
-            for source in before_communication(node):
+            for source in before_communication(node, self._before_sent):
                 for tensor in leaves(self.held[source], BlockTensor):
                     tensor.block.category = tensor.block.category or category
 

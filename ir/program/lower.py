@@ -166,9 +166,9 @@ class Lowering:
     def dense(self) -> dict[Contiguous, Callable[[Value], Any]]:
         """How an operand is used, by the layout that the op's kernel takes."""
         return {
-            Contiguous.ANY: self.env.__getitem__,
-            Contiguous.LAST_DIM: lambda v: self.call(pack.dense_last, self.env[v]) if v.shape else self.env[v],
-            Contiguous.ALL: lambda value: self.call(aten.contiguous.default, self.env[value]),
+            Contiguous.ANY: self._there,
+            Contiguous.LAST_DIM: lambda v: self.call(pack.dense_last, self._there(v)) if v.shape else self._there(v),
+            Contiguous.ALL: lambda value: self.call(aten.contiguous.default, self._there(value)),
         }
 
     def call(self, target: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:
@@ -205,7 +205,8 @@ class Lowering:
         """Write this rank's version of a node."""
         self.current = node
         if isinstance(node.op, OwnOp):
-            held = self.env.get if node.op is comm.send else self.env.__getitem__  # it is another rank's, perhaps
+            there = self.env.__getitem__ if node.op.fetches else self._there
+            held = self.env.get if node.op is comm.send else there  # it is another rank's, perhaps
             emit = LocalEmit(node, self.mesh, self.coords, self, tuple(held(v) for v in node.operands), {})
             made = self.loops.collected(emit) if self.loops.collects(node) else node.op.local(emit)
             self.env.update(zip(node.outs, made, strict=True))
@@ -221,6 +222,16 @@ class Lowering:
         for i, value in enumerate(node.results):
             if value is not None:
                 self.env[value] = self.call(operator.getitem, result, i)
+
+    def _there(self, value: Value) -> Any:
+        """What stands for an operand, where it is computed with: a copy into another pool was waited for."""
+        made = self.env[value]
+        row = row_of(made.target) if isinstance(made, fx.Node) else None
+        if row is not None and row.pool:
+            taker, self.current = self.current, value.node
+            made = self.env[value] = self.call(transfer.arrived, made, gives=made.meta.get("shape"))
+            self.current = taker
+        return made
 
     def result(self, output: Output) -> Any:
         """What stands for an output: a copy into another pool was waited for."""

@@ -12,7 +12,7 @@ its plain form (:mod:`.plain`):
 - no two results, and no result and input, share memory, where the result becomes its receiver's own;
 - what was only started, a collective or a copy between pools of memory, is not touched before it was waited for;
 - what turns and their units use is there (:mod:`.units.standing`);
-- what lies beside the device is fetched, and nothing else is done with it; and it leaves where it belongs.
+- what lies beside the device is fetched, or all that a call takes lies there; and it leaves where it belongs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
 from .arena.overlaps import Overlaps
+from .looped.within_turns import gives_number
 from .plain import written_out
 from .rank_program import RankProgram
 from .sharing import GivenAway, Sharing, renewed
@@ -144,7 +145,7 @@ class _Walk:
             takes = row is not None and (row.waits or (row.fetches and used in self.away))
             if used in self.pending and not takes:
                 self._fail(f"{used.name} is used before it is waited for", node, expected=f"a wait for {used.name}")
-            if used in self.away and not (row is not None and row.fetches):
+            if used in self.away and not (row is not None and row.fetches) and not self._beside(node, row):
                 self._fail(
                     f"{used.name} is read, which lies in the memory of the {self.away[used]}",
                     node,
@@ -162,8 +163,7 @@ class _Walk:
             self._join(node)
         if row is not None and row.starts:
             self.pending.add(node)
-        if row is not None:
-            self._pool(node, row)
+        self._pool(node, row)
         self._define(node)
 
     def _filled(self, memory: fx.Node) -> bool:
@@ -172,12 +172,19 @@ class _Walk:
         row = self.share.row(source) if isinstance(source, fx.Node) else None
         return row is not None and row.filled
 
-    def _pool(self, node: fx.Node, row: LocalOp) -> None:
-        """Which pool the result of a call lies in: that of its row, or of the operand that it is or is written into."""
-        source = row.destination(node) or (node.all_input_nodes[0] if row.waits else None)
-        pool = row.pool or (self.away.get(source, "") if source is not None else "")
+    def _pool(self, node: fx.Node, row: LocalOp | None) -> None:
+        """Which pool the result of a call lies in: that of its row, or of the operands that it is made of there."""
+        source = row.destination(node) if row is not None else None
+        if source is None and (row is None or not row.fetches or row.waits):
+            source = next((used for used in node.all_input_nodes if used in self.away), None)
+        pool = (row.pool if row is not None else "") or (self.away.get(source, "") if source is not None else "")
         if pool:
             self.away[node] = pool
+
+    def _beside(self, node: fx.Node, row: LocalOp | None) -> bool:
+        """Whether a call is done beside the device: all that it takes lies there."""
+        tensors = (used for used in node.all_input_nodes if not gives_number(used))
+        return not (row is not None and row.pool) and all(used in self.away for used in tensors)
 
     def _define(self, node: fx.Node) -> None:
         self.live.setdefault(self.share.root(node), []).append(node)

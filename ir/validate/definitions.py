@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from shardfx.ir.graph import Graph, Input, Node, Output, Value, op_name
+from shardfx.ir.ops.pools.pool_ops import pool_of
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.printer import Printer
@@ -71,18 +72,21 @@ class Definitions:
             )
 
     def _pools(self, node: Node, operands: list[Value]) -> None:
-        """What lies beside the device is fetched, and nothing else is done with it."""
+        """What lies beside the device is fetched; else all that a node takes lies there, and what it gives, too."""
         own = node.op if isinstance(node.op, OwnOp) else None
+        carries = own is not None and (bool(own.pool) or own.fetches)
+        there = own.fetches if own is not None and carries else all(value in self.away for value in operands)
         for value in operands:
-            if (value in self.away) != (own is not None and own.fetches):
+            if (value in self.away) != there:
                 self.wrong.fail(
                     f"{op_name(node.op)} takes {self.wrong.name(value)}, which lies in another pool of memory",
                     node,
                     expected="memory.to_device(...) of it" if value in self.away else "what was put away",
                     got=self.away.get(value, "the device's memory"),
                 )
-        if own is not None and own.pool:
-            self.away.update(dict.fromkeys(node.outs, own.pool))
+        pool = pool_of(node, self.away)
+        if pool:
+            self.away.update(dict.fromkeys(node.outs, pool))
 
     def _result(self, node: Node, index: int, result: Value) -> None:
         if result.node is not node or result.index != index:

@@ -22,6 +22,7 @@ import torch
 from shardfx.ir.graph import Graph, InputKind, Node, Phase, Strategy, Value
 from shardfx.ir.names import pattern
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.rewriter import Rewriter
@@ -31,6 +32,8 @@ FUSED = (comm.all_gather, comm.all_reduce, comm.reduce_scatter)
 Key = tuple[OwnOp, tuple[str, ...], torch.dtype, str, str, tuple[str, ...], tuple[int, ...]]
 
 
+BESIDE = "beside"
+"""The group of what is sent from another pool of memory: each travels alone."""
 PARTS, FINER, LEAST = 4, 16, 1e6
 """Into so many buckets at least, if they have so many bytes; and where parameters are gathered again in the backward,
 so that few of them are whole at a time."""
@@ -81,8 +84,9 @@ class FuseComm(Pass):
         """The explicit group of each collective that brings a gradient or fetches a parameter; and of those that move
         what follows from the batch alone: nothing that is computed from parameters keeps that waiting."""
         result = dict.fromkeys(_of_batch(graph), "batch") if self.mb > 0 else {}
+        apart = dict.fromkeys(computed_beside(graph), BESIDE)
         if not self.groups:
-            return result
+            return result | apart
         matchers = [[pattern(text) for text in group] for group in self.groups]
 
         def group_of(name: str) -> str:
@@ -99,11 +103,13 @@ class FuseComm(Pass):
             maker = uncast(output.value).node
             if output.kind.value == "gradient" and maker is not None and isinstance(maker.op, OwnOp):
                 result[maker] = group_of(output.name)
-        return {node: name for node, name in result.items() if name}
+        return {node: name for node, name in result.items() if name} | apart
 
     def _key(self, node: Node, graph: Graph, named: dict[Node, str]) -> Key | None:
         """What must be equal within a bucket; None if the node cannot be fused."""
-        if node.op not in FUSED or not _simple(node, graph) or any(graph.mesh[a].time for a in node.kwargs["axes"]):
+        if named.get(node) == BESIDE or node.op not in FUSED or not _simple(node, graph):
+            return None
+        if any(graph.mesh[axis].time for axis in node.kwargs["axes"]):
             return None
         group = named.get(node, "")
         if not group and self.mb <= 0:

@@ -3,6 +3,7 @@
 from .cast_again import CastAgain
 from .offload import Offload
 from .recompute import Recompute
+from .table_rows import TableRows
 from .zero import GatherAgain, Zero
 
-__all__ = ["CastAgain", "GatherAgain", "Offload", "Recompute", "Zero"]
+__all__ = ["CastAgain", "GatherAgain", "Offload", "Recompute", "TableRows", "Zero"]

@@ -27,7 +27,9 @@ from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 from .put_away import Pool, put_away_waiting, store_beside
 from .regions import of_ops, regions
 
-ACTIVATIONS, OPTIMIZER, PARAMETERS = WHAT = ("activations", "optimizer", "parameters")
+ACTIVATIONS, OPTIMIZER, PARAMETERS, ROWS = WHAT = ("activations", "optimizer", "parameters", "rows")
+USUAL = (ACTIVATIONS, OPTIMIZER, PARAMETERS)
+"""What is put away where nothing is said."""
 POOLS = ("host", "disk")
 WHERE = "Hints(offload=...)"
 STORED = {OPTIMIZER: InputKind.STATE, PARAMETERS: InputKind.PARAMETER}
@@ -40,7 +42,7 @@ class Offload(Pass):
 
     Args:
         what: ``"activations"`` (what the forward made for the backward), ``"optimizer"`` (its states),
-            ``"parameters"``; or several of them.
+            ``"parameters"``, ``"rows"`` (of tables that are looked up in: :class:`.TableRows`); or several of them.
         to: ``"host"``: the host's memory (pinned, on CUDA); ``"disk"``: files that are mapped into memory, of the
             ``folder``, or of the system's for temporary files. They have no names, and go with the plan.
         ahead: so many nodes before its first use something is fetched.
@@ -63,7 +65,7 @@ class Offload(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
     repeats: ClassVar[bool] = True
 
-    what: str | tuple[str, ...] = WHAT
+    what: str | tuple[str, ...] = USUAL
     to: str = "host"
     ahead: int = 8
     least: int = 2**14
@@ -81,6 +83,10 @@ class Offload(Pass):
                 raise _unknown("what is put away", WHAT, what)
         if self.to not in POOLS:
             raise _unknown("where it is put", POOLS, self.to)
+        if ROWS in self.whats and self.to != "host":
+            raise Error(
+                "rows are looked up in the host's memory", where=WHERE, expected="to='host'", got=f"to={self.to!r}"
+            )
         if self.folder and self.to != "disk":
             raise Error("only files lie in a folder", where=WHERE, expected="to='disk'", got=f"folder={self.folder!r}")
         for name in ("ahead", "least", "count", "skip"):
@@ -101,6 +107,8 @@ class Offload(Pass):
     def run(self, graph: Graph, context: Context) -> bool:
         changed, trains = False, any(output.kind is OutputKind.GRADIENT for output in graph.outputs)
         for what in self.whats:
+            if what == ROWS:  # a pass of its own, that stands before collectives are joined
+                continue
             count = self._activations(graph) if what == ACTIVATIONS else self._stored(graph, what)
             if not count and trains:
                 graph.notes.append(f"nothing of {what} is put away: of {self.least} elements and more none waits")

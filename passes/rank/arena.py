@@ -26,6 +26,7 @@ from shardfx.ir.cost.replay import values
 from shardfx.ir.errors import Error
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import WITH_DESTINATION
+from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.arena.packing import pack
 from shardfx.ir.program.arena.tenants import Tenancy, nbytes_of
 from shardfx.ir.program.rank_program import RankProgram
@@ -52,7 +53,7 @@ class Arena(RankPass):
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Give places."""
-        changed = self._into_memory(program, context.device)
+        changed = self._into_memory(program, context)
         nodes = list(program.graph.nodes)
         tenancy = Tenancy(nodes)
         found = {}
@@ -71,20 +72,23 @@ class Arena(RankPass):
             node.target, node.args = memory_ops.slot, (arena, offset, *node.args[:2])
         return True
 
-    def _into_memory(self, program: RankProgram, device: str) -> bool:
+    def _into_memory(self, program: RankProgram, context: RankContext) -> bool:
         """Let temporaries be computed into memory that the program asks for."""
         nodes = list(program.graph.nodes)
         tenancy, known, changed = Tenancy(nodes), dict[str, Any](), False
+        beside = computed_beside(context.graph)
         for node in nodes:
             row = WITH_DESTINATION.get(node.target) if node.op == "call_function" else None
-            if row is None or row.into in node.kwargs or not _tensors(node) or tenancy.of(node, 0) is None:
+            if row is None or row.into in node.kwargs or node.meta.get("shardfx") in beside:
+                continue
+            if not _tensors(node) or tenancy.of(node, 0) is None:
                 continue
             known = known or values(program)
             layout = _dense(known, node)
             if layout is None or layout.nbytes < self.least:
                 continue
             with program.graph.inserting_before(node):
-                memory = program.graph.call_function(memory_ops.empty, ([*layout.shape], layout.dtype, device))
+                memory = program.graph.call_function(memory_ops.empty, ([*layout.shape], layout.dtype, context.device))
             memory.meta["shardfx"] = node.meta.get("shardfx")
             node.target, node.kwargs = row.function, {**node.kwargs, str(row.into): memory}
             changed = True

@@ -21,6 +21,7 @@ from torch import fx
 
 from shardfx.ir.graph import Node, Value
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.looped.in_turns import time_axes
 from shardfx.ir.program.looped.within_turns import regions
@@ -43,11 +44,11 @@ class Buckets(RankPass):
         """Make the buckets."""
         changed = False
         nodes = list(program.graph.nodes)
-        inside = regions(nodes)
+        inside, beside = regions(nodes), computed_beside(context.graph)
         order = {node: place for place, node in enumerate(nodes)}
         for node in nodes:
             made = node.meta.get("shardfx")
-            if node.target is not pack.flatten or len(node.users) != 1 or not isinstance(made, Node):
+            if node.target is not pack.flatten or len(node.users) != 1 or not isinstance(made, Node) or made in beside:
                 continue
             if next(iter(node.users)).target not in REDUCTIONS:
                 continue

@@ -16,12 +16,14 @@ from torch import fx
 
 from shardfx.ir.graph import Node
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import Sharing
 
 from .rank_pass import RankContext, RankPass
 
 c10d = torch.ops._c10d_functional
+GATHERS = (c10d.all_gather_into_tensor.default, pack.unflatten, pack.flatten)
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,14 @@ class GatherInto(RankPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Give gathers destinations."""
         changed = False
-        nodes = list(program.graph.nodes)
+        nodes, beside = list(program.graph.nodes), computed_beside(context.graph)
         share = Sharing(nodes if any(node.target is pack.flatten for node in nodes) else ())
         for node in nodes:
-            made = node.meta.get("shardfx")
-            if not isinstance(made, Node) or not made.operands:
+            made = node.meta.get("shardfx") if node.target in GATHERS else None
+            operands = made.operands if isinstance(made, Node) and made not in beside else ()
+            if not operands:
                 continue
-            dtype = made.operands[0].type.dtype
+            dtype = operands[0].type.dtype
             if node.target is c10d.all_gather_into_tensor.default and "shape" in node.meta:
                 memory = _before(node, memory_ops.empty, list(node.meta["shape"]), dtype, context.device)
                 _swap(node, memory_ops.all_gather_into, node.args, {"out": memory})

@@ -14,7 +14,7 @@ given, are packed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from torch import fx
 from shardfx.ir.graph import Node, Phase, Value
 from shardfx.ir.ops.computing.segment import Ref, call_text, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE, row_of
+from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.rank_module import ORIGINS
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import Sharing
@@ -42,7 +43,7 @@ class Segments(RankPass):
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Pack what is alike."""
-        return _Packing(program).run()
+        return _Packing(program, computed_beside(context.graph)).run()
 
 
 @dataclass(eq=False)
@@ -54,7 +55,8 @@ class _Member:
 
 
 class _Packing:
-    def __init__(self, program: RankProgram) -> None:
+    def __init__(self, program: RankProgram, beside: Container[Node]) -> None:
+        self.beside = beside
         self.program, self.coords = program, program.mesh.coords(program.rank)
         self.nodes = list(program.graph.nodes)
         self.share = Sharing(self.nodes)
@@ -117,9 +119,9 @@ class _Packing:
         planned = node.meta.get("shardfx")
         if node.op != "call_function" or node.target not in PACKED or not isinstance(planned, Node):
             return False
-        if planned.phase is not Phase.UPDATE or OVERWRITING.get(planned.op, planned.op) is not OVERWRITING.get(
-            node.target, node.target
-        ):
+        if planned.phase is not Phase.UPDATE or planned in self.beside:
+            return False
+        if OVERWRITING.get(planned.op, planned.op) is not OVERWRITING.get(node.target, node.target):
             return False
         given = (*node.args, *(arg for key, arg in node.kwargs.items() if key != "out"))
         if len(node.args) != len(planned.args) or not all(isinstance(arg, (fx.Node, *NUMBERS)) for arg in given):

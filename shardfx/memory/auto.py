@@ -19,10 +19,9 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind, Phase
 from shardfx.ir.names import prefixes
 from shardfx.ir.text.printer import size_text
-from shardfx.module.place import Place
 from shardfx.passes import Offload, Recompute
 
-from .budget import foreseen
+from .budget import Foresight, what_fits
 from .cheapest import Choice, cheapest, least_peak
 from .stretches import Course, Group, Kind, runs
 
@@ -31,7 +30,7 @@ TRIES = 4
 """So often the budget is corrected by what a plan really holds."""
 
 
-def fitted(compiled: Compiled, place: Place) -> Compiled:
+def fitted(compiled: Compiled, foresight: Foresight) -> Compiled:
     """The plan in which so much is made again that it fits; itself, where nothing is asked for, or all fits.
 
     Raises:
@@ -48,7 +47,7 @@ def fitted(compiled: Compiled, place: Place) -> Compiled:
             got="memory=None",
             remedy="say it; or name modules: Hints(recompute='layers.*')",
         )
-    budget, memory = bytes_of(hints.memory), foreseen(compiled, place)
+    budget, memory = bytes_of(hints.memory), foresight.of(compiled)
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
     if memory.peak <= budget or not trains:
         return compiled
@@ -61,7 +60,7 @@ def fitted(compiled: Compiled, place: Place) -> Compiled:
         if choice is None:
             break
         made = _planned(compiled, tuple(_passes(course, choice)), tuple(_put_away(course, choice)))
-        held = foreseen(made, place)
+        held = foresight.of(made)
         peak = held.peak
         if peak <= budget:
             step, longer = (each.footprint.cost.seconds(course.machine, compiled.after.mesh) for each in (memory, held))
@@ -77,7 +76,7 @@ def fitted(compiled: Compiled, place: Place) -> Compiled:
         where="Hints(recompute='auto')",
         expected=f"a budget of at least about {size_text(least_peak(kinds, moments))}",
         got=f"{size_text(budget)}, where a rank that keeps all holds {size_text(memory.peak)}",
-        remedy="allow more, cut parameters (Hints(zero=3)) or the batch over more ranks",
+        remedy=what_fits(compiled, foresight, budget),
     )
 
 

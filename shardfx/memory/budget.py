@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from shardfx.compile import default_passes, no_collection, plan_graph
+from shardfx.compile import default_passes, no_collection, offloads, plan_graph
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints, bytes_of
 from shardfx.ir.cost.fake_calls import FakeCalls
@@ -26,25 +26,40 @@ from .rank_memory import RankMemory
 MOST = 5
 
 
-def foreseen(compiled: Compiled, place: Place) -> RankMemory:
-    """What the rank that holds most holds in a step of a plan: the first, of those of each stage of a pipeline."""
-    return max(_of_stages(compiled, place), key=lambda held: held.peak)
+class Foresight:
+    """What plans of one model hold in a place. Each is replayed once, and calls that are alike in several, too."""
 
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._fakes = FakeCalls()
+        self._known: dict[int, tuple[Compiled, tuple[int, ...], RankMemory]] = {}
 
-def peaks(compiled: Compiled, place: Place) -> tuple[int, ...]:
-    """The most bytes that a rank holds in a step, for each place along the axis of stages; found once for a plan."""
-    if place not in compiled.peaks:
-        compiled.peaks[place] = tuple(held.peak for held in _of_stages(compiled, place))
-    return compiled.peaks[place]
+    def of(self, compiled: Compiled) -> RankMemory:
+        """What the rank that holds most holds in a step: the first, of those of each stage of a pipeline."""
+        return self._replayed(compiled)[2]
 
+    def peaks(self, compiled: Compiled) -> tuple[int, ...]:
+        """The most bytes that a rank holds in a step, for each place along the axis of stages."""
+        return self._replayed(compiled)[1]
 
-def _of_stages(compiled: Compiled, place: Place) -> Iterator[RankMemory]:
-    machine, passes = Machine.of(compiled.hints.machine), place.rank_passes(compiled.hints)
-    context, fakes = RankContext(compiled.after, place.device.type, machine=machine), FakeCalls()
-    for rank in first_ranks(compiled.after):
-        with no_collection():
-            program = program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
-            yield RankMemory(program, replay(program, place.transport, fakes))
+    def _replayed(self, compiled: Compiled) -> tuple[Compiled, tuple[int, ...], RankMemory]:
+        if id(compiled) not in self._known:
+            peaks, most = [], None
+            for held in self._of_stages(compiled):
+                peaks.append(held.peak)
+                most = held if most is None or held.peak > most.peak else most
+            assert most is not None
+            self._known[id(compiled)] = compiled, tuple(peaks), most
+        return self._known[id(compiled)]
+
+    def _of_stages(self, compiled: Compiled) -> Iterator[RankMemory]:
+        place = self.place
+        machine, passes = Machine.of(compiled.hints.machine), place.rank_passes(compiled.hints)
+        context = RankContext(compiled.after, place.device.type, machine=machine)
+        for rank in first_ranks(compiled.after):
+            with no_collection():
+                program = program_of(context, rank, usual_kinds(compiled), compiled.context.rules, passes)
+                yield RankMemory(program, replay(program, place.transport, self._fakes))
 
 
 def first_ranks(graph: Graph) -> list[int]:
@@ -70,7 +85,7 @@ def budget_of(hints: Hints) -> int | None:
     return int(Machine.of(hints.machine).memory) if hints.machine is not None else None
 
 
-def check_budget(compiled: Compiled, place: Place) -> None:
+def check_budget(compiled: Compiled, foresight: Foresight) -> None:
     """Raise where a plan holds more than ``Hints(memory=...)`` allows.
 
     Raises:
@@ -79,10 +94,9 @@ def check_budget(compiled: Compiled, place: Place) -> None:
     hints = compiled.hints
     if hints.memory is None:
         return
-    budget = bytes_of(hints.memory)
-    if max(peaks(compiled, place)) <= budget:
+    budget, memory = bytes_of(hints.memory), foresight.of(compiled)
+    if memory.peak <= budget:
         return
-    memory = foreseen(compiled, place)
     largest = ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in list(memory.by_category.items())[:MOST])
     held = next((held for held in memory.at_peak if held.where.module), None)
     stages = stages_of(compiled.after, memory.rank)
@@ -91,19 +105,19 @@ def check_budget(compiled: Compiled, place: Place) -> None:
         where="; ".join(filter(None, [stages, f"the largest at the peak: {held}" if held is not None else ""])),
         expected=f"at most {size_text(budget)}",
         got=f"{size_text(memory.peak)}: {largest}",
-        remedy=_remedy(compiled, place, budget),
+        remedy=what_fits(compiled, foresight, budget),
     )
 
 
-def _remedy(compiled: Compiled, place: Place, budget: int) -> str:
-    """The first of the features that make it fit; or what the best of them comes to."""
+def what_fits(compiled: Compiled, foresight: Foresight, budget: int) -> str:
+    """The first of the features that make a plan fit; or what the best of them comes to."""
     tried: dict[str, int] = {}
     for more in _features(compiled):
         hints = replace(compiled.hints, **more)
         graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, default_passes(hints))
         said = "Hints(" + ", ".join(f"{name}={value!r}" for name, value in more.items()) + ")"
         planned = Compiled(hints, compiled.captured, graph, context, default_passes(hints))
-        tried[said] = max(peaks(planned, place))
+        tried[said] = foresight.of(planned).peak
         if tried[said] <= budget:
             return f"{said} holds {size_text(tried[said])}"
     if not tried:
@@ -123,13 +137,18 @@ def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:
         axis: dict[str, Any] = {} if axes == ("dp",) else {"zero_axis": axes if len(axes) > 1 else axes[0]}
         stored += [{"zero": level, **axis} for level in (1, 3)]
     again: list[dict[str, Any]] = [{}]
-    if hints.recompute is None:
+    if hints.recompute in (None, "auto"):
         again += [{"recompute": pattern} for pattern in repeated_modules(compiled)]
     yield from ({**less, **more} for less in stored for more in again if less or more)
-    if not hints.offload:
-        away = {"offload": (*(("optimizer",) if compiled.captured.update is not None else ()), "activations")}
-        yield away
-        yield {**stored[-1], **again[-1], **away}
+    there = {what for each in offloads(hints) for what in each.whats}
+    lacking = [what for what in ("optimizer", "activations", "parameters") if what not in there]
+    if compiled.captured.update is None and "optimizer" in lacking:
+        lacking.remove("optimizer")
+    waits = [what for what in lacking if what != "parameters"]
+    for away in dict.fromkeys(tuple(words) for words in (waits, lacking) if words):  # parameters travel most often
+        offload = {"offload": (*hints.offload, *away)}
+        yield offload
+        yield {**stored[-1], **again[-1], **offload}
 
 
 def repeated_modules(compiled: Compiled) -> list[str]:

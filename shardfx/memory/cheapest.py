@@ -9,7 +9,9 @@ keep it. So a kind of stretches costs one number for each of its groups, however
             m[g, p] >= p - R[g] - A[g], m >= 0        of the p stretches that wait at t so many keep g on the device
             R[g] + A[g] <= K                   the next A[g] stretches put it away, where that may be
 
-A choice is linear in it, for what waits is convex. (After Jain et al., Checkmate, 2020; over folded stretches.)
+A choice is linear in it, for what waits is convex. All but the peak are whole numbers: ``kept`` and ``m`` are so by
+themselves, and said to be, else HiGHS repairs what it rounded, and prints that it does. (After Jain et al., Checkmate,
+2020; over folded stretches.)
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class _Problem:
         if key not in self.number:
             self.number[key] = len(self.upper)
             self.upper.append(most)
-            self.whole.append(int(name in ("R", "A")))
+            self.whole.append(1)
         return self.number[key]
 
     def _row(self, row: dict[int, float], least: float) -> None:

@@ -14,13 +14,12 @@ from shardfx.compiled import Compiled
 from shardfx.ir.errors import Error
 from shardfx.ir.schedule import check_schedule
 from shardfx.ir.text.printer import size_text
-from shardfx.module.place import Place
 from shardfx.passes.time.make_schedule import AUTO
 
-from .budget import budget_of, foreseen
+from .budget import Foresight, budget_of
 
 
-def scheduled(compiled: Compiled, place: Place) -> Compiled:
+def scheduled(compiled: Compiled, foresight: Foresight) -> Compiled:
     """The plan whose schedule keeps as many turns live as fit; itself, where nothing is to be chosen, or all fit.
 
     Raises:
@@ -29,7 +28,7 @@ def scheduled(compiled: Compiled, place: Place) -> Compiled:
     pipeline, planned, budget = compiled.hints.pipeline, compiled.after.pipeline, budget_of(compiled.hints)
     if pipeline is None or planned is None or pipeline.schedule != AUTO or pipeline.live or budget is None:
         return compiled
-    fastest = foreseen(compiled, place)
+    fastest = foresight.of(compiled)
     if fastest.peak <= budget:
         return compiled
     stages, turns = len(planned.homes), len(planned.schedule.turns)
@@ -40,7 +39,7 @@ def scheduled(compiled: Compiled, place: Place) -> Compiled:
     while low <= high:
         live = (low + high) // 2
         plan = _with_live(compiled, live)
-        peak = foreseen(plan, place).peak
+        peak = foresight.of(plan).peak
         least = min(least, peak)
         if peak <= budget:
             best, low = (plan, peak), live + 1

@@ -16,13 +16,12 @@ from shardfx.compile import default_passes, plan_graph
 from shardfx.compiled import Compiled
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.text.printer import size_text
-from shardfx.module.place import Place
 from shardfx.passes.stages import Found, stages_as_planned
 from shardfx.passes.stages.best_cut import Room, best_cut, roomiest_cut
 from shardfx.passes.time.make_schedule import AUTO
 
 from .block_memory import BlockMemory
-from .budget import budget_of, first_ranks, peaks
+from .budget import Foresight, budget_of, first_ranks
 
 TRIES = 4
 """So many cuts are planned at most."""
@@ -45,7 +44,7 @@ class Cut:
         return max(self.peaks) <= budget
 
 
-def staged(compiled: Compiled, place: Place) -> Compiled:
+def staged(compiled: Compiled, foresight: Foresight) -> Compiled:
     """The plan whose stages fit into what a rank may hold; itself, where nothing is to be chosen, or all fits.
 
     Where no cut fits, the plan is the one whose fullest rank holds least; but where it is also to be chosen what is
@@ -55,7 +54,7 @@ def staged(compiled: Compiled, place: Place) -> Compiled:
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
     if pipeline is None or planned is None or pipeline.stages is not None or budget is None or not trains:
         return compiled
-    search = _Search(compiled, place, budget)
+    search = _Search(compiled, foresight, budget)
     if not search.balanced:
         return compiled
     found = search.found()
@@ -70,9 +69,9 @@ def staged(compiled: Compiled, place: Place) -> Compiled:
 class _Search:
     """The cuts that were planned, and what was learnt of them."""
 
-    def __init__(self, compiled: Compiled, place: Place, budget: int) -> None:
+    def __init__(self, compiled: Compiled, foresight: Foresight, budget: int) -> None:
         assert compiled.after.pipeline is not None
-        self.compiled, self.place, self.budget = compiled, place, budget
+        self.compiled, self.foresight, self.budget = compiled, foresight, budget
         self.homes = compiled.after.pipeline.homes
         self.blocks = BlockMemory(compiled.after, compiled.after.pipeline)
         self.more = [-HOPED * budget] * (max(self.homes) + 1)
@@ -118,7 +117,7 @@ class _Search:
     def _planned(self, firsts: tuple[int, ...]) -> Cut:
         """Plan a cut, and learn from it what ranks hold."""
         plan = self.compiled if firsts == self.balanced else self._with(firsts)
-        held = peaks(plan, self.place)
+        held = self.foresight.peaks(plan)
         thought = self.room.of(firsts, self.blocks.count)
         self.more = [a - b for a, b in zip(held, thought, strict=True)]
         self.known[firsts] = Cut(plan, firsts, self._seconds(firsts), held)

@@ -17,10 +17,9 @@ from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import comm
 from shardfx.ir.program.looped.in_turns import time_axes
 from shardfx.ir.text.printer import size_text
-from shardfx.module.place import Place
 from shardfx.plan import PlannedSpecs
 
-from .budget import budget_of, foreseen
+from .budget import Foresight, budget_of
 
 WAYS = {"last": "once, behind the last turn", "each": "in each turn"}
 
@@ -38,7 +37,7 @@ class Candidate:
         return f"{WAYS[self.way]}: {self.seconds * 1e3:.3g} ms a step, {size_text(self.peak)}"
 
 
-def reduced(compiled: Compiled, place: Place) -> Compiled:
+def reduced(compiled: Compiled, foresight: Foresight) -> Compiled:
     """The plan in which gradients of turns are reduced when that is cheapest; itself, where nothing is to be chosen."""
     hints, mesh = compiled.hints, compiled.after.mesh
     budget = budget_of(hints)
@@ -47,7 +46,7 @@ def reduced(compiled: Compiled, place: Place) -> Compiled:
     if not asked or not time_axes(mesh) or not hints.zero or not trains or budget is None:
         return compiled
     machine = Machine.of(hints.machine)
-    made = [_candidate(compiled, way, place, machine) for way in WAYS]
+    made = [_candidate(compiled, way, foresight, machine) for way in WAYS]
     fitting = [each for each in made if each.peak <= budget]
     best = min(fitting, key=lambda each: each.seconds) if fitting else min(made, key=lambda each: each.peak)
     (other,) = (each for each in made if each is not best)
@@ -63,9 +62,9 @@ def reduced(compiled: Compiled, place: Place) -> Compiled:
     return best.plan
 
 
-def _candidate(compiled: Compiled, way: str, place: Place, machine: Machine) -> Candidate:
+def _candidate(compiled: Compiled, way: str, foresight: Foresight, machine: Machine) -> Candidate:
     hints = replace(compiled.hints, reduce=way)
     graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, compiled.passes)
     plan = Compiled(hints, compiled.captured, graph, context, compiled.passes)
-    memory = foreseen(plan, place)
+    memory = foresight.of(plan)
     return Candidate(way, plan, memory.peak, memory.footprint.cost.seconds(machine, graph.mesh))

@@ -15,7 +15,6 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.intake.given import quiet_copies
 from shardfx.ir.capture.intake.own_loss import without_own_loss
 from shardfx.ir.errors import Error
-from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.runtime.store import version
 
 from .call import Reader, first_form
@@ -167,19 +166,19 @@ class ParallelModule(SteppedModule):
         """Run steps through ``torch.compile(**options)`` from now on.
 
         torch plans memory itself: the programs are then those of the rank passes ``waits`` and ``own-outputs`` alone,
-        and ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is.
-        Of a pipeline's stages on real ranks what is between sends, receives and collectives is compiled, once for all
-        turns; and they are done as without it.
+        and ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is. What is
+        put away and fetched (``Hints(offload=...)``) is so between what is compiled, as planned. Of a pipeline's stages
+        on real ranks what is between sends, receives and collectives is compiled, once for all turns.
 
         Raises:
-            Error: something is put away (``Hints(offload=...)``), which is a plan of memory, too.
+            Error: ``Hints(arena=True)`` plans memory, too.
         """
-        if any(moves_pool(node) for node in self.after.nodes):
+        if self._compiled.hints.arena:
             raise Error(
-                "torch.compile plans memory itself, and Hints(offload=...) does so, too",
+                "torch.compile plans memory itself, and Hints(arena=True) does so, too",
                 where="pm.compile()",
                 expected="one of them",
-                got="a plan with what is put away",
+                got="a plan with an arena",
                 remedy="leave out one of them",
             )
         self._compiling = options

@@ -13,6 +13,7 @@ from shardfx.hints import Hints
 from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
+from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.distributed import gloo
@@ -76,7 +77,8 @@ class Place:
 
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs as modules, through ``torch.compile(**options)``."""
-        if graph.pipeline is not None and not self.virtual:  # a compiled send would wait until it is received
+        apart = graph.pipeline is not None or any(moves_pool(node) for node in graph.nodes)
+        if apart and not self.virtual:  # a compiled send would wait until it is received, and a copy be planned anew
             from shardfx.runtime.distributed.process_engine import ProcessEngine, in_stretches
 
             return ProcessEngine(graph, self.device, in_stretches(options))

@@ -118,7 +118,7 @@ class Case:
     strict: bool
     memory: tuple[tuple[str, object], ...] = ()
     """Hints on what a rank holds, and does in a step: ``zero``, ``recompute``, ``optimizer`` by name, ``clip``,
-    ``offload``, ``compute``, ``accumulate``."""
+    ``offload``, ``compute``, ``accumulate``, ``arena``."""
     staged: Staged | None = None
     """Its pipeline."""
 
@@ -174,7 +174,7 @@ def memory(seed: int, net: Net, axes: str) -> dict[str, object]:
     if rng.random() < 0.2 and modules and net.mode != "inference":
         found["recompute"] = tuple(rng.sample(modules, rng.randint(1, len(modules))))
     found |= step(seed, net)
-    return found | put_away(seed, net, "optimizer" in found) | precision(seed) | turns(seed)
+    return found | put_away(seed, net, "optimizer" in found) | precision(seed) | turns(seed) | arena(seed)
 
 
 def step(seed: int, net: Net) -> dict[str, object]:
@@ -210,6 +210,11 @@ def put_away(seed: int, net: Net, stepped: bool) -> dict[str, object]:
     what = tuple(rng.sample(known, rng.randint(1, len(known))))
     how = f"to={rng.choice(('host', 'host', 'disk'))!r}, ahead={rng.choice((0, 1, 8))}, least={rng.choice((1, 12))}"
     return {"offload": Text(f"(sx.Offload({what!r}, {how}),)")}
+
+
+def arena(seed: int) -> dict[str, object]:
+    """Buckets and temporaries in one memory in every eighth case."""
+    return {"arena": True} if random.Random(f"arena {seed}").random() < 0.12 else {}
 
 
 def precision(seed: int) -> dict[str, object]:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import socket
 import time
+from dataclasses import fields
 
 import torch.distributed as dist
 from torch import nn
@@ -37,7 +38,9 @@ def leaf_shapes(hints: sx.Hints) -> list[object]:
     return [(name, getattr(leaf, "shape", leaf), getattr(leaf, "requires_grad", False)) for name, leaf in leaves]
 
 
-OTHERS = ("rank_passes", "zero", "zero_min", "recompute", "clip", "optimizer", "passes", "cuts", "fuse_mb", "pipeline")
+GIVEN = ("args", "kwargs", "targets", "loss", "specs", "check_inputs")
+"""Hints that are compared otherwise, or change no plan."""
+OTHERS = tuple(each.name for each in fields(sx.Hints) if each.name not in GIVEN)
 """Hints that are equal where their texts are, in one process."""
 
 

@@ -13,8 +13,9 @@ import torch.distributed.checkpoint as dcp
 import shardfx as sx
 from shardfx.module.programs import STEP, TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
-from tests.plans import MESHES
+from tests.plans import MESHES, plan
 from tests.stepped import KINDS, alone, apart, batches, small_plan
+from tests.zoo import make
 
 from .program_workers import WORKERS
 from .workers import worker
@@ -50,6 +51,33 @@ def steps_are_the_same_put_away(to: str) -> None:
     for run, kinds in ((other, TRAIN), (other.step, STEP)):
         for rank, held in held_in_a_step(other, case, run).items():
             check_footprint(other._programs.running(rank, kinds), held, exact=False, transport=transport)
+
+
+@worker
+def steps_are_compiled_around_what_is_put_away(backend: str) -> None:
+    """Copies between pools, and collectives, stand between what torch compiles."""
+    away = (sx.Offload(ahead=2, least=0),)
+    plain, other = (small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1, **m) for m in ({}, {"offload": away}))
+    other.compile(backend=backend)
+    for x, y in batches(3):
+        assert torch.allclose(plain.step(x, y), other.step(x, y), rtol=0, atol=1e-12)
+    full = other.full_state_dict()
+    assert all(torch.allclose(value, full[name], rtol=0, atol=1e-12) for name, value in plain.full_state_dict().items())
+
+
+@worker
+def tables_stay_in_the_host(mesh: str, zero: str) -> None:
+    """To the bit, and each pool holds what was foreseen."""
+    away, case = (sx.Offload("rows", least=0),), make("gpt_separate")
+    hints: dict[str, Any] = {"zero": int(zero), "zero_min": 0, "optimizer": KINDS["AdamW"]}
+    plain, other = (plan(make("gpt_separate"), MESHES[mesh], offload=o, **hints) for o in ((), away))
+    for _ in range(3):
+        assert torch.equal(*(pm.step(*case.args, *case.targets) for pm in (plain, other)))
+    full = other.full_state_dict()
+    assert all(torch.equal(value, full[name]) for name, value in plain.full_state_dict().items())
+    for rank, held in held_in_a_step(other, case, other.step).items():
+        check_footprint(other._programs.running(rank, STEP), held, exact=False, transport=other._place.transport_here)
+        assert max(held.beside.values()) > 0
 
 
 @worker

@@ -60,6 +60,16 @@ def test_what_is_put_away_comes_back() -> None:
 
 
 @pytest.mark.slow
+def test_what_is_put_away_is_not_compiled() -> None:
+    on_ranks(2, "steps_are_compiled_around_what_is_put_away:eager")
+
+
+@pytest.mark.slow
+def test_tables_stay_in_the_host() -> None:
+    on_ranks(2, "tables_stay_in_the_host:dp2,1", "tables_stay_in_the_host:dp2,3", "tables_stay_in_the_host:tp2,0")
+
+
+@pytest.mark.slow
 def test_whole_steps_on_two_axes() -> None:
     on_ranks(4, *(f"steps_like_one_device:dp2tp2,{zero},AdamW,Adafactor,Lamb,dampening,two" for zero in (0, 1, 3)))
 

@@ -233,7 +233,21 @@ def test_what_may_be_put_away_is_a_remedy() -> None:
     assert blocks(memory="300 kB", offload=("activations",), **hints).memory().peak <= 300 * 1000
     with pytest.raises(sx.Error, match="more than Hints") as raised:
         blocks(memory="100 kB", offload=("activations",), **hints)
-    assert "offload" not in str(raised.value.remedy)
+    assert "Hints(offload=('activations', 'parameters')) comes to" in str(raised.value.remedy)
+
+
+def test_parameters_are_put_away_where_nothing_else_fits() -> None:
+    """They travel most often, so they are the last remedy; and it holds what it says."""
+
+    def wide(**hints: Any) -> sx.ParallelModule:
+        model, x = nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 16)), torch.zeros(8, 16)
+        return sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), **hints))
+
+    budget = wide().memory().peak - 4 * 16 * 1000
+    with pytest.raises(sx.Error, match="more than Hints") as raised:
+        wide(memory=budget)
+    assert "Hints(offload=('activations', 'parameters')) holds" in str(raised.value.remedy)
+    assert wide(memory=budget, offload=("activations", "parameters")).memory().host > 0
 
 
 # ---- mistakes

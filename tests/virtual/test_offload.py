@@ -285,12 +285,19 @@ def test_options_that_are_none(options: dict[str, Any]) -> None:
     ("nodes", "gives", "what"),
     [
         (
-            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.relu(%0) : f32[8]  cuts -",
+            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.add.Tensor(%0, %x) : f32[8]  cuts -",
             "result results.0 = %1",
             "takes %0",
         ),
+        (
+            "%0 = memory.to_host(%x) : f32[8]\n  %1 = aten.relu(%0) : f32[8]  cuts -",
+            "result results.0 = %1",
+            "%1 leaves in another pool",
+        ),
+        ("%0 = memory.to_host(%w) : f32[8]", "gradient w = %0 : [8]", "takes %w"),
         ("%0 = memory.to_device(%x) : f32[8]", "result results.0 = %0", "takes %x"),
-        ("%0 = aten.relu(%w) : f32[8]  cuts -", "result results.0 = %0", "takes %w"),
+        ("%0 = aten.mul.Tensor(%w, %x) : f32[8]  cuts -", "result results.0 = %0", "takes %w"),
+        ("%0 = aten.relu(%w) : f32[8]  cuts -", "result results.0 = %0", "%0 leaves in another pool"),
         ("%0 = memory.to_host(%x) : f32[8]", "result results.0 = %0", "leaves in another pool"),
         ("%0 = aten.relu(%x) : f32[8]  cuts -", "gradient w = %0 : [8]", "leaves in another pool"),
         ("%0 = memory.to_host(%x, axes=[dp]) : f32[8]", "gradient w = %0 : [8]", "does not take the keyword axes"),
@@ -335,9 +342,3 @@ def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
 def test_that_nothing_is_large_enough_is_said() -> None:
     pm = blocks(optimizer=adamw, offload=("optimizer",))
     assert pm.memory().host == 0 and any("nothing of optimizer is put away" in note for note in pm.after.notes)
-
-
-def test_torch_compile_plans_memory_itself() -> None:
-    pm = blocks(offload=away("activations"))
-    with pytest.raises(sx.Error, match="offload"):
-        pm.compile()

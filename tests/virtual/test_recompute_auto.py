@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from shardfx.memory.cheapest import Choice, cheapest, least_peak
 from shardfx.memory.stretches import Group, Kind, Stretch
 from tests.plans import MESHES, plan
 from tests.reference import rel_err, single_device
+from tests.virtual.test_memory import blocks
 from tests.zoo import make
 
 LANGUAGE, IMAGES = (("gpt_fused", "dp2tp2"), ("llama", "dp2tp2"), ("gpt_separate", "tp2")), ("unet", "resnet")
@@ -81,16 +84,44 @@ def test_what_fits_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("hints", "what"),
-    [({}, "Hints(memory=...)"), ({"memory": "300 kB"}, "a budget of at least about")],
+    [({}, "Hints(memory=...)"), ({"memory": "200 kB"}, "a budget of at least about")],
     ids=str,
 )
 def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
     with pytest.raises(sx.Error) as raised:
-        plan(make("gpt_fused"), MESHES["dp2tp2"], recompute="auto", **hints)
+        blocks(recompute="auto", **hints)
     assert what in str(raised.value) and raised.value.remedy
 
 
+@pytest.mark.slow
+def test_below_the_floor_it_is_said_what_else_fits() -> None:
+    """A feature that was tried, and what the plan holds with it."""
+    hints: dict[str, Any] = {"optimizer": lambda params: torch.optim.AdamW(params), "zero_min": 0}
+    budget = blocks(recompute="layers.*", **hints).memory().peak - 10_000
+    with pytest.raises(sx.Error, match="no choice of what is made again fits") as raised:
+        blocks(recompute="auto", memory=budget, **hints)
+    found = re.match(r"Hints\((.*)\) holds", str(raised.value.remedy))
+    assert found, raised.value.remedy
+    assert blocks(**hints, **eval(f"dict({found[1]})")).memory().peak <= budget
+
+
 # ---- the choice
+
+
+@pytest.mark.parametrize("seed", [331, 427, 483])
+def test_the_solver_says_nothing(seed: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS prints that it repairs what it rounded where numbers that are whole by themselves may be broken."""
+    draw, groups = random.Random(seed), list[Group]()
+    count = draw.choice((4, 8, 12))
+    for number in range(draw.randint(2, 6)):
+        users = draw.sample(groups, min(len(groups), draw.randint(0, 2)))
+        nbytes = draw.choice((0, draw.randint(1, 40) * 10**6 + draw.randint(0, 999)))
+        seconds, extra = draw.random() * 1e-3, draw.randint(1, 40) * 10**6 if users else 0
+        groups.append(Group("", f"op{number}", nbytes, seconds, extra, users))
+    total = sum(group.nbytes for group in groups)
+    held = {(waiting,): total * waiting + draw.randint(0, 50) * 10**6 for waiting in range(1, count + 1)}
+    cheapest([kind(count, *groups)], held, int(max(held.values()) * draw.uniform(0.3, 0.9)))
+    assert capfd.readouterr() == ("", "")
 
 
 def kind(count: int, *groups: Group) -> Kind:

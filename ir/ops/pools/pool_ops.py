@@ -4,12 +4,13 @@
     %9 = memory.to_device(%4) : f32[8{dp}, 6]                 what takes %3 later takes %9
 
 Each is a row of the table (:mod:`shardfx.ir.ops.table`): which pool its result lies in is a fact of the row. What an
-input lies in says :attr:`shardfx.ir.graph.Input.pool`. Nothing but ``memory.to_device`` takes what lies elsewhere.
+input lies in says :attr:`shardfx.ir.graph.Input.pool`. What lies elsewhere is fetched by ``memory.to_device``; or
+something is computed there, of operands that all lie there, and so does what it gives, in the host's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfx.ir.graph import Graph, Node, Value
@@ -73,5 +74,22 @@ def moves_pool(node: Node) -> bool:
 def pools(graph: Graph) -> dict[Value, str]:
     """Of each value that lies beside the device in which pool: ``"host"``, ``"disk"``."""
     found = {given.value: given.pool.partition(":")[0] for given in graph.inputs if given.pool}
-    found.update({v: n.op.pool for n in graph.nodes if isinstance(n.op, OwnOp) and n.op.pool for v in n.outs})
+    for node in graph.nodes:
+        pool = pool_of(node, found)
+        if pool:
+            found.update(dict.fromkeys(node.outs, pool))
     return found
+
+
+def pool_of(node: Node, away: Mapping[Value, str]) -> str:
+    """The pool beside the device that results of a node lie in; ``away`` says it of its operands."""
+    own = node.op if isinstance(node.op, OwnOp) else None
+    if own is not None and (own.pool or own.fetches):
+        return own.pool
+    return transfer.HOST if any(value in away for value in node.operands) else ""
+
+
+def computed_beside(graph: Graph) -> set[Node]:
+    """What is computed of values that lie beside the device, there."""
+    away = pools(graph)
+    return {node for node in graph.nodes if not moves_pool(node) and not away.keys().isdisjoint(node.operands)}

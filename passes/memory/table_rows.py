@@ -1,0 +1,202 @@
+"""table-rows: a table that is only looked up in stays in the host's memory, and a step brings the rows it needs.
+
+    parameter %w : f32[50000, 64]                    parameter %w : f32[50000, 64] in host
+    forward:                                         forward:
+                                                       %1 = memory.to_host(%ids)
+      %1 = aten.embedding(%w, %ids)                    %2 = aten.embedding(%w, %1)                done in the host
+                                              ->       %3 = memory.to_device(%2)                  the rows
+    backward:                                        backward:
+                                                       %8 = memory.to_host(%7)
+      %8 = aten.embedding_dense_backward(%7, %ids)     %9 = aten.embedding_dense_backward(%8, %1)
+    outputs:                                         outputs:
+      gradient w = %8                                  gradient w = %9
+
+So are its gradient, its states and their update there, and what else is as large; numbers that go into them are sent
+there, and what follows from them (a norm) is fetched. What is reduced of it among ranks is reduced in the host's
+memory. (Rajbhandari et al., ZeRO-Infinity, 2021, put states there; that lookups are done where the table lies is how
+recommenders keep theirs: Naumov et al., DLRM, 2019.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value, op_name
+from shardfx.ir.ops.pools.pool_ops import to_device, to_host
+from shardfx.ir.ops.pools.transfer import HOST
+from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.traits import is_cast, is_view
+from shardfx.ir.rewriter import Rewriter
+from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+
+from .regions import regions
+
+aten = torch.ops.aten
+LOOKUPS = (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+"""What takes rows of its first operand."""
+BACK = (aten.embedding_dense_backward.default, aten._embedding_bag_backward.default)
+"""What makes the gradient of a table of those of its rows."""
+WHERE = "Hints(offload=('rows',))"
+
+
+@dataclass(frozen=True)
+class TableRows(Pass):
+    """Keep tables in the host's memory, with their states, and bring the rows that are looked up.
+
+    Args:
+        modules: tables that are looked up in these modules (patterns of paths, as in ``Hints(recompute=...)``).
+        least: tables of fewer elements stay where they are.
+
+    Raises:
+        Error: a pattern matches nothing; a table is used otherwise, too, as one that is tied to the head is.
+
+    Example::
+
+        Hints(offload=("rows",), optimizer=...)
+        Hints(offload=(sx.Offload("rows", modules="tok_emb"),))
+    """
+
+    name: ClassVar[str] = "table-rows"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+    repeats: ClassVar[bool] = True
+
+    modules: str | tuple[str, ...] = "**"
+    least: int = 2**14
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        tables = list(self._tables(graph))
+        turns = [axis.name for axis in graph.mesh.axes if axis.time]
+        if tables and turns:
+            raise Error(
+                "gradients of turns are added up on the device, and a table in the host's memory has its own there",
+                where=WHERE,
+                expected="a plan whose batch is done at once",
+                got=f"turns over {', '.join(turns)}",
+                remedy="leave out Hints(accumulate=...) and Hints(pipeline=...), or put 'parameters' away",
+            )
+        if not tables:
+            graph.notes.append(f"no rows are put away: of {self.least} elements and more no table is looked up in")
+        for table in tables:
+            _Course(graph, table).put_away()
+        return bool(tables)
+
+    def _tables(self, graph: Graph) -> Iterator[Input]:
+        """The parameters of which rows are looked up."""
+        named = regions(graph, self.modules, where=WHERE, root=True)
+        looked_up = {_source(node.operands[0]) for node in named if node.op in LOOKUPS}
+        for given in graph.of_kind(InputKind.PARAMETER):
+            if given.value in looked_up and given.value.type.numel >= self.least and not given.pool:
+                yield given
+
+
+def _source(value: Value) -> Value:
+    """What a value was before it was cast, gathered or seen otherwise."""
+    while value.node is not None and _only_moves(value.node):
+        value = value.node.operands[value.index if len(value.node.operands) > 1 else 0]
+    return value
+
+
+def _only_moves(node: Node) -> bool:
+    return isinstance(node.op, OwnOp) or is_cast(node) or is_view(node)
+
+
+@dataclass
+class _Course:
+    """What is done with a table, from its lookup to the update."""
+
+    graph: Graph
+    table: Input
+    beside: dict[Node, None] = field(default_factory=dict)
+    """What is done in the host's memory."""
+
+    def put_away(self) -> None:
+        """Let the table, and what is as large, lie in the host's memory."""
+        states = [s for s in self.graph.of_kind(InputKind.STATE) if s.name.rpartition(".")[0] == self.table.name]
+        stored = [self.table, *(each for each in states if each.value.type.shape == self.table.value.type.shape)]
+        self._follow(stored)
+        for given in stored:
+            given.pool = HOST
+        rewriter = Rewriter(self.graph)
+        self._carry(rewriter, {given.name for given in stored})
+        rewriter.apply()
+        self.graph.rename()
+
+    def _follow(self, stored: Iterable[Input]) -> None:
+        """Find what takes the table, its gradient, or what is as large and is made of them."""
+        large, gradient = {given.value for given in stored}, self._gradient()
+        for node in self.graph.nodes:
+            if node not in gradient and large.isdisjoint(node.operands):
+                continue
+            if node.phase is not Phase.UPDATE and node not in gradient:
+                self._check(node, large)
+            self.beside[node] = None
+            if node.op not in LOOKUPS:
+                large.update(value for value in node.outs if value.type.numel >= self.table.value.type.numel)
+
+    def _check(self, node: Node, large: set[Value]) -> None:
+        """Before the update a table is looked up in, and nothing else."""
+        taken = [value for value in node.operands if value in large]
+        if _only_moves(node) or (node.op in LOOKUPS and taken == [node.operands[0]]):
+            return
+        raise self._more_than_rows(node)
+
+    def _gradient(self) -> set[Node]:
+        """What makes the table's gradient of gradients of rows, and what becomes of it."""
+        found: dict[Node, None] = {}
+        outputs = [o for o in self.graph.outputs if o.kind is OutputKind.GRADIENT and o.name == self.table.name]
+        todo = [output.value for output in outputs]
+        while todo:
+            node = todo.pop().node
+            if node is None or node in found:
+                continue
+            found[node] = None
+            before = [v for v in node.operands if v.type.shape == self.table.value.type.shape]
+            if node.op not in BACK and not before:
+                raise self._more_than_rows(node)
+            todo += before if node.op not in BACK else []
+        return set(found)
+
+    def _more_than_rows(self, node: Node) -> Error:
+        return Error(
+            f"{self.table.name} is not only looked up in, so that rows of it are not all that a step takes",
+            where=f"{op_name(node.op)}  {node.where}",
+            expected="a table that nn.Embedding or nn.EmbeddingBag alone use, not one that is tied to a head",
+            got=f"{op_name(node.op)} of it, or of its gradient",
+            remedy="name other tables, sx.Offload('rows', modules=...), or put all of it away: 'parameters'",
+        )
+
+    def _carry(self, rewriter: Rewriter, names: set[str]) -> None:
+        """Send there what is done there takes, and fetch what others take of it."""
+        away = {given.value for given in self.graph.inputs if given.pool}
+        away.update(value for node in self.beside for value in node.outs)
+        sent, fetched = dict[Value, Value](), dict[Value, Value]()
+
+        def put(value: Value, user: Node) -> Value:
+            if value not in sent:
+                node = rewriter.before(user, rewriter.comm(to_host, value, like=user, why=f"for {self.table.name}"))
+                sent[value] = node.outs[0]
+            return sent[value]
+
+        def fetch(value: Value) -> Value:
+            made = value.node
+            assert made is not None
+            if value not in fetched:
+                node = rewriter.after(made, rewriter.comm(to_device, value, like=made, why=f"of {self.table.name}"))
+                fetched[value] = node.outs[0]
+            return fetched[value]
+
+        for node in self.graph.nodes:
+            for value in dict.fromkeys(node.operands):
+                if node in self.beside and value not in away:
+                    rewriter.replace(value, put(value, node), users=[node])
+                elif node not in self.beside and value.node in self.beside:
+                    rewriter.replace(value, fetch(value), users=[node])
+        for output in self.graph.outputs:
+            there = output.value.node in self.beside
+            if there and not (output.kind.is_given_away and output.name in names):
+                rewriter.replace(output.value, fetch(output.value), users=[output])
