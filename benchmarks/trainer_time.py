@@ -4,8 +4,8 @@
 
 Both live in the same two processes, one thread each, and take turns, round after round: a round is a ``train()`` of
 some steps, clipped, by AdamW and a schedule. Times are from the end of its first step to the end of its last, with the
-data loader, callbacks and everything else that a ``Trainer`` does between: the slowest rank's by the clock, and the mean
-of what their processors worked; medians over rounds, and the medians of the rounds' ratios, ours over the plain one's.
+data loader, callbacks and everything else that a ``Trainer`` does between: the slowest rank's by the clock, and the
+mean of what their processors worked; medians over rounds, and the medians of the rounds' ratios, ours over the other's.
 """
 
 from __future__ import annotations
