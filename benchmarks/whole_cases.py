@@ -21,7 +21,7 @@ class Case:
 
     Args:
         aim: of our time over DDP's.
-        batch_stats: of our plan (:class:`shardfx.Hints`).
+        batch_stats, zero: of our plan (:class:`shardfx.Hints`); with ``zero=3`` it stands beside FSDP2.
     """
 
     model: nn.Module
@@ -31,6 +31,7 @@ class Case:
     targets: tuple[Tensor, ...]
     aim: float = 1.2
     batch_stats: str | None = None
+    zero: int = 0
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -40,9 +41,9 @@ class Case:
         return named | {f"targets.{i}": x for i, x in enumerate(self.targets)}
 
 
-def gpt(size: Size, aim: float) -> Case:
+def gpt(size: Size, aim: float, zero: int = 0) -> Case:
     x, y = torch.randint(size.vocab, (2, size.batch, size.length)).unbind()
-    return Case(GPT(size), (x,), {}, next_token, (y,), aim)
+    return Case(GPT(size), (x,), {}, next_token, (y,), aim, zero=zero)
 
 
 def resnet(batch_stats: str | None, aim: float) -> Case:
@@ -86,9 +87,13 @@ def gpt2_tiny() -> Case:
     return Case(model, (), {"input_ids": x}, of_tokens, (y,))
 
 
+TINY = Size(dim=64, layers=3, heads=4, length=64, batch=8, vocab=128)
+SMALL = Size(dim=256, layers=3, heads=8, length=128, batch=8, vocab=512)
 CASES: dict[str, Callable[[], Case]] = {
-    "gpt-0.17m": lambda: gpt(Size(dim=64, layers=3, heads=4, length=64, batch=8, vocab=128), 1.2),
-    "gpt-2.7m": lambda: gpt(Size(dim=256, layers=3, heads=8, length=128, batch=8, vocab=512), 1.0),
+    "gpt-0.17m": lambda: gpt(TINY, 1.2),
+    "gpt-0.17m, zero": lambda: gpt(TINY, 1.0, zero=3),
+    "gpt-2.7m": lambda: gpt(SMALL, 1.0),
+    "gpt-2.7m, zero": lambda: gpt(SMALL, 1.0, zero=3),
     "resnet18, local": lambda: resnet("local", 1.0),
     "resnet18, whole": lambda: resnet(None, 1.2),
     "bert-tiny": bert_tiny,

@@ -1,5 +1,6 @@
 """Whole steps as scripts have them (``loss = pm(x, y)``, ``loss.backward()``, ``optimizer.step()``,
-``optimizer.zero_grad()``) beside DDP's, on 2 gloo ranks of this machine, with the user's own ``torch.optim.AdamW``.
+``optimizer.zero_grad()``) beside DDP's (where parameters are in pieces, FSDP2's), on 2 gloo ranks of this machine,
+with the user's own ``torch.optim.AdamW``.
 
     python -m benchmarks.whole_steps [--rounds 15 --steps 3 --only gpt-0.17m bert-tiny --parts]
 
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardfx as sx
@@ -82,13 +84,20 @@ def ours(case: Case, mine: Case) -> Variant:
         targets=case.targets,
         specs=specs,
         batch_stats=case.batch_stats,
+        zero=case.zero,
     )
     pm = sx.parallelize(case.model, sx.Mesh(dp=RANKS), hints)
     return Variant(pm, lambda: pm(*mine.args, *mine.targets, **mine.kwargs))
 
 
 def theirs(case: Case, mine: Case) -> Variant:
-    module = DistributedDataParallel(deepcopy(case.model), gradient_as_bucket_view=True)
+    copied = deepcopy(case.model)
+    if case.zero == 3:
+        for layer in copied.get_submodule("layers").children():
+            fully_shard(layer)
+        module: nn.Module = fully_shard(copied)
+    else:
+        module = DistributedDataParallel(copied, gradient_as_bucket_view=True)
     return Variant(module, lambda: case.loss(module(*mine.args, **mine.kwargs), *mine.targets))
 
 

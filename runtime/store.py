@@ -26,6 +26,24 @@ def norm_of(tensors: Sequence[Tensor], kind: float, device: torch.device) -> Ten
     return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
 
 
+def laid_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor whose elements lie in the order of those of another one of its shape: itself, or a copy."""
+    if tensor.stride() == other.stride():
+        return tensor
+    return torch.empty_strided(other.shape, other.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class Shown(Protocol):
+    """How the piece of a parameter is shown where it is not itself a parameter: in a tensor of another kind."""
+
+    def wrap(self, piece: Tensor) -> Tensor:
+        """A tensor of that kind, in the piece's memory."""
+
+    def plain(self, tensor: Tensor) -> Tensor | None:
+        """The piece that is shown as ``tensor``, which is the piece itself where it is plain; None: it is placed
+        otherwise."""
+
+
 class Store(Protocol):
     """The state of a plan, in the pieces that the ranks of this process hold."""
 
@@ -90,3 +108,6 @@ class Store(Protocol):
 
     def as_gradient(self, name: str, piece: Tensor) -> Tensor:
         """A parameter's gradient, as the parameter is."""
+
+    def shown(self, name: str) -> Shown | None:
+        """How a parameter's piece is shown; None: the parameter is the piece."""

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import nn
@@ -226,6 +226,8 @@ def compile_model(
     mesh = with_turns(mesh, hints)
     with no_collection():
         captured = capture_model(model, mesh, hints)
+        hints = as_checkpointed(captured, hints)
+        passes = default_passes(hints)
         if isinstance(hints.specs, PlannedSpecs):
             hints.specs.plan.check(whole(captured.graph))
         graph, context = plan_graph(captured, hints, rules, passes, on_pass)
@@ -234,6 +236,17 @@ def compile_model(
         if others:
             graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
     return Compiled(hints, captured, graph, context, passes)
+
+
+def as_checkpointed(captured: Captured, hints: Hints) -> Hints:
+    """The hints; where they do not say what is made again, with what the model's own code checkpoints."""
+    asked = captured.checkpointed if hints.loss is not None else ()
+    if hints.recompute is not None or not asked or is_whole(as_passes(hints.passes)):
+        return hints
+    captured.graph.notes.append(
+        f"{', '.join(asked)}: made again in the backward, as the model checkpoints them; Hints(recompute=()) keeps them"
+    )
+    return replace(hints, recompute=asked)
 
 
 def plan_graph(

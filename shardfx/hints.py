@@ -63,7 +63,8 @@ class Hints:
             more is an error that says what would make it fit.
         recompute: modules (patterns) whose forward is run again for the backward instead of being kept; a
             :class:`shardfx.Recompute` says what of them stays; or several of either. ``"auto"``: what makes the plan
-            fit into ``memory`` at the least cost.
+            fit into ``memory`` at the least cost. By default what the model's own code checkpoints
+            (``torch.utils.checkpoint``); ``()``: nothing.
         offload: what is put away into the host's memory while it waits, and fetched shortly before it is needed:
             ``"activations"`` (what the forward made for the backward, of which ``recompute`` leaves where it starts),
             ``"rows"`` (tables that are looked up in stay there, with their states: rows are fetched),

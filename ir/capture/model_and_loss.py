@@ -17,6 +17,7 @@ from shardfx.ir.graph import Guard, Where
 
 from .decisions import Decisions, stored
 from .forms.compute import Compute
+from .intake.checkpointed import Checkpointed
 from .intake.own_loss import OwnLoss
 from .intake.refusals import explain_decision
 
@@ -59,11 +60,15 @@ def _result(leaf: object) -> object:
 
 
 class Results:
-    """How the model's results are arranged, and what it asked of the data: known once it was traced."""
+    """How the model's results are arranged, what it asked of the data, and what its code wants to be made again: known
+    once it was traced."""
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
     guards: tuple[Guard, ...] = ()
+
+    def __init__(self) -> None:
+        self.checkpointed = Checkpointed()
 
 
 class ModelAndLoss(nn.Module):
@@ -97,8 +102,9 @@ class ModelAndLoss(nn.Module):
             Error: what the code does depends on the data, and there are no guards.
         """
         decisions = Decisions(self.model, self._stored)
+        noting = self.results.checkpointed.noting(self.model)
         try:
-            with decisions if self.guard else nullcontext(), self._compute.parameters_of(self.model):
+            with decisions if self.guard else nullcontext(), self._compute.parameters_of(self.model), noting:
                 outs = self._run(tensors, decisions)
         except Exception as error:
             found = explain_decision(error, self.model, self.guard)

@@ -58,7 +58,7 @@ class Captured:
     """A captured model: the graph, and how the leaves of inputs and results are arranged.
 
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
-    is what the graph has of an optimizer.
+    is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints.
     """
 
     graph: Graph
@@ -67,6 +67,7 @@ class Captured:
     result_leaves: tuple[Any, ...]
     aliases: Mapping[str, str]
     update: Update | None = None
+    checkpointed: tuple[str, ...] = ()
 
 
 def capture(
@@ -153,8 +154,17 @@ def capture(
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     count = batch_parts.count
     parts = f"batch norms normalise each of {count} parts of the batch apart" if count > 1 else ""
-    graph.notes = [each for each in (*graph.notes, note, apart, said, parts) if each]
-    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update)
+    asked = results.checkpointed
+    again = asked.patterns(traced, {node.where.module for node in graph.nodes})
+    unsaid = NO_MODULE if asked.others and loss is not None else ""
+    graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
+    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again)
+
+
+NO_MODULE = (
+    "a function that the model checkpoints calls no module, and what it makes is kept: Hints(recompute=...) says by "
+    "modules what is made again"
+)
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

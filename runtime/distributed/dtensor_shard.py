@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -59,9 +60,34 @@ class DTensorShard:
         return DTensorShard("plain", template)
 
     def wrap(self, piece: Tensor) -> DTensor:
-        """The DTensor around a rank's plain piece; both share memory."""
-        local = piece if self.kind == "plain" else MultiBoxTensor(piece, self.boxes, self.kind == "guarded")
-        return DTensor(local, self.template, requires_grad=False)
+        """The DTensor around a rank's plain piece; both share memory.
+
+        It says that it begins where its memory does, also where the piece does not: torch copies no others
+        (``copy.deepcopy`` of a module, of a state dict).
+        """
+        if self.kind != "plain":
+            boxes = MultiBoxTensor(piece, self.boxes, self.kind == "guarded")
+            return DTensor(boxes, self.template, requires_grad=False)
+        if not piece.storage_offset():
+            return DTensor(piece, self.template, requires_grad=False)
+        made = DTensor(piece.as_strided(piece.shape, piece.stride(), 0), self.template, requires_grad=False)
+        made._local_tensor = piece
+        return made
+
+    def parameter(self, piece: Tensor, trained: bool) -> nn.Parameter:
+        """A piece as a parameter, as ``nn.Parameter`` makes one of a DTensor, and as :meth:`wrap` says it."""
+        made: Any = self.wrap(piece).requires_grad_(trained)
+        made._is_param = True
+        return made  # type: ignore[no-any-return]
+
+    def plain(self, tensor: Tensor) -> Tensor | None:
+        """The piece that is shown as ``tensor``, which is the piece itself where it is plain; None: it is placed
+        otherwise."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        spec, mine = tensor._spec, self.template
+        alike = spec is mine or (spec.placements, spec.mesh, spec.shape) == (mine.placements, mine.mesh, mine.shape)
+        return self.unwrap(tensor) if alike else None
 
     @staticmethod
     def unwrap(tensor: Tensor) -> Tensor:

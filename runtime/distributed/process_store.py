@@ -25,7 +25,7 @@ from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side, stepped_together
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec
-from shardfx.runtime.store import norm_of
+from shardfx.runtime.store import laid_as, norm_of
 
 from .dtensor_shard import DTensorShard
 from .groups import device_mesh, make_groups
@@ -109,9 +109,9 @@ class ProcessStore:
                 DTensorShard.unwrap(held[name][0].detach()).copy_(piece)
             elif given.kind is InputKind.PARAMETER:
                 own = memory[name].copy_(piece) if name in memory else settled(piece, given.pool, self.device)
-                self.parameters[name] = [
-                    nn.Parameter(self.as_gradient(name, own), requires_grad=trainable.get(name, True))
-                ]
+                trained, shown = trainable.get(name, True), self.shown(name)
+                made = nn.Parameter(own, requires_grad=trained) if shown is None else shown.parameter(own, trained)
+                self.parameters[name] = [made]
             else:
                 self.buffers[name] = [self.as_gradient(name, piece.clone())]
 
@@ -195,8 +195,17 @@ class ProcessStore:
         self.piece(name, rank).copy_(new)
 
     def as_gradient(self, name: str, piece: Tensor) -> Tensor:
-        """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is cut."""
-        return self._shards[name].wrap(piece) if self._cuts else piece
+        """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is cut. Its elements lie in the
+        order of the parameter's, which kernels of optimizers take for granted, and torch sees to for plain tensors."""
+        if not self._cuts:
+            return piece
+        if name in self.parameters:
+            piece = laid_as(piece, self.piece(name, self.rank))
+        return self._shards[name].wrap(piece)
+
+    def shown(self, name: str) -> DTensorShard | None:
+        """As a DTensor, where some parameter is cut."""
+        return self._shards[name] if self._cuts else None
 
     def _mine(self, given: Input, whole: Tensor) -> Tensor | None:
         """This rank's piece of rank 0's tensor; None where it holds none."""

@@ -163,3 +163,6 @@ class VirtualStore:
     def as_gradient(self, name: str, piece: Tensor) -> Tensor:
         """The piece as it is."""
         return piece
+
+    def shown(self, name: str) -> None:
+        """Parameters are the pieces."""

@@ -84,6 +84,8 @@ class ParallelModule(SteppedModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         made = memo[id(self)] = type(self).__new__(type(self))
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        memo.update({id(grad): grad.clone() for grad in grads})  # torch itself copies no DTensor of a part of a bucket
         with quiet_copies():
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made

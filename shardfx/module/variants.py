@@ -36,6 +36,7 @@ from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
+from .forms.planned_anew import PlannedAnew
 from .hand_out import check_step, leaves, trained, wanting
 from .hand_out import gradients as gradients_of
 from .held.one_store import reject_stored_otherwise, stored
@@ -78,6 +79,7 @@ class Variants:
         self.skeleton, self.hints, self.build = skeleton, hints, build
         self.fill: Fill = lambda model: model
         self._surroundings = Surroundings(skeleton, hints.loss)
+        self._anew = PlannedAnew()
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
 
@@ -221,6 +223,7 @@ class Variants:
         self._surroundings.settle(form.state)
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
+        self._anew.see(form, [known for known, _ in self.known])
         if len(self.known) > self.hints.shapes:
             del self.known[1]
         self.known.append((form, made))

@@ -27,7 +27,14 @@ from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
-from . import call_workers, pipeline_workers, scene_workers, stage_workers, transport_workers  # noqa: F401
+from . import (  # noqa: F401
+    call_workers,
+    optimizer_workers,
+    pipeline_workers,
+    scene_workers,
+    stage_workers,
+    transport_workers,
+)
 from .pipeline_workers import WORKERS
 from .workers import PLANS, gated
 
@@ -142,4 +149,8 @@ GATED = (
     "checkpoints_move_between_plans",
     "takes_global_or_local_batches",
     "accumulates_and_scales_gradients",
+    "torchs_optimizers_step_pieces",
+    "other_optimizers_step_what_is_shown",
+    "steps_among_others",
+    "modules_and_state_dicts_are_copied",
 )

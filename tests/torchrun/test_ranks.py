@@ -44,6 +44,22 @@ def test_calling_and_checkpoints(tmp_path: Path) -> None:
     )
 
 
+def test_optimizers_of_ones_own() -> None:
+    on_ranks(
+        4,
+        "torchs_optimizers_step_pieces:dp",
+        "other_optimizers_step_what_is_shown:megatron",
+        "steps_among_others:megatron",
+        "modules_and_state_dicts_are_copied:megatron",
+    )
+
+
+@pytest.mark.slow
+def test_optimizers_of_ones_own_on_all_plans() -> None:
+    for call in ("torchs_optimizers_step_pieces", "modules_and_state_dicts_are_copied"):
+        on_ranks(4, *(f"{call}:{name}" for name in ("megatron", "crossed", "tp")))
+
+
 def test_whole_steps(tmp_path: Path) -> None:
     on_ranks(
         2,

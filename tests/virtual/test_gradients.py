@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -146,3 +147,46 @@ def test_parameters_that_the_loss_does_not_reach() -> None:
     parallel(frozen)
     with pytest.raises(sx.Error, match=r"no trainable parameter gets a gradient(.|\n)*0.weight, 0.bias"):
         parallel(nn.Sequential(nn.Linear(8, 4)).double(), loss=lambda out, y: F.cross_entropy(out.detach(), y))
+
+
+class Deep(nn.Module):
+    """Blocks, each of which is called by ``how``."""
+
+    def __init__(self, how: Callable[..., Any], count: int) -> None:
+        super().__init__()
+        self.stem, self.how, self.head = nn.Linear(8, 8), how, nn.Linear(8, 4)
+        blocks = (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(count))
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = self.how(layer, x)
+        return self.head(x)
+
+
+CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "a module": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "a module, reentrant": lambda layer, x: checkpoint(partial(layer.forward), x, use_reentrant=True),
+    "its forward": lambda layer, x: checkpoint(partial(nn.Sequential.forward, layer), x, use_reentrant=False),
+    "what calls one": lambda layer, x: checkpoint(lambda x: layer(x) * 1.0, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize(("which", "count"), [*((which, 2) for which in CHECKPOINTS), ("a module", 12)])
+def test_what_a_model_checkpoints_is_made_again(which: str, count: int) -> None:
+    """As patterns for the hints, also of equal blocks that capture leaves out; unless hints say otherwise."""
+    x, y = batch()
+    torch.manual_seed(0)
+    model = Deep(CHECKPOINTS[which], count).double()
+    kept, pm = parallel(copy.deepcopy(model), recompute=()), parallel(copy.deepcopy(model))
+    assert [str(each) for each in pm._compiled.passes if each.name == "recompute"] == [str(sx.Recompute("layers.*"))]
+    assert any("layers.*: made again in the backward" in note for note in pm.after.notes)
+    same_step(pm, model, x, y)
+    assert pm.verify() and pm.memory().peak < kept.memory().peak
+    assert not [each for each in kept._compiled.passes if each.name == "recompute"]
+
+
+def test_a_checkpoint_without_a_module_is_said() -> None:
+    pm = parallel(Deep(lambda layer, x: checkpoint(torch.sin, layer(x), use_reentrant=False), 2).double())
+    assert any("checkpoints calls no module" in note for note in pm.after.notes)

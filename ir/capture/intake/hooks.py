@@ -14,9 +14,9 @@ from shardfx.ir.capture.sources import is_user_file
 from .refusals import refuse_hook
 
 Hook = Callable[..., Any]
-LIBRARIES = ("transformers.utils.output_capturing",)
-"""Modules whose hooks are a part of what forward returns (a model has them once it was called), and are captured with
-it."""
+LIBRARIES = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+"""Modules whose hooks are a part of what forward returns (a model has them once it was called), or have inputs want a
+gradient (as ``gradient_checkpointing_enable()`` does); they are captured with it."""
 
 
 class WatchedHooks:

@@ -6,10 +6,8 @@ of each group and on the device of the pieces. One that cannot be tried is warne
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.module.stepping.trial import STEPS, Trial, tried
 
 from .program_optimizer import reject_stepped
 
 _pieces = WeakIdKeyDictionary()
-STEPS = 3
 
 
 def watch_pieces(parameters: Mapping[str, Iterable[nn.Parameter]], stepped: bool = False) -> None:
@@ -42,18 +40,19 @@ _hooks: list[Any] = []
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     reject_stepped(optimizer)
     kind = type(optimizer).__name__
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         piece = next((p for p in group["params"] if p in _pieces), None)
         if piece is None:
             continue
-        found = tried(optimizer, group, piece.device)
+        found = tried(optimizer, number, piece.device)
         if found.apart:
             raise Error(
                 f"{kind} looks at whole tensors, and {_pieces[piece]!r} is in pieces here",
                 where=f"{kind}.step()",
                 expected="an optimizer that works on each element alone, such as AdamW",
                 got=f"after {STEPS} steps a tensor and its halves are {found.apart:.2g} apart",
-                remedy="run under torchrun, where parameters are DTensors; or leave these parameters uncut",
+                remedy="Hints(optimizer=...), whose step is a part of the program and sees the whole; or leave these "
+                "parameters uncut; or run under torchrun, where parameters are DTensors",
             )
         if found.failed and found not in _told:
             _told.append(found)
@@ -61,61 +60,4 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             warnings.warn(f"{text}if it looks at whole tensors, its steps are wrong", ShardfxWarning, stacklevel=3)
 
 
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """How far apart a tensor and its halves are after a few steps, 0 for rounding alone; or why nobody knows."""
-
-    apart: float = 0.0
-    failed: str = ""
-
-
-_known: dict[Hashable, Trial] = {}
 _told: list[Trial] = []
-
-
-def tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device) -> Trial:
-    """What steps of such an optimizer, with the options of one of its groups, do to pieces on a device."""
-    options = {**optimizer.defaults, **{name: value for name, value in group.items() if name != "params"}}
-    key = type(optimizer), device.type, repr(sorted(options.items(), key=lambda item: str(item[0])))
-    if key not in _known:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            _known[key] = _try(type(optimizer), options, device)
-    return _known[key]
-
-
-def _try(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> Trial:
-    generator = torch.Generator().manual_seed(0)
-    start, *grads = (torch.randn(8, 6, dtype=torch.float64, generator=generator).to(device) for _ in range(STEPS + 1))
-    found = []
-    for parts in (1, 2):
-        held = [nn.Parameter(piece.clone()) for piece in start.chunk(parts)]
-        try:
-            _step(kind, options, held, grads)
-        except Exception as error:  # of somebody's optimizer, which may want what is not known here
-            return Trial(failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        found.append(torch.cat([parameter.detach() for parameter in held]))
-    apart = float((found[0] - found[1]).abs().max())
-    return Trial(apart if apart > 1e-9 else 0.0)
-
-
-def _step(
-    kind: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    held: Sequence[nn.Parameter],
-    grads: Sequence[torch.Tensor],
-) -> None:
-    """A step for each gradient, with a closure where one is needed."""
-    takes = inspect.signature(kind.__init__).parameters
-    made = kind(held, **{name: value for name, value in options.items() if name in takes})
-    made.param_groups[0].update(options)
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    needed = closure is not None and closure.default is closure.empty
-    for grad in grads:
-
-        def gradient(grad: torch.Tensor = grad) -> float:
-            for parameter, piece in zip(held, grad.chunk(len(held)), strict=True):
-                parameter.grad = piece.clone()
-            return float(grad.square().sum())
-
-        gradient()
-        made.step(*([gradient] if needed else []))

@@ -34,9 +34,14 @@ def put(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any
     held = module.store.held()
     local_metadata[STAMP] = {name: list(each) for name, each in held.items()}
     live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for key, tensor in state_dict.items():
+    for key, tensor in list(state_dict.items()):
         place = _place(key.removeprefix(prefix), held)
-        if place is not None and isinstance(tensor, torch.Tensor) and not (_is_piece(tensor) or id(tensor) in live):
+        if place is None or not isinstance(tensor, torch.Tensor) or id(tensor) in live:
+            continue
+        shown = module.store.shown(key.removeprefix(prefix))
+        if shown is not None:
+            state_dict[key] = shown.wrap(shown.plain(tensor))  # which may be copied
+        elif not _is_piece(tensor):
             setattr(tensor, PIECE, list(place))
 
 

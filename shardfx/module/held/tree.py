@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardfx.ir.errors import Error
+from shardfx.module.stepping.local_steps import step_locally
 
 from .like import NUMBER, Like
 from .optimizers import watch_pieces
@@ -207,6 +208,7 @@ class Tree:
         """Make the stored pieces parameters and buffers of the tree, under the model's own names."""
         self.registered = []
         watch_pieces(state.store.parameters, state.compiled.captured.update is not None)
+        step_locally(state.store)
         for name, pieces in state.store.parameters.items():
             holder, leaf = self._holder(name)
             for place, piece in zip(self._places(name, holder, len(pieces)), pieces, strict=True):

@@ -1,0 +1,105 @@
+"""Which modules a script has made again for the backward: what it calls within ``torch.utils.checkpoint.checkpoint``.
+
+    x = checkpoint(self.block, x, use_reentrant=False)       model.gradient_checkpointing_enable()
+
+What is traced keeps nothing, and makes nothing again: that is what a plan says. So the modules are noted, as patterns
+of paths (``layers.*``) that ``Hints(recompute=...)`` takes: the function itself, where it is a module, and else the
+modules that it calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.utils import checkpoint as torchs
+
+from shardfx.ir.names import pattern, prefixes
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+class Checkpointed:
+    """The modules that were called in checkpoints, by path; and whether something else was."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, None] = {}
+        self.others = False
+
+    @contextmanager
+    def noting(self, model: nn.Module) -> Iterator[None]:
+        """Within, checkpoints that the model's code makes are noted."""
+        inside: Any = torchs
+        generator, function = inside._checkpoint_without_reentrant_generator, inside.CheckpointFunction
+        paths = {id(each): path for path, each in model.named_modules()}
+
+        def noted(called: Any, *rest: Any, **options: Any) -> Iterator[None]:
+            with self._called(called, paths):
+                yield from generator(called, *rest, **options)
+
+        def applied(called: Any, *rest: Any) -> Any:
+            with self._called(called, paths):
+                return function.apply(called, *rest)
+
+        inside._checkpoint_without_reentrant_generator = noted
+        inside.CheckpointFunction = SimpleNamespace(apply=applied)
+        try:
+            yield
+        finally:
+            inside._checkpoint_without_reentrant_generator, inside.CheckpointFunction = generator, function
+
+    @contextmanager
+    def _called(self, function: Any, paths: Mapping[int, str]) -> Iterator[None]:
+        """The module that a function is; else the outermost modules that are called within."""
+        if (own := _module(function)) is not None and paths.get(id(own)):
+            self.paths[paths[id(own)]] = None
+            yield
+            return
+        depth, found = [0], list[str]()
+
+        def enter(module: nn.Module, given: Any) -> None:
+            if not depth[0] and paths.get(id(module)):
+                found.append(paths[id(module)])
+            depth[0] += 1
+
+        def leave(module: nn.Module, given: Any, result: Any) -> None:
+            depth[0] -= 1
+
+        hooks = modules.register_module_forward_pre_hook(enter), modules.register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.paths |= dict.fromkeys(found)
+        self.others |= not found
+
+    def patterns(self, model: nn.Module, there: Iterable[str]) -> tuple[str, ...]:
+        """The modules as patterns: one for a list of which all are called; none where nothing is ``there``."""
+        every, left = [path for path, _ in model.named_modules()], {p for path in there for p in prefixes(path)}
+        found: dict[str, None] = {}
+        for path in self.paths:
+            listed = NUMBER.sub("*", path)
+            matches = [each for each in every if pattern(listed).fullmatch(each)]
+            found[listed if all(each in self.paths for each in matches) else path] = None
+        return tuple(text for text in found if any(map(pattern(text).fullmatch, left)))
+
+
+def _module(function: Any) -> nn.Module | None:
+    """The module that a function is the call of."""
+    given: tuple[Any, ...] = ()
+    while isinstance(function, partial):
+        function, given = function.func, (*function.args, *given)
+    if isinstance(function, nn.Module):
+        return function
+    owner, method = getattr(function, "__self__", None), getattr(function, "__func__", None)
+    if isinstance(owner, nn.Module):
+        return owner if method in (type(owner).__call__, nn.Module.__call__, type(owner).forward) else None
+    forward = getattr(function, "__name__", "") == "forward"  # partial(forward, self), as transformers has it
+    return given[0] if forward and given and isinstance(given[0], nn.Module) else None

@@ -1,0 +1,1 @@
+"""Forms of call: what becomes of those that come again and again."""

@@ -1,0 +1,168 @@
+"""Ranks whose own optimizers step pieces (see :mod:`.workers`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardfx as sx
+from tests.reference import rel_err
+from tests.stepped import Lamb
+
+from .workers import WORKERS, gated, same_state, whole_of, worker
+
+__all__ = ["WORKERS"]
+
+Make = Callable[[Any], optim.Optimizer]
+LOCAL: dict[str, Make] = {
+    "AdamW": lambda params: optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "fused": lambda params: optim.Adam(params, lr=1e-2, fused=True),
+    "SGD": lambda params: optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+    "Rprop": lambda params: optim.Rprop(params, lr=1e-2),
+}
+"""Torch's own, which step elements."""
+
+
+class Seen(TorchDispatchMode):
+    """Counts the ops that DTensor dispatches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(issubclass(each, DTensor) for each in types)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def dispatched() -> Iterator[Seen]:
+    with Seen() as seen:
+        yield seen
+
+
+def steps(module: nn.Module, loss_of: Callable[[], Tensor], optimizer: optim.Optimizer, count: int = 3) -> int:
+    """Some steps by a schedule; gives how many ops of them DTensor dispatched."""
+    schedule = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, cycle_momentum=False)
+    seen = 0
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss_of().backward()
+        with dispatched() as found:
+            optimizer.step()
+        schedule.step()
+        seen += found.count
+    return seen
+
+
+FREE = ("out.bias", "norm.running_mean")
+"""What a norm takes away again: its gradient is rounding."""
+
+
+def same(pm: sx.ParallelModule, model: nn.Module) -> None:
+    """They have the same parameters and buffers."""
+    mine, theirs = pm.full_state_dict(), model.state_dict()
+    same_state(*({n: t for n, t in each.items() if n not in FREE} for each in (mine, theirs)), 1e-9)
+
+
+@worker
+def torchs_optimizers_step_pieces(name: str) -> None:
+    """As one device does, without DTensor's dispatch; states are shown as their parameters are."""
+    for kind, make in LOCAL.items():
+        model, pm, x, y = gated(name)
+        mine, theirs = make(pm.parameters()), make(model.parameters())
+        assert steps(pm, lambda pm=pm, x=x, y=y: pm(x, y), mine) == 0, kind
+        steps(model, lambda model=model, x=x, y=y: F.mse_loss(model(x), y), theirs)
+        same(pm, model)
+        for (path, p), q in zip(pm.named_parameters(), model.parameters(), strict=True):
+            if path in FREE:
+                continue
+            for key, whole in theirs.state[q].items():
+                held = mine.state[p][key]
+                if isinstance(whole, Tensor) and whole.dim():
+                    assert (held.placements, held.shape) == (p.placements, p.shape), (kind, path, key)
+                    assert rel_err(pm._state.store.whole(path, [held]), whole) < 1e-9, (kind, path, key)
+                else:
+                    assert held == whole, (kind, path, key)
+        saved = pm.full_optimizer_state_dict(mine)
+        pm.load_full_optimizer_state_dict(mine, saved)
+        assert steps(pm, lambda pm=pm, x=x, y=y: pm(x, y), mine, 1) == 0, kind
+
+
+@worker
+def other_optimizers_step_what_is_shown(name: str) -> None:
+    """One that looks at whole tensors does so."""
+    model, pm, x, y = gated(name)
+    assert steps(pm, lambda: pm(x, y), Lamb(pm.parameters())) > 0
+    steps(model, lambda: F.mse_loss(model(x), y), Lamb(model.parameters()))
+    same(pm, model)
+
+
+@worker
+def steps_among_others(name: str) -> None:
+    """Beside parameters that are not the module's; with a penalty outside of it; with a hook, and with a closure."""
+    model, pm, x, y = gated(name)
+    heads = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+
+    def penalised(module: nn.Module, head: Tensor, loss: Tensor) -> Tensor:
+        weight: Tensor = dict(module.named_parameters())["out.weight"]
+        return loss + whole_of((weight * weight).sum()) * 0.1 + (head * head).sum() * loss
+
+    mine = optim.AdamW([*pm.parameters(), heads[0]], lr=1e-2, foreach=True)
+    theirs = optim.AdamW([*model.parameters(), heads[1]], lr=1e-2, foreach=True)
+    assert steps(pm, lambda: penalised(pm, heads[0], pm(x, y)), mine) == 0
+    steps(model, lambda: penalised(model, heads[1], F.mse_loss(model(x), y)), theirs)
+    same(pm, model)
+    assert rel_err(*heads) < 1e-12
+
+    def halved(optimizer: optim.Optimizer, *given: Any) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = p.grad * 0.5 if p.grad is not None else None
+
+    for optimizer in (mine, theirs):
+        optimizer.register_step_pre_hook(halved)
+        optimizer.param_groups[0]["foreach"] = False
+        optimizer.param_groups[0]["params"].pop()
+    steps(pm, lambda: pm(x, y), mine)
+    steps(model, lambda: F.mse_loss(model(x), y), theirs)
+    same(pm, model)
+    for each, loss in ((mine, lambda: pm(x, y)), (theirs, lambda: F.mse_loss(model(x), y))):
+        each._optimizer_step_pre_hooks.clear()
+
+        def closure(loss: Any = loss, each: Any = each) -> Tensor:
+            each.zero_grad()
+            made: Tensor = loss()
+            made.backward()
+            return made
+
+        each.step(closure)
+    same(pm, model)
+
+
+@worker
+def modules_and_state_dicts_are_copied(name: str) -> None:
+    """Before a backward and with gradients: an average, a copy, the best state so far. (Torch copies no DTensor whose
+    piece lies behind others.)"""
+    model, pm, x, y = gated(name)
+    for _ in range(2):
+        averages = [optim.swa_utils.AveragedModel(each, use_buffers=True) for each in (pm, model)]
+        best, copied = deepcopy(pm.state_dict()), deepcopy(pm)
+        mine, theirs = optim.SGD(pm.parameters(), lr=0.1), optim.SGD(model.parameters(), lr=0.1)
+        before = pm.full_state_dict()
+        mine.zero_grad(), theirs.zero_grad()
+        pm(x, y).backward(), F.mse_loss(model(x), y).backward()
+        mine.step(), theirs.step()
+        for average, each in zip(averages, (pm, model), strict=True):
+            average.update_parameters(each)
+        same_state(averages[0].module.full_state_dict(), averages[1].module.state_dict(), 1e-9)
+        same_state(copied.full_state_dict(), before, 0.0)
+        trained = pm.full_state_dict()
+        pm.load_state_dict(best)
+        same_state(pm.full_state_dict(), before, 0.0)
+        pm.load_full_state_dict(trained)
