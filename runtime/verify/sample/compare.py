@@ -149,7 +149,7 @@ def _located(
     if not apart:
         return fault
     _, _, rank, name = min(apart)
-    node = next(n for n in modules[rank].graph.nodes if n.name == name)
+    node = next(n for n in theirs[rank][0].graph.nodes if n.name == name)
     return replace(fault, rank=rank, node=name, where=where(node))
 
 
