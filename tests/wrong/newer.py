@@ -114,6 +114,7 @@ DAMAGES: dict[str, Damage] = {
     "rows of a halo that begin elsewhere": Damage("rows", "pack.pack_rows", put(2, further), 0),
     "rows of a halo put elsewhere": Damage("rows", "pack.unpack_rows", put(4, lambda at: at[::-1]), 0),
     "a cut of rows that begins elsewhere": Damage("rows", "pack.take", put(3, lambda start: start + 1), 0),
+    "pieces of nothing": Damage("masks", "pack.unflatten", put(2, lambda pieces: 0)),
     "masks of another number": Damage("masks", "shardfx.dropout", put(3, lambda number: number + 1)),
     "masks of another box": Damage("masks", "shardfx.dropout", put(4, lambda box: [box[0] + 1, *box[1:]])),
     "masks drawn for more": Damage("masks", "shardfx.dropout", put(1, lambda p: p + 0.1)),

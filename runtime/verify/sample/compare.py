@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
@@ -88,7 +88,7 @@ def verify(
     programs = {r: _widened(modules[r]) if sample.wide else modules[r] for r in ranks}
     try:
         got = _run(mesh, programs, given, alike)
-    except (Error, RuntimeError, IndexError, TypeError, ValueError) as error:
+    except (Error, *DOES_NOT_RUN) as error:
         return Fault(f"the programs do not run to their end: {error}", certain=True), counts
     for rank, results in got.items():
         if len(results) != len(ends[rank][1]):
@@ -115,7 +115,7 @@ def alike(before: Graph, after: Graph, known: Mapping[str, Tensor], tolerance: f
     try:
         draw = by_boxes(sample.after)
         mine, theirs = (run_whole(graph, sample.inputs, draw) for graph in (sample.before, sample.after))
-    except (RuntimeError, IndexError, ValueError):
+    except DOES_NOT_RUN:
         return False
     given = {(o.kind, o.name): theirs[o.value] for o in sample.after.outputs}
     return all(distance(given[o.kind, o.name], mine[o.value]) <= tolerance for o in sample.before.outputs)
