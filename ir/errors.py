@@ -35,3 +35,7 @@ class Error(Exception):
 
 class ShardfxWarning(UserWarning):
     """Something that works, but not as well as the user may think."""
+
+
+DOES_NOT_RUN = (RuntimeError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
+"""What a call raises that cannot be made of its arguments, whatever these are."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import InputKind, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm, memory_ops
@@ -113,7 +113,7 @@ def _walked(
         elif node.op == "call_function":
             try:
                 walk.call(node)
-            except (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError) as error:
+            except DOES_NOT_RUN as error:
                 raise cannot(node, error) from error
         elif node.op == "output":
             for output, result in zip(program.outputs, node.args[0], strict=True):

@@ -177,7 +177,7 @@ def variants(of: Instance, draw: torch.Generator) -> Iterator[Instance]:
     """The same op on other values, where it takes them: what is right by accident is not right every time.
 
     Once smaller, once in another order (the values are still of the same range), once made afresh, once with zeros and
-    ties.
+    ties, once all ones: what is compared with bounds then lies on them.
     """
 
     def smaller(t: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ def variants(of: Instance, draw: torch.Generator) -> Iterator[Instance]:
     def coarse(t: torch.Tensor) -> torch.Tensor:
         return torch.randint(-2, 3, t.shape, generator=draw).to(t.dtype)
 
-    for change in (smaller, shuffled, fresh, coarse):
+    for change in (smaller, shuffled, fresh, coarse, torch.ones_like):
         tensors = []
         for t in of.tensors:
             if t.is_floating_point() or t.is_complex():

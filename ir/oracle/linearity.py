@@ -14,6 +14,8 @@ from .instance import Instance, Results
 from .recombine import magnitude, same, split_sum
 
 ADDED, KEPT = "added", "kept"
+LARGE = 5e3
+"""Of which the exponential, and two to the power of it, are infinite."""
 Tensors = dict[int, torch.Tensor]
 Shown = tuple[frozenset[str], ...]
 """For each result whether it is the sum of the terms' results, or the same for each term."""
@@ -76,20 +78,38 @@ def _shown(of: Instance, group: frozenset[int], generator: torch.Generator) -> S
 
 
 def _keeps_laws(of: Instance, group: frozenset[int], shown: Shown, singular: bool) -> bool:
-    """What ordinary numbers do not tell, as far as the op takes others: of zeros a linear op makes zeros; what is not
-    finite in a term is not finite in the sum; and what terms are multiplied by is finite where others are zero or one.
+    """What ordinary numbers do not tell, as far as the op takes others: of zeros a linear op makes zeros, and of zero
+    beside one, however little it is, twice that of halves; what is not finite in a term is not finite in the sum; and
+    what terms are multiplied by is finite where others are zero, one or large.
     """
     ones = {i: torch.ones_like(of.tensors[i]) for i in group}
-    zeros = _run(of, {i: torch.zeros_like(of.tensors[i]) for i in group})
-    for zero, whole, each in zip(zeros or (), of.kept, shown, strict=False):
-        if not (same(zero, whole) if KEPT in each else zero is not None and not bool((zero != 0).any())):
+    zero = {i: torch.zeros_like(of.tensors[i]) for i in group}
+    for given, whole, each in zip(_run(of, zero) or (), of.kept, shown, strict=False):
+        if not (same(given, whole) if KEPT in each else given is not None and not bool((given != 0).any())):
+            return False
+    for alone in group if len(group) > 1 else ():
+        if not _scales(of, zero | {alone: ones[alone]}, shown):
             return False
     terms = [({i: _with(of.tensors[i], number) for i in group}, ones) for number in (torch.inf, -torch.inf, torch.nan)]
     others = [i for i, t in enumerate(of.tensors) if i not in group and _is_float(t)]
-    for number in (0.0, -1.0, 1.0) if singular else ():
+    for number in (0.0, -1.0, 1.0, LARGE) if singular else ():
         at = {i: _with(of.tensors[i], number) for i in others}
         terms.append(({i: 3 * each for i, each in ones.items()} | at, {i: -each for i, each in ones.items()} | at))
     return all(_holds(of, group, a, b, shown) for a, b in terms)
+
+
+def _scales(of: Instance, given: Tensors, shown: Shown) -> bool:
+    """Whether of halves the op gives halves, to the last digit but a few; or what it gives of others."""
+    halves = _run(of, {i: each / 2 for i, each in given.items()})
+    for half, whole, all_, each in zip(halves or (), _run(of, given) or (), of.kept, shown, strict=False):
+        if KEPT in each:
+            if not same(half, all_):
+                return False
+        elif half is not None and whole is not None and whole.numel():
+            off = (whole - 2 * half).abs().nan_to_num(0.0, 0.0, 0.0).max()
+            if float(off) > 1e-6 * float(whole.abs().nan_to_num(0.0, 0.0, 0.0).max()):
+                return False
+    return True
 
 
 def _holds(of: Instance, group: frozenset[int], a: Tensors, b: Tensors, shown: Shown) -> bool:

@@ -31,7 +31,7 @@ from .proof import every_rank
 from .proof.known import Proof
 from .proof.numbering import MESSAGES
 from .sample import compare, shrink_plan
-from .sample.counterexample import DOES_NOT_RUN, Numbers, first_line
+from .sample.counterexample import FAILS, Numbers, first_line
 
 MOST_TURNS = 1024
 """Of so many ranks and turns each is interpreted where families say nothing certain."""
@@ -115,7 +115,7 @@ class Task:
         for program in programs:
             try:
                 replay(program, fakes=fakes)
-            except DOES_NOT_RUN as error:
+            except FAILS as error:
                 node = getattr(error, "node", "")
                 what = f"the program does not run: {first_line(error)}"
                 raise Broken(Fault(what, _leads_to(program, node), program.rank, node, certain=True)) from error

@@ -106,6 +106,14 @@ class ParallelModule(SteppedModule):
                 got=made.dtype,
                 remedy="convert the model, then parallelize it",
             )
+        if made.device.type == "meta":
+            raise Error(
+                "the pieces of a parallel module cannot lose their content",
+                where="pm.to(device)",
+                expected="a device that holds numbers",
+                got="meta",
+                remedy="build the model on meta, parallelize it, and load the weights by pm.load_full_state_dict(...)",
+            )
         moves = made.device.type != self._place.device.type
         if moves:
             self._programs.reject_changed(made.device)

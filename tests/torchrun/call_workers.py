@@ -209,8 +209,11 @@ def pieces_are_this_ranks() -> None:
         if refused and dist.get_rank() == 1:
             said = error(lambda pm=pm, loaded=loaded: pm.load_state_dict(loaded))
             assert "the piece of another rank" in said
+            said = error(lambda pm=pm, loaded=loaded: pm.load_state_dict({**pm.state_dict(), **loaded}))
+            assert "another piece, put under this name" in said
         else:
             pm.load_state_dict(loaded)
+            pm.load_state_dict({**pm.state_dict(), **loaded})
         pm.load_state_dict(torch.load(state.seek(0) or state, weights_only=False))
         assert rel_err(pm.full_state_dict()["0.weight"], model[0].weight) == 0
 

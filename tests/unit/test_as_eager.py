@@ -45,6 +45,60 @@ def test_a_model_that_is_another_when_traced_is_refused(watched: str, guard: boo
     assert model.calls == 0, "the model was run, but is as it was"
 
 
+class Counts(nn.Module):
+    """Is called by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x) * self.calls
+
+
+class Remembers(nn.Module):
+    """Adds what it gave before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.hidden = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) if self.hidden is None else self.fc(x) + self.hidden
+        self.hidden = y.detach()
+        return y
+
+
+class Shows(nn.Module):
+    """Keeps for others what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.last, self.length = nn.Linear(4, 4), None, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last, self.length = self.fc(x), max(self.length, len(x))
+        return self.last * self.length
+
+
+@pytest.mark.parametrize(("model", "name"), [(Counts, "calls"), (Remembers, "hidden")])
+def test_what_a_model_keeps_from_call_to_call_is_named(model: type[nn.Module], name: str) -> None:
+    made = model()
+    with pytest.raises(sx.Error, match=rf"from call to call(.|\n)*{name}(.|\n)*register_buffer"):
+        sx.parallelize(made, MESH, sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean))
+    assert not vars(made)[name]
+
+
+def test_what_a_forward_keeps_for_others_is_not_theirs() -> None:
+    x, model = torch.rand(4, 4), Shows()
+    pm = sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean))
+    assert torch.allclose(pm(x), model(x).mean())
+    for name in ("last", "length"):
+        with pytest.raises(sx.Error, match=f"{name}' is set by the model's forward(.|\n)*return it"):
+            getattr(pm, name)
+
+
 def test_on_meta_there_is_nothing_to_compare() -> None:
     with torch.device("meta"):
         model = Doubles(WATCHED["compiling"])

@@ -74,7 +74,55 @@ NAMED: dict[str, Call] = {
     "windows of one": (aten.max_pool2d_with_indices.default, (f(2, 3, 4, 4), [1, 1])),
     "two windows": (aten.fractional_max_pool2d.default, (f(2, 3, 9, 9), [3, 3], [2, 2], torch.rand(2, 3, 2).double())),
     "pow 1": (aten.pow.Tensor_Scalar, (f(4, 6), 1)),
+    "shrunk by less than nothing": (aten.hardshrink.default, (f(4, 6), -0.5)),
+    "slopes drawn": (aten.rrelu_with_noise_backward.default, (f(4, 6), f(4, 6), f(4, 6), 0.0, 1.0, True, False)),
+    "slopes not drawn": (aten.rrelu_with_noise_backward.default, (f(4, 6), f(4, 6), f(4, 6), 0.1, 0.3, False, False)),
+    "windows that others drew": (
+        aten.fractional_max_pool2d_backward.default,
+        (f(2, 3, 4, 4), f(2, 3, 9, 9), [3, 3], [4, 4], i(81, 2, 3, 4, 4)),
+    ),
 }
+
+
+def lengths() -> dict[str, Any]:
+    return {"lengths": torch.tensor([[2, 3], [4, 1]]), "axis": 1}
+
+
+def segmented(kind: str) -> Instance:
+    return instance(aten.segment_reduce.default, (f(2, 5, 3), kind), lengths())
+
+
+def segmented_backward(kind: str) -> Instance:
+    made = segmented(kind)
+    given = (f(2, 2, 3), made.results[0], made.tensors[0], kind)
+    return instance(aten._segment_reduce_backward.default, given, lengths())
+
+
+def histogram(density: bool) -> Instance:
+    bins = [torch.linspace(-3, 3, 4, dtype=torch.float64), torch.linspace(-3, 3, 3, dtype=torch.float64)]
+    more = {"weight": f(4, 5), "density": density}
+    return instance(aten._histogramdd_from_bin_tensors.default, (f(4, 5, 2), bins), more)
+
+
+BY_KEYWORD = {
+    "segments, sum": (segmented("sum"), ["0"]),
+    "segments, max": (segmented("max"), []),
+    "segments' gradient, sum": (segmented_backward("sum"), ["0"]),
+    "segments' gradient, max": (segmented_backward("max"), ["0"]),
+    "counts": (histogram(False), ["3"]),
+    "densities": (histogram(True), []),
+}
+
+
+@pytest.mark.parametrize("case", BY_KEYWORD.values(), ids=BY_KEYWORD)
+def test_rows_that_are_reduced_together(case: tuple[Instance, list[str]]) -> None:
+    """Rows beside them may be cut; counts of parts are added; and what is linear is linear on all draws."""
+    of, linear = case
+    made, entry = rule_of(of), BOOK.entry(of.node.op)
+    assert list(map(str, made.linear)) == linear
+    assert entry is not None and not refutations(entry, of) and not refutations_on_draws(entry, of)
+    free = [name for name in made.factors if name not in made.whole]
+    assert len(free) == (0 if of.node.kwargs.get("density") else 2)
 
 
 @pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)
@@ -94,6 +142,9 @@ NOT_LINEAR: dict[str, Call] = {
     "a tiny constant": (aten.add.Scalar, (f(4, 6), 1e-12)),
     "a comparison": (aten.eq.Tensor, (f(4, 6), f(4, 6))),
     "of an infinity": (aten.isneginf.default, (f(4, 6),)),
+    "the number beside one": (aten.nextafter.default, (f(4, 6), f(4, 6))),
+    "a power that may be infinite": (aten.ldexp.Tensor, (f(4, 6), f(4, 6))),
+    "what is true by accident": (aten.logical_xor.default, (f(4, 6), f(4, 6))),
     "masked_fill": (aten.masked_fill.Scalar, (f(4, 6), b(4, 6), 1e-12)),
 }
 

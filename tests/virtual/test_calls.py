@@ -248,6 +248,25 @@ def test_a_forward_hook_that_computes_is_captured() -> None:
     assert near(parallel(model)(x, y), F.cross_entropy(model(x), y))
 
 
+def test_hooks_of_all_modules_are_called_when_they_are_there() -> None:
+    x, y = batch()
+    model = mlp()
+    pm = parallel(copy.deepcopy(model))
+    for register in (nn.modules.module.register_module_forward_hook, None):
+        hook = register and register(lambda module, given, out: out * 2 if isinstance(module, nn.Linear) else None)
+        try:
+            assert near(pm(x, y), F.cross_entropy(model(x), y))
+        finally:
+            if hook:
+                hook.remove()
+    hook = nn.modules.module.register_module_full_backward_hook(lambda *given: None)
+    try:
+        with pytest.raises(sx.Error, match="a backward hook would never be called"):
+            pm(x, y)
+    finally:
+        hook.remove()
+
+
 class Scale:
     """An argument of no plain type."""
 

@@ -127,3 +127,23 @@ def test_a_penalty_on_the_weights() -> None:
     assert near(ours, theirs)
     grads = pm.full_grads()
     assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
+
+
+@pytest.mark.parametrize("change", ["written into", "another"])
+def test_a_tensor_of_the_loss_that_changes_is_an_error(change: str) -> None:
+    """What pm has of it is its own."""
+    weight = WEIGHT.clone()
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y, weight)
+
+    pm = sx.parallelize(mlp(), MESH, given(loss))
+    before, other = pm(X, Y), copy.deepcopy(pm)
+    if change == "another":
+        weight = weight * torch.arange(4)
+    else:
+        weight[0] = 3
+    for each in (pm, other):
+        with pytest.raises(sx.Error, match=r"tensor of the loss has changed(.|\n)*pm.loss.weight"):
+            each(X, Y)
+    assert before.isfinite()

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.mutants import PLANS, STEPPED, ask, measure, planned
 from tests.damage import any_call, blind
 from tests.mutants import AS_THEY_RUN, HARMLESS, MUTATIONS, Mutation, Programs
+from tests.wrong import newer
 from tests.wrong.questions import ONE, SECTIONS, on_one_rank
 
 QUICK = ("mlp3@dp2tp2",)
@@ -47,9 +48,14 @@ def test_what_changes_no_value_is_proven(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
 def test_what_is_wrong_otherwise_is_refused(section: str) -> None:
-    """Passes, rules, forms, and damage on one rank of 64: by the proof, and where all ranks run."""
+    """Passes, rules, forms, damage on one rank of 64, and to what only some plans have: by the proof, and where all
+    ranks run."""
     rates = ask(SECTIONS[section]())
     assert rates.total >= 10 and not rates.survivors
+
+
+def test_every_newer_kind_of_damage_has_a_place() -> None:
+    assert all(newer.damaged(name, alone=False) for name in newer.DAMAGES)
 
 
 @pytest.mark.one_in(3)

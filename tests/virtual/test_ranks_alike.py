@@ -66,16 +66,22 @@ def test_a_rank_that_is_changed_stands_for_itself() -> None:
     assert {few.of(rank) for rank in (CHANGED, 2)} == {CHANGED, 2}
 
 
+def test_masks_are_those_of_the_ranks_that_are_run() -> None:
+    few, fault = own(plan(dropout=0.5), CHANGED)
+    assert fault is None
+    assert few is not None and few.ranks == (0, 1, 2, 21, 22, 23)
+
+
 def test_what_differs_by_rank_is_not_alike() -> None:
-    """Masks are drawn by box, and a norm of gradients that are stored in pieces needs those of all."""
-    assert own(plan(dropout=0.5))[0] is None
-    assert own(plan(zero=2, zero_min=1, optimizer=adamw, clip=1.0))[0] is None
+    """A norm of gradients that are stored in pieces needs those of all."""
+    assert own(plan(**NORM))[0] is None
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
 
+NORM: dict[str, Any] = {"zero": 2, "zero_min": 1, "optimizer": adamw, "clip": 1.0}
 STORED = {"zero 2": {"zero": 2}, "zero 3": {"zero": 3}, "zero 3, AdamW": {"zero": 3, "optimizer": adamw}}
 
 
@@ -88,13 +94,13 @@ def test_gradients_in_pieces_are_those_of_the_ranks_that_are_run(hints: dict[str
 
 @pytest.mark.parametrize(
     ("cheap", "hints"),
-    [(True, {}), (True, {"zero": 3, "zero_min": 1}), (False, {"dropout": 0.5})],
+    [(True, {}), (True, {"zero": 3, "zero_min": 1}), (True, {"dropout": 0.5}), (False, NORM)],
     ids=str,
 )
 def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(
     monkeypatch: pytest.MonkeyPatch, cheap: bool, hints: dict[str, Any]
 ) -> None:
-    """By a few ranks that are run for all; by all of them, where ranks have each their own."""
+    """By a few ranks that are run for all; by all of them, where all need what each has for itself."""
     pm = plan(**hints)
     if cheap:
         monkeypatch.setattr(counterexample, "MOST_CALLS", 12 * len(pm.after.nodes))

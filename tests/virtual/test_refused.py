@@ -105,6 +105,7 @@ def test_what_cannot_be_done_to_a_parallel_module() -> None:
         (lambda: part(x), "called on its own"),
         (lambda: torch.func.functional_call(pm, {"0.weight": torch.zeros(16, 8, dtype=F64)}, (x, y)), "was replaced"),
         (lambda: torch.save(pm, io.BytesIO()), "full_state_dict"),
+        (lambda: pm.to("meta"), "cannot lose their content(.|\n)*load_full_state_dict"),
     ):
         with pytest.raises(sx.Error, match=what):
             wrong()

@@ -9,7 +9,7 @@ import shardfx as sx
 from tests.damage_plan import DROPS, MORE, WRONG, Changes, ChangesFirst
 from tests.mutants import MUTATIONS, Programs
 
-from . import rules
+from . import newer, rules
 from .forms import FORMS, malformed
 from .nets import of_many_ranks, planned
 
@@ -59,11 +59,23 @@ def on_one_rank() -> Iterator[Question]:
             yield Question("on one rank of 64", what, lambda run, given=modules: pm.verify(given, run=run))  # type: ignore[misc]
 
 
+def of_newer_kinds() -> Iterator[Question]:
+    """Damage to what only some plans have, on all ranks and on one."""
+    for name, damage in newer.DAMAGES.items():
+        for alone in (False, True):
+
+            def ask(run: bool, name: str = name, alone: bool = alone, pm: str = damage.plan) -> sx.Verdict:
+                return newer.plan(pm).verify(newer.damaged(name, alone), run=run)
+
+            yield Question("what only some plans have", f"{name} on {'one rank' if alone else 'all ranks'}", ask)
+
+
 SECTIONS: dict[str, Callable[[], Iterator[Question]]] = {
     "passes": by_passes,
     "rules": by_rules,
     "forms": by_form,
     "one of many ranks": on_one_rank,
+    "newer kinds": of_newer_kinds,
 }
 """All of them; plans are made when they are come to."""
 

@@ -2,7 +2,9 @@
 
     if torch.compiler.is_compiling(): ...          torch.jit.is_tracing()          isinstance(x, FakeTensor)
 
-So a model with content is run on its example as it is, beside what was traced, and their results are compared.
+So a model with content is run on its example as it is, beside what was traced, and their results are compared. Where
+that run changes what modules hold beside parameters and buffers (``self.calls += 1``, ``self.hidden = h``), it is run
+once more: what a model keeps from call to call no program keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardfx.ir.errors import Error
 
 from .given import copied
+from .surroundings import STATE, said
 
+MODEL = "model."
+"""Where the model stands in a program of it and its loss."""
 MOST = 2**24
 """Elements stored and given: of a larger model a run costs more than its capture, and its user is spared it, unless
 it is traced with numbers, which is a run already."""
@@ -41,8 +46,13 @@ def check_as_eager(
         return ""
     if not guarded and sum(each.numel() for each in everything) > MOST:
         return ""
+    own = copied(program, {})
+    kept = [_attributes(own)]
     try:
-        eager, random = _run(copied(program, {}), given, ())
+        eager, random = _run(own, given, own.buffers())
+        kept.append(_attributes(own))
+        again = _run(own, given, own.buffers())[0] if kept[0] != kept[1] else eager
+        kept.append(_attributes(own))
     except Exception as error:
         kind = type(error).__name__
         if isinstance(error, RuntimeError) and recast and "dtype" in str(error):
@@ -54,7 +64,32 @@ def check_as_eager(
             if random:
                 return "the model draws random numbers, others when it is traced: what was traced could not be compared"
             raise _other(place, ours, theirs)
+    changed = [name for name, value in kept[1].items() if kept[0].get(name) != value]
+    counts = [name for name in changed if kept[1][name] != kept[2].get(name)]
+    if counts or not (random or all(map(_close, again, eager))):
+        raise _keeps(counts or changed)
     return ""
+
+
+def _attributes(program: nn.Module) -> dict[str, str]:
+    """What modules hold beside parameters, buffers and modules, as text: of a tensor, that there is one."""
+    return {
+        f"{path}.{name}".removeprefix(MODEL): said(value)
+        for path, module in program.named_modules()
+        for name, value in vars(module).items()
+        if name not in STATE
+    }
+
+
+def _keeps(names: list[str]) -> Error:
+    return Error(
+        "the model keeps something from call to call",
+        where=", ".join(names),
+        expected="a forward that changes no attributes of modules, or none that the next call sees",
+        got="another value after each call on the same input",
+        remedy="make it a buffer: self.register_buffer(name, torch.tensor(0)), and self.name.add_(1) in forward; or "
+        "hand it in as an argument, and give it back with the results",
+    )
 
 
 def _mixed(error: RuntimeError) -> Error:

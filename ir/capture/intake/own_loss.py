@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardfx.ir.errors import Error
+
 NAMES = ("loss", "loss_function", "the_loss")
 
 
@@ -25,6 +27,31 @@ class OwnLoss:
 
     def __init__(self, name: str, given: Callable[..., Any]) -> None:
         self.name, self.given = name, given
+        self._was: dict[str, tuple[int, int]] = {}
+
+    def settle(self) -> None:
+        """The user's tensors count as what they are now: a capture may write into them, and set them back."""
+        self._was = _contents(self.given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnLoss:
+        return self  # a copy of a plan has the user's loss, too
+
+    def check(self) -> None:
+        """The user's tensors are as they were: those of the parallel module are others.
+
+        Raises:
+            Error: one was written into, or another one stands in its place.
+        """
+        now = _contents(self.given)
+        changed = next((name for name, content in self._was.items() if now.get(name) != content), None)
+        if changed is not None:
+            raise Error(
+                "a tensor of the loss has changed, and is not the one that a parallel module has",
+                where=f"{changed!r} of the loss",
+                expected="the tensor as it was when the model was parallelized",
+                got="other content, or another tensor",
+                remedy=f"change that of pm, pm.{self.name}.{changed}, or give the loss such tensors as targets",
+            )
 
     def __call__(self, model: nn.Module, out: Any, *targets: Any) -> Any:
         """The loss of the model's results, by the tensors that the model has at the moment."""
@@ -77,6 +104,17 @@ class Filled(nn.Module):
         args = [held.get(f"argument_{i}", value) for i, value in enumerate(self._given.args)]
         keywords = {name: held.get(name, value) for name, value in self._given.keywords.items()}
         return self._given.func(*args, *given, **keywords)
+
+
+def _contents(loss: Callable[..., Any]) -> dict[str, tuple[int, int]]:
+    """Which tensors a loss has, and how often each was written into."""
+    made = _as_module(loss)
+    if made is None:
+        return {}
+    return {
+        name: (id(each), 0 if each.is_inference() else each._version)
+        for name, each in (*made.named_parameters(), *made.named_buffers())
+    }
 
 
 def with_own_loss(

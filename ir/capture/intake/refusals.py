@@ -33,6 +33,9 @@ def reject_module(model: nn.Module) -> None:
         Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, forward hooks that only look, a parameter
             that is computed, or has no shape yet.
     """
+    for attribute, what in HOOKS.items():
+        if getattr(nn.modules.module, f"_global{attribute}"):
+            refuse_hook("all modules", what, "register it on pm, or compute that in forward")
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):

@@ -13,6 +13,7 @@ import sysconfig
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from dis import get_instructions
 from functools import partial
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from .own_loss import OwnLoss
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 STATE = frozenset(vars(nn.Module()))
@@ -46,6 +49,7 @@ class Surroundings:
             for name in sorted(read[type(module)] & vars(module).keys() - STATE):
                 if _changes(value := vars(module)[name]):  # others cannot be set on a parallel module
                     self._add(id(value), f"{path}.{name}" if path else name, partial(_same, value))
+        self._add("hooks", "hooks of all modules", hooks_of_all)
         self._callable(loss, "loss")
         while self._front and len(self._met) < FUNCTIONS:
             self._function(self._front.pop())
@@ -60,7 +64,12 @@ class Surroundings:
         what is not as in the first one.
 
         Ranks compare the number: a rank's own number or device, which its code may read, is none of the others'.
+
+        Raises:
+            Error: a tensor of the loss is not as it was.
         """
+        if isinstance(self._of[1], OwnLoss):
+            self._of[1].check()
         now = tuple([said(read()) for _, read in self._reads.values()])
         state = self._states.setdefault(now, len(self._states))
         if not state:
@@ -71,6 +80,8 @@ class Surroundings:
 
     def settle(self, state: int) -> None:
         """What there is now counts as this state: a capture may have filled what is kept for later."""
+        if isinstance(self._of[1], OwnLoss):
+            self._of[1].settle()
         self._states.setdefault(tuple([said(read()) for _, read in self._reads.values()]), state)
 
     def _add(self, key: object, name: str, read: Read) -> None:
@@ -78,17 +89,10 @@ class Surroundings:
 
     def _class(self, kind: type) -> set[str]:
         """Take in the functions of a class that a call of it leads to; gives the names that they use."""
-        names, front, met = set[str](), ["forward", "__call__"], set[FunctionType]()
-        while front:
-            held = inspect.getattr_static(kind, front.pop(), None)
-            for function in _within(getattr(held, "fget", held)):
-                if function not in met and getattr(nn.Module, function.__name__, None) is not function:
-                    met.add(function)
-                    self._meet(function)
-                    used = {name for code in _codes(function.__code__) for name in code.co_names}
-                    front += used - names
-                    names |= used
-        return names
+        reached = led_to(kind)
+        for function in reached:
+            self._meet(function)
+        return {name for function in reached for code in _codes(function.__code__) for name in code.co_names}
 
     def _callable(self, thing: Any, name: str) -> None:
         """Take in a function, a method, a part of a call, or an object that is called."""
@@ -133,6 +137,41 @@ class Surroundings:
             self._add(key, name, read)
         elif isinstance(value, (FunctionType, partial)):
             self._callable(inspect.unwrap(value) if isinstance(value, FunctionType) else value, name)
+
+
+def led_to(kind: type) -> list[FunctionType]:
+    """The functions of a class that a call of it leads to."""
+    names, front, met = set[str](), ["forward", "__call__"], dict[FunctionType, None]()
+    while front:
+        held = inspect.getattr_static(kind, front.pop(), None)
+        for function in _within(getattr(held, "fget", held)):
+            if function not in met and getattr(nn.Module, function.__name__, None) is not function:
+                met[function] = None
+                used = {name for code in _codes(function.__code__) for name in code.co_names}
+                front += used - names
+                names |= used
+    return list(met)
+
+
+SET: dict[type, frozenset[str]] = {}
+
+
+def set_by_calls(kind: type) -> frozenset[str]:
+    """The names of attributes that code which a call of a class leads to sets, of itself or of something else."""
+    if kind not in SET:
+        SET[kind] = _set_by_calls(kind)
+    return SET[kind]
+
+
+def _set_by_calls(kind: type) -> frozenset[str]:
+    codes = (code for function in led_to(kind) for code in _codes(function.__code__))
+    return frozenset(each.argval for code in codes for each in get_instructions(code) if each.opname == "STORE_ATTR")
+
+
+def hooks_of_all() -> list[list[int]]:
+    """The numbers of the hooks that every module of this process calls."""
+    named = ("forward_pre", "forward", "backward_pre", "backward")
+    return [list(getattr(nn.modules.module, f"_global_{name}_hooks")) for name in named]
 
 
 def _within(thing: Any) -> Iterator[FunctionType]:

@@ -271,11 +271,15 @@ RULES: tuple[RuleEntry, ...] = (
         contiguous=Contiguous.ALL,
         rows=largest_backward_rows,
     ),
-    *pictures(
-        "fractional_max_pool#d_backward",
-        f"{Y}, {X}, {Y} -> {X}",
-        linear="0|1>",
-        contiguous=Contiguous.ALL,
+    *(
+        rule(
+            ops(f"fractional_max_pool{space}d_backward"),
+            f"n.. p*{space}, n.. h*{space}!, n.. p*{space} -> n.. h*{space}!",
+            linear="0|1>",
+            sized={"output_size": f"p*{space}"},
+            contiguous=Contiguous.ALL,
+        )
+        for space in (2, 3)
     ),
     *(
         rule(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from shardfx.ir.graph import Node
-from shardfx.ir.rulebook.dims import argument
+from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.by_pieces import ByPieces
+from shardfx.ir.rules.template import Template, template
 
 prims = torch.ops.prims
 aten = torch.ops.aten
@@ -83,6 +84,38 @@ def resized(node: Node) -> str:
     return ALONG if node.outs[0].shape == node.operands[0].shape else RESIZED
 
 
+def segments(node: Node) -> Template:
+    """``x[b.., n, d..], lengths[b.., s] -> y[b.., q, d..]``: rows that follow one another are reduced together."""
+    data, batch, rest = _segments(node, "data")
+    nothing_put_in = argument(node, "reduce") == "sum" and argument(node, "initial") in (None, 0)
+    given = ", ".join([f"{batch} s!"] * 3)
+    return template(f"{data}, {given} -> {batch} q! {rest}", "0" if nothing_put_in else "")
+
+
+def segments_backward(node: Node) -> Template:
+    """The gradient is linear, whatever the reduction is."""
+    data, batch, rest = _segments(node, "data")
+    made, given = f"{batch} q! {rest}", ", ".join([f"{batch} s!"] * 2)
+    return template(f"{made}, {made}, {data}, {given} -> {data}", "0")
+
+
+def _segments(node: Node, name: str) -> tuple[str, str, str]:
+    """The dims of the rows: those before (of the lengths, too), the rows, those behind."""
+    before, ndim = argument(node, "axis"), argument(node, name).type.ndim
+    batch, rest = (" ".join(f"{c}{i}" for i in range(n)) for c, n in (("b", before), ("d", ndim - before - 1)))
+    return f"{batch} n! {rest}", batch, rest
+
+
+def histogram(node: Node) -> Template:
+    """``x[n.., k], edges.., weight[n..] -> counts``: counts are added, densities are not; so are weights."""
+    edges = [f"e{i}!" for i in range(len(argument(node, "bins")))]
+    mark = "!" if argument(node, "density") else ""
+    samples = " ".join(f"n{i}{mark}" for i in range(node.operands[0].type.ndim - 1))
+    made = " ".join(f"c{i}!" for i in range(len(edges)))
+    linear = str(len(edges) + 1) if argument(node, "weight") is not None and not mark else ""
+    return template(f"{', '.join([f'{samples} k!', *edges, samples])} -> {made}", linear)
+
+
 DOWN = "d.. k@dim -> d.. 1@dim, ..."
 """Over the dims that an argument names, all if it names none, is reduced; ``keepdim`` leaves dims of size one."""
 DOWN_WHOLE = "d.. k@dim! -> d.. 1@dim, ..."
@@ -113,6 +146,9 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.topk, RESIZED, identity="k"),
     rule((aten._fft_r2c, aten._fft_c2r), resized, linear="0"),
     rule(aten._fft_c2c, ALONG, linear="0"),
+    packed(aten.segment_reduce, segments),
+    packed(aten._segment_reduce_backward, segments_backward),
+    rule(aten._histogramdd_from_bin_tensors, histogram),
     rule(aten._softmax.default, ALONG, expand=_softmax),
     rule(aten._log_softmax.default, ALONG, expand=_log_softmax),
     rule(aten._safe_softmax.default, ALONG, expand=True),

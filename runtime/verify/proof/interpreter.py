@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.graph import Input, Node, Output, OutputKind, op_name
 from shardfx.ir.ops import pack
 from shardfx.ir.spec import Spec
@@ -215,7 +216,7 @@ class Rank:
             return Known(why=f"nothing is known of {lacking[0]}")
         try:
             made = function(*args, **kwargs)
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        except DOES_NOT_RUN as error:
             return Known(why=f"this cannot be done: {str(error).splitlines()[0]}")
         if isinstance(made, (list, tuple)):
             return Known(many=[Known(codes=m, hints=hints) for m in made])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import op_name
 from shardfx.runtime.rendezvous import Groups, Mailbox, Request, unfit
 from shardfx.runtime.verify.fault import Failed, Fault
@@ -153,7 +153,7 @@ class LockStep:
             got = self.proof.numbering.collective(first.target, args, known, axes)
         except Impossible as error:
             raise self._impossible(str(error), here[0], first) from error
-        except (Wrong, RuntimeError) as error:
+        except (Wrong, *DOES_NOT_RUN) as error:
             return {m: Known(why=str(error)) for m in here}
         reduced = first.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
         after = [self.proof.numbering.without(hint, axes) for hint in hints] if reduced else hints

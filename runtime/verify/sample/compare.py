@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
@@ -81,14 +81,14 @@ def verify(
         placed = {given.name: _spec(given.value) for given in after.inputs}
         sample = replace(sample, inputs={name: alike.same(x, placed[name]) for name, x in sample.inputs.items()})
     wanted_of = {o.value for o in sample.before.outputs}
-    whole = run_whole(sample.before, sample.inputs, by_boxes(sample.after), wanted_of)
+    whole = run_whole(sample.before, sample.inputs, by_boxes(sample.after, alike), wanted_of)
     expected = {(o.kind, o.name): whole[o.value] for o in sample.before.outputs}
     ends = {r: ends_here(after, inputs, outputs, mesh.coords(r)) for r in ranks}
     given = {r: [cut_local(sample.inputs[g.name], _spec(g.value), mesh, r) for g in ends[r][0]] for r in ranks}
     programs = {r: _widened(modules[r]) if sample.wide else modules[r] for r in ranks}
     try:
         got = _run(mesh, programs, given, alike)
-    except (Error, RuntimeError, IndexError, TypeError, ValueError) as error:
+    except (Error, *DOES_NOT_RUN) as error:
         return Fault(f"the programs do not run to their end: {error}", certain=True), counts
     for rank, results in got.items():
         if len(results) != len(ends[rank][1]):
@@ -115,7 +115,7 @@ def alike(before: Graph, after: Graph, known: Mapping[str, Tensor], tolerance: f
     try:
         draw = by_boxes(sample.after)
         mine, theirs = (run_whole(graph, sample.inputs, draw) for graph in (sample.before, sample.after))
-    except (RuntimeError, IndexError, ValueError):
+    except DOES_NOT_RUN:
         return False
     given = {(o.kind, o.name): theirs[o.value] for o in sample.after.outputs}
     return all(distance(given[o.kind, o.name], mine[o.value]) <= tolerance for o in sample.before.outputs)
@@ -149,7 +149,7 @@ def _located(
     if not apart:
         return fault
     _, _, rank, name = min(apart)
-    node = next(n for n in modules[rank].graph.nodes if n.name == name)
+    node = next(n for n in theirs[rank][0].graph.nodes if n.name == name)
     return replace(fault, rank=rank, node=name, where=where(node))
 
 
@@ -260,8 +260,9 @@ def _wide(graph: Graph) -> Graph:
 # ---- random masks ------------------------------------------------------------------------------------------------
 
 
-def by_boxes(after: Graph) -> Draw:
-    """Draws a mask of the whole as the ranks of the plan draw it, box by box."""
+def by_boxes(after: Graph, alike: RanksAlike | None = None) -> Draw:
+    """Draws a mask of the whole as the ranks of the plan draw it, box by box; for ranks that are not run as the rank
+    does which is run for them."""
     drawn = {n.args[3]: n for n in after.nodes if not isinstance(n.op, OwnOp) and n.op is dropout}
 
     def draw(node: Node, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -271,7 +272,8 @@ def by_boxes(after: Graph) -> Draw:
         shards = Shards.of(spec, tuple(x.shape), after.mesh)
         pieces = []
         for i in range(shards.count):
-            share = Share(planned, after.mesh, after.mesh.coords(shards.first_rank(i)))
+            first = shards.first_rank(i)
+            share = Share(planned, after.mesh, after.mesh.coords(first if alike is None else alike.of(first)))
             box = [share.result_held(0, d).first for d in range(x.dim())] if is_cut(planned) else args[4]
             pieces.append(dropout(shards.cut(x, i), p, seed, number, box))
         return shards.join([a for a, _ in pieces]), shards.join([b for _, b in pieces])

@@ -1,9 +1,10 @@
 """Ranks that do the same on the same: of many ranks, few are run, each for all that are like it.
 
-Where inputs are the same along an axis, and programs do not depend on the coordinate along it, ranks that differ in it
-alone hold the same at every step: what they add is so many times what one adds, and what they gather is as many copies.
-So a rank whose program somebody changed is run beside one rank of each kind: of ranks that share none of its
-coordinates, of those that share one, and so on: four ranks where there are two such axes, however long these are.
+Where inputs are the same along an axis, and programs do not depend on the coordinate along it (random masks are drawn
+for ranks that are alike as for the one that is run), ranks that differ in it alone hold the same at every step: what
+they add is so many times what one adds, and what they gather is as many copies. So a rank whose program somebody
+changed is run beside one rank of each kind: of ranks that share none of its coordinates, of those that share one, and
+so on: four ranks where there are two such axes, however long these are.
 
 What ranks get of a collective each for themselves (a piece of a gradient that is stored in pieces) is made of what
 all send: the ranks that are run get theirs, of the others there is none. So it is as long as nothing that is made of
@@ -22,6 +23,7 @@ from torch import fx
 
 from shardfx.ir.graph import Graph, Input, InputKind
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.plain import plain
 from shardfx.ir.program.rank_program import RankProgram
@@ -136,14 +138,16 @@ def ranks_alike(graph: Graph, program: Callable[[Any], RankProgram], changed: It
 
 
 def _varying(family: Family, mesh: Mesh) -> set[str]:
-    """The axes along which a number of a program, other than the name of a group, is not the same."""
+    """The axes along which a number of a program is not the same, other than the name of a group, or the box for which
+    random numbers are drawn: whoever is run for others draws for them, too."""
     found: set[str] = set()
     for node in family.varying:
         row = row_of(node.target)
         group = None if row is None or row.group is None else node.args[row.group]
+        box: Any = node.args[-1] if node.target is dropout else ()
         for arg in leaves(node):
             each = family.together.on_each(arg)
-            if each is not None and arg is not group:
+            if each is not None and arg is not group and not any(arg is other for other in box):
                 found |= axes_of(dict(zip(family.ranks, each, strict=True)), mesh)
     return found
 

@@ -11,6 +11,7 @@ import torch
 
 from shardfx.ir.builder import makes_of_nothing
 from shardfx.ir.cut import Cut, Part
+from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.graph import Graph, Node, Value, substitute
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.spec import Spec, TensorType
@@ -95,7 +96,7 @@ def _runs(node: Node) -> bool:
         kwargs["device"] = torch.device(device)
     try:
         out = op(*substitute(node.args, fake), **kwargs)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+    except DOES_NOT_RUN:
         return False
     results = out if isinstance(out, (tuple, list)) else [out]
     pairs = zip(node.results, results, strict=False)

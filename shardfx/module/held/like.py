@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from shardfx.ir.capture.intake.surroundings import set_by_calls
 from shardfx.ir.errors import Error
 
 STATE = frozenset(vars(nn.Module()))
@@ -40,6 +41,14 @@ class Like(nn.Module):
         if twin is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name in vars(twin) and name not in STATE:
+            if name in set_by_calls(type(twin)):
+                raise Error(
+                    f"{name!r} is set by the model's forward, and no program sets attributes",
+                    where=f"pm.{name}",
+                    expected="what forward returns, parameters and buffers",
+                    got=f"an attribute of {type(twin).__name__}",
+                    remedy="return it with the results, or make it a buffer that forward writes into",
+                )
             return vars(twin)[name]
         if name in WHOLE and hasattr(twin, name):
             return lambda *args, **kwargs: refuse_whole(name)

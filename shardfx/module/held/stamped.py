@@ -4,8 +4,10 @@
 the same names and mostly the same shapes; loading them would give other weights, and no key would be missing.
 
 Each piece says it as well, so that one which was put under another name by hand is not taken for what belongs there:
-two blocks may change their weights, which are cut alike, and a weight's two pieces may not. (A ``DTensor`` needs no
-such word: it is brought to the placement of the one that it is copied to. A tensor that was computed has none.)
+two blocks may change their weights, which are cut alike, and a weight's two pieces may not. A ``DTensor`` says it too:
+what it says of itself is how it is cut, and not whose piece it is after it was saved and loaded, nor in which order a
+compound dim was cut. (A tensor that was computed says nothing; a ``DTensor`` that was is brought to the placement of
+the one that it is copied to.)
 """
 
 from __future__ import annotations
@@ -40,9 +42,8 @@ def put(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any
             continue
         shown = module.store.shown(key.removeprefix(prefix))
         if shown is not None:
-            state_dict[key] = shown.wrap(shown.plain(tensor))  # which may be copied
-        elif not _is_piece(tensor):
-            setattr(tensor, PIECE, list(place))
+            tensor = state_dict[key] = shown.wrap(shown.plain(tensor))  # which may be copied
+        setattr(tensor, PIECE, list(place))
 
 
 def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:

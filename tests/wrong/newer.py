@@ -1,0 +1,144 @@
+"""Damage to what only some plans have: places in one memory, rows of a halo, messages, turns, fused updates, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import shardfx as sx
+from shardfx.ir.ops.dropout import dropout
+from shardfx.ir.ops.local_ops import BY_NAME
+from shardfx.passes.rank import Arena
+
+F64 = torch.float64
+LAST = 1
+"""The rank on which damage is done alone."""
+Arguments = tuple[Any, ...]
+
+
+class Block(nn.Module):
+    """Norm, two products, dropout."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Image(nn.Module):
+    """Convolutions whose rows reach over the border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far, self.head = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 3, 5, padding=2), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.far(F.relu(self.near(x)))).mean((2, 3)))
+
+
+@cache
+def plan(name: str) -> sx.ParallelModule:
+    """A small plan that has what is damaged."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 8, dtype=F64), torch.randint(4, (8,))
+    given: dict[str, Any] = {"optimizer": torch.optim.AdamW, "specs": {"args.0": "dp, -", "targets.0": "dp"}}
+    mesh, model = sx.Mesh(dp=2), nn.Sequential(Block(0.3 if name == "masks" else 0.0), nn.Linear(8, 4)).double()
+    if name == "arena":
+        given |= {"zero": 3, "zero_min": 16, "rank_passes": [Arena(least=16)]}
+    elif name == "turns":
+        given |= {"accumulate": 4}
+    elif name == "stages":
+        mesh, model = sx.Mesh(pp=2, mb=sx.Time(2)), nn.Sequential(Block(), Block(), nn.Linear(8, 4)).double()
+        given |= {"specs": {"args.0": "mb, -", "targets.0": "mb"}, "pipeline": sx.Pipeline(), "optimizer": None}
+    elif name == "rows":
+        mesh, model, x = sx.Mesh(h=2), Image().double(), torch.randn(2, 2, 16, 6, dtype=F64)
+        y, given = torch.randint(4, (2,)), {"specs": {"args.0": "-, -, h, -"}}
+    hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, **given)
+    return sx.parallelize(model, mesh, hints, virtual=True)
+
+
+class Damage(NamedTuple):
+    plan: str
+    call: str
+    change: Callable[[Arguments], Arguments]
+    at: int = -1
+    """Which of the calls, in the order of the program and of its units."""
+
+
+def put(place: int, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
+    """Another argument at a place."""
+    return lambda args: (*args[:place], change(args[place]), *args[place + 1 :])
+
+
+def exchanged(place: int, a: int = 0, b: int = 1) -> Callable[[Arguments], Arguments]:
+    """Two entries of a list change places."""
+
+    def change(given: Any) -> list[Any]:
+        made = list(given)
+        made[a], made[b] = made[b], made[a]
+        return made
+
+    return put(place, change)
+
+
+def further(rows: Any) -> Any:
+    """The first stretch of rows begins and ends one row before."""
+    return [further(rows[0]), *rows[1:]] if isinstance(rows[0], list) else [each - 1 for each in rows]
+
+
+DAMAGES: dict[str, Damage] = {
+    "a place where another one lies": Damage("arena", "memory.slot", put(1, lambda at: 0)),
+    "a place beyond the arena": Damage("arena", "memory.slot", put(1, lambda at: at + (1 << 20))),
+    "what is gathered is spread otherwise": Damage("arena", "memory.spread", exchanged(2, 0, -1), 0),
+    "pieces that are gathered in another order": Damage("arena", "memory.adjoin", exchanged(0, 0, -1), 0),
+    "gradients scattered at other offsets": Damage("arena", "memory.part", put(2, lambda at: at // 2)),
+    "a column of a fused update is another's": Damage("turns", "update.segment", exchanged(3, 1, 5)),
+    "another number in a fused update": Damage(
+        "turns", "update.segment", put(0, lambda calls: [each.replace("0.999", "0.99") for each in calls])
+    ),
+    "rows of a turn from elsewhere": Damage("turns", "time.at", put(1, lambda at: at + 1)),
+    "a turn's rows overlap": Damage("turns", "time.at", put(2, lambda by: by - 1)),
+    "a sum that begins at one": Damage("turns", "memory.filled", put(1, lambda start: 1.0)),
+    "a product the other way round": Damage("turns", "time.add_product", lambda args: (args[0], *args[:0:-1])),
+    "a message of another number": Damage("stages", "stage.send", put(2, lambda number: number + 1)),
+    "a message that is waited for under another number": Damage(
+        "stages", "stage.receive", put(4, lambda number: number + 1)
+    ),
+    "rows of a halo that begin elsewhere": Damage("rows", "pack.pack_rows", put(2, further), 0),
+    "rows of a halo put elsewhere": Damage("rows", "pack.unpack_rows", put(4, lambda at: at[::-1]), 0),
+    "a cut of rows that begins elsewhere": Damage("rows", "pack.take", put(3, lambda start: start + 1), 0),
+    "pieces of nothing": Damage("masks", "pack.unflatten", put(2, lambda pieces: 0)),
+    "masks of another number": Damage("masks", "shardfx.dropout", put(3, lambda number: number + 1)),
+    "masks of another box": Damage("masks", "shardfx.dropout", put(4, lambda box: [box[0] + 1, *box[1:]])),
+    "masks drawn for more": Damage("masks", "shardfx.dropout", put(1, lambda p: p + 0.1)),
+}
+"""What may be wrong with what only some plans have."""
+
+
+def calls(module: fx.GraphModule, name: str) -> list[fx.Node]:
+    """The calls of an op in a program and its units."""
+    wanted = dropout if name == "shardfx.dropout" else BY_NAME[name].function
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return [node for graph in graphs for node in graph.nodes if node.target is wanted]
+
+
+def damaged(name: str, alone: bool) -> dict[int, fx.GraphModule]:
+    """The modules of some ranks, with damage; none where there is no place for it."""
+    given = DAMAGES[name]
+    pm, found = plan(given.plan), {}
+    for rank in [LAST] if alone else range(pm.mesh.size):
+        module = pm.rank_module(rank)
+        nodes = calls(module, given.call)
+        if nodes:
+            node = nodes[given.at]
+            node.args = given.change(node.args)
+            node.graph.owning_module.recompile()  # type: ignore[union-attr]
+            found[rank] = module
+    return found
