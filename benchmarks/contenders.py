@@ -135,14 +135,13 @@ def _measure(module: nn.Module, step: Step, steps: int) -> tuple[float, ...]:
 
 def peak(module: nn.Module, step: Step, stored: Iterable[Tensor]) -> int:
     """The most bytes in a step, those that are ``stored`` among them; in the third step, when all that is kept between
-    steps is there."""
-    for _ in range(2):
-        module.zero_grad(set_to_none=True)
-        _whole(step)
-    module.zero_grad(set_to_none=True)
+    steps is there. It counts all along: also before the step uses it first."""
     with _Live() as live:
         live.see(list(stored))
-        _whole(step)
+        for _ in range(3):
+            module.zero_grad(set_to_none=True)
+            live.peak = 0
+            _whole(step)
     return live.peak
 
 

@@ -6,7 +6,7 @@ ranks of this machine.
 
 Looked at op by op, whoever holds them: parameters and states, which are there before the step, and all that the step
 makes; not what carries collectives (gloo's buffers, and ours where ranks share memory).
-Memory that is kept between steps counts from its first use on. Beside ours stands what ``pm.memory()`` foresees.
+Memory that is kept between steps counts all along. Beside ours stands what ``pm.memory()`` foresees.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from shardfx.runtime.distributed.groups import group_of_all, initialise, launche
 
 from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
-from .gradients import check_gradients, check_scale, product, reject_half
+from .gradients import check_gradients, check_scale, check_stepped, product, reject_half
 from .hints import Hints
 from .plugins import all_rules
 
@@ -112,6 +112,7 @@ def parallelize(
 
         compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
         check_gradients(module, compiled)
+        check_stepped(module, compiled)
         reject_half(compiled, autocast_around())
         variants = Variants(without_weights(module), hints, build)
         place = _place(module, described, hints, virtual)

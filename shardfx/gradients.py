@@ -61,6 +61,23 @@ def check_gradients(model: nn.Module, compiled: Compiled) -> None:
     warnings.warn(text, ShardfxWarning, stacklevel=2)
 
 
+def check_stepped(model: nn.Module, compiled: Compiled) -> None:
+    """Warn of trainable parameters that have a gradient, and no optimizer of those in the hints; and note them."""
+    update = compiled.captured.update
+    if update is None:
+        return
+    stepped = {name for group in update.groups for name in group.names}
+    aliases, given = compiled.captured.aliases, gradients_of(compiled.before)
+    trainable = dict.fromkeys(aliases.get(n, n) for n, p in model.named_parameters() if p.requires_grad)
+    left = [name for name in trainable if name in given and name not in stepped]
+    if left:
+        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+        names = ", ".join(left[:SHOWN]) + more
+        text = f"{len(left)} of {len(trainable)} trainable parameters have no optimizer: {names}"
+        compiled.after.notes.append(text)
+        warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
 def check_scale(hints: Hints) -> None:
     """A scale of the loss that adapts does so in the optimizer's step.
 

@@ -16,6 +16,7 @@ from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
 from shardfx.ir.names import prefixes
 from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.traits import gives_alias
 from shardfx.passes import Offload
 
@@ -125,7 +126,7 @@ class Course:
         leaving = sources(value for value, users in self._users.items() if users - {stretch.path})
         for node in stretch.nodes:
             made[node] = [value for value in node.outs if value not in leaving]
-            if made[node] and not gives_alias(node.op):
+            if made[node] and not gives_alias(node.op) and not moves_pool(node):
                 key = node.where.module[len(stretch.path) :], op_name(node.op)
                 of[node] = found.setdefault(key, Group(*key))
         for node, group in of.items():

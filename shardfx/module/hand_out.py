@@ -154,13 +154,13 @@ def check_step(
     update = compiled.captured.update
     assert update is not None
     planned = {name for name in gradients_of(compiled.before) if name in {n for g in update.groups for n in g.names}}
-    missing = sorted(planned - set(trained))
-    if missing:
+    frozen, more = sorted(planned - set(trained)), sorted(set(trained) - gradients_of(compiled.before))
+    if frozen or more:
+        says = f"{len(frozen)} of them with" if frozen else f"{len(more)} more without"
         raise Error(
-            f"{missing[0]!r} was frozen since its step was planned",
+            f"{(frozen or more)[0]!r} was {'frozen' if frozen else 'made trainable'} since its step was planned",
             where="pm.step(...)",
             expected="the parameters that were trained when the model was parallelized",
-            got=f"{len(missing)} of them with requires_grad=False",
-            remedy="freeze them in the model, parallelize it again, and carry states over by "
-            "pm.optimizer.full_state_dict()",
+            got=f"{says} requires_grad=False",
+            remedy="say it in the model, parallelize it again, and carry states over by pm.optimizer.full_state_dict()",
         )

@@ -23,7 +23,7 @@ from .held.clipping import watch_norms
 from .held.optimizer_states import cut, joined
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
-from .held.tree import Tree
+from .held.tree import Tree, watch
 from .place import Place
 from .programs import Programs
 from .stepped_module import WITH_RESULTS, SteppedModule
@@ -88,6 +88,7 @@ class ParallelModule(SteppedModule):
         memo.update({id(grad): grad.clone() for grad in grads})  # torch itself copies no DTensor of a part of a bucket
         with quiet_copies():
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        watch(made._state)
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:

@@ -233,6 +233,12 @@ def test_options_that_the_program_has_stay() -> None:
     pm = small_plan(KINDS["AdamW"], DP2)
     pm.get_parameter("0.weight").requires_grad_(False)
     refused("was frozen since", lambda: pm.step(x, y))
+    model = small_model()
+    model[0].weight.requires_grad_(False)  # type: ignore[union-attr]
+    hints = sx.Hints(args=(x,), targets=(y,), loss=F.mse_loss, optimizer=KINDS["AdamW"], specs={"args.0": "dp, -"})
+    pm = sx.parallelize(model, DP2, hints)
+    pm.get_parameter("0.weight").requires_grad_(True)
+    refused("'0.weight' was made trainable since", lambda: pm.step(x, y))
 
 
 class Fades:

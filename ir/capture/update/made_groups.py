@@ -105,6 +105,8 @@ def make_groups_of(factory: Factory, named: Mapping[str, nn.Parameter], schedule
     """
     made = factory(Parameters(named))
     optimizers = list(made) if isinstance(made, (list, tuple)) else [made]
+    if not optimizers:
+        raise _no_optimizer(made)
     names = {id(parameter): name for name, parameter in named.items()}
     groups: list[Group] = []
     seen: dict[str, str] = {}
@@ -119,15 +121,19 @@ def make_groups_of(factory: Factory, named: Mapping[str, nn.Parameter], schedule
     return groups
 
 
+def _no_optimizer(made: object) -> Error:
+    return Error(
+        "this is no optimizer",
+        where=WHERE,
+        expected="a function of the parameters that gives a torch.optim.Optimizer, or a list of some",
+        got=f"{made!r:.100} of type {type(made).__name__}",
+        remedy="Hints(optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4))",
+    )
+
+
 def _check(optimizer: object, made: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Error(
-            "this is no optimizer",
-            where=WHERE,
-            expected="a function of the parameters that gives a torch.optim.Optimizer, or a list of some",
-            got=f"{made!r:.100} of type {type(made).__name__}",
-            remedy="Hints(optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4))",
-        )
+        raise _no_optimizer(made)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
         raise Error(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,9 +70,15 @@ SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def fixed(group: Mapping[str, Any], made: UpdateGroup) -> dict[str, Any]:
-    """The options that the program has as they are."""
+    """The options that the program has as they are; of tensors what they hold now."""
     left = ("params", NAMES, RATE, *BY_SCHEDULES, *made.options_in)
-    return {name: value for name, value in group.items() if name not in left}
+    return {name: _plain(value) for name, value in group.items() if name not in left}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def inputs_of(
@@ -84,16 +90,19 @@ def inputs_of(
         Error: another option is not as ``planned``; or the optimizer would do something else with these numbers.
     """
     now = fixed(group, made)
-    changed = [name for name in now if now[name] != planned.get(name, now[name])]
+    lacking = [name for name in (*planned, *made.options_in) if name not in group]
+    changed = [*lacking, *(name for name in now if now[name] != planned.get(name, now[name]))]
     if changed:
         name = changed[0]
+        as_input = f"Hints(scheduled=({name!r},)) makes it an input"
         raise Error(
             f"{name!r} of a group was changed, which is a part of the program",
             where=where,
-            expected=f"{planned[name]!r}, as it was planned; a schedule may change {RATE!r}",
-            got=f"{now[name]!r}",
-            remedy=f"Hints(scheduled=({name!r},)) makes it an input; OneCycleLR and CyclicLR also take "
-            "cycle_momentum=False",
+            expected=f"{planned.get(name, 'a number')!r}, as it was planned; a schedule may change {RATE!r}",
+            got=f"{now[name]!r}" if name in now else "a group without it",
+            remedy=f"{as_input}; OneCycleLR and CyclicLR also take cycle_momentum=False"
+            if numbers_of(planned, [name])
+            else "parallelize again with an optimizer that has it so",
         )
     numbers = numbers_of(group, made.options_in)
     for each in made.decided:
@@ -106,3 +115,32 @@ def inputs_of(
                 remedy="a number next to it, such as 1e-12; or parallelize again with other options",
             )
     return {given: torch.tensor(numbers[name], dtype=torch.float64) for name, given in made.inputs.items()}
+
+
+def options_by_name(
+    groups: Sequence[UpdateGroup], given: Sequence[Mapping[str, Any]], where: str
+) -> list[dict[str, Any]]:
+    """The options that saved groups have for each of ours, whatever their order: by the names of the parameters.
+
+    Raises:
+        Error: a group says nothing of some of ours, or several of them say different things.
+    """
+    said = {name: group for group in given for name in group.get("params", ())}
+    found = []
+    for number, made in enumerate(groups):
+        theirs: list[dict[str, Any]] = []
+        for name in made.names:
+            options = {key: value for key, value in said.get(name, {}).items() if key not in ("params", NAMES)}
+            if options not in theirs:
+                theirs.append(options)
+        if len(theirs) > 1 or theirs == [{}]:
+            apart = [key for key in theirs[0] | theirs[-1] if theirs[0].get(key) != theirs[-1].get(key)]
+            raise Error(
+                "these are the groups of another optimizer",
+                where=where,
+                expected=f"the same options for all parameters of group {number}: {', '.join(made.names[:4])}, ...",
+                got=f"{', '.join(apart)} in several ways" if apart else "none of them",
+                remedy="leave 'param_groups' out of what is loaded, and set rates by hand",
+            )
+        found.append(theirs[0] if theirs else {})
+    return found

@@ -7,8 +7,8 @@ the place of their pieces, in the same groups, and states in their parameters' w
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -166,3 +166,35 @@ def _whole_state(state: ModelState, name: str, pieces: Sequence[Mapping[str, Any
         if isinstance(dtype, torch.dtype):
             kept[key] = state.store.whole(name, [piece[key] for piece in pieces], dtype)
     return kept
+
+
+class StatesElsewhere(Mapping[Any, Any]):
+    """What ``pm.optimizer.state`` is: nothing, for the states of a program are stored by name."""
+
+    def __getitem__(self, parameter: Any) -> NoReturn:
+        """There are none here.
+
+        Raises:
+            Error: always.
+        """
+        raise Error(
+            "the states of an optimizer in the program are not kept by parameter",
+            where="pm.optimizer.state",
+            expected="states by name",
+            got="a look into pm.optimizer.state",
+            remedy="pm.optimizer.full_state_dict() has them whole, state_dict() the pieces that are stored; "
+            "load_full_state_dict(...) changes them",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+
+    __setitem__ = __delitem__ = lambda self, parameter, *value: self[parameter]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

@@ -7,7 +7,7 @@ of each group and on the device of the pieces. One that cannot be tried is warne
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,16 +18,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.module.stepping.trial import STEPS, Trial, tried
 
-from .program_optimizer import reject_stepped
+from .program_optimizer import ProgramOptimizer
 
 _pieces = WeakIdKeyDictionary()
 
 
-def watch_pieces(parameters: Mapping[str, Iterable[nn.Parameter]], stepped: bool = False) -> None:
+def watch_pieces(parameters: Mapping[str, Iterable[nn.Parameter]], stepped: Collection[str] = ()) -> None:
     """Have the first step of an optimizer of any of these parameters looked at, where they are pieces of one tensor, or
-    ``stepped`` by the program."""
+    ``stepped`` by the program (names)."""
     for name, pieces in parameters.items():
         held = list(pieces)
+        _stepped.update(dict.fromkeys(held if name in stepped else (), True))
         if len(held) > 1:
             _pieces.update(dict.fromkeys(held, name))
     if (_pieces or stepped) and not _hooks:
@@ -35,6 +36,8 @@ def watch_pieces(parameters: Mapping[str, Iterable[nn.Parameter]], stepped: bool
 
 
 _hooks: list[Any] = []
+_stepped = WeakIdKeyDictionary()
+"""The parameters that a program steps."""
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -58,6 +61,23 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             _told.append(found)
             text = f"{kind} could not be tried on pieces ({found.failed}), and {_pieces[piece]!r} is in pieces here: "
             warnings.warn(f"{text}if it looks at whole tensors, its steps are wrong", ShardfxWarning, stacklevel=3)
+
+
+def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where an optimizer steps parameters that a program steps.
+
+    Raises:
+        Error: it does.
+    """
+    for group in optimizer.param_groups:
+        if not isinstance(optimizer, ProgramOptimizer) and any(p in _stepped for p in group["params"]):
+            raise Error(
+                f"{type(optimizer).__name__} steps parameters that have an optimizer in the program",
+                where=f"{type(optimizer).__name__}.step()",
+                expected="pm.step(x, y)",
+                got="a second optimizer of the same parameters",
+                remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
+            )
 
 
 _told: list[Trial] = []

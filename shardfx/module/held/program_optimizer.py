@@ -9,20 +9,17 @@ for x, y in batches:
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.capture.update.loss_scale import SCALE
-from shardfx.ir.capture.update.stepped import NAMES, HeldState, fixed, inputs_of
+from shardfx.ir.capture.update.stepped import NAMES, HeldState, fixed, inputs_of, options_by_name
 from shardfx.ir.errors import Error
 
+from .optimizer_states import StatesElsewhere
 from .state import ModelState
-
-_stepped = WeakIdKeyDictionary()
-"""The parameters that a program steps."""
 
 
 class ProgramOptimizer(torch.optim.Optimizer):
@@ -49,15 +46,15 @@ class ProgramOptimizer(torch.optim.Optimizer):
         groups = []
         for group in update.groups:
             pieces = [piece for name in group.names for piece in held.store.parameters.get(name, ())]
-            options = {key: _plain(value) for key, value in group.options.items()}
-            groups.append({"params": pieces, **options})
+            groups.append({"params": pieces, **group.options})
+        self._members = [list(group["params"]) for group in groups]
         super().__init__(groups, {})
+        self.state = StatesElsewhere()  # type: ignore[assignment]
         shared = set[str]().union(*(group.options_in for group in update.groups))
         shared = shared.intersection(*(group.options_in for group in update.groups))
         self.defaults = {name: value for name, value in self.param_groups[0].items() if name in shared}  # for schedules
         self._planned = [fixed(group, made) for group, made in zip(self.param_groups, update.groups, strict=True)]
         self._began = False
-        _stepped.update({piece: True for group in self.param_groups for piece in group["params"]})
 
     def step(self, closure: Any = None) -> NoReturn:
         """The step is a part of the program.
@@ -77,8 +74,17 @@ class ProgramOptimizer(torch.optim.Optimizer):
         """That of a copy of the module: torch's own copies leave out what they do not know."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        _stepped.update({piece: True for group in made.param_groups for piece in group["params"]})
         return made
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Groups are those of the program.
+
+        Raises:
+            Error: always, once they are there.
+        """
+        if len(self.param_groups) == len(self._members):
+            raise _other_groups("pm.optimizer.add_param_group(...)", "one more")
+        super().add_param_group(param_group)
 
     def begin(self) -> None:
         """Make the states, if they are not there. All ranks call it alike."""
@@ -115,6 +121,9 @@ class ProgramOptimizer(torch.optim.Optimizer):
             Error: another option was changed, which the program has as it was.
         """
         found: dict[str, torch.Tensor] = {}
+        now = [group["params"] for group in self.param_groups]
+        if [*map(_ids, now)] != [*map(_ids, self._members)]:
+            raise _other_groups("pm.optimizer.param_groups", f"groups of {[*map(len, now)]} tensors, or others")
         for number, (group, planned, made) in enumerate(
             zip(self.param_groups, self._planned, self.update.groups, strict=True)
         ):
@@ -139,20 +148,21 @@ class ProgramOptimizer(torch.optim.Optimizer):
         """
         self.begin()
         store, given = self.held.store, state_dict.get("state", {})
+        where = "pm.optimizer.load_state_dict(...)"
         if state_dict.get("placed") != self._placed():
-            raise Error(
-                "these are states of another plan or optimizer",
-                where="pm.optimizer.load_state_dict(...)",
-                expected=_few(self._placed()),
-                got=_few(state_dict.get("placed") or given),
-                remedy="full_state_dict() and load_full_state_dict() carry states from one plan to another",
-            )
+            raise _other_states(where, _few(self._placed()), _few(state_dict.get("placed") or given))
+        new = {name: held if isinstance(held, list) else [held] for name, held in given.items()}
+        wanted, have = ({name: _shapes(held) for name, held in each.items()} for each in (store.states, new))
+        if have != wanted:
+            apart = [name for name in {**wanted, **have} if wanted.get(name) != have.get(name)]
+            said = (_few({name: each.get(name, "none") for name in apart}) for each in (wanted, have))
+            raise _other_states(where, *said)
+        options = self._options_of(state_dict, where)
         with torch.no_grad():
             for name, held in store.states.items():
-                new = given[name] if isinstance(given[name], list) else [given[name]]
-                for piece, content in zip(held, new, strict=True):
+                for piece, content in zip(held, new[name], strict=True):
                     piece.copy_(content)
-        self._load_groups(state_dict.get("param_groups", ()))
+        self._set_options(options)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Whole states by the model's own names: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [...]}``, as
@@ -191,22 +201,26 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 value = torch.as_tensor(given[name][state.key])
                 self._check(name, state, value, new.get(state.name))
                 new[state.name] = value
+        options = self._options_of(state_dict, "pm.optimizer.load_full_state_dict(...)")
         with torch.no_grad():
             for name, value in new.items():
                 self.held.store.fill(name, value)
             for name, count in self.update.counts.items():
                 said = float(state_dict.get("counts", {}).get(name, count.unsaid))
                 self.held.store.fill(name, torch.tensor(said, dtype=torch.float64))
-        self._load_groups(state_dict.get("param_groups", ()))
+        self._set_options(options)
 
     def _check(self, name: str, state: HeldState, value: torch.Tensor, other: torch.Tensor | None) -> None:
-        shape = next(g.value.shape for g in self.held.compiled.after.inputs if g.name == state.name)
-        if tuple(value.shape) != shape:
+        type_ = next(g.value.type for g in self.held.compiled.after.inputs if g.name == state.name)
+        wrong = "shape" if tuple(value.shape) != type_.shape else ""
+        if not wrong and value.dim() and value.is_floating_point() != type_.dtype.is_floating_point:
+            wrong = "kind of numbers"
+        if wrong:
             raise Error(
-                f"the state {state.key!r} of {name!r} has the wrong shape",
+                f"the state {state.key!r} of {name!r} has the wrong {wrong}",
                 where="pm.optimizer.load_full_state_dict(...)",
-                expected=shape,
-                got=tuple(value.shape),
+                expected=f"{type_.shape} of {type_.dtype}",
+                got=f"{tuple(value.shape)} of {value.dtype}",
                 remedy="pass whole states, as full_state_dict() gives them",
             )
         if other is not None and not torch.equal(value, other):
@@ -225,34 +239,46 @@ class ProgramOptimizer(torch.optim.Optimizer):
             for group, made in zip(self.param_groups, self.update.groups, strict=True)
         ]
 
-    def _load_groups(self, given: Any) -> None:
-        for group, new in zip(self.param_groups, given, strict=False):
-            group.update({key: value for key, value in new.items() if key not in ("params", NAMES)})
+    def _options_of(self, state_dict: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+        """The options of each group that are saved, by the names of its parameters; none where none are."""
+        given = state_dict.get("param_groups", ())
+        return options_by_name(self.update.groups, given, where) if given else []
+
+    def _set_options(self, options: Iterable[Mapping[str, Any]]) -> None:
+        for group, new in zip(self.param_groups, options, strict=False):
+            group.update(new)
 
     def _placed(self) -> dict[str, str]:
         held = self.held.store.held()
         return {name: str(held[name]) for name in self.held.store.states}
 
 
-def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where an optimizer steps parameters that a program steps.
-
-    Raises:
-        Error: it does.
-    """
-    for group in optimizer.param_groups:
-        if not isinstance(optimizer, ProgramOptimizer) and any(p in _stepped for p in group["params"]):
-            raise Error(
-                f"{type(optimizer).__name__} steps parameters that have an optimizer in the program",
-                where=f"{type(optimizer).__name__}.step()",
-                expected="pm.step(x, y)",
-                got="a second optimizer of the same parameters",
-                remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
-            )
+def _other_groups(where: str, got: str) -> Error:
+    return Error(
+        "the groups of parameters are a part of the program",
+        where=where,
+        expected="the groups that Hints(optimizer=...) made, with their parameters in their order",
+        got=got,
+        remedy="parallelize again with an optimizer that has them so; rates may be changed in those that are there",
+    )
 
 
-def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, torch.Tensor) else value
+def _other_states(where: str, expected: str, got: str) -> Error:
+    return Error(
+        "these are states of another plan or optimizer",
+        where=where,
+        expected=expected,
+        got=got,
+        remedy="full_state_dict() and load_full_state_dict() carry states from one plan to another",
+    )
+
+
+def _ids(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [id(each) for each in tensors]
+
+
+def _shapes(pieces: Collection[Any]) -> list[tuple[int, ...]]:
+    return [tuple(torch.as_tensor(each).shape) for each in pieces]
 
 
 def _as_kept(value: torch.Tensor, state: HeldState) -> Any:

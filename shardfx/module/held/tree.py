@@ -168,6 +168,13 @@ class Root(Like):
         )
 
 
+def watch(state: ModelState) -> None:
+    """Have optimizers of what is stored looked at, and step what it shows."""
+    update = state.compiled.captured.update
+    watch_pieces(state.store.parameters, {n for group in update.groups for n in group.names} if update else ())
+    step_locally(state.store)
+
+
 class Tree:
     """The model's modules under ``root``, and what is stored in them."""
 
@@ -207,8 +214,7 @@ class Tree:
     def register(self, state: ModelState) -> None:
         """Make the stored pieces parameters and buffers of the tree, under the model's own names."""
         self.registered = []
-        watch_pieces(state.store.parameters, state.compiled.captured.update is not None)
-        step_locally(state.store)
+        watch(state)
         for name, pieces in state.store.parameters.items():
             holder, leaf = self._holder(name)
             for place, piece in zip(self._places(name, holder, len(pieces)), pieces, strict=True):
