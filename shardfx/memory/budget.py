@@ -131,7 +131,8 @@ def _features(compiled: Compiled) -> Iterator[dict[str, Any]]:
     hints, graph = compiled.hints, compiled.before
     if not any(output.kind is OutputKind.GRADIENT for output in graph.outputs):
         return
-    axes = tuple(axis.name for axis in graph.mesh.axes if axis.name in data_axes(compiled.after))
+    data = data_axes(compiled.after)
+    axes = tuple(axis.name for axis in graph.mesh.axes if axis.name in data and not axis.time)
     stored: list[dict[str, Any]] = [{}]
     if axes and not hints.zero:
         axis: dict[str, Any] = {} if axes == ("dp",) else {"zero_axis": axes if len(axes) > 1 else axes[0]}

@@ -107,6 +107,9 @@ class ParallelModule(SteppedModule):
                 got=made.dtype,
                 remedy="convert the model, then parallelize it",
             )
+        moves = made.device.type != self._place.device.type
+        if moves:
+            self._programs.reject_changed(made.device)
         if made.device.type == "meta":
             raise Error(
                 "the pieces of a parallel module cannot lose their content",
@@ -115,9 +118,7 @@ class ParallelModule(SteppedModule):
                 got="meta",
                 remedy="build the model on meta, parallelize it, and load the weights by pm.load_full_state_dict(...)",
             )
-        moves = made.device.type != self._place.device.type
         if moves:
-            self._programs.reject_changed(made.device)
             self._place = self._place.moved(made.device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:

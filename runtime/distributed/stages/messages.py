@@ -104,6 +104,11 @@ class Outbox:
                 self._waits = True
                 threading.Thread(target=self._let_go, args=(self._sent,), daemon=True).start()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Outbox:
+        """An empty one: what is under way is this one's."""
+        made = memo[id(self)] = Outbox()
+        return made
+
     def empty(self) -> None:
         """Return when all has arrived."""
         with self._changed:
