@@ -59,6 +59,8 @@ class Arena(RankPass):
         found = {}
         for node in (each for each in nodes if each.target is memory_ops.empty):
             arguments: Any = node.args
+            if tenancy.of(node, 0) is None:  # also what has another size in each turn
+                continue
             block = tenancy.of(node, nbytes_of(*arguments[:2]))
             if block is not None and block.nbytes:
                 found[node] = block

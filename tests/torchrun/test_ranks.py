@@ -108,6 +108,7 @@ def test_mistakes_and_programs(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_neighbours() -> None:
     on_ranks(3, "neighbours_do_what_gloo_does")
 

@@ -113,6 +113,7 @@ HINTS: list[dict[str, Any]] = [{"zero": 1}, {"zero": 3}, {"clip": 0.1}]
 MORE = [(kind, hints) for kind in ("AdamW", "momentum") for hints in HINTS]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "hints"), [*((kind, {}) for kind in ALL), *MORE], ids=str)
 def test_steps_are_the_same_in_segments(kind: str, hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit; what looks at a whole tensor stays as it is."""

@@ -33,7 +33,10 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), y.flatten())
 
 
-@pytest.mark.parametrize(("ranks", "chunks", "schedule"), [(2, 1, "1f1b"), (2, 2, "interleaved"), (4, 1, "zb-h1")])
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "schedule"),
+    [(2, 1, "1f1b"), (2, 2, "interleaved"), pytest.param(4, 1, "zb-h1", marks=pytest.mark.slow)],
+)
 def test_evaluation_sends_weights_from_where_training_holds_them(ranks: int, chunks: int, schedule: str) -> None:
     torch.manual_seed(0)
     model, x, y = Turning().double(), torch.randint(24, (8, 5)), torch.randint(24, (8, 5))

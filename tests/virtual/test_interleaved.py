@@ -107,6 +107,7 @@ def test_less_communication_is_exposed() -> None:
     assert sum(each.length for row in (first, second) for each in row) <= interleaved.step
 
 
+@pytest.mark.slow
 def test_what_is_foreseen_is_held() -> None:
     pm = side_by_side("gpt_fused", tp=2, sequence=True)
     held = held_in_a_step(pm, make("gpt_fused"))

@@ -43,7 +43,7 @@ def check(model: nn.Module, pm: sx.ParallelModule, x: Tensor, y: Tensor) -> None
     assert pm.verify().status == "proven"
 
 
-@pytest.mark.parametrize("rows", ["mb c, -, -", "mb, c, -"])
+@pytest.mark.parametrize("rows", ["mb c, -, -", pytest.param("mb, c, -", marks=pytest.mark.slow)])
 def test_turns_within_those_of_a_pipeline(rows: str) -> None:
     check(*planned(sx.Mesh(mb=sx.Time(4), c=SIDE, pp=2, tp=2), rows, pipeline=sx.Pipeline()))
 
@@ -54,6 +54,7 @@ def test_turns_of_a_pipeline_are_in_its_schedule() -> None:
     assert "interleave" in str(caught.value) and "remedy:" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     model, pm, x, y = planned(sx.Mesh(mb=SIDE, tp=2), "mb, -, -")
     pm.compile(backend="eager")

@@ -54,6 +54,7 @@ def test_what_is_wrong_otherwise_is_refused(section: str) -> None:
     assert rates.total >= 10 and not rates.survivors
 
 
+@pytest.mark.slow
 def test_every_newer_kind_of_damage_has_a_place() -> None:
     assert all(newer.damaged(name, alone=False) for name in newer.DAMAGES)
 

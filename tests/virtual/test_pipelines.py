@@ -70,7 +70,7 @@ def test_compiled_stages_of_virtual_ranks_are_the_whole_batch(name: str) -> None
     assert worst(pm, case, alone(case, 5)) < 1e-9
 
 
-QUICKLY = ("1f1b", "interleaved", "zb-h1", "dualpipev")
+QUICKLY = ("1f1b", "zb-h1")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICKLY else slow) for n in SCHEDULES])
@@ -114,6 +114,7 @@ def test_stages_go_with_other_axes(name: str, how: str) -> None:
     assert plan(make(name), mesh, specs=specs, **hints).verify()
 
 
+@slow
 def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
     def adam(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3)
@@ -193,6 +194,7 @@ def test_tiles_go_through_stages() -> None:
     assert plan(make("unet"), mesh, specs=specs, pipeline=sx.Pipeline()).verify()
 
 
+@slow
 def test_results_evaluation_and_buffers_are_those_of_turns_alone() -> None:
     found = []
     for mesh, pipeline in ((sx.Mesh(one=1, mb=sx.Time(4)), None), (sx.Mesh(pp=2, mb=sx.Time(4)), sx.Pipeline())):

@@ -223,7 +223,7 @@ def slow_machine(flops: float) -> sx.Machine:
 @pytest.mark.parametrize(
     ("net", "batch", "link", "said"),
     [
-        ("unet", 4, sx.Link(), "maps are cut by samples"),
+        pytest.param("unet", 4, sx.Link(), "maps are cut by samples", marks=pytest.mark.slow),
         ("unet", 1, sx.Link(), "maps are cut by channels"),
         ("unet", 1, SLOW, "maps are whole"),
         pytest.param("resnet", 2, sx.Link(), "maps are cut by channels", marks=pytest.mark.slow),
@@ -247,7 +247,8 @@ def test_small_maps_leave_the_cut_of_space(net: str, batch: int, link: sx.Link, 
     assert maps and not any(cut for spec in maps if spec is not None for cut in spec.dims[2:])
 
 
-@pytest.mark.parametrize("net", ["unet", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("net", ["unet", "resnet"])
 def test_maps_leave_by_cost_where_that_is_cheaper(net: str) -> None:
     seconds = {}
     make, shape = NETS[net]

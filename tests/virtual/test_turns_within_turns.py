@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -37,18 +38,18 @@ def next_tokens(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
 
 
-def planned(mesh: sx.Mesh, staged: bool) -> tuple[nn.Module, Tensor, Tensor, sx.ParallelModule]:
+def planned(mesh: sx.Mesh, staged: bool, **options: Any) -> tuple[nn.Module, Tensor, Tensor, sx.ParallelModule]:
     torch.manual_seed(0)
     model, x, y = Language().double(), torch.randint(30, (5, 7)), torch.randint(30, (5, 7))
     y[0, :4] = -100
     specs = {"args.0": "mb, -", "head": "mb, chunk, -"}
     pipeline = sx.Pipeline() if staged else None
-    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=pipeline)
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=pipeline, **options)
     return model, x, y, sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize(("turns", "chunks"), [(2, 3), (1, 2), (3, 1), (4, 5)])
+@pytest.mark.parametrize(("turns", "chunks"), [(2, 3), (1, 2), (3, 1), pytest.param(4, 5, marks=pytest.mark.slow)])
 def test_chunks_of_uneven_turns(turns: int, chunks: int, staged: bool) -> None:
     axes = {"pp": 2} if staged else {}
     model, x, y, pm = planned(sx.Mesh(**axes, mb=T(turns), chunk=T(chunks)), staged)
@@ -60,6 +61,12 @@ def test_chunks_of_uneven_turns(turns: int, chunks: int, staged: bool) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert (grads[name] - parameter.grad).abs().max() < 1e-12
+    assert pm.verify()
+
+
+def test_what_has_another_size_in_each_turn_has_no_place_in_an_arena() -> None:
+    model, x, y, pm = planned(sx.Mesh(pp=2, mb=T(3), chunk=T(2)), True, arena=True)
+    assert abs(pm(x, y) - next_tokens(model(x), y)) < 1e-12
     assert pm.verify()
 
 

@@ -89,6 +89,7 @@ def test_a_plan_with_rows_that_overlap_is_interpreted_on_every_rank() -> None:
     assert "whole programs" not in verdict.checked
 
 
+@pytest.mark.slow
 def test_many_ranks_that_do_not_divide_the_batch() -> None:
     """39 rows on 16 ranks: nearly all hold 3, the last ones nothing."""
     case = make("mlp3")
