@@ -1,8 +1,9 @@
 """The memory of a peak as a formula in batch, sequence and the mesh's axes.
 
 What a storage's bytes depend on is found out by planning again: with three times the batch, with half the sequence
-(twice, where it is odd), and with both. Each storage of the peak is then a number times powers of batch and sequence,
-or a sum ``a + b*batch + c*sequence + d*batch*sequence`` (a bucket); the axes that cut the value stand below.
+(or another length, where another plan is cheaper for that), and with both. Each storage of the peak is then a number
+times powers of batch and sequence, or a sum ``a + b*batch + c*sequence + d*batch*sequence`` (a bucket); the axes that
+cut the value stand below.
 
     >>> pm.memory().formula
     8192*batch*sequence/dp + 3145728/tp + ...
@@ -10,7 +11,7 @@ or a sum ``a + b*batch + c*sequence + d*batch*sequence`` (a bucket); the axes th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
@@ -29,6 +30,8 @@ from shardfx.ir.spec import Spec
 
 TIMES = Fraction(3)
 """The batch is made so many times as large."""
+PARTS = Fraction(1, 2), Fraction(2), Fraction(5, 4), Fraction(3, 4)
+"""The sequence is made so many times as long, if it can be; for a longer one a model may have no positions."""
 POWERS = range(4)
 ONE = Fraction(1)
 
@@ -47,6 +50,8 @@ class Sizes:
 
     batch: int = 0
     sequence: int = 0
+    part: Fraction = Fraction(1, 2)
+    """The sequence is made so many times as long."""
 
     @staticmethod
     def of(hints: Hints) -> Sizes:
@@ -60,13 +65,17 @@ class Sizes:
     @property
     def named(self) -> dict[str, int]:
         """Those there are, by name."""
-        return {name: size for name, size in vars(self).items() if size}
+        return {name: size for name, size in (("batch", self.batch), ("sequence", self.sequence)) if size}
+
+    @property
+    def tries(self) -> Iterator[Sizes]:
+        """These with each length that may be planned for: with another one another plan may be cheaper."""
+        yield from (replace(self, part=part) for part in PARTS if self.sequence % part.denominator == 0)
 
     @property
     def ratios(self) -> list[dict[str, Fraction]]:
         """How batch and sequence are changed, plan by plan; the last one changes both."""
-        half = Fraction(1, 2) if self.sequence % 2 == 0 else Fraction(2)
-        by = {name: ratio for name, ratio in (("batch", TIMES), ("sequence", half)) if name in self.named}
+        by = {name: ratio for name, ratio in (("batch", TIMES), ("sequence", self.part)) if name in self.named}
         both = [dict(zip(by, each, strict=True)) for each in product(*((ONE, ratio) for ratio in by.values()))]
         return both[1:]
 

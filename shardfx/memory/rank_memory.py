@@ -19,6 +19,7 @@ from pathlib import Path
 import sympy
 
 from shardfx.ir.cost.live.storages import Footprint
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
@@ -134,19 +135,34 @@ class RankMemory:
         """The bytes of the peak in ``batch``, ``sequence`` and the names of the mesh's axes, as a sympy expression.
 
         With the plan's own sizes substituted it is :attr:`peak`; for very different ones another moment may be the
-        peak. The model is planned up to three times more for it.
+        peak. The model is planned three times more for it, and again where another plan is cheaper for other sizes.
 
         Raises:
             Error: the bytes are no products of sizes; or the program is another one for other sizes.
         """
         if self.resized is None:
             raise no_formula("a plan that is not made from a module")
-        others = [self.resized(by) for by in self.sizes.ratios]
+        found: list[Error] = []
+        for sizes in self.sizes.tries:
+            try:
+                terms, *changed = ([*each._terms(self._top)] for each in (self, *self._others(sizes)))
+                return formula(terms, changed, sizes, self.program.mesh)
+            except Error as error:  # another length may do, if the model takes it at all
+                found.append(error)
+        raise found[0]
+
+    def _others(self, sizes: Sizes) -> list[RankMemory]:
+        """What plans for other sizes hold, of the same program but for sizes."""
+        assert self.resized is not None
+        others = [self.resized(by) for by in sizes.ratios]
         for other in others:
-            if len(other.footprint.storages) != len(self.footprint.storages) or other._calls != self._calls:
+            if not self._is_like(other):
                 raise no_formula(f"{self._calls} calls, and {other._calls} for another batch and sequence")
-        terms, *changed = ([*each._terms(self._top)] for each in (self, *others))
-        return formula(terms, changed, self.sizes, self.program.mesh)
+        return others
+
+    def _is_like(self, other: RankMemory) -> bool:
+        """Whether the programs are the same but for sizes, as far as their calls and storages go."""
+        return len(other.footprint.storages) == len(self.footprint.storages) and other._calls == self._calls
 
     def _terms(self, call: int) -> Iterator[Term]:
         """What is there at a call."""

@@ -142,6 +142,11 @@ def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
     assert all(word in beside for word in ("this plan", "recompute", "zero 3", "backward"))
 
 
+def test_a_formula_is_found_where_half_the_sequence_has_another_plan() -> None:
+    memory = plan(make("gpt_fused"), MESHES["dp2"], zero=1, zero_min=0).memory()
+    assert memory.formula.subs({"batch": 8, "sequence": 16, "dp": 2}) == memory.peak
+
+
 def test_recompute_keeps_what_goes_into_a_block() -> None:
     plain, again = blocks().memory(), blocks(recompute="layers.*").memory()
     block = 128 * (16 + 64 + 64) * 4  # the product, its gelu, what goes in
