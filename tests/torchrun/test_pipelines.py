@@ -23,6 +23,7 @@ def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_pipelines_on_four_ranks() -> None:
     on_ranks(
         4,

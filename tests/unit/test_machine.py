@@ -53,6 +53,7 @@ def test_an_axis_has_the_nearest_link_that_reaches_over_its_groups() -> None:
     assert a100.connect(stated, instead_of=h100)["tp"].link == own
 
 
+@pytest.mark.slow
 def test_measuring_takes_seconds_and_gives_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardfx.ir.cost.measuring.calibrate.LARGEST", 256)
     machine = sx.Machine.measure("cpu", name="here")

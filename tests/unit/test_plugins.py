@@ -39,6 +39,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     plugins.refresh()
 
 
+@pytest.mark.slow
 def test_the_packages_of_the_docs_pass_their_own_tests(installed: Path) -> None:
     """In a process of its own, for ops can be defined only once."""
     code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"

@@ -42,6 +42,7 @@ def check(instances: Iterable[Instance]) -> None:
     assert not missing, missing
 
 
+@pytest.mark.slow
 def test_picked_instances() -> None:
     check(picked())
 

@@ -23,6 +23,7 @@ QUICK |= {("tp4", "llama"), ("ep2", "moe_slots")}
         for name in (MIXTURES if "ep" in MESHES[mesh].names else EXACT)
     ],
 )
+@pytest.mark.one_in(2)
 def test_training_equals_one_device(mesh: str, name: str) -> None:
     assert train_beside(name, MESHES[mesh]).worst < 1e-9
 

@@ -37,6 +37,7 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
     ("ranks", "chunks", "schedule"),
     [(2, 1, "1f1b"), (2, 2, "interleaved"), pytest.param(4, 1, "zb-h1", marks=pytest.mark.slow)],
 )
+@pytest.mark.one_in(2)
 def test_evaluation_sends_weights_from_where_training_holds_them(ranks: int, chunks: int, schedule: str) -> None:
     torch.manual_seed(0)
     model, x, y = Turning().double(), torch.randint(24, (8, 5)), torch.randint(24, (8, 5))

@@ -82,6 +82,7 @@ def test_uneven_turns_are_those_of_one_device() -> None:
 
 
 @pytest.mark.parametrize("rows", [(2 * MANY, 2 * MANY), (3 * 16 + 10, 3 * MANY + 200)], ids=["even", "uneven"])
+@pytest.mark.one_in(2)
 def test_many_turns_are_proven_from_few_programs(rows: tuple[int, int]) -> None:
     few, many = (in_turns(count, of).verify() for count, of in zip((16, MANY), rows, strict=True))
     assert few and many, (few, many)

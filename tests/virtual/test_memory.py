@@ -142,6 +142,7 @@ def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
     assert all(word in beside for word in ("this plan", "recompute", "zero 3", "backward"))
 
 
+@pytest.mark.slow
 def test_a_formula_is_found_where_half_the_sequence_has_another_plan() -> None:
     memory = plan(make("gpt_fused"), MESHES["dp2"], zero=1, zero_min=0).memory()
     assert memory.formula.subs({"batch": 8, "sequence": 16, "dp": 2}) == memory.peak

@@ -102,6 +102,7 @@ QUICK = {("mlp3", "dp tp"), ("gpt_fused", "zero 3"), ("mlp3", "no turns")}
     ("name", "how"),
     [pytest.param(n, how, marks=() if (n, how) in QUICK else slow) for n in NAMES for how in TOGETHER],
 )
+@pytest.mark.one_in(2)
 def test_stages_go_with_other_axes(name: str, how: str) -> None:
     mesh, hints = TOGETHER[how]
     hints = {"pipeline": sx.Pipeline(), **hints}

@@ -60,6 +60,7 @@ def test_it_costs_no_more_than_recomputing_each_block() -> None:
     assert chosen.plan == chosen.plan and any("recompute{" in text for text in map(str, chosen._compiled.passes))
 
 
+@pytest.mark.slow
 def test_what_costs_less_is_put_away() -> None:
     """Where the link is fast, a smaller budget costs less than by making again alone; and all is proven."""
     mesh, budget = MESHES["dp2tp2"], int(plan(make("gpt_fused"), MESHES["dp2tp2"]).memory().peak * 0.75)

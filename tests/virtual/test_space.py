@@ -133,6 +133,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("mesh", ["2x2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "2x2")])
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.one_in(3)
 def test_tiles_train_as_the_whole_image_does(name: str, mesh: str) -> None:
     torch.manual_seed(0)
     pm = trained(NETS[name](), image(2, 3, 24, 20) if name == "unet" else image(2, 3, 21, 18), MESHES[mesh])
@@ -147,11 +148,13 @@ def test_tiles_are_proven(name: str, mesh: str) -> None:
     assert trained(NETS[name](), image(2, 3, 24, 20), MESHES[mesh]).verify()
 
 
+@pytest.mark.slow
 def test_a_unet_on_tiles_is_proven() -> None:
     torch.manual_seed(0)
     assert trained(UNet(), image(1, 3, 16, 20), MESHES["2x2"]).verify()
 
 
+@pytest.mark.slow
 def test_a_signal_and_a_volume() -> None:
     torch.manual_seed(0)
     signal = nn.Sequential(nn.Conv1d(2, 3, 5, padding=2), nn.ReLU(), nn.ConvTranspose1d(3, 1, 4, stride=2, padding=1))

@@ -129,6 +129,7 @@ SLOW = {name for name in WHAT if name not in ("circular", "reflect", "difference
 
 @pytest.mark.parametrize("mesh", [pytest.param("2x2", marks=pytest.mark.slow), "3x1"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WHAT])
+@pytest.mark.one_in(3)
 def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     torch.manual_seed(0)
     pm = trained(Between(WHAT[name]), image(1, 3, 17, 13), MESHES[mesh])
@@ -218,6 +219,7 @@ DAMAGE: dict[str, tuple[str, Callable[[fx.GraphModule], None]]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.one_in(3)
 def test_damaged_rows_from_elsewhere_are_refused(name: str) -> None:
     torch.manual_seed(0)
     what, damage = DAMAGE[name]

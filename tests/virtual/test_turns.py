@@ -74,6 +74,7 @@ QUICK = {
         if how != "recompute" or name in AGAIN
     ],
 )
+@pytest.mark.one_in(3)
 def test_training_in_turns_equals_the_whole_batch_on_one_device(name: str, how: str) -> None:
     mesh, hints = HINTS[how]
     hints = hints | {"recompute": AGAIN[name]} if how == "recompute" else hints
@@ -81,6 +82,7 @@ def test_training_in_turns_equals_the_whole_batch_on_one_device(name: str, how: 
 
 
 @pytest.mark.parametrize("how", ["dp2, 4 turns", pytest.param("zero 3", marks=pytest.mark.slow), "5 turns of 8 rows"])
+@pytest.mark.one_in(2)
 def test_what_is_done_in_turns_is_proven(how: str) -> None:
     mesh, hints = HINTS[how]
     pm = plan(make("gpt_fused"), mesh, **hints)

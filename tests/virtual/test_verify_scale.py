@@ -81,6 +81,7 @@ def test_a_table_that_is_cut_over_many_ranks() -> None:
 
 
 @pytest.mark.usefixtures("few")
+@pytest.mark.slow
 def test_a_plan_with_rows_that_overlap_is_interpreted_on_every_rank() -> None:
     pm = plan(make("hf_vit"), MESHES["tp2"], specs={"vit.layers.*.mlp.fc1": "-, tp, -"})
     assert alike_ranks(pm.after) is None
