@@ -169,7 +169,7 @@ def test_averages_of_parameters_are_those_of_one_device(buffers: bool) -> None:
     pm, model = small_plan(KINDS["AdamW"], DP2, zero=3), small_model()
     theirs = KINDS["AdamW"](list(model.parameters()))
     averages = [copy.deepcopy(each) for each in (pm, model)]
-    wrapped = [optim.swa_utils.AveragedModel(each, use_buffers=True) for each in (pm, model)] if buffers else []
+    wrapped = [optim.swa_utils.AveragedModel(each, use_buffers=buffers) for each in (pm, model)]
     for (x, y), loss in zip(batches(3), losses, strict=True):
         assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
         theirs.zero_grad()
@@ -178,9 +178,9 @@ def test_averages_of_parameters_are_those_of_one_device(buffers: bool) -> None:
         with torch.no_grad():
             for average, each in zip(averages, (pm, model), strict=True):
                 torch._foreach_lerp_(list(average.parameters()), list(each.parameters()), 0.1)
-        for wrapper, each in zip(wrapped, (pm, model), strict=False):
+        for wrapper, each in zip(wrapped, (pm, model), strict=True):
             wrapper.update_parameters(each)
-    for ours, its in (averages, [each.module for each in wrapped])[: 1 + buffers]:
+    for ours, its in (averages, [each.module for each in wrapped]):
         assert isinstance(ours, sx.ParallelModule)
         full = ours.full_state_dict()
         assert all(torch.allclose(full[name], value, atol=1e-12) for name, value in its.named_parameters())

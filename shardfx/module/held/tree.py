@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -138,12 +137,6 @@ class Root(Like):
             )
         super().__setattr__(name, value)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """In the order of the model's own parameters, the pieces of each side by side."""
-        found = super().named_parameters(*args, **kwargs)
-        places = self._tree.places
-        return iter(sorted(found, key=lambda named: places.get(id(named[1]), len(places))))
-
     def apply(self, fn: Any) -> NoReturn:
         """Modules of the model are not here, and parameters may be pieces.
 
@@ -212,10 +205,14 @@ class Tree:
         train_as(self.root, self.twin, mode)
 
     def register(self, state: ModelState) -> None:
-        """Make the stored pieces parameters and buffers of the tree, under the model's own names."""
+        """Make the stored pieces parameters and buffers of the tree, under the model's own names and in their order.
+
+        Whoever walks the modules finds them in the order of ``named_parameters()``: a copy that is held by a module of
+        somebody else's (``AveragedModel``) is compared with them one by one.
+        """
         self.registered = []
         watch(state)
-        for name, pieces in state.store.parameters.items():
+        for name, pieces in sorted(state.store.parameters.items(), key=lambda named: self._order.get(named[0], 0)):
             holder, leaf = self._holder(name)
             for place, piece in zip(self._places(name, holder, len(pieces)), pieces, strict=True):
                 held = place._parameters
@@ -236,12 +233,6 @@ class Tree:
         twin = self.twin.get_submodule(name.rpartition(".")[0])
         made = [(f"{NUMBER}{i}", Part(f"{name.rpartition('.')[0]}.{NUMBER}{i}", twin)) for i in range(count)]
         return [holder._modules.setdefault(own, part) or part for own, part in made]
-
-    @property
-    def places(self) -> dict[int, int]:
-        """The place of each stored parameter among the model's own."""
-        order = self._order
-        return {id(tensor): order[name] for _, _, tensor, name in self.registered if name in order}
 
     def check(self) -> None:
         """Raise if somebody put another tensor in the place of a stored one.
