@@ -226,8 +226,9 @@ def compile_model(
     mesh = with_turns(mesh, hints)
     with no_collection():
         captured = capture_model(model, mesh, hints)
-        hints = as_checkpointed(captured, hints)
-        passes = default_passes(hints)
+        said = as_checkpointed(captured, hints)
+        if said is not hints:
+            hints, passes = said, default_passes(said)
         if isinstance(hints.specs, PlannedSpecs):
             hints.specs.plan.check(whole(captured.graph))
         graph, context = plan_graph(captured, hints, rules, passes, on_pass)

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
-from shardfx.ir.cost.call_facts import group_of, pool_of_call
+from shardfx.ir.cost.call_facts import group_of
 from shardfx.ir.cost.live.storages import STEPS, Footprint
 from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Input
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.pools.pool_ops import pool_of_row
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.same_host.neighbourhood import met
@@ -112,7 +113,7 @@ class LiveMemory(TorchDispatchMode):
         before = alive(owned)
         shown = self._fresh if self.alone else dict(storages(result))
         there = any(key in beside or key in self._stored for key, _ in storages(operands))
-        if pool_of_call(row, there):
+        if pool_of_row(row, there):
             beside.update((key, each) for key, each in shown.items() if key not in self._given)
             shown, self._inside = {}, 0
         made = {key: each for key, each in shown.items() if not (key in self._given or key in owned or key in beside)}

@@ -9,8 +9,7 @@ from torch import fx
 
 from shardfx.ir.graph import Value
 from shardfx.ir.ops.local_ops import row_of
-from shardfx.ir.ops.pools import transfer
-from shardfx.ir.ops.table import LocalOp, OwnOp
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import base_name_of
 
 
@@ -35,14 +34,6 @@ def called(node: fx.Node) -> str:
 def kind_of(node: fx.Node) -> str:
     """The name of what is called, for machines that know how long it takes: ``mm``, ``gelu``, ``time.add_product``."""
     return base_name_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else called(node)
-
-
-def pool_of_call(row: LocalOp | None, beside: bool) -> str:
-    """Which pool a call makes something in: that of its row; or the host's memory, where what it takes lies ``beside``
-    the device, and it does not fetch that."""
-    if row is not None and (row.pool or row.fetches):
-        return row.pool
-    return transfer.HOST if beside else ""
 
 
 def before_communication(node: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:

@@ -28,7 +28,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm, memory_ops
 from shardfx.ir.ops.comm import row_of_collective
 from shardfx.ir.ops.local_ops import row_of, sent_by
-from shardfx.ir.ops.pools import transfer
+from shardfx.ir.ops.pools import pool_ops, transfer
 from shardfx.ir.ops.sends import Sent, is_comm
 from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.ops.traits import is_cast, uncast
@@ -38,7 +38,7 @@ from shardfx.ir.program.units.lifetimes import Lifetimes
 from shardfx.ir.shards import held_shape
 
 from .amounts import Cost, Work
-from .call_facts import before_communication, called, group_of, is_memory, kind_of, pool_of_call
+from .call_facts import before_communication, called, group_of, is_memory, kind_of
 from .curve import VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
@@ -185,7 +185,7 @@ class _Walk:
             return
         given = change(args, _layout, BlockTensor), change(kwargs, _layout, BlockTensor)
         made = self._adjoined(node, operands) or self._fakes.made(node.target, *given)
-        pool = pool_of_call(row, any(tensor.block.pool for tensor in operands))
+        pool = pool_ops.pool_of_row(row, any(tensor.block.pool for tensor in operands))
         got = row is not None and row.message == "receives"
         fresh = [Block(n, at, at, planned, kept=is_memory(node), pool=pool, message=got) for n in made.fresh]
         if node.target is memory_ops.arena:

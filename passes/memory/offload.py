@@ -85,7 +85,11 @@ class Offload(Pass):
             raise _unknown("where it is put", POOLS, self.to)
         if ROWS in self.whats and self.to != "host":
             raise Error(
-                "rows are looked up in the host's memory", where=WHERE, expected="to='host'", got=f"to={self.to!r}"
+                "rows are looked up in the host's memory",
+                where=WHERE,
+                expected="to='host'",
+                got=f"to={self.to!r}",
+                remedy="put them there, and the rest elsewhere: (sx.Offload('rows'), sx.Offload(..., to='disk'))",
             )
         if self.folder and self.to != "disk":
             raise Error("only files lie in a folder", where=WHERE, expected="to='disk'", got=f"folder={self.folder!r}")

@@ -77,8 +77,8 @@ class Place:
 
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs as modules, through ``torch.compile(**options)``."""
-        apart = graph.pipeline is not None or any(moves_pool(node) for node in graph.nodes)
-        if apart and not self.virtual:  # a compiled send would wait until it is received, and a copy be planned anew
+        apart = not self.virtual and (graph.pipeline is not None or any(map(moves_pool, graph.nodes)))
+        if apart:  # a compiled send would wait until it is received, and a copy be planned anew
             from shardfx.runtime.distributed.process_engine import ProcessEngine, in_stretches
 
             return ProcessEngine(graph, self.device, in_stretches(options))

@@ -42,7 +42,13 @@ class Done:
         self._path = None if path is None else Path(path)
         self._run, self._silent, self._begun, self._numbers = dict(run), silent, False, set[int]()
         if self._path is not None and not self._path.parent.is_dir():
-            raise Error("there is no folder for the state", where=str(path), expected="a folder that is there")
+            raise Error(
+                "there is no folder for the state",
+                where=str(path),
+                expected="a folder that is there",
+                got=f"no {self._path.parent}",
+                remedy="make it, or name a file elsewhere",
+            )
         if self._path is None or not self._path.exists():
             return
         lines = self._path.read_text().split("\n")[:-1]  # a last line without an end was not written to its end

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.table import Keyword, OwnOp, RankEmit
+from shardfx.ir.ops.table import Keyword, LocalOp, OwnOp, RankEmit
 from shardfx.ir.spec import Spec
 
 from . import transfer
@@ -83,13 +83,21 @@ def pools(graph: Graph) -> dict[Value, str]:
 
 def pool_of(node: Node, away: Mapping[Value, str]) -> str:
     """The pool beside the device that results of a node lie in; ``away`` says it of its operands."""
-    own = node.op if isinstance(node.op, OwnOp) else None
-    if own is not None and (own.pool or own.fetches):
-        return own.pool
-    return transfer.HOST if any(value in away for value in node.operands) else ""
+    row = node.op if isinstance(node.op, OwnOp) else None
+    return pool_of_row(row, any(value in away for value in node.operands))
+
+
+def pool_of_row(row: LocalOp | OwnOp | None, beside: bool) -> str:
+    """The pool of its row, in which a call makes something; or the host's memory, where what it takes lies ``beside``
+    the device, and it does not fetch that."""
+    if row is not None and (row.pool or row.fetches):
+        return row.pool
+    return transfer.HOST if beside else ""
 
 
 def computed_beside(graph: Graph) -> set[Node]:
     """What is computed of values that lie beside the device, there."""
     away = pools(graph)
+    if not away:
+        return set()
     return {node for node in graph.nodes if not moves_pool(node) and not away.keys().isdisjoint(node.operands)}

@@ -44,6 +44,7 @@ def tile_of(graph: Graph, name: str, rank: int, halo: int = 0) -> tuple[slice, .
             where=f"pm.tile({name!r}, halo=...)",
             expected="0 or more",
             got=repr(halo),
+            remedy="say halo=0, or how many rows of its neighbours' a rank reads as well",
         )
     value, mesh = input_value(graph, name, f"pm.tile({name!r})"), graph.mesh
     coords = mesh.coords(rank)
