@@ -36,7 +36,7 @@ from shardfx.ir.mesh import Mesh, Time
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rules_shown import rule_infos
 from shardfx.passes import Pass, options_text
-from shardfx.report.tables import table
+from shardfx.report.console import table
 from shardfx.schedules.schedule_command import add_schedule_arguments, run_schedule
 
 from .api import parallelize

@@ -21,7 +21,7 @@ from shardfx.api import parallelize
 from shardfx.hints import Hints
 from shardfx.ir.mesh import Mesh
 from shardfx.module.parallel_module import ParallelModule
-from shardfx.report.tables import seconds_text, table
+from shardfx.report.console import seconds_text, table
 
 from . import demo_model
 from .demo_model import SPECS, Decoder, batches

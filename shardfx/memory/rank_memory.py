@@ -24,7 +24,7 @@ from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
-from shardfx.report.tables import render, table
+from shardfx.report.console import render, table
 
 from .formula import Sizes, Term, formula, no_formula, spec_of
 

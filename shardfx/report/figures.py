@@ -16,9 +16,10 @@ from shardfx.ir.program.arena.tenants import ArenaUse
 from shardfx.runtime.debug.recording import Recording
 from shardfx.schedules.plan_timeline import PlanTimeline
 
+from .console import render
 from .stage_rows import StageRow
 from .stage_tables import stage_tables
-from .tables import render, report_tables
+from .tables import report_tables
 from .tile_costs import TileRow
 
 
@@ -37,9 +38,9 @@ class Memory:
     beside: int = 0
     """At most in other memory than the device's: what is put away."""
     turns: tuple[TurnMemory, ...] = ()
+    """What a turn of each axis of time holds at its peak."""
     arena: ArenaUse | None = None
     """Where the program's own buffers and temporaries lie in one memory: of what size."""
-    """What a turn of each axis of time holds at its peak."""
 
     @property
     def activations(self) -> int:

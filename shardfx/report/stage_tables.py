@@ -10,7 +10,7 @@ from rich.text import Text
 from shardfx.ir.schedule.check_schedule import check_schedule
 from shardfx.ir.text.printer import size_text
 
-from .tables import count_text, seconds_text, table
+from .console import count_text, seconds_text, table
 
 if TYPE_CHECKING:
     from .figures import Report, Timing

@@ -1,22 +1,21 @@
-"""Tables on a terminal: a report as text, with colours where the terminal has them."""
+"""A report as tables on a terminal."""
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from shardfx.ir.cost.machine import DEFAULT
 from shardfx.ir.graph import op_name
 from shardfx.ir.text.printer import size_text
+
+from .console import count_text, seconds_text, table
 
 if TYPE_CHECKING:
     from shardfx.ir.cost.live.storages import Peak
@@ -25,48 +24,11 @@ if TYPE_CHECKING:
     from .figures import Cause, CommRow, Report
     from .tile_costs import TileRow
 
-WIDTH = 110
 MOST_CAUSES, MOST_HOLDERS, MOST_LAYERS = 4, 6, 20
 FORMULA = (
     "peak = parameters + buffers + states + constants + inputs + the largest sum of live storages over the program\n"
     "Not counted: the states of an optimizer outside of the program, workspaces inside of ops, fragmentation."
 )
-
-
-def render(what: RenderableType, width: int = WIDTH) -> str:
-    """What rich would show, as plain text without colours."""
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None, legacy_windows=False, emoji=False).print(what)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def table(title: str, *columns: str, right: Iterable[int] = ()) -> Table:
-    """A table without vertical rules; the columns of the numbers ``right`` are flush right."""
-    made = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
-    numbers = set(right)
-    for i, name in enumerate(columns):
-        flush = "right" if i in numbers else "left"
-        made.add_column(name, justify=flush, no_wrap=i in numbers, header_style="dim")  # type: ignore[arg-type]
-    return made
-
-
-def seconds_text(seconds: float) -> str:
-    """``12.3 ms``: three digits at most."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
-
-
-def count_text(number: float, unit: str) -> str:
-    """``402 MFLOP``: three digits at most, in powers of 1000."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if number < 999.5:
-            return f"{number:.3g} {prefix}{unit}"
-        number /= 1000
-    return f"{number:.3g} P{unit}"
 
 
 def report_tables(report: Report, first: Iterable[RenderableType] = ()) -> RenderableType:

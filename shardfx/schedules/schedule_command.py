@@ -13,7 +13,7 @@ from shardfx.ir.schedule.actions import Schedule
 from shardfx.ir.schedule.check_schedule import ScheduleReport, check_schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs
 from shardfx.passes.time import SCHEDULES, make_schedule
-from shardfx.report.tables import table
+from shardfx.report.console import table
 
 from .timeline import Timeline, simulate
 

@@ -21,8 +21,8 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text.parser import parse_graph
 from shardfx.module.programs import TRAIN
+from shardfx.report.console import count_text, seconds_text
 from shardfx.report.make_report import comm_rows
-from shardfx.report.tables import count_text, seconds_text
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
