@@ -26,6 +26,7 @@ from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 from .boundaries import Slices
 from .made_again import Repeats
 from .regions import of_ops, regions
+from .zero import fetched
 
 WHERE = "Hints(recompute=...)"
 
@@ -39,6 +40,7 @@ class Recompute(Pass):
         keep: patterns of ops whose results stay, such as ``"aten.mm"``; those of some modules alone are
             ``"layers.*.mlp:aten.mm"``.
         comm: whether collectives are repeated; if not, their results stay.
+        gathers: whether stored parameters are gathered again too; if not, they stay whole.
         slice: a mesh axis: what stays waits cut over it, and is gathered where it is needed.
         count: only so many of the modules that match, the first ones; 0 for all.
         skip: and none of so many before these.
@@ -55,6 +57,7 @@ class Recompute(Pass):
     modules: str | tuple[str, ...] = ()
     keep: str | tuple[str, ...] = ()
     comm: bool = True
+    gathers: bool = True
     slice: str = ""
     count: int = 0
     skip: int = 0
@@ -86,4 +89,7 @@ class Recompute(Pass):
         stays |= {value for node in of_ops(of, self.keep, where=WHERE) for value in node.outs}
         if not self.comm:
             stays |= {value for node in of if is_comm(node) for value in node.outs}
+        if not self.gathers:
+            whole = fetched(graph)
+            stays |= {value for node in of if is_comm(node) for value in node.outs if value in whole}
         return stays

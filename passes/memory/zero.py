@@ -93,12 +93,17 @@ class GatherAgain(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
     def run(self, graph: Graph, context: Context) -> bool:
-        fetched = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
-        for node in graph.nodes:
-            moves = is_comm(node) or is_view(node) or narrows(node)
-            if node.phase is Phase.FORWARD and moves and all(value in fetched for value in node.operands):
-                fetched.update(node.outs)
-        return Repeats(graph, fetched.__contains__).run()
+        return Repeats(graph, fetched(graph).__contains__).run()
+
+
+def fetched(graph: Graph) -> set[Value]:
+    """Stored parameters, and what the forward makes of them by gathers, casts and views alone."""
+    found = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+    for node in graph.nodes:
+        moves = is_comm(node) or is_view(node) or narrows(node)
+        if node.phase is Phase.FORWARD and moves and all(value in found for value in node.operands):
+            found.update(node.outs)
+    return found
 
 
 def _casts(user: Node) -> bool:

@@ -9,7 +9,8 @@ thought, that is taken off the budget.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardfx.compile import default_passes, offloads, plan_graph
 from shardfx.compiled import Compiled
@@ -51,41 +52,109 @@ def fitted(compiled: Compiled, foresight: Foresight) -> Compiled:
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
     if memory.peak <= budget or not trains:
         return compiled
-    options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
-    course = Course(memory, compiled.after, Machine.of(hints.machine), options)
-    kinds, moments = course.kinds, course.moments()
-    wanted = budget
-    for _ in range(TRIES):
-        choice = cheapest(kinds, moments, wanted)
-        if choice is None:
-            break
-        made = _planned(compiled, tuple(_passes(course, choice)), tuple(_put_away(course, choice)))
-        held = foresight.of(made)
-        peak = held.peak
-        if peak <= budget:
-            step, longer = (each.footprint.cost.seconds(course.machine, compiled.after.mesh) for each in (memory, held))
-            how = "made again or put away" if any(choice.away.values()) else "made again"
-            made.after.notes.append(
-                f"{how} to fit into {size_text(budget)}: {longer / step - 1:.1%} more time in a step; "
-                f"the cheapest choice is at most {choice.gap:.1%} cheaper; the rank holds {size_text(peak)}"
-            )
-            return made
-        wanted -= peak - budget
-    raise Error(
-        f"no choice of what is made again fits into Hints(memory={hints.memory!r})",
-        where="Hints(recompute='auto')",
-        expected=f"a budget of at least about {size_text(least_peak(kinds, moments))}",
-        got=f"{size_text(budget)}, where a rank that keeps all holds {size_text(memory.peak)}",
-        remedy=what_fits(compiled, foresight, budget),
+    search = _Search(compiled, foresight, budget)
+    made = search.within(budget) or search.from_leanest() or search.wholesale()
+    if made is None:
+        raise Error(
+            f"no choice of what is made again fits into Hints(memory={hints.memory!r})",
+            where="Hints(recompute='auto')",
+            expected=f"a budget of at least about {size_text(search.least)}",
+            got=f"{size_text(budget)}, where a rank that keeps all holds {size_text(memory.peak)}",
+            remedy=what_fits(compiled, foresight, budget),
+        )
+    longer = search.seconds(made) / search.seconds(compiled) - 1
+    away = any(isinstance(each, Offload) and ACTIVATIONS in each.whats for each in made.passes)
+    how = "made again or put away" if away else "made again"
+    made.after.notes.append(
+        f"{how} to fit into {size_text(budget)}: {longer:.1%} more time in a step; "
+        f"{search.said}; the rank holds {size_text(foresight.of(made).peak)}"
     )
+    return made
 
 
-def _planned(compiled: Compiled, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Compiled:
-    """The same with some recomputation, and some activations put away."""
-    others = tuple(left for each in offloads(compiled.hints) for left in each.without(ACTIVATIONS))
-    passes = default_passes(replace(compiled.hints, recompute=again, offload=(*others, *away)))
-    graph, context = plan_graph(compiled.captured, compiled.hints, compiled.context.rules, passes)
-    return Compiled(compiled.hints, compiled.captured, graph, context, passes)
+@dataclass
+class _Search:
+    """For a plan that fits into a budget, of one that keeps all.
+
+    ``said``: how good the last plan that was found is; ``least``: what those that were tried hold at the least.
+    """
+
+    compiled: Compiled
+    foresight: Foresight
+    budget: int
+    said: str = ""
+    least: int = 0
+
+    @cached_property
+    def course(self) -> Course:
+        """What may be made again, or put away."""
+        hints = self.compiled.hints
+        options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
+        return Course(self.foresight.of(self.compiled), self.compiled.after, Machine.of(hints.machine), options)
+
+    @cached_property
+    def _moments(self) -> dict[tuple[int, ...], int]:
+        return self.course.moments()
+
+    def seconds(self, made: Compiled) -> float:
+        """Of a step of a plan, by the cost model."""
+        return self.foresight.of(made).footprint.cost.seconds(self.course.machine, made.after.mesh)
+
+    def within(self, wanted: int) -> Compiled | None:
+        """The cheapest choice; what its plan holds more than was thought is taken off what is ``wanted``."""
+        for _ in range(TRIES):
+            choice = cheapest(self.course.kinds, self._moments, wanted)
+            if choice is None:
+                return None
+            made = self._chosen(choice)
+            peak = self._held(made)
+            if peak <= self.budget:
+                self.said = f"the cheapest choice is at most {choice.gap:.1%} cheaper"
+                return made
+            wanted -= peak - self.budget
+        return None
+
+    def from_leanest(self) -> Compiled | None:
+        """Where plans hold less than was thought: what the leanest one leaves is given to the choice."""
+        floor = least_peak(self.course.kinds, self._moments)
+        choice = cheapest(self.course.kinds, self._moments, floor)
+        if choice is None:
+            return None
+        leanest = self._chosen(choice)
+        peak = self._held(leanest)
+        if peak > self.budget:
+            return None
+        self.said = "no cheaper choice was found"
+        return self.within(self.budget + floor - peak) or leanest
+
+    def wholesale(self) -> Compiled | None:
+        """The quickest that fits, of those that make all stretches again, put all away, or both."""
+        all_again = tuple(
+            replace(_pass(self.course, kind, 0, len(kind.stretches), frozenset()), gathers=True)
+            for kind in self.course.kinds
+        )
+        options = self.course.offload
+        all_away = () if options is None else (replace(options, what=ACTIVATIONS),)
+        ways = [(all_again, ())] + [((), all_away), (all_again, all_away)] * bool(all_away)
+        fit = [made for made in (self._planned(*way) for way in ways) if self._held(made) <= self.budget]
+        self.said = "nothing between was found"
+        return min(fit, key=self.seconds, default=None)
+
+    def _held(self, made: Compiled) -> int:
+        peak = self.foresight.of(made).peak
+        self.least = min(self.least or peak, peak)
+        return peak
+
+    def _chosen(self, choice: Choice) -> Compiled:
+        return self._planned(tuple(_passes(self.course, choice)), tuple(_put_away(self.course, choice)))
+
+    def _planned(self, again: tuple[Recompute, ...], away: tuple[Offload, ...]) -> Compiled:
+        """The same with some recomputation, and some activations put away."""
+        compiled = self.compiled
+        others = tuple(left for each in offloads(compiled.hints) for left in each.without(ACTIVATIONS))
+        passes = default_passes(replace(compiled.hints, recompute=again, offload=(*others, *away)))
+        graph, context = plan_graph(compiled.captured, compiled.hints, compiled.context.rules, passes)
+        return Compiled(compiled.hints, compiled.captured, graph, context, passes)
 
 
 def _passes(course: Course, choice: Choice) -> Iterator[Recompute]:
@@ -122,7 +191,7 @@ def _keeps(group: Group, choice: Choice, index: int, count: int) -> bool:
 
 def _pass(course: Course, kind: Kind, start: int, length: int, kept: frozenset[Group]) -> Recompute:
     modules, skip, count, keep = _named(course, kind, start, length, kept)
-    return Recompute(modules, keep, skip=skip, count=count)
+    return Recompute(modules, keep, gathers=False, skip=skip, count=count)
 
 
 def _named(

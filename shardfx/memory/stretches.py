@@ -17,8 +17,10 @@ from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
 from shardfx.ir.names import prefixes
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.pools.pool_ops import moves_pool
+from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import gives_alias
 from shardfx.passes import Offload
+from shardfx.passes.memory.zero import fetched
 
 from .rank_memory import RankMemory
 
@@ -118,7 +120,8 @@ class Course:
         return [Kind(alike, self._groups(alike[len(alike) // 2])) for alike in found.values()]
 
     def _groups(self, stretch: Stretch) -> list[Group]:
-        """The groups of one stretch that may be made again."""
+        """The groups of one stretch that may be made again: no gathers of parameters, which travel with those of other
+        stretches, so that to gather some of them again frees nothing."""
         found: dict[tuple[str, str], Group] = {}
         of: dict[Node, Group] = {}
         made: dict[Node, list[Value]] = {}
@@ -126,7 +129,8 @@ class Course:
         leaving = sources(value for value, users in self._users.items() if users - {stretch.path})
         for node in stretch.nodes:
             made[node] = [value for value in node.outs if value not in leaving]
-            if made[node] and not gives_alias(node.op) and not moves_pool(node):
+            gathers = is_comm(node) and self._fetched.issuperset(node.outs)
+            if made[node] and not gives_alias(node.op) and not moves_pool(node) and not gathers:
                 key = node.where.module[len(stretch.path) :], op_name(node.op)
                 of[node] = found.setdefault(key, Group(*key))
         for node, group in of.items():
@@ -167,6 +171,11 @@ class Course:
         """What the backward uses of the forward, behind views."""
         later = (value for node in self.graph.nodes if node.phase is not Phase.FORWARD for value in node.operands)
         return {v for v in sources(later) if v.node is not None and v.node.phase is Phase.FORWARD}
+
+    @cached_property
+    def _fetched(self) -> set[Value]:
+        """Parameters, and what is only gathered of them."""
+        return fetched(self.graph)
 
     @cached_property
     def _seconds(self) -> dict[Node, float]:

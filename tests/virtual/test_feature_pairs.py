@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from shardfx.ir.errors import Error
 from tests.pairs import FEATURES, MODELS, Names, alone_and_in_pairs, beside_one_device
 
 QUICK = [("gpt_separate", ("clip", "activations"))]
@@ -12,14 +11,10 @@ ALONE = [(model, (name,)) for name in FEATURES for model in MODELS]
 PAIRS = [names for names in alone_and_in_pairs() if len(names) == 2]
 TURNS = [(MODELS[i % len(MODELS)], names) for i, names in enumerate(PAIRS)]
 """Each pair on one of the models, each of which meets each feature in some."""
-TOO_LITTLE = ("gpt_separate", ("auto", "zero 1"))
-"""No choice is found where blocks that are made again would fit: what is gathered again holds more than was thought."""
 
 
 def slow(case: tuple[str, Names]) -> object:
-    too_much = pytest.mark.xfail(reason="a choice that holds more than was foreseen", strict=True, raises=Error)
-    known = [too_much] if case == TOO_LITTLE else []
-    return pytest.param(*case, marks=[pytest.mark.slow, *known])
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def named(case: object) -> str:

@@ -78,6 +78,24 @@ def test_what_costs_less_is_put_away() -> None:
     assert both.verify(), both.verify().why
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"zero": 1, "zero_min": 0}, "the cheapest choice"),
+        pytest.param({"zero": 2, "zero_min": 0}, "the cheapest choice", marks=pytest.mark.slow),
+        pytest.param({"arena": True}, "nothing between", marks=pytest.mark.slow),
+        pytest.param({"offload": (sx.Offload("activations", least=0),)}, "nothing between", marks=pytest.mark.slow),
+    ],
+    ids=["zero 1", "zero 2", "arena", "activations"],
+)
+def test_where_all_made_again_fits_something_is_found(more: dict[str, Any], said: str) -> None:
+    """Also where parameters are gathered together, or a plan holds less than is thought of its parts."""
+    blocks = {"recompute": "layers.*", **more}
+    peaks = [plan(make("llama"), MESHES["dp2"], **hints).memory().peak for hints in (more, blocks)]
+    pm = plan(make("llama"), MESHES["dp2"], **more, recompute="auto", memory=sum(peaks) // 2)
+    assert pm.memory().peak <= sum(peaks) // 2 and said in pm.after.notes[-1]
+
+
 def test_what_fits_is_left_alone() -> None:
     pm = plan(make("gpt_fused"), MESHES["dp2"], recompute="auto", memory="1GiB")
     assert str(pm.after) == str(plan(make("gpt_fused"), MESHES["dp2"]).after)
