@@ -32,6 +32,10 @@ class Error(Exception):
                 lines.append(f"  {label + ':':<10}{value}")
         super().__init__("\n".join(lines))
 
+    def at(self, where: str | None) -> Error:
+        """The same, said of a place."""
+        return Error(self.what, where=where, expected=self.expected, got=self.got, remedy=self.remedy)
+
 
 class ShardfxWarning(UserWarning):
     """Something that works, but not as well as the user may think."""

@@ -27,8 +27,9 @@ def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None
             raise Error(
                 f"{guard.op} cannot be computed of these data",
                 where=where,
-                expected="matrices that it is defined for, in all of the batch",
-                got="at least one that is singular, or not positive definite",
+                expected="what it takes on one device, in all of the batch",
+                got="something that it raises for: a matrix that is singular or not positive definite, a number that "
+                "is none of a class or a chance, a condition that does not hold",
                 remedy="call the model on one device, which says which; torch.linalg has forms such as inv_ex that "
                 "say it in a tensor",
             )

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Guard, Where
 
+from .intake.wanted import WANTED, Answer
 from .sources import CAPTURE, is_user_file
 
 MASKS = (torch.bool, torch.uint8)
@@ -50,13 +51,15 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Decisions(TorchFunctionMode):
-    """Answers for the tensors of a model that is traced ``with_numbers``; ``real`` are its stored ones.
+    """Answers for the tensors of a model that is traced: of what functions want (:mod:`.intake.wanted`); where it is
+    traced ``with_numbers`` and to be ``guarded``, also of what they hold; ``real`` are its stored tensors then.
 
     ``values`` are the tensors that were asked for, ``guards`` what they were, and where.
     """
 
-    def __init__(self, model: nn.Module, real: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, real: Mapping[str, Tensor], guarded: bool) -> None:
         super().__init__()
+        self._guarded = guarded
         for name, tensor in stored(model).items() if real else ():
             if isinstance(tensor, FakeTensor):  # torch brings the content of plain tensors along, but not a parameter's
                 with _disable_current_modes():
@@ -68,6 +71,13 @@ class Decisions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (wanted := WANTED.get(func)) is not None:
+            return wanted(self, func, *args, **kwargs)
+        if not self._guarded:
+            return func(*args, **kwargs)
+        if isinstance(func, OpOverload) and not any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs))):
+            with _disable_current_modes():  # what real tensors compute beside the fake ones is none of what is traced
+                return func(*args, **kwargs)
         answer = ANSWERS.get(func)
         if answer is None or not any(_is_unknown(each) for each in tree_iter((args, kwargs))):
             return func(*args, **kwargs)
@@ -95,6 +105,15 @@ class Decisions(TorchFunctionMode):
         self.guards.append(Guard(expected, where, self.of_loss))
         self.values.append(tensor.detach().clone())  # as it is here, whatever is written into it later
         return expected
+
+    def wants(self, wrong: Tensor, op: str) -> None:
+        """From here on ``wrong`` is nowhere true, or it is said that ``op`` raises."""
+        self.guards.append(Guard(False, self._where(), self.of_loss, op=op))
+        self.values.append(wrong.any())
+
+    def count(self, classes: Tensor) -> int | None:
+        """How many classes the numbers of classes know; None, where nobody can say."""
+        return self.decide(classes.max()) + 1 if self._guarded and _is_unknown(classes) else None
 
     def number(self, tensor: Tensor) -> Any:
         """What a tensor of one element holds."""
@@ -146,8 +165,6 @@ def _is_unknown(thing: object) -> bool:
 
 # ---- what is asked ---------------------------------------------------------------------------------------------
 
-Answer = Callable[..., Any]
-
 
 def _number(asked: Decisions, func: Any, tensor: Tensor) -> Any:
     return asked.number(tensor)
@@ -159,6 +176,10 @@ def _as(dtype: torch.dtype) -> Answer:
 
 def _truth(asked: Decisions, func: Any, tensor: Tensor) -> Any:
     return asked.number(tensor if tensor.dtype == torch.bool else tensor.ne(0))
+
+
+def _assert(asked: Decisions, func: Any, condition: Tensor, message: str) -> None:
+    func(asked.number(condition), message)
 
 
 def _list(asked: Decisions, func: Any, tensor: Tensor) -> Any:
@@ -226,10 +247,6 @@ def _bincount(asked: Decisions, func: Any, input: Tensor, weights: Tensor | None
     return ones.new_zeros(size).scatter_add(0, input.long(), ones)
 
 
-def _one_hot(asked: Decisions, func: Any, input: Tensor, num_classes: int = -1) -> Any:
-    return func(input, asked.decide(input.max()) + 1 if num_classes == -1 else num_classes)
-
-
 def _sized(asked: Decisions, func: Any, *args: Any, **kwargs: Any) -> Any:
     own = [args[0]] if isinstance(args[0], Tensor) and args[0].ndim else []
     rest = tree_map_only(Tensor, asked.plain, args[len(own) :])
@@ -246,6 +263,7 @@ ANSWERS: Mapping[Any, Answer] = {
     **_functions("item __float__ __complex__", _number),
     **_functions("__int__ __index__", _as(torch.int64)),
     **_functions("__bool__ is_nonzero", _truth),
+    **_functions("_assert", _assert),
     **_functions("tolist", _list),
     **_functions("__contains__", _contains),
     **_functions("equal", _equal),
@@ -258,7 +276,6 @@ ANSWERS: Mapping[Any, Answer] = {
     **_functions("__setitem__", _set),
     **_functions("repeat_interleave", _repeat),
     **_functions("bincount", _bincount),
-    F.one_hot: _one_hot,
     **_functions("zeros ones empty full arange linspace new_zeros new_ones new_empty new_full", _sized),
     **_functions("view reshape expand repeat narrow split", _sized),
 }

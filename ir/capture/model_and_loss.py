@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from .decisions import Decisions, stored
 from .forms.compute import Compute
 from .intake.checkpointed import Checkpointed
 from .intake.own_loss import OwnLoss
-from .intake.refusals import explain_decision
+from .intake.refusals import explain_decision, user_frame
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,15 @@ class ModelAndLoss(nn.Module):
         Raises:
             Error: what the code does depends on the data, and there are no guards.
         """
-        decisions = Decisions(self.model, self._stored)
+        decisions = Decisions(self.model, self._stored, self.guard)
         noting = self.results.checkpointed.noting(self.model)
         try:
-            with decisions if self.guard else nullcontext(), self._compute.parameters_of(self.model), noting:
+            with decisions, self._compute.parameters_of(self.model), noting:
                 outs = self._run(tensors, decisions)
+        except Error as error:
+            if error.where is not None:
+                raise
+            raise error.at(user_frame(error, self.model)) from error
         except Exception as error:
             found = explain_decision(error, self.model, self.guard)
             if found is None:

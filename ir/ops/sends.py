@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
-from .traits import base_name
+from .traits import base_name, is_view, narrows
 
 
 class Sent(NamedTuple):
@@ -73,3 +73,13 @@ def turns_of(node: Node, mesh: Mesh) -> int:
     return mesh.extent(
         axis for axis in ((*spec.axes, *spec.partial_axes) if spec is not None else ()) if mesh[axis].time
     )
+
+
+def fetched(graph: Graph) -> set[Value]:
+    """Stored parameters, and what the forward makes of them by gathers, casts and views alone."""
+    found = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
+    for node in graph.nodes:
+        moves = is_comm(node) or is_view(node) or narrows(node)
+        if node.phase is Phase.FORWARD and moves and all(value in found for value in node.operands):
+            found.update(node.outs)
+    return found

@@ -20,13 +20,12 @@ from typing import ClassVar
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, Value
-from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.sends import fetched, is_comm
 from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 from .boundaries import Slices
 from .made_again import Repeats
 from .regions import of_ops, regions
-from .zero import fetched
 
 WHERE = "Hints(recompute=...)"
 

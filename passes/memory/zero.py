@@ -17,8 +17,8 @@ from shardfx.ir.cut import Cut, Part, compound
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.sends import is_comm
-from shardfx.ir.ops.traits import is_view, narrows
+from shardfx.ir.ops.sends import fetched
+from shardfx.ir.ops.traits import narrows
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
 from shardfx.passes.update_placement import place_update
@@ -94,16 +94,6 @@ class GatherAgain(Pass):
 
     def run(self, graph: Graph, context: Context) -> bool:
         return Repeats(graph, fetched(graph).__contains__).run()
-
-
-def fetched(graph: Graph) -> set[Value]:
-    """Stored parameters, and what the forward makes of them by gathers, casts and views alone."""
-    found = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
-    for node in graph.nodes:
-        moves = is_comm(node) or is_view(node) or narrows(node)
-        if node.phase is Phase.FORWARD and moves and all(value in found for value in node.operands):
-            found.update(node.outs)
-    return found
 
 
 def _casts(user: Node) -> bool:

@@ -17,10 +17,9 @@ from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
 from shardfx.ir.names import prefixes
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.pools.pool_ops import moves_pool
-from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.sends import fetched, is_comm
 from shardfx.ir.ops.traits import gives_alias
 from shardfx.passes import Offload
-from shardfx.passes.memory.zero import fetched
 
 from .rank_memory import RankMemory
 

@@ -7,11 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.text import parse_graph, print_graph
 from tests.reference import rel_err
+
+
+def slow(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.slow)
+
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "linalg.inv": torch.linalg.inv,
@@ -63,6 +69,61 @@ def test_they_equal_one_device_and_raise_where_it_raises(name: str) -> None:
     pm.load_full_state_dict({key: value.double() for key, value in zeros.items()})
     with pytest.raises(sx.Error, match=r"linalg\.inv cannot be computed of these data"):
         pm(x)
+
+
+CHANCES = torch.tensor([0.0, 0.25, 1.0, 0.5], dtype=torch.float64)
+WANTED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, list[Tensor]]] = {
+    "one_hot": (
+        lambda x, y: x * F.one_hot(y, 4),
+        torch.tensor([0, 3, 1, 3]),
+        [torch.tensor([0, 4, 1, 3]), torch.tensor([0, 3, -1, 3])],
+    ),
+    "binary_cross_entropy": (
+        lambda x, y: F.binary_cross_entropy(x.sigmoid(), y[:, None].expand(4, 4), reduction="none"),
+        CHANCES,
+        [CHANCES + 1, CHANCES - 1],
+    ),
+    "its input": (lambda x, y: x * F.binary_cross_entropy(y, x.sigmoid()[0]), CHANCES, [CHANCES + 1]),
+    "bernoulli": (lambda x, y: x * torch.bernoulli(y), CHANCES, [CHANCES * 2]),
+    "bernoulli_": (lambda x, y: x * torch.empty_like(x).bernoulli_(y), CHANCES, [-CHANCES]),
+    "_assert_async": (lambda x, y: _asserted(x, y), torch.tensor(True), [torch.tensor(False)]),
+}
+
+
+def _asserted(x: Tensor, holds: Tensor) -> Tensor:
+    torch._assert_async(holds, "it holds")
+    return 2 * x
+
+
+class OfTwo(nn.Module):
+    """A layer, and a function of what it gives and of a second input."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4, dtype=torch.float64)
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(self.layer(x), y)
+
+
+@pytest.mark.parametrize("name", ["one_hot", "binary_cross_entropy", *(slow(each) for each in list(WANTED)[2:])])
+def test_what_functions_want_of_their_data_is_asked_of_each_call(name: str) -> None:
+    """These are taken apart when they are traced, and their checks would be lost."""
+    function, good, bad = WANTED[name]
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 6, dtype=torch.float64), OfTwo(function)
+    hints = sx.Hints(args=(x, good), loss=torch.sum, specs={"args.0": "dp, -"})
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    pm(x, good).backward()
+    if "bernoulli" not in name:
+        assert rel_err(pm(x, good), model(x, good).sum()) < 1e-12
+    assert pm.verify(), pm.verify().why
+    for each in bad:
+        with pytest.raises((RuntimeError, IndexError)):
+            model(x, each)
+        with pytest.raises(sx.Error):
+            pm(x, each)
 
 
 FACTORED: dict[str, Callable[[Tensor], Tensor]] = {

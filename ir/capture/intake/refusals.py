@@ -166,7 +166,7 @@ def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, Error) or not any(word in text for word in DATA_DEPENDENT):
         return None
-    return _data_dependent(_user_frame(error, model), text.splitlines()[0][:300], guarded)
+    return _data_dependent(user_frame(error, model), text.splitlines()[0][:300], guarded)
 
 
 def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None, guarded: bool) -> Error:
@@ -175,7 +175,7 @@ def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None,
     if decision is not None:
         return decision
     text = f"{type(error).__name__}: {error}"
-    where = _user_frame(error, model)
+    where = user_frame(error, model)
     if FOREIGN in text:
         return _foreign(where, model, loss)
     if any(words in text for words in TOO_SMALL):
@@ -235,7 +235,7 @@ def _has_tensor(value: object) -> bool:
     )
 
 
-def _user_frame(error: Exception, model: nn.Module) -> str | None:
+def user_frame(error: Exception, model: nn.Module) -> str | None:
     """The innermost line of code outside of torch that the error passed through, and the module that it is of."""
     names = {id(module): path for path, module in model.named_modules()}
     kinds = {path: type(module).__name__ for path, module in model.named_modules()}

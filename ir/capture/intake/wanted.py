@@ -1,0 +1,94 @@
+"""What functions want of their data, and how tensors' data are read: kept where torch would leave it out of a trace.
+
+F.one_hot(i, 4)                    i is looked up in 0, 1, 2, 3: who is none of these raises, as on one device
+F.binary_cross_entropy(p, y)       a guard: no p and no y is below 0 or above 1
+torch._assert_async(ok)            a guard: ok is not zero
+x.data                             x.detach()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfx.ir.errors import Error
+
+
+class Asked(Protocol):
+    """Who traces a model's code, and is asked what to do for a function."""
+
+    def wants(self, wrong: Tensor, op: str) -> None:
+        """From here on ``wrong`` is nowhere true, or it is said that ``op`` raises."""
+
+    def count(self, classes: Tensor) -> int | None:
+        """How many classes the numbers of classes know; None, where nobody can say."""
+
+
+Answer = Callable[..., Any]
+
+
+def _read(asked: Asked, func: Any, tensor: Tensor, *_: Any) -> Tensor:
+    return tensor.detach()
+
+
+def _replaced(asked: Asked, func: Any, *_: Any) -> None:
+    raise Error(
+        "the model's code replaces what a tensor holds",
+        expected="new tensors, or buffers that are written in place",
+        got="x.data = ...",
+        remedy="go on with the new tensor; of a buffer, self.name.copy_(...) under torch.no_grad()",
+    )
+
+
+def _one_hot(asked: Asked, func: Any, input: Tensor, num_classes: int = -1) -> Any:
+    if num_classes == -1 and (count := asked.count(input)) is not None:
+        num_classes = count
+    if num_classes > 0 and input.numel():
+        known = torch.arange(num_classes, device=input.device)
+        input = known.index_select(0, input.reshape(-1)).reshape(input.shape)
+    return func(input, num_classes)
+
+
+def _cross_entropy(asked: Asked, func: Any, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    for part, each in (("input", input), ("target", target)):
+        asked.wants(_no_chance(each), f"binary_cross_entropy, whose {part} is from 0 to 1,")
+    return func(input, target, *args, **kwargs)
+
+
+def _bernoulli(asked: Asked, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    chance = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("p", input if not args else None)
+    if isinstance(chance, Tensor):
+        asked.wants(_no_chance(chance), "bernoulli, whose chances are from 0 to 1,")
+    return func(input, *args, **kwargs)
+
+
+def _bernoulli_(asked: Asked, func: Any, input: Tensor, p: Any = 0.5, **kwargs: Any) -> Any:
+    if isinstance(p, Tensor):
+        asked.wants(_no_chance(p), "bernoulli_, whose chances are from 0 to 1,")
+    return func(input, p, **kwargs)
+
+
+def _assert_async(asked: Asked, func: Any, condition: Tensor, message: str = "") -> None:
+    asked.wants(condition.detach() == 0, f"torch._assert_async({message!r})")
+
+
+def _no_chance(each: Tensor) -> Tensor:
+    each = each.detach()
+    return (each < 0) | (each > 1)
+
+
+WANTED: Mapping[Any, Answer] = {
+    Tensor.data.__get__: _read,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _replaced,  # type: ignore[attr-defined]
+    F.one_hot: _one_hot,
+    F.binary_cross_entropy: _cross_entropy,
+    torch.bernoulli: _bernoulli,
+    Tensor.bernoulli: _bernoulli,
+    Tensor.bernoulli_: _bernoulli_,
+    torch._assert_async: _assert_async,
+}
+"""What stands for a function in what is traced."""
