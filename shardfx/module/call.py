@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.autograd import forward_ad
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
@@ -19,7 +18,8 @@ from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
 from shardfx.runtime.peers import Content, Passed
 from shardfx.runtime.step import Results, Step
-from shardfx.runtime.verify.claims import without_content
+
+from .forms.surroundings_of_call import check_call
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
 TARGETS = "targets."
@@ -203,7 +203,7 @@ class Reader:
             self._check(names, bool(given[2]))
             self._known = [(tree, names), *self._known[:KNOWN]]
         named = dict(zip(names, leaves, strict=True))
-        _reject_unreal({name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)})
+        check_call({name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor)})
         return Call(*given, named, bool(given[2]) or not self._targets)
 
     def _check(self, names: Sequence[str], has_targets: bool) -> None:
@@ -216,33 +216,6 @@ class Reader:
                 got=", ".join(names) or "none",
                 remedy="pass the model's arguments first, as positions and names were in Hints, then the targets",
             )
-
-
-def _reject_unreal(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse inputs without content, and a call within a transform that programs have no part in.
-
-    Raises:
-        Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one.
-    """
-    empty = next((name for name, leaf in tensors.items() if without_content(leaf)), None)
-    if empty is not None:
-        raise Error(
-            "an input has no content",
-            where="pm(...)",
-            expected=f"a real tensor as {empty}",
-            got="a fake one, or one on meta",
-            remedy="sx.trace(model, hints) and pm.verify() need no inputs",
-        )
-    dual = forward_ad._current_level >= 0
-    moves = dual and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values())
-    if moves or torch._C._functorch.peek_interpreter_stack() is not None:
-        raise Error(
-            "pm(...) is called within a transform of its inputs",
-            where="pm(...)",
-            expected="a call with tensors as they are, and loss.backward() or torch.autograd.grad",
-            got="an input with a tangent (forward_ad)" if moves else "torch.func.grad, jvp, vmap or the like",
-            remedy="transform the model itself: with pm.gathered() as model: ...",
-        )
 
 
 def inputs_of(call: Call, step: Step) -> dict[str, object]:

@@ -34,6 +34,7 @@ class HandOut(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *above: torch.Tensor) -> Any:
         """The kept gradients, times that of the loss.
 

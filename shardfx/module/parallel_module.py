@@ -129,6 +129,7 @@ class ParallelModule(SteppedModule):
 
     # ---- calling --------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # what a model around pm, or a whole loop, is compiled to calls programs as they are
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step on this process's ranks. With the loss's targets it gives the loss (and, where gradients are
         enabled, has them ready for ``backward()``), without them the model's results, whole.
