@@ -1,8 +1,9 @@
 """Unedited models of transformers, tiny and random, in float64 on virtual ranks beside one device: loss and gradients.
 
-    python -m benchmarks.model_survey [--mesh dp=2] [--guard] [--seconds 240] [names ...]
+    python -m benchmarks.model_survey [--mesh dp=2] [--guard] [--verify] [--seconds 240] [names ...]
 
-One line each: equal (and how much of the arithmetic is not shared), refused (with the message), WRONG (by how much),
+One line each: equal (and how much of the arithmetic is not shared), proven, if that was asked for, or UNPROVEN (with
+what ``pm.verify()`` says); refused (with the message), WRONG (by how much),
 CRASHED (neither), not run (one device does not run it either), or not compared (one device gives something else each
 time). Each in a process of its own, with a limit of time.
 The hints: the batch over ``dp``; over ``tp`` the weight of every Linear, by the larger of its sides; over ``ep`` the
@@ -67,7 +68,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(FLOOR)) if b.numel() else 0.0
 
 
-def verdict(name: str, mesh: sx.Mesh, guard: bool) -> str:
+def verdict(name: str, mesh: sx.Mesh, guard: bool, verify: bool) -> str:
     """What comes of one architecture: a line that begins with the verdict."""
     try:
         made = sample(name)
@@ -109,7 +110,10 @@ def verdict(name: str, mesh: sx.Mesh, guard: bool) -> str:
     near = EQUAL_FLOAT32 if name in FLOAT32 else EQUAL
     if not far < near or any(grads[path].abs().max() > 0 for path in lacking if path in grads):
         return f"WRONG by {far:.2g} in {where}{f', without {lacking[:3]}' if lacking else ''}; {lost}"
-    return f"equal ({far:.0e}){'; ' + lost if lost else ''}"
+    proof = pm.verify() if verify else None
+    if proof is not None and not proof:
+        return f"UNPROVEN: {' | '.join(proof.why.splitlines())}"
+    return f"{'equal' if proof is None else 'proven'} ({far:.0e}){'; ' + lost if lost else ''}"
 
 
 def first_line(error: BaseException) -> str:
@@ -118,20 +122,20 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:200]} ({place.filename.rpartition('/')[2]}:{place.lineno})"
 
 
-def run_one(name: str, sizes: dict[str, int], guard: bool, answer: Connection) -> None:
+def run_one(name: str, sizes: dict[str, int], guard: bool, verify: bool, answer: Connection) -> None:
     """The verdict, said to the parent."""
     warnings.simplefilter("ignore")
     try:
-        said = verdict(name, sx.Mesh(**sizes), guard)
+        said = verdict(name, sx.Mesh(**sizes), guard, verify)
     except Exception as error:
         said = f"CRASHED {first_line(error)}"
     answer.send(said)
 
 
-def in_a_process(name: str, sizes: dict[str, int], guard: bool, seconds: float) -> str:
+def in_a_process(name: str, sizes: dict[str, int], guard: bool, verify: bool, seconds: float) -> str:
     """The verdict, from a process of its own."""
     here, there = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=run_one, args=(name, sizes, guard, there))
+    child = multiprocessing.get_context("fork").Process(target=run_one, args=(name, sizes, guard, verify, there))
     child.start()
     there.close()
     try:
@@ -149,6 +153,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="architectures; all by default")
     parser.add_argument("--mesh", default="dp=2", help="such as dp=2,tp=2")
     parser.add_argument("--guard", action="store_true", help="with Hints(guard=True)")
+    parser.add_argument("--verify", action="store_true", help="prove each by pm.verify()")
     parser.add_argument("--seconds", type=float, default=240)
     given = parser.parse_args()
     sizes = {axis: int(size) for axis, _, size in (each.partition("=") for each in given.mesh.split(","))}
@@ -158,7 +163,7 @@ def main() -> None:
     verdicts: Counter[str] = Counter()
     for name in given.names or NAMES:
         begun = time.perf_counter()
-        said = in_a_process(name, sizes, given.guard, given.seconds)
+        said = in_a_process(name, sizes, given.guard, given.verify, given.seconds)
         word = re.split(r"[ :(]", said)[0]
         verdicts[word] += 1
         verdicts["with work not shared"] += "LOST" in said
