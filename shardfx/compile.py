@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -105,11 +106,19 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
         "pipeline": () if hints.pipeline is None else (hints.pipeline,),
         "gather-again": (GatherAgain(),) if hints.zero == 3 else (),
         "cast-again": (CastAgain(),) if hints.compute is not None and hints.zero < 3 else (),
-        "recompute": tuple(Recompute(each) if isinstance(each, str) else each for each in given),
+        "recompute": tuple(each for kind, those in groupby(given, type) for each in _again(kind, tuple(those))),
         "table-rows": tables,
         "turns": (Turns(fetch=hints.zero == 3, strict=hints.strict),),
         "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }
+
+
+def _again(kind: type, given: tuple[str | Recompute, ...]) -> tuple[Recompute, ...]:
+    """What hints make again, all of one kind, as passes: names of modules together are one."""
+    if kind is not str:
+        return tuple(each for each in given if isinstance(each, Recompute))
+    names = tuple(map(str, given))
+    return (Recompute(names if len(names) > 1 else names[0]),)
 
 
 def offloads(hints: Hints) -> tuple[Offload, ...]:

@@ -75,6 +75,8 @@ class Site:
     def alike(self, spec: Spec, dim: int) -> bool:
         """Whether all ranks have the same of a dim, in every turn that there is."""
         axes = spec.dims[dim].axes
+        if self.view[dim] % self.mesh.extent(axes) == 0:
+            return True
         turns = self.mesh.along(self.emit.coords, (axis for axis in axes if self.mesh[axis].time))
         everywhere = [at for turn in turns for at in self.mesh.along(turn, self.axes)]
         return all(bounds(self.view[dim], axes, self.mesh, at)[1] == self.largest(spec, dim) for at in everywhere)

@@ -29,22 +29,25 @@ def regions(
     Raises:
         Error: a pattern matches nothing.
     """
-    forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
+    forward: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.phase is Phase.FORWARD:
+            forward.setdefault(node.where.module, []).append(node)
+    paths = {module: (*([""] if root else []), *prefixes(module)) for module in forward}
     found: dict[Node, str] = {}
     for text in as_tuple(modules):
         matches = pattern(text).fullmatch
         of_text: dict[str, list[Node]] = {}
-        for node in forward:
-            paths = (*([""] if root else []), *prefixes(node.where.module))
-            path = next((path for path in paths if matches(path)), None)
+        for module, nodes in forward.items():
+            path = next((path for path in paths[module] if matches(path)), None)
             if path is not None:
-                of_text.setdefault(path, []).append(node)
+                of_text.setdefault(path, []).extend(nodes)
         if not of_text:
-            raise no_match(text, "modules", {p for node in forward for p in prefixes(node.where.module)}, where)
+            raise no_match(text, "modules", {path for each in paths.values() for path in each if path}, where)
         for path in list(of_text)[skip:][: count or None]:
             for node in of_text[path]:
                 found.setdefault(node, path)
-    return found
+    return {node: found[node] for node in graph.nodes if node in found}
 
 
 def of_ops(nodes: Iterable[Node], ops: str | Iterable[str], *, where: str) -> list[Node]:

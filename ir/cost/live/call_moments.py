@@ -10,7 +10,7 @@ as the order keeps under way. What all turns collect into is made at the moment 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ class Moments:
             turn = self._turn[moment]
             last = max(moment, *(self._last[use, turn[:depth]] for use, depth in uses))
             nbytes = self._size(storage, turn)
-            yield replace(storage, nbytes=nbytes, born=moment, last=last)
+            yield storage.at(moment, last, nbytes)
 
     def _size(self, storage: Storage, turn: Sequence[int]) -> int:
         if not storage.sizes:

@@ -47,6 +47,11 @@ class Storage:
     sizes: Mapping[Since, int] = field(default_factory=dict)
     message: bool = False
 
+    def at(self, born: int, last: int, nbytes: int) -> Storage:
+        """The same as it is there once, between two moments: ``replace``, of which there are millions."""
+        rest = self.category, self.node, self.kept, self.pool, self.uses, self.sizes, self.message
+        return Storage(nbytes, born, last, *rest)
+
 
 @dataclass(frozen=True)
 class Held:
