@@ -47,9 +47,15 @@ PLANS = (
     "resnet@dp2",
     "hf_gpt2@dp2tp2+alone",
 )
-STEPPED = ("mlp3@dp2tp2+AdamW", "few_rows@dp3tp2+Adafactor", "few_rows@2x2x2+clip+across", "mlp3@dp2tp2+AdamW+away")
-"""Whole steps (one with parameters, states and activations put away), and norms of few rows on many ranks: random
-numbers do not tell a small term of these from none, and the proof does."""
+STEPPED = (
+    "mlp3@dp2tp2+AdamW",
+    "few_rows@dp3tp2+Adafactor",
+    "few_rows@2x2x2+clip+across",
+    "mlp3@dp2tp2+AdamW+away",
+    "gpt_separate@dp2+AdamW+rows",
+)
+"""Whole steps (one with parameters, states and activations put away, one with a table in the host's memory), and norms
+of few rows on many ranks: random numbers do not tell a small term of these from none, and the proof does."""
 UNEVEN = {"dp3tp2": sx.Mesh(dp=3, tp=2)}
 SPECS = {
     "whole-bias": {"fc1.bias": "-"},
@@ -92,7 +98,7 @@ class Rates:
 
 def planned(name: str) -> sx.ParallelModule:
     """The plan of a name such as ``gpt_fused@tp2+sequence`` (``+alone``: no buckets, ``+AdamW``: whole steps;
-    ``+away``: all put away; ``+again``: blocks made again; others: :data:`SPECS`)."""
+    ``+away``: all put away, ``+rows``: tables; ``+again``: blocks made again; others: :data:`SPECS`)."""
     case, _, rest = name.partition("@")
     mesh, *more = rest.split("+")
     made = few_rows() if case == "few_rows" else make(case)
@@ -104,6 +110,7 @@ def planned(name: str) -> sx.ParallelModule:
     fuse |= {"recompute": "layers.*"} if "again" in more else {}
     if "away" in more:
         fuse |= {"offload": (sx.Offload(ahead=2, least=0),)}
+    fuse |= {"offload": (sx.Offload("rows", least=0),)} if "rows" in more else {}
     specs = {name: spec for each in more for name, spec in SPECS.get(each, {}).items()}
     return plan(made, UNEVEN.get(mesh) or MESHES[mesh], "sequence" in more, specs=specs, **fuse)
 

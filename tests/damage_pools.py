@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from shardfx.ir.ops.pools import transfer
@@ -68,3 +69,27 @@ def not_fetched(site: Site, node: fx.Node) -> None:
     """What was fetched goes back, and not what was made of it."""
     fetch = next(n for n in site.calls(transfer.arrived) if n.args[0].args[0] is node.args[0])  # type: ignore[union-attr]
     node.update_arg(1, fetch)
+
+
+def ids_of(node: fx.Node) -> fx.Node:
+    """By which rows are looked up, or into which their gradients go."""
+    found = node.args[1]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def of_other_rows(site: Site, node: fx.Node) -> None:
+    """The rows of other samples."""
+    with site.graph.inserting_before(node):
+        node.update_arg(1, site.graph.call_function(torch.ops.aten.roll.default, (ids_of(node), [1], [0])))
+
+
+def of_rows_too_early(site: Site, node: fx.Node) -> None:
+    """By ids whose copy in the host's memory was only started."""
+    node.update_arg(1, ids_of(node).args[0])
+
+
+def by_ids_that_travel(site: Site) -> list[fx.Node]:
+    """Lookups by what was sent to the host."""
+    lookups = site.calls(torch.ops.aten.embedding.default, torch.ops.aten.embedding_dense_backward.default)
+    return [node for node in lookups if ids_of(node).target is transfer.arrived]

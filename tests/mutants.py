@@ -94,9 +94,12 @@ from tests.damage_pieces import (
 )
 from tests.damage_pools import (
     another_fetched,
+    by_ids_that_travel,
     fetched_with_twin,
     not_fetched,
     not_waited_for,
+    of_other_rows,
+    of_rows_too_early,
     puts_with_twin,
     read_behind_its_new_content,
     read_where_it_lies,
@@ -248,6 +251,9 @@ POOLS = (
     Mutation("a state fetched behind its new content", of(transfer.put), read_behind_its_new_content),
     Mutation("a state put back as it was", of(transfer.put), not_fetched),
     Mutation("returned beside where it belongs", of(transfer.put), becomes(1)),
+    Mutation("rows of other samples", by_ids_that_travel, of_other_rows),
+    Mutation("rows of other samples on one rank", by_ids_that_travel, of_other_rows, True),
+    Mutation("rows looked up before their ids are there", by_ids_that_travel, of_rows_too_early),
 )
 """Damage to what is put away and fetched."""
 AS_THEY_RUN = (*IN_PLACE, *POOLS)
