@@ -152,9 +152,10 @@ class _Search:
         """The same with some recomputation, and some activations put away."""
         compiled = self.compiled
         others = tuple(left for each in offloads(compiled.hints) for left in each.without(ACTIVATIONS))
-        passes = default_passes(replace(compiled.hints, recompute=again, offload=(*others, *away)))
-        graph, context = plan_graph(compiled.captured, compiled.hints, compiled.context.rules, passes)
-        return Compiled(compiled.hints, compiled.captured, graph, context, passes)
+        hints = replace(compiled.hints, recompute=again, offload=(*others, *away))  # what is planned anew keeps to it
+        passes = default_passes(hints)
+        graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, passes)
+        return Compiled(hints, compiled.captured, graph, context, passes)
 
 
 def _passes(course: Course, choice: Choice) -> Iterator[Recompute]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pairs import FEATURES, MODELS, Names, alone_and_in_pairs, beside_one_device
+from tests.pairs import FEATURES, MODELS, Names, alone_and_in_pairs, beside_one_device, model_of, planned
 
 QUICK = [("gpt_separate", ("clip", "activations"))]
 ALONE = [(model, (name,)) for name in FEATURES for model in MODELS]
@@ -30,3 +30,15 @@ def test_features_alone_and_in_pairs_equal_one_device(model: str, names: Names) 
     """Losses, gradients, buffers and parameters of five steps; to the bit what changes no number; and proven."""
     memory = beside_one_device(model, names).memory()
     assert sum(memory.by_category.values()) == memory.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_formula_of_a_peak_is_its_number(model: str, feature: str) -> None:
+    """Also where something was chosen for a budget: plans for other sizes keep to the choice."""
+    pm, case = planned(model, (feature,)), model_of(model)
+    first = (case.args or tuple(case.kwargs.values()))[0]
+    sizes = {"batch": first.shape[0], "sequence": first.shape[1], **{axis.name: axis.size for axis in pm.mesh.axes}}
+    memory = pm.memory()
+    assert memory.formula.subs(sizes) == memory.peak
