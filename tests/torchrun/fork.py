@@ -29,6 +29,7 @@ from tests.zoo import Case, make
 
 from . import (  # noqa: F401
     call_workers,
+    feature_workers,
     optimizer_workers,
     pipeline_workers,
     scene_workers,

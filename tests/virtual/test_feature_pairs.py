@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardfx.module.programs import STEP, TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
 from tests.pairs import FEATURES, MODELS, Names, alone_and_in_pairs, beside_one_device, model_of, planned
 
 QUICK = [("gpt_separate", ("clip", "activations"))]
@@ -42,3 +44,14 @@ def test_the_formula_of_a_peak_is_its_number(model: str, feature: str) -> None:
     sizes = {"batch": first.shape[0], "sequence": first.shape[1], **{axis.name: axis.size for axis in pm.mesh.axes}}
     memory = pm.memory()
     assert memory.formula.subs(sizes) == memory.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_ranks_hold_is_foreseen_call_by_call(model: str, feature: str) -> None:
+    pm, case = planned(model, (feature,)), model_of(model)
+    steps = pm._compiled.hints.optimizer is not None
+    for run, kinds in ((pm, TRAIN), *([(pm.step, STEP)] if steps else [])):
+        for rank, held in held_in_a_step(pm, case, run).items():
+            check_footprint(pm._programs.running(rank, kinds), held)
