@@ -21,6 +21,7 @@ import sympy
 from shardfx.ir.cost.live.storages import Footprint
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import NOWHERE, Input, InputKind, Node, Where, op_name
+from shardfx.ir.program.arena.tenants import lying
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.text.printer import size_text
@@ -41,6 +42,7 @@ CATEGORIES = {
 """Of what a program is given, which is there all the time."""
 NO_SIZES = Sizes()
 BUFFERS = "communication buffers"
+ARENA = "arena"
 MADE = {"communication": BUFFERS, "kept": BUFFERS, "gathered": "gathered parameters", "cast": "cast parameters"}
 """Of what it makes, where a storage's category is called otherwise here."""
 
@@ -103,8 +105,19 @@ class RankMemory:
     @cached_property
     def at_peak(self) -> tuple[Holder, ...]:
         """What is there at the peak, the largest first; their bytes sum up to it."""
-        made = [_made(held.category, held.nbytes, held.node) for held in self.footprint.peak.held]
-        return tuple(sorted([*self.given, *made], key=lambda held: -held.nbytes))
+        there = self.footprint.peak.held
+        made = [_made(held.category, held.nbytes, held.node) for held in there if held.category != ARENA]
+        arena = sum(held.nbytes for held in there if held.category == ARENA)
+        return tuple(sorted([*self.given, *made, *self._in_arena(arena)], key=lambda held: -held.nbytes))
+
+    def _in_arena(self, nbytes: int) -> list[Holder]:
+        """Of an arena what lies in it at the peak, and what is left."""
+        if not nbytes:
+            return []
+        places = lying(self.program, self.footprint.calls[self._top])
+        found = [_made(ARENA, size, node.meta.get("shardfx")) for node, size in places.items()]
+        left = nbytes - sum(places.values())
+        return [*found, Holder(ARENA, left, "", "left empty")] if left else found
 
     @cached_property
     def by_category(self) -> Mapping[str, int]:

@@ -90,6 +90,17 @@ def use_of_arena(program: RankProgram) -> ArenaUse | None:
     return ArenaUse(sum(_size(arena) for arena in arenas), at_once(blocks), len(found))
 
 
+def lying(program: RankProgram, call: fx.Node) -> dict[fx.Node, int]:
+    """What lies in a program's arenas when a call is done: the bytes, by the calls that give the places."""
+    nodes = list(program.graph.nodes)
+    tenancy, at, found = Tenancy(nodes), nodes.index(call), dict[fx.Node, int]()
+    for node, room in rooms(nodes).items():
+        block = tenancy.of(node, room.end - room.begin)
+        if block is not None and block.born <= at <= block.last:
+            found[node] = block.nbytes
+    return found
+
+
 def _size(arena: fx.Node) -> int:
     nbytes: Any = arena.args[0]
     return int(nbytes)
