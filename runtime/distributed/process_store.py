@@ -81,7 +81,8 @@ class ProcessStore:
                 where=f"ranks 0 and {other[0]}",
                 expected="the same model, mesh, hints and shapes of example inputs on all ranks",
                 got=f"{len(set(every))} different plans",
-                remedy="let nothing in the model or the hints depend on the rank; examples are of the global batch",
+                remedy="let nothing in the model or the hints depend on the rank; examples are of the global batch; and "
+                "make a model on meta there, with torch.device('meta'), for one that is moved loses its ties",
             )
 
     def has_weights(self, mine: bool) -> bool:

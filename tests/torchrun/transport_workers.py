@@ -61,7 +61,8 @@ def ranks_hold_their_own_stages(name: str, weights: str) -> None:
     alone = Tied().double()
     model = deepcopy(alone)
     if weights == "later" or (weights == "first" and rank):
-        model.to_empty(device="meta")
+        with torch.device("meta"):  # moved there, it would have no ties
+            model = Tied().double()
     others = {id(each) for each in gc.get_objects() if type(each) is RankProgram}
     before = real_bytes({})
     own = {each.data_ptr() for each in (*model.parameters(), *model.buffers())}
