@@ -82,7 +82,7 @@ HOW: dict[str, tuple[str, sx.Mesh, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", HOW)
 def test_units_of_any_plan(how: str) -> None:
     name, mesh, order, hints = HOW[how]

@@ -39,7 +39,8 @@ def planned(net: nn.Module, mesh: sx.Mesh, merge: str, x: torch.Tensor) -> sx.Pa
     return sx.parallelize(net, mesh, hints, virtual=True)
 
 
-@pytest.mark.parametrize("name", ["unet", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unet", "resnet"])
 def test_merged_exchanges_give_what_one_device_gives(name: str) -> None:
     counts = {}
     make, shape = NETS[name]
