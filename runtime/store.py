@@ -56,6 +56,9 @@ class Store(Protocol):
     def trained_elsewhere(self) -> frozenset[str]:
         """The parameters that want a gradient, of those that only other processes hold."""
 
+    def writes(self) -> int:
+        """How often parameters were written into that all ranks hold whole, where ranks are processes."""
+
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or in another process."""
 

@@ -4,6 +4,9 @@
     a training step, [8, 6]         a loss without gradients, [8, 6]      -> both raise, with both sides in words
     [digest, how passed, draw]      [digest, how passed, draw]            three numbers from each rank
 
+Beside how inputs are passed goes how often parameters were written into since the last call, where all ranks hold them:
+an optimizer that steps on one rank alone leaves them apart.
+
 (:mod:`.handshake`.) The words are sent only where the numbers differ; what ranks pass in is compared by a checksum, on
 the first, second, fourth, eighth ... call of each form.
 """
@@ -40,8 +43,11 @@ log = logging.getLogger("shardfx")
 SHOWN = 4
 FAILED = max(Passed) + 1
 """In the place of how inputs are passed: this rank cannot do what it was to do."""
+WAYS = FAILED + 1
+"""How many of these there are: what is more says how often parameters were written into."""
 NOTHING = 0
 """In the place of a number that a rank drew, which is said as the next one."""
+WRITTEN = "parameters were written into since the last call"
 _numbers = itertools.count()
 _turn = threading.RLock()
 _refused: list[str] = []
@@ -49,14 +55,21 @@ _refused: list[str] = []
 
 
 class ProcessPeers:
-    """The other processes of a job, for one parallel module."""
+    """The other processes of a job, for one parallel module.
 
-    def __init__(self) -> None:
+    Args:
+        writes: how often parameters were written into that all ranks hold.
+    """
+
+    def __init__(self, writes: Callable[[], int] | None = None) -> None:
         self.number = next(_numbers)
         with ending_together("making the group of all ranks"):
             make_cpu_group()
         tell_when_it_ends()
         self._agreed = False
+        self._writes = writes or (lambda: 0)
+        self._written: int | None = None
+        """So often before the last call was over."""
         self._digests: dict[Hashable, int] = {}
         self._seen: Counter[Hashable] = Counter()
         """How often all ranks agreed on something."""
@@ -86,6 +99,7 @@ class ProcessPeers:
                     self._refuse(error)
                 raise
         finally:
+            self._written = self._writes()
             _turn.release()
 
     def agree(
@@ -104,13 +118,15 @@ class ProcessPeers:
         _refused.clear()
         drawn = NOTHING if draw is None else draw + 1
         way = FAILED if failed else int(passed)
-        begun = Handshake([self._digests[key], way, drawn], "the start of a call")
+        written = 0 if self._written is None else self._writes() - self._written
+        begun = Handshake([self._digests[key], way + WAYS * written, drawn], "the start of a call")
 
         def end() -> Sequence[Sequence[int]]:
             rows = begun.rows()
-            ways = {row[1] for row in rows} - {Passed.EITHER}
-            if len({row[0] for row in rows}) > 1 or len(ways) > 1 or FAILED in ways:
-                said = {"module": f"parallel module {self.number}", **words()}
+            ways = {row[1] % WAYS for row in rows} - {Passed.EITHER}
+            alike = len({(row[0], row[1] // WAYS) for row in rows}) == 1
+            if not alike or len(ways) > 1 or FAILED in ways:
+                said = {"module": f"parallel module {self.number}", **words(), WRITTEN: f"{written} times"}
                 if passed is not Passed.EITHER:
                     said["inputs"] = "the whole of each" if passed is Passed.WHOLE else "this rank's own part"
                 raise difference(self._tell_all((failed, said)))
@@ -121,7 +137,8 @@ class ProcessPeers:
             leave_open(end)
             return Agreed(passed is Passed.PART)
         rows = end()
-        return Agreed(any(row[1] == Passed.PART for row in rows), rows[0][2] - 1 if rows[0][2] != NOTHING else None)
+        first = rows[0][2]
+        return Agreed(any(row[1] % WAYS == Passed.PART for row in rows), first - 1 if first != NOTHING else None)
 
     def planned(self, make: Callable[[], T], graph: Callable[[T], Graph]) -> T:
         """What ``make()`` plans; all ranks plan the same."""
@@ -217,6 +234,15 @@ def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> Error:
         sides.setdefault("; ".join(parts), []).append(rank)
     lines = [f"{named(ranks)}: {text}" for text, ranks in sides.items()]
     shown = [*lines[:SHOWN], f"and {len(lines) - SHOWN} sides more"] if len(lines) > SHOWN else lines
+    if differ == [WRITTEN]:
+        return Error(
+            "the ranks' parameters are no longer the same",
+            where=f"rank {dist.get_rank()}; before pm(...)",
+            expected="parameters that all ranks hold to be written into by all of them, as often",
+            got=f"\n  {'':<10}".join(shown),
+            remedy="step optimizers, and write into parameters, on all ranks alike; pm.load_full_state_dict(...), or a "
+            "checkpoint, makes them the same again",
+        )
     return Error(
         "the ranks do not make the same call",
         where=f"rank {dist.get_rank()}; pm(...)",

@@ -11,6 +11,7 @@ optimizers, norms and averages take no mixture; so buffers are as parameters are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import inf
 from typing import TypeVar
 
@@ -81,8 +82,8 @@ class ProcessStore:
                 where=f"ranks 0 and {other[0]}",
                 expected="the same model, mesh, hints and shapes of example inputs on all ranks",
                 got=f"{len(set(every))} different plans",
-                remedy="let nothing in the model or the hints depend on the rank; examples are of the global batch; and "
-                "make a model on meta there, with torch.device('meta'), for one that is moved loses its ties",
+                remedy="let nothing in the model or the hints depend on the rank; examples are of the global batch; "
+                "and make a model on meta there, with torch.device('meta'), for one that is moved loses its ties",
             )
 
     def has_weights(self, mine: bool) -> bool:
@@ -130,6 +131,17 @@ class ProcessStore:
             places = side_by_side(shapes, together[0].value.type.dtype, self.device)
             found |= {given.name: place for given, place in zip(together, places, strict=True)}
         return found
+
+    def writes(self) -> int:
+        """How often parameters were written into that all ranks hold whole."""
+        held = (self.parameters.get(name) for name in self._everywhere)
+        return sum(DTensorShard.unwrap(each[0])._version for each in held if each is not None)
+
+    @cached_property
+    def _everywhere(self) -> list[str]:
+        """What every rank holds whole."""
+        size = self.mesh.size
+        return [g.name for g in self._inputs if not _spec(g).axes and len(self._homes.holders(g)) == size]
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or on another rank."""

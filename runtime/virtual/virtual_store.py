@@ -37,6 +37,10 @@ class VirtualStore:
     trained_elsewhere: frozenset[str] = frozenset()
     """All is here."""
 
+    def writes(self) -> int:
+        """Pieces that are alike are one."""
+        return 0
+
     def is_loaded(self, name: str) -> bool:
         """Whether there is content."""
         return any(name in held for held in (self.parameters, self.buffers, self.states))

@@ -49,7 +49,7 @@ class ParallelModule(SteppedModule):
         self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
         self._state = ModelState(compiled, place.make_store(compiled.after), model)
-        self._peers = place.make_peers()
+        self._peers = place.make_peers(self._state.store)
         self._compiling = None
         self._variants, self._reader = variants, Reader(compiled.hints)
         self._watch = self._measured = None

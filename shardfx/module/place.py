@@ -67,13 +67,13 @@ class Place:
 
         return ProcessEngine(graph, self.device)
 
-    def make_peers(self) -> Peers:
+    def make_peers(self, store: Store) -> Peers:
         """The other ranks, to a parallel module. All of them call it alike."""
         if self.virtual:
             return Alone()
         from shardfx.runtime.distributed.process_peers import ProcessPeers
 
-        return ProcessPeers()
+        return ProcessPeers(store.writes)
 
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs as modules, through ``torch.compile(**options)``."""

@@ -166,6 +166,27 @@ def own_batches_in_the_shape_of_the_whole_are_noticed() -> None:
 
 
 @worker
+def a_step_on_one_rank_alone_is_noticed() -> None:
+    """It leaves replicas apart; what all ranks write does not, nor what is loaded."""
+    _, pm, x, y = planned(dp=2)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=0.1)
+    before = pm.full_state_dict()
+    for _ in range(2):
+        pm(x, y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        for each in pm.parameters():
+            each.mul_(0.5)
+    pm(x, y).backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+    said = error(lambda: pm(x, y))
+    assert "no longer the same" in said and "rank 1: parameters were written into since the last call: 0 times" in said
+    pm.load_full_state_dict(before)
+    pm(x, y).backward()
+
+
+@worker
 def a_second_thread_is_an_error_on_all_ranks() -> None:
     rank = dist.get_rank()
     model, pm, x, y = planned(dp=2)
