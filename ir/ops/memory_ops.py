@@ -48,6 +48,11 @@ def slot(memory: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) 
     return memory[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(list(shape))
 
 
+def shape_asked(call: Any, arguments: Sequence[Any]) -> Any:
+    """The shape of the memory that a call gives, by its arguments."""
+    return arguments[2 if call is slot else 0]
+
+
 def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Memory of one value everywhere: what turns collect into."""
     return torch.full(list(shape), value, dtype=dtype, device=device)

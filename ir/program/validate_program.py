@@ -248,7 +248,7 @@ class _Walk:
                 )
             at += slot[1][2]
         given = flat.args if isinstance(flat, fx.Node) else ()
-        size = given[2 if flat.target is memory_ops.slot else 0] if given else None
+        size = memory_ops.shape_asked(flat.target, given) if given else None
         if isinstance(size, (list, tuple)) and len(size) == 1 and size[0] != at * pieces:
             self._fail(f"{node.name} joins {at} elements of each piece", node, expected=f"all {size[0]} of {flat}")
 

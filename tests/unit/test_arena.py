@@ -11,6 +11,7 @@ from torch import fx
 
 import shardfx as sx
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.time import turns
 from shardfx.ir.program.arena.packing import ALIGNMENT, Block, at_once, pack
 from shardfx.ir.program.arena.tenants import Tenancy, rooms, use_of_arena
 from shardfx.ir.program.looped.within_turns import regions
@@ -202,3 +203,12 @@ def test_what_lies_in_it_at_the_peak_is_named() -> None:
     assert sum(held.nbytes for held in memory.at_peak) == memory.peak
     assert sum(bool(held.where.module) for held in inside) >= 2
     assert sum(held.op == "left empty" for held in inside) <= 1
+
+
+@pytest.mark.filterwarnings("ignore:not shared", "ignore:turns of")
+def test_what_turns_put_side_by_side_may_lie_in_it() -> None:
+    """Where turns are gone through twice, for all must have come to a place before any goes on."""
+    pm = plan(make("mlp3"), sx.Mesh(dp=3), optimizer=torch.optim.AdamW, accumulate=3, arena=True)
+    program = pm.rank_program(0)
+    assert any(node.target is turns.put and node.args[0].target is memory_ops.slot for node in program.graph.nodes)
+    assert pm.verify(), pm.verify().why

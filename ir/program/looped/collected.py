@@ -165,7 +165,7 @@ class Walk:
         args: Any = node.args
         x, dims, starts, lengths = args[1:]
         dims, starts, lengths = (self._number(arg, node) for arg in (dims, starts, lengths))
-        whole: Any = self._number(memory.args[0], node)
+        whole: Any = self._number(memory_ops.shape_asked(memory.target, memory.args), node)
         made = self.env[x]
         if self._leaves(node):
             place = dict(zip(dims, zip(starts, lengths, strict=True), strict=True))
