@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 
 from shardfx.module.programs import STEP, TRAIN
@@ -16,6 +17,7 @@ __all__ = ["WORKERS"]
 
 def fitting(pairs: bool) -> list[Names]:
     """Those whose mesh has as many ranks as there are; ``auto`` and ``memory`` plan others, too, to know a budget."""
+    faulthandler.cancel_dump_traceback_later()  # they take longer than what is stuck, and traces of who works may crash
     names = [each for each in alone_and_in_pairs() if (len(each) == 2) is pairs]
     return [each for each in names if hints_of(each)[0].size == int(os.environ["WORLD_SIZE"])]
 
