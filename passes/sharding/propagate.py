@@ -30,7 +30,7 @@ from .decompose import Expander
 from .fixpoint import Propagation
 from .held import Held
 from .pins import check_pin, hand_over, must_part
-from .seeds import data_axes, seeds_of
+from .seeds import as_used, data_axes, seeds_of
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,9 @@ def scattered(made: Spec, wish: Iterable[Cut]) -> tuple[Cut, ...]:
 
 
 def write(held: Held, cuts: Mapping[Node, dict[str, Cut]]) -> None:
-    """Write strategies on nodes and specs on values and outputs; a parameter lies as it is stored."""
+    """Write strategies on nodes and specs on values and outputs; a parameter lies as it is stored: in all turns, though
+    each may read a part of it alone."""
+    turns = {axis.name for axis in held.mesh.axes if axis.time}
     for node in held.graph.nodes:
         node.strategy = held.cache.strategy(held.rules[node], cuts[node])
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
@@ -172,5 +174,7 @@ def write(held: Held, cuts: Mapping[Node, dict[str, Cut]]) -> None:
     for given in held.graph.inputs:
         if given.value.spec is None or given.kind is not InputKind.PARAMETER:
             given.value.spec = held.spec(given.value)
+        if given.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            given.value.spec = as_used(given.value.spec, turns, given.value, held.mesh)
     for output, spec in held.graph.output_specs().items():
         output.spec = spec
