@@ -169,7 +169,7 @@ class Walk:
         made = self.env[x]
         if self._leaves(node):
             place = dict(zip(dims, zip(starts, lengths, strict=True), strict=True))
-            self.env[node] = Put(made, place, list(whole), node)
+            self.env[node] = Put(self._make(node, memory_ops.own, (made,)), place, list(whole), node)
         elif len(collected) == 1 and len(dims) == 1:
             self.env[node] = self._gathered(node, made, collected[0], dims[0], list(whole), lengths[0])
         else:
