@@ -203,3 +203,14 @@ def test_a_step_that_overflows_is_none() -> None:
 def test_what_is_refused(what: str, hints: Any) -> None:
     with pytest.raises(sx.Error, match=what):
         routed(**hints())
+
+
+def test_a_gradient_of_which_a_rank_has_nothing_is_cast_from_a_share_of_its_sum() -> None:
+    """Three columns on four ranks: the last rank casts nothing, of what is a share of a sum over the batch."""
+    model = nn.Sequential(nn.Linear(3, 8, bias=False), nn.Linear(8, 4)).double()
+    x, y = torch.randn(8, 3), torch.ones(8, 4)
+    specs = {"args.0": "b, -", "0.weight": "b, a"}
+    hints = sx.Hints(args=(x.double(),), loss=inner, targets=(y.double(),), specs=specs, compute=F32)
+    pm = sx.parallelize(model, sx.Mesh(a=4, b=2), hints, virtual=True)
+    assert "aten.new_full" in str(pm.rank_program(6))
+    assert pm.verify(), pm.verify().why

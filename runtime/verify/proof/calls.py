@@ -179,18 +179,27 @@ class Calls:
 
     def _of_nothing(self, node: fx.Node) -> list[list[Fact | None]]:
         """What a call gives that a rule writes where this rank has nothing of what is shared: whatever it holds of the
-        operands, of which one stands in the call for its device. But for shares of sums that operands may be."""
+        operands, of which one stands in the call for its device. Where these are shares of sums, so is the result: then
+        they are looked for among all that is known so far."""
         deduction, found = self.proof.deduction, list[list[Fact | None]]()
         for maker in self._lacking:
             made = maker.strategy
             assert made is not None
             own = {axis for _, axes in made.cuts for axis in axes}
             if any(axis not in own for spec in made.results for axis in spec.partial_axes):
+                wanted = [self._known(node, self.proof.universe.of[value]) for value in maker.operands]
+                for chosen in itertools.islice(itertools.product(*wanted), 64):
+                    found += self._try(node, maker, [n for n, _ in chosen], [fact for _, fact in chosen])[0]
                 continue
             like = node.all_input_nodes[:1] * len(maker.operands)
             if any(same(form, node, self.root, like) for form in deduction.forms(maker, made, self.rank)):
                 found.append(deduction.results(maker, made, ()))
         return found
+
+    def _known(self, node: fx.Node, term: int) -> list[tuple[fx.Node, Fact]]:
+        """The tensors before a call that are known to be a rank's part of a term."""
+        before = itertools.takewhile(lambda each: each is not node, node.graph.nodes)
+        return [(each, fact) for each in before for fact in self.facts(each) if fact.term == term]
 
     def _cone(self, node: fx.Node, behind: bool) -> dict[int, list[tuple[fx.Node, Fact]]]:
         """The known tensors behind a node, by their terms; also those ``behind`` known ones."""
