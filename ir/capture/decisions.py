@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -50,20 +50,31 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for each in named for name, tensor in each}
 
 
+class NotKnown(Error):
+    """The code asks what a tensor holds that has no content."""
+
+
 class Decisions(TorchFunctionMode):
     """Answers for the tensors of a model that is traced: of what functions want (:mod:`.intake.wanted`); where it is
-    traced ``with_numbers`` and to be ``guarded``, also of what they hold; ``real`` are its stored tensors then.
+    traced ``with_numbers`` and to be ``guarded``, also of what they hold; ``real`` are its stored tensors then. Without
+    these nothing is known of what it is ``given``.
 
     ``values`` are the tensors that were asked for, ``guards`` what they were, and where.
     """
 
-    def __init__(self, model: nn.Module, real: Mapping[str, Tensor], guarded: bool) -> None:
+    def __init__(
+        self, model: nn.Module, real: Mapping[str, Tensor] | None, guarded: bool, given: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
         self._guarded = guarded
-        for name, tensor in stored(model).items() if real else ():
-            if isinstance(tensor, FakeTensor):  # torch brings the content of plain tensors along, but not a parameter's
+        own = stored(model)
+        for name, held in (real or {}).items():
+            if isinstance(tensor := own[name], FakeTensor):  # torch brings plain tensors' content along, no parameter's
                 with _disable_current_modes():
-                    tensor.real_tensor = real[name].detach().clone()
+                    tensor.real_tensor = held.detach().clone()
+        for tensor in (*given, *own.values()) if real is None else ():
+            if isinstance(tensor, FakeTensor):
+                tensor.real_tensor = None
         self._paths = {id(module): path for path, module in model.named_modules()}
         self.of_loss = False
         self.guards: list[Guard] = []
@@ -87,14 +98,14 @@ class Decisions(TorchFunctionMode):
         """What a tensor holds, as ``tolist()`` gives it; from here on that is guarded.
 
         Raises:
-            Error: it is not known: the example had no content.
+            NotKnown: the example had no content.
         """
         if not _is_unknown(tensor):
             return tensor.tolist()
         where = self._where()
         real = tensor.real_tensor  # type: ignore[attr-defined]
         if real is None:
-            raise Error(
+            raise NotKnown(
                 "the model's control flow depends on what is not known here",
                 where=f"{where}  {where.code}".strip(),
                 expected="weights and example inputs with content",

@@ -17,6 +17,7 @@ from shardfx.ir.graph import Guard, Where
 from .decisions import Decisions, stored
 from .forms.compute import Compute
 from .intake.checkpointed import Checkpointed
+from .intake.drawn_outside import draws_nothing_outside
 from .intake.own_loss import OwnLoss
 from .intake.refusals import explain_decision, user_frame
 
@@ -83,6 +84,7 @@ class ModelAndLoss(nn.Module):
         results: Results,
         guard: bool = False,
         compute: Compute | None = None,
+        real: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
@@ -91,20 +93,26 @@ class ModelAndLoss(nn.Module):
         self.results = results
         self.guard = guard
         self._compute = compute or Compute()
-        self._stored = stored(model) if guard else {}
+        self._stored = stored(model) if guard and real else None
+
+    @property
+    def by_example(self) -> bool:
+        """Whether it is traced with the content of weights and examples."""
+        return self._stored is not None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The model's tensors, behind the loss where there is one, and behind them what guards watch. ``tensors`` are
-        the leaves of arguments and targets.
+        the leaves of arguments and targets. They have content for guards to go by, and so have the model's own; if
+        these are not ``real``, what the model makes of nothing has alone.
 
         Raises:
             Error: what the code does depends on the data, and there are no guards.
         """
-        decisions = Decisions(self.model, self._stored, self.guard)
+        decisions = Decisions(self.model, self._stored, self.guard, tensors)
         noting = self.results.checkpointed.noting(self.model)
         try:
             with decisions, self._compute.parameters_of(self.model), noting:
-                outs = self._run(tensors, decisions)
+                outs = draws_nothing_outside(lambda: self._run(tensors, decisions))
         except Error as error:
             if error.where is not None:
                 raise

@@ -28,7 +28,7 @@ from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
 from .convert import Names, convert
-from .decisions import with_numbers
+from .decisions import NotKnown, with_numbers
 from .decomposed import decompositions
 from .forms.compute import Compute
 from .forms.factored import lay_row_by_row
@@ -40,7 +40,7 @@ from .intake.as_eager import check_as_eager
 from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
-from .intake.refusals import explain, reject_loss, reject_unknown_shapes
+from .intake.refusals import DataDependent, explain, reject_loss, reject_unknown_shapes
 from .intake.synchronised import alone
 from .joint.joint_graph import joint_graph
 from .kept_whole import keep_whole
@@ -88,6 +88,8 @@ def capture(
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
+    A model may ask what it made itself holds (``nn.Transformer`` whether its mask is causal): that is no data.
+
     Args:
         optimizer: makes the optimizer whose step stands behind the backward (see :mod:`.update.written`).
         clip: what the norm of all gradients may be at the most (see :mod:`.update.clip`).
@@ -100,7 +102,55 @@ def capture(
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
     """
-    kwargs = dict(kwargs or {})
+    given = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
+    further = (optimizer, clip, scheduled, batch_parts, compute)
+    try:
+        return _capture(*given, guard, *further)
+    except DataDependent as error:
+        if guard:
+            raise
+        return _settled(partial(_capture, *given, True, *further, real=False), error)
+
+
+def _settled(capture: Callable[[], Captured], error: DataDependent) -> Captured:
+    """What is captured with guards, if there are none: what the model asks for is the same at every call.
+
+    Raises:
+        DataDependent: it is not: as ``error`` says, which may not know where.
+    """
+    try:
+        made = capture()
+    except NotKnown as unknown:
+        raise error.at(unknown.where) from None
+    except Error:
+        raise error from None
+    if _decisions(made.graph):
+        raise error
+    return made
+
+
+def _decisions(graph: Graph) -> int:
+    """How many times the data decide what the model does."""
+    return sum(output.guard is not None and not output.guard.op for output in graph.outputs)
+
+
+def _capture(
+    model: nn.Module | torch.export.ExportedProgram,
+    mesh: Mesh,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[..., torch.Tensor] | None,
+    targets: tuple[Any, ...],
+    fold: bool,
+    guard: bool,
+    optimizer: Factory | None,
+    clip: float | None,
+    scheduled: Sequence[str],
+    batch_parts: BatchParts,
+    compute: Compute | None,
+    real: bool = True,
+) -> Captured:
+    """``real``: what guards go by is what weights and examples hold, not only what the model makes itself."""
     named = leaf_names(args, kwargs, targets)
     leaves, tree = pytree.tree_flatten((args, kwargs, targets))
     names = [name for name, leaf in named if isinstance(leaf, torch.Tensor)]
@@ -118,7 +168,8 @@ def capture(
         stack.enter_context(no_log_of_failures())
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
-        traced, tensors = on_cpu(hooks.model, tensors, stack, guard)
+        with with_numbers() if guard else nullcontext():
+            traced, tensors = on_cpu(hooks.model, tensors, stack, guard and real)
         params = dict(traced.named_parameters(remove_duplicate=False))
         buffers = dict(traced.named_buffers(remove_duplicate=False))
         aliases = _aliases({**params, **buffers})
@@ -127,7 +178,7 @@ def capture(
         results = Results()
 
         def program(model: nn.Module) -> ModelAndLoss:
-            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute)
+            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute, real)
 
         short = Shortened(traced)
         scale = compute.scale if compute is not None else None
@@ -150,7 +201,7 @@ def capture(
     _name_ties(graph, aliases)
     behind = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
     graph, update, apart = behind.write(graph, dict(traced.named_parameters()))
-    guards = sum(output.guard is not None and not output.guard.op for output in graph.outputs)
+    guards = _decisions(graph)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     count = batch_parts.count
     parts = f"batch norms normalise each of {count} parts of the batch apart" if count > 1 else ""
@@ -202,7 +253,7 @@ def _trace(
             with with_numbers() if program.guard else nullcontext(), own.noting():
                 exported = torch.export.export(program, tensors, strict=False).module(check_guards=False)
             reject_unknown_shapes(exported, program.guard)
-            unlike = check_as_eager(program, exported, tensors, program.guard, compute is not None)
+            unlike = check_as_eager(program, exported, tensors, program.by_example, compute is not None)
             names = replace(names, guards=program.results.guards)
             keep_whole(exported)
             if batch_parts.count > 1:

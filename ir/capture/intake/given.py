@@ -144,13 +144,17 @@ def on_cpu(
 
 @contextmanager
 def no_log_of_failures() -> Iterator[None]:
-    """What fake tensors refuse is an error that says so: torch need not log it as well."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    """What fake tensors refuse, or do not know, is an error that says so: torch need not log it as well."""
+    names = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"
+    logs = [logging.getLogger(name) for name in names]
+    before = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
     try:
         yield
     finally:
-        log.disabled = before
+        for log, was in zip(logs, before, strict=True):
+            log.disabled = was
 
 
 @contextmanager

@@ -134,10 +134,14 @@ def said(where: Where) -> str:
     return "  ".join(part for part in (str(where), where.code) if part)
 
 
+class DataDependent(Error):
+    """The model asks what a tensor holds."""
+
+
 def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
     mask = "use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`"
     guard = "Hints(guard=True) captures what the model does for the examples, and checks it at every call"
-    return Error(
+    return DataDependent(
         "the model's shapes or control flow depend on the data",
         where=where,
         expected="ops that guards know: `if tensor`, .item(), nonzero(), x[mask], repeat_interleave, ..."
@@ -148,7 +152,16 @@ def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
     )
 
 
-DATA_DEPENDENT = ("GuardOnDataDependent", "data-dependent", "Could not guard", "_local_scalar_dense", "nonzero", "u0")
+DATA_DEPENDENT = (
+    "GuardOnDataDependent",
+    "DataDependentOutput",
+    "DynamicOutputShape",
+    "data-dependent",
+    "Could not guard",
+    "_local_scalar_dense",
+    "nonzero",
+    "u0",
+)
 FOREIGN = "convert all Tensors to FakeTensors"
 TOO_SMALL = (
     "Kernel size can't be greater than actual input size",

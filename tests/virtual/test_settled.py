@@ -1,0 +1,147 @@
+"""What a model asks of tensors that it made of nothing itself is no data: it is the same at every call. Random numbers
+that are not torch's are not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+
+
+class Asking(nn.Module):
+    """A layer whose output goes through a function that asks for something."""
+
+    def __init__(self, ask: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.ask = nn.Linear(4, 4), ask
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ask(self, self.layer(x))
+
+
+def planned(model: nn.Module, x: Tensor, **hints: Any) -> sx.ParallelModule:
+    specs = {"args.0": ", ".join(["dp", *["-"] * (x.ndim - 1)])}
+    return sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), specs=specs, **hints), virtual=True)
+
+
+def of_itself(asked: Any, y: Tensor) -> Tensor:
+    causal = torch.full((len(y), len(y)), -torch.inf, dtype=y.dtype).triu(1)
+    return causal.softmax(-1) @ y if torch.equal(causal, causal.triu(1)) else y
+
+
+ASKED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a branch": lambda m, y: y * 2 if torch.arange(4).sum() > 3 else y,
+    "a number": lambda m, y: y * torch.arange(4).max().item(),
+    "a mask": lambda m, y: y[:, torch.arange(4) % 2 == 0],
+    "nonzero": lambda m, y: y[:, torch.nonzero(torch.arange(4) - 1).squeeze(1)],
+    "repeats": lambda m, y: y.repeat_interleave(torch.arange(4), 1),
+    "of the shape": lambda m, y: y / torch.tensor(y.shape[0]).item(),
+    "a comparison": of_itself,
+    "an assertion": lambda m, y: y if torch.allclose(torch.eye(3), torch.eye(3)) else y * 5,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_model_makes_of_nothing_decides_without_a_guard(name: str) -> None:
+    """Also in another form of call, and where weights and inputs have no content."""
+    torch.manual_seed(0)
+    model, x, other = Asking(ASKED[name]).double(), torch.randn(4, 4).double(), torch.randn(6, 4).double()
+    pm = planned(model, x)
+    assert not [output for output in pm.before.outputs if output.guard is not None]
+    for each in (x, other):
+        assert torch.allclose(pm(each), model(each), rtol=1e-12)
+    assert pm.verify()
+    assert planned(Asking(ASKED[name]).to("meta"), x.to("meta")).verify()
+
+
+DATA: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "its input": lambda m, y: y * 2 if y.sum() > -1e9 else y,
+    "a parameter": lambda m, y: y * 2 if m.layer.bias.sum() > -1e9 else y,
+    "a buffer": lambda m, y: y * 2 if m.mask.sum() > 0 else y,
+    "a random number": lambda m, y: y * 2 if torch.rand(()) > -1 else y,
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_what_may_be_another_at_the_next_call_is_still_refused(name: str) -> None:
+    with pytest.raises(sx.Error, match="control flow depend on the data") as error:
+        planned(Asking(DATA[name]), torch.randn(4, 4))
+    assert "guard=True" in str(error.value)
+
+
+def test_the_line_that_asks_for_data_is_named_though_another_asks_before() -> None:
+    def both(model: Any, y: Tensor) -> Tensor:
+        if torch.arange(4).sum() > 3:
+            y = y * 2
+        return y if y.sum() > 0 else -y
+
+    with pytest.raises(sx.Error, match=r"return y if y.sum\(\) > 0"):
+        planned(Asking(both), torch.randn(4, 4))
+
+
+class Translator(nn.Module):
+    """``nn.Transformer`` looks whether the mask that it is given is the causal one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(20, 16), nn.Embedding(20, 16)
+        self.layers, self.head = nn.Transformer(16, 2, 1, 2, 32, dropout=0.0, batch_first=True), nn.Linear(16, 20)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=torch.float64)
+        out: Tensor = self.head(self.layers(self.source(source), self.target(target), tgt_mask=mask))
+        return out
+
+
+def test_a_transformer_of_torch_with_a_causal_mask() -> None:
+    torch.manual_seed(0)
+    model = Translator().double()
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+    batch = [torch.randint(20, (4, n)) for n in (6, 5, 5)]
+    specs = {"args.*": "dp, -", "targets.0": "dp, -"}
+    hints = sx.Hints(args=tuple(batch[:2]), loss=loss, targets=(batch[2],), specs=specs)
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    for each in (batch, [torch.randint(20, (2, n)) for n in (6, 7, 7)]):
+        model.zero_grad()
+        pm.zero_grad()
+        alone, made = loss(model(*each[:2]), each[2]), pm(*each)
+        alone.backward()
+        made.backward()
+        assert abs(made.item() - alone.item()) < 1e-12
+        grads = pm.full_grads()
+        assert all((grads[name] - p.grad).abs().max() < 1e-12 for name, p in model.named_parameters())
+    assert pm.verify()
+
+
+OUTSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "Python": lambda m, y: y * 2 if random.random() < 0.5 else y,
+    "Python, by another function": lambda m, y: y * random.gauss(0, 1),
+    "numpy": lambda m, y: y[:, [int(i) for i in np.random.permutation(4)]],
+}
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_random_numbers_that_are_not_torchs_are_no_constants(name: str, guard: bool) -> None:
+    """The same layers would be left out at every step; it was noticed where two draws differed, and else not."""
+    with pytest.raises(sx.Error, match="draws random numbers of") as error:
+        planned(Asking(OUTSIDE[name]), torch.randn(4, 4), guard=guard)
+    assert "test_settled.py" in str(error.value.where)
+
+
+def test_a_generator_of_ones_own_with_a_seed_is_one() -> None:
+    torch.manual_seed(0)
+    model, x = Asking(lambda m, y: y * random.Random(3).random()), torch.randn(4, 4)
+    assert torch.allclose(planned(model, x)(x), model(x))
