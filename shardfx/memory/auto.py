@@ -22,7 +22,7 @@ from shardfx.ir.names import prefixes
 from shardfx.ir.text.printer import size_text
 from shardfx.passes import Offload, Recompute
 
-from .budget import Foresight, what_fits
+from .budget import Foresight, repeated_modules, what_fits
 from .cheapest import Choice, cheapest, least_peak
 from .stretches import Course, Group, Kind, runs
 
@@ -128,14 +128,16 @@ class _Search:
         return self.within(self.budget + floor - peak) or leanest
 
     def wholesale(self) -> Compiled | None:
-        """The quickest that fits, of those that make all stretches again, put all away, or both."""
+        """The quickest that fits, of those that make all stretches again, or all modules that stand in a list, or those
+        of the root; put all away; or both."""
         all_again = tuple(
             replace(_pass(self.course, kind, 0, len(kind.stretches), frozenset()), gathers=True)
             for kind in self.course.kinds
         )
         options = self.course.offload
         all_away = () if options is None else (replace(options, what=ACTIVATIONS),)
-        ways = [(all_again, ())] + [((), all_away), (all_again, all_away)] * bool(all_away)
+        named = [(Recompute(pattern),) for pattern in (*repeated_modules(self.compiled), "*")]
+        ways = [(again, away) for again in ((), all_again, *named) for away in dict.fromkeys(((), all_away))][1:]
         fit = [made for made in (self._planned(*way) for way in ways) if self._held(made) <= self.budget]
         self.said = "nothing between was found"
         return min(fit, key=self.seconds, default=None)

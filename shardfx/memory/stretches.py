@@ -106,7 +106,9 @@ class Course:
             stretch = found.get(stretch_of(planned.where.module))
             if stretch is not None:
                 (stretch.ahead if planned.phase is Phase.FORWARD else stretch.back).append(at)
-        whole = [each for each in found.values() if each.ahead and each.back and each.ahead[-1] < each.back[0]]
+        for each in found.values():
+            each.ahead, each.back = parted(each.ahead, each.back)
+        whole = [each for each in found.values() if each.ahead and each.back]
         return sorted(whole, key=lambda each: each.ahead[0])
 
     @cached_property
@@ -210,6 +212,19 @@ class Course:
 
     def _waiting(self, call: int) -> tuple[int, ...]:
         return tuple(sum(each.waits(call) for each in kind.stretches) for kind in self.kinds)
+
+
+def parted(ahead: Sequence[int], back: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The calls of a forward before the moment that parts it best from its backward, and those of the backward behind.
+
+    A few may stand elsewhere: the part of a layer in the loss is summed when all else is done.
+
+    >>> parted([1, 2, 3, 90], [50, 51, 52])
+    ([1, 2, 3], [50, 51, 52])
+    """
+    moments = [-1, *ahead]
+    best = max(moments, key=lambda moment: sum(at <= moment for at in ahead) + sum(at > moment for at in back))
+    return [at for at in ahead if at <= best], [at for at in back if at > best]
 
 
 def sources(values: Iterable[Value]) -> set[Value]:

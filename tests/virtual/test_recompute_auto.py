@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.memory.cheapest import Choice, cheapest, least_peak
@@ -193,3 +195,73 @@ def test_the_last_blocks_keep_what_a_later_moment_has_room_for() -> None:
     assert found.again == {group: 3}
     assert cheapest([kind(8, group)], {(8,): 100, (4,): 120}, 70) is None
     assert least_peak([kind(8, group)], {(8,): 100, (4,): 120}) == 80
+
+
+class Routed(nn.Module):
+    """A layer that hands on what its routing costs; the model sums that up for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 4), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.gate(x).softmax(-1)
+        return x + self.down(self.up(x).tanh()) * shares[..., :1], (shares.mean((0, 1)) ** 2).sum() * 4
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        costs = x.new_zeros(())
+        for layer in self.layers:
+            x, cost = layer(x)
+            costs = costs + cost
+        return x, costs
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_made_again(part: float) -> None:
+    """What is summed for the loss alone is summed last: no layer was a stretch then, and nothing was chosen."""
+    torch.manual_seed(0)
+    model, x = Mixture().double(), torch.randn(4, 6, 8).double()
+
+    def planned(**hints: Any) -> sx.ParallelModule:
+        given = sx.Hints(
+            args=(x,), loss=lambda out, y: (out[0] - y).square().mean() + out[1], targets=(x,),
+            specs={"args.0": "dp, -, -", "targets.0": "dp, -, -"}, **hints,
+        )  # fmt: skip
+        return sx.parallelize(model, MESHES["dp2"], given, virtual=True)
+
+    most, least = planned().memory().peak, planned(recompute="layers.*").memory().peak
+    budget = most - int(part * (most - least))
+    pm = planned(recompute="auto", memory=budget)
+    assert pm.memory().peak <= budget < most
+    assert "cheapest choice" in pm.after.notes[-1]
+    assert pm.verify()
+
+
+def test_a_pattern_that_fits_is_found_where_no_stretch_keeps_anything() -> None:
+    torch.manual_seed(0)
+    towers = nn.ModuleDict({name: nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)) for name in "ab"})
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = towers["a"], towers["b"]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.normalize(self.a(x), dim=-1) @ F.normalize(self.b(x), dim=-1).T
+
+    x = torch.randn(8, 6)
+    hints: dict[str, Any] = {"args": (x,), "loss": lambda out, y: out.sum() + y.sum() * 0, "targets": (x,)}
+    hints["specs"] = {"args.0": "dp, -", "targets.0": "dp, -"}
+    most, least = (
+        sx.parallelize(Pair(), MESHES["dp2"], sx.Hints(**hints, recompute=again), virtual=True).memory().peak
+        for again in (None, "*")
+    )
+    assert least < most
+    pm = sx.parallelize(Pair(), MESHES["dp2"], sx.Hints(**hints, recompute="auto", memory=least), virtual=True)
+    assert pm.memory().peak <= least
