@@ -168,7 +168,10 @@ class Pipeline(Pass):
         if callable(self.schedule):
             made = _called(self.schedule, count, turns, ranks, costs)
         elif not ACTION.match(self.schedule.strip()):
-            return make_schedule(self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs, live=self.live)
+            homes = self.stages.homes if isinstance(self.stages, AsPlanned) else None
+            return make_schedule(
+                self.schedule, stages=count, turns=turns, ranks=ranks, costs=costs, live=self.live, homes=homes
+            )
         else:
             made = Schedule.parse(self.schedule)
         if len(made.rows) != ranks:

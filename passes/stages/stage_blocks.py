@@ -27,14 +27,18 @@ WHERE = "Pipeline(stages=...)"
 class AsPlanned(tuple[tuple[str, ...], ...]):
     """The blocks of each stage, as another graph of the model has them; others go where the data flow takes them.
 
-    ``held`` says in which stages that graph holds each parameter, buffer and state.
+    ``held`` says in which stages that graph holds each parameter, buffer and state, ``homes`` at which coordinate each
+    stage lies.
     """
 
     held: Mapping[str, tuple[int, ...]]
+    homes: tuple[int, ...]
 
-    def __new__(cls, blocks: Iterable[tuple[str, ...]], held: Mapping[str, tuple[int, ...]]) -> AsPlanned:
+    def __new__(
+        cls, blocks: Iterable[tuple[str, ...]], held: Mapping[str, tuple[int, ...]], homes: tuple[int, ...]
+    ) -> AsPlanned:
         made = super().__new__(cls, blocks)
-        made.held = held
+        made.held, made.homes = held, homes
         return made
 
 
@@ -218,9 +222,9 @@ def stages_as_planned(graph: Graph) -> AsPlanned:
         block = blocks.of(node)
         if node.phase is Phase.FORWARD and len(node.at) == 1 and block is not None:
             stages[block] = min(node.at[0], stages.get(block, node.at[0]))  # some of it may wait for a later one
-    every = range(len(graph.pipeline.homes) if graph.pipeline is not None else 0)
-    named = [tuple(blocks.names[each] for each in sorted(stages) if stages[each] == stage) for stage in every]
-    return AsPlanned(named, {given.name: given.at for given in graph.inputs if given.kind in OF_WEIGHTS})
+    homes = graph.pipeline.homes if graph.pipeline is not None else ()
+    named = [tuple(blocks.names[i] for i in sorted(stages) if stages[i] == stage) for stage in range(len(homes))]
+    return AsPlanned(named, {given.name: given.at for given in graph.inputs if given.kind in OF_WEIGHTS}, homes)
 
 
 def _are(kind: type | tuple[type, ...], entries: Sequence[object]) -> bool:

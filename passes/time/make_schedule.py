@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardfx.ir.errors import Error
 from shardfx.ir.schedule.actions import Schedule
@@ -25,6 +25,7 @@ def make_schedule(
     ranks: int | None = None,
     costs: Costs = COSTS,
     live: int | None = None,
+    homes: Sequence[int] | None = None,
 ) -> Schedule:
     """A schedule for so many stages, turns and ranks.
 
@@ -36,6 +37,7 @@ def make_schedule(
         ranks: how many there are; None: as many as there are stages, or half of them where each rank must have two.
         costs: how long an action takes, by kind: a number for all stages, or one for each. For ``auto`` alone.
         live: how many turns may be live on a rank, a turn counted for each of its stages; None: any number.
+        homes: the rank of each stage, where that is settled; None: as the schedule likes. For ``auto`` alone.
 
     Raises:
         Error: there is no such schedule; a number is none from 1; stages are no multiple of ranks, or another one than
@@ -65,7 +67,7 @@ def make_schedule(
     maker = ANY if name == AUTO else SCHEDULES[name]
     of = _pipeline(name, maker, stages, turns, ranks or max(stages // maker.fewest, 1))
     if name == AUTO:
-        return _shortest(of, costs, of.turns * of.chunks if live is None else live)
+        return _shortest(of, costs, of.turns * of.chunks if live is None else live, homes)
     schedule = of.schedule(maker.row)
     if live is not None:
         check_live(name, check_schedule(schedule, stages=stages, turns=turns), live)
@@ -122,7 +124,7 @@ def check_live(name: str, report: ScheduleReport, most: int) -> None:
         )
 
 
-def _shortest(of: PipelineSize, costs: Costs, most: int) -> Schedule:
+def _shortest(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | None) -> Schedule:
     """The schedule with the shortest step of those that have no more turns live."""
     if most < of.chunks:
         raise Error(
@@ -142,12 +144,14 @@ def _shortest(of: PipelineSize, costs: Costs, most: int) -> Schedule:
         )
     stages = of.ranks * of.chunks
     reports = [
-        check_schedule(each, stages=stages, turns=of.turns, costs=costs) for each in _candidates(of, costs, most)
+        check_schedule(each, stages=stages, turns=of.turns, costs=costs)
+        for each in _candidates(of, costs, most, homes)
+        if homes is None or [*map(each.rank_of, each.stages)] == [*homes]
     ]
     return min((each for each in reports if max(each.peaks) <= most), key=lambda each: each.step).simulation.schedule
 
 
-def _candidates(of: PipelineSize, costs: Costs, most: int) -> Iterator[Schedule]:
+def _candidates(of: PipelineSize, costs: Costs, most: int, homes: Sequence[int] | None) -> Iterator[Schedule]:
     """Known schedules of which all kinds have costs, and what the list scheduler makes."""
     for maker in SCHEDULES.values():
         if maker.takes(of.chunks) and of.turns >= maker.turns(of.ranks):
@@ -155,10 +159,12 @@ def _candidates(of: PipelineSize, costs: Costs, most: int) -> Iterator[Schedule]
             if {action.kind for action in schedule} <= {*costs}:
                 yield schedule
     whole, halves = ("BF",) * ("B" in costs), ("IFW", "IWF") * _halves(costs)
-    for stages_of in (of.loop, of.fold)[: 1 + (of.chunks == 2)]:
+    ways = [[stages_of(rank) for rank in range(of.ranks)] for stages_of in (of.loop, of.fold)[: 1 + (of.chunks == 2)]]
+    if homes is not None:
+        ways = [[tuple(stage for stage, home in enumerate(homes) if home == rank) for rank in range(of.ranks)]]
+    for stages_of_ranks in ways:
         for kinds in (*whole, *halves):
-            homes = [stages_of(rank) for rank in range(of.ranks)]
-            yield list_schedule(homes, of.turns, costs, [most] * of.ranks, kinds)
+            yield list_schedule(stages_of_ranks, of.turns, costs, [most] * of.ranks, kinds)
 
 
 def _halves(costs: Costs) -> bool:

@@ -65,6 +65,14 @@ def test_auto_looks_at_what_costs_there_are() -> None:
     assert sx.check_schedule(few, **numbers).peaks == (2, 2, 2, 2)
 
 
+def test_auto_keeps_stages_where_they_are() -> None:
+    """What another form of call is planned for finds weights where the first stores them."""
+    for homes in ((0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (2, 0, 1, 1, 0, 2)):
+        made = sx.make_schedule("auto", stages=6, turns=4, ranks=3, homes=homes)
+        assert tuple(map(made.rank_of, made.stages)) == homes
+        sx.check_schedule(made, stages=6, turns=4)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

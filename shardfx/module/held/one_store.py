@@ -33,8 +33,8 @@ def reject_stored_otherwise(first: Graph, other: Graph) -> None:
         raise Error(
             f"{given.name!r} would be stored otherwise for this call",
             where="pm(...)",
-            expected=_text(ours),
-            got=_text(given),
+            expected=_text(ours, first),
+            got=_text(given, other),
             remedy="say in Hints(specs=...) how it is stored, and in Pipeline(stages=...) where; or parallelize the "
             "model for this call on its own, and move weights by full_state_dict()",
         )
@@ -45,5 +45,7 @@ def _places(given: Input, graph: Graph) -> frozenset[int]:
     return frozenset(graph.pipeline.places(given.at) if graph.pipeline is not None else ())
 
 
-def _text(given: Input) -> str:
-    return f"{given.value.spec}{f' in stages {list(given.at)}' if given.at else ''}"
+def _text(given: Input, graph: Graph) -> str:
+    if not given.at:
+        return str(given.value.spec)
+    return f"{given.value.spec} in stages {list(given.at)}, at {sorted(_places(given, graph))} along their axis"
