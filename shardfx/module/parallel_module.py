@@ -20,7 +20,7 @@ from shardfx.runtime.store import version
 from .call import Reader, first_form
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
-from .held.optimizer_states import cut, joined
+from .held.optimizer_states import Walk, cut, joined
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree, watch
@@ -239,7 +239,7 @@ class ParallelModule(SteppedModule):
             Error: a state is no piece as its parameter is (Adafactor's, where a parameter is cut).
         """
         with self._together("full_optimizer_state_dict(...)"):
-            return joined(self._state, optimizer)
+            return joined(self._state, self._walk, optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load whole states into an optimizer of ``pm.parameters()``, each rank its pieces: those of
@@ -250,7 +250,11 @@ class ParallelModule(SteppedModule):
             Error: the groups are others; a state cannot be cut as its parameter is.
         """
         with self._together("load_full_optimizer_state_dict(...)"):
-            optimizer.load_state_dict(cut(self._state, optimizer, state_dict))
+            optimizer.load_state_dict(cut(self._state, self._walk, optimizer, state_dict))
+
+    @property
+    def _walk(self) -> Walk:
+        return Walk(self._tree.names, tuple(self.parameters()))
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,14 @@ from shardfx.ir.errors import Error
 from .state import ModelState
 
 SAVED, LOADED = "pm.full_optimizer_state_dict(...)", "pm.load_full_optimizer_state_dict(...)"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The model's parameters by name, in its order, and the ``pieces`` as ``pm.parameters()`` gives them."""
+
+    names: Sequence[str]
+    pieces: Sequence[torch.Tensor]
 
 
 def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -46,14 +55,14 @@ def pieces_of_state(state: ModelState, name: str, whole: Mapping[str, Any], wher
     return found
 
 
-def joined(state: ModelState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The whole state dict of an optimizer of stored pieces (other parameters stay as they are). Ranks call it alike.
 
     Raises:
         Error: only some pieces of a parameter have a state, or are there; a state cannot be joined.
     """
     given = optimizer.state_dict()
-    every = _every(state, optimizer)
+    every = _every(state, walk, optimizer)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     for wholes, packed in zip(every, given["param_groups"], strict=True):
@@ -72,13 +81,13 @@ def joined(state: ModelState, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return {**given, "state": states, "param_groups": groups}
 
 
-def cut(state: ModelState, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> dict[str, Any]:
+def cut(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> dict[str, Any]:
     """What ``optimizer.load_state_dict`` takes, of a whole state dict. Ranks call it alike.
 
     Raises:
         Error: the groups are others; a state cannot be cut as its parameter is.
     """
-    given = _every(state, optimizer)
+    given = _every(state, walk, optimizer)
     sizes, theirs = [len(wholes) for wholes in given], [len(group["params"]) for group in whole["param_groups"]]
     if sizes != theirs:
         raise Error(
@@ -108,19 +117,34 @@ def _owners(state: ModelState) -> dict[int, str]:
     return {id(piece): name for name, pieces in state.store.parameters.items() for piece in pieces}
 
 
-def _every(state: ModelState, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, list[int]]]]:
-    """Of each group the parameters, as :func:`_wholes`; also those that only other processes hold."""
+def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, list[int]]]]:
+    """Of each group the parameters, as :func:`_wholes`; also those that only other processes hold.
+
+    They stand in the order in which an optimizer of the model itself would have them: in the model's, if they stand
+    here as ``pm.parameters()`` gives them (the pieces of some behind what is whole), and else as the user has put them.
+    """
     owners = _owners(state)
     mine = [_wholes(group["params"], owners) for group in optimizer.param_groups]
     said = state.store.said({name: number for number, wholes in enumerate(mine) for name, _ in wholes if name})
-    if all(state.store.is_here(name) for name in said):
-        return mine
-    found = []
-    for number, wholes in enumerate(mine):
-        here = dict(wholes)
-        names = [name for name, its in said.items() if its == number]
-        found.append([(name, here.get(name, [])) for name in names] + [each for each in wholes if not each[0]])
-    return found
+    every = mine
+    if not all(state.store.is_here(name) for name in said):
+        every = []
+        for number, wholes in enumerate(mine):
+            here = dict(wholes)
+            names = [name for name, its in said.items() if its == number]
+            every.append([(name, here.get(name, [])) for name in names] + [each for each in wholes if not each[0]])
+    as_walked = list(dict.fromkeys(owners[id(piece)] for piece in walk.pieces if id(piece) in owners))
+    walked, order = ({name: i for i, name in enumerate(names)} for names in (as_walked, walk.names))
+    return [
+        sorted(wholes, key=lambda whole: order.get(whole[0], len(order))) if _rises(walked, own) else wholes
+        for own, wholes in zip(mine, every, strict=True)
+    ]
+
+
+def _rises(walked: Mapping[str, int], wholes: Sequence[tuple[str, list[int]]]) -> bool:
+    """Whether parameters stand as they are walked, and what is not the model's behind them."""
+    places = [walked.get(name, len(walked)) for name, _ in wholes]
+    return places == sorted(places)
 
 
 def _wholes(params: Sequence[torch.Tensor], owners: Mapping[int, str]) -> list[tuple[str, list[int]]]:

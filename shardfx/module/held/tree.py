@@ -196,6 +196,11 @@ class Tree:
             part._modules[name] = made
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The model's parameters by name, in its order."""
+        return tuple(self._order)
+
+    @property
     def training(self) -> frozenset[str]:
         """The paths of the modules that are in training mode."""
         return frozenset(path for path, module in self.paths if module.training)
