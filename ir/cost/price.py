@@ -43,9 +43,16 @@ def price(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
         mesh,
         [Input(InputKind.ARGUMENT, twin.name, twin) for twin in twins.values()],
         [alone],
-        [Output(OutputKind.RESULT, f"results.{i}", value) for i, value in enumerate(alone.outs)],
+        [Output(OutputKind.RESULT, f"results.{i}", value) for i, value in enumerate(_leaving(alone, mesh))],
     )
     return replay(lower(graph, 0, book, {OutputKind.RESULT})).cost
+
+
+def _leaving(node: Node, mesh: Mesh) -> list[Value]:
+    """The results of a node; of one that is done in turns, those that these put together."""
+    axes = [{*v.spec.axes, *v.spec.partial_axes} if v.spec is not None else set[str]() for v in node.outs]
+    turns = {axis for each in axes for axis in each if mesh[axis].time}
+    return [value for value, its in zip(node.outs, axes, strict=True) if turns <= its]
 
 
 class Prices:

@@ -75,5 +75,7 @@ class Repeats:
         copy = node.copied(lambda value: self._made.get(value, value))
         copy.phase = anchor.phase
         copy.why = f"made again for {anchor.name}"
+        if node.at and anchor.at and anchor.op is not comm.send:  # another stage of the same rank may need it first
+            copy.at = anchor.at
         rewriter.before(anchor, copy)
         self._made.update(zip(node.outs, copy.outs, strict=True))
