@@ -2,7 +2,8 @@
 
 A node in a block is done where the block is; others go where the data flow takes them: forward as soon as what they
 need is there, what stands in front of all blocks with the first that uses it, backward the other way round. What hangs
-on the batch alone (masks, positions) or on parameters alone (casts, gathers) is done in each stage that uses it.
+on the batch alone (masks, positions) or on parameters alone (casts, gathers) is done in each stage that uses it; so is
+what hangs on rates and counts of steps. An update is where its gradient and its weight are; states go with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Phase, Value
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Phase, Value
 from shardfx.ir.ops.traits import is_heavy
 
 At = tuple[int, ...]
@@ -38,9 +39,10 @@ class Assignment:
         work = [node for node in graph.nodes if node not in self._light]
         self._forward([node for node in work if node.phase is Phase.FORWARD])
         self._backward([node for node in work if node.phase is Phase.BACKWARD])
-        self._spread()
+        self._spread([node for node in graph.nodes if node.phase is not Phase.UPDATE])
         self._update([node for node in work if node.phase is Phase.UPDATE])
-        self._spread()
+        self._spread(graph.nodes)
+        self._beside_work()
 
     def of(self, value: Value) -> At:
         """The stages in which a value is there."""
@@ -56,7 +58,8 @@ class Assignment:
     def _copied(self) -> set[Node]:
         """What is done in each stage that uses it."""
         kinds: dict[Value, frozenset[bool]] = {
-            given.value: frozenset([given.kind in OF_WEIGHTS]) for given in self.graph.inputs
+            given.value: frozenset() if _is_rate(given) else frozenset([given.kind in OF_WEIGHTS])
+            for given in self.graph.inputs
         }
         found = set()
         for node in self.graph.nodes:
@@ -111,18 +114,21 @@ class Assignment:
 
     # ---- what is done in several stages -----------------------------------------------------------------------
 
-    def _spread(self) -> None:
-        """Give what is copied, and inputs, the stages of what uses them."""
-        given = {output.value: output for output in self.graph.outputs}
-        for node in reversed(self.graph.nodes):
+    def _spread(self, nodes: list[Node]) -> None:
+        """Give what is copied of these nodes, and inputs, the stages of what uses them."""
+        given = {output.value for output in self.graph.outputs}
+        for node in reversed(nodes):
             if node in self._light:
                 leaves = any(value in given for value in node.outs)
                 self.at[node] = self._union(node.outs) or (self._beside(node.where.module) if leaves else ())
         for each in self.graph.inputs:
             self.inputs[each.value] = self._union([each.value])
-        left = (each for each in self.graph.inputs if not self.inputs[each.value] and each.value not in given)
-        for each in left:
-            if each.kind in OF_WEIGHTS:
+
+    def _beside_work(self) -> None:
+        """Give weights that no work uses the stage of their module."""
+        given = {output.value for output in self.graph.outputs}
+        for each in self.graph.inputs:
+            if each.kind in OF_WEIGHTS and not self.inputs[each.value] and each.value not in given:
                 self.inputs[each.value] = self._beside(each.name.rpartition(".")[0])
 
     def _union(self, values: list[Value]) -> At:
@@ -137,15 +143,30 @@ class Assignment:
     # ---- the optimizer ------------------------------------------------------------------------------------------
 
     def _update(self, nodes: list[Node]) -> None:
-        """Where all is there that an update needs, but for single numbers (a rate, a norm), which are sent there; where
-        it is scattered over stages, in the first of them."""
+        """Where all is there that an update needs, but for single numbers (a norm), which are sent there; where it is
+        scattered over stages, in the first of them."""
+        made: dict[Value, set[int]] = {}
         for node in nodes:
-            tensors = [value for value in node.operands if value.type.numel > 1] or node.operands
-            sets = [set(self.of(v)) for v in tensors if v.node is None or v.node in self.at]
-            sets = [each for each in sets if each]
-            common = set.intersection(*sets) if sets else set()
-            every = set.union(*sets) if sets else {0}
-            self.at[node] = tuple(sorted(common)) if common else (min(every),)
+            self.at[node] = tuple(sorted(self._meeting(node, made))) or (0,)
+
+    def _meeting(self, node: Node, made: dict[Value, set[int]]) -> set[int]:
+        tensors = [value for value in node.operands if value.type.numel > 1] or node.operands
+        sets = [found for value in tensors if (found := self._there(value, made))]
+        common = set.intersection(*sets) if sets else set()
+        return common or ({min(set.union(*sets))} if sets else set())
+
+    def _there(self, value: Value, made: dict[Value, set[int]]) -> set[int]:
+        """The stages in which a value is, or can be made of what is there: none where it takes after what uses it."""
+        if value.node not in self._light:
+            return set(self.inputs[value] if value.node is None else self.at.get(value.node, ()))
+        if value not in made:
+            made[value] = set(self.at.get(value.node, ())) or self._meeting(value.node, made)
+        return made[value]
+
+
+def _is_rate(given: Input) -> bool:
+    """Whether it is a single number of the optimizer, which each stage has: a rate, a count of steps."""
+    return given.kind.is_of_optimizer and given.value.type.numel == 1
 
 
 def places(at: Mapping[Node, At]) -> set[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -126,6 +128,20 @@ def test_what_a_stage_needs_of_itself_alone_is_not_sent() -> None:
         (1, [0], Phase.BACKWARD),
     ]
     assert all(given.at for given in graph.inputs)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_a_weight_is_updated_in_its_own_stage(made: Callable[[Any], torch.optim.Optimizer], zero: int) -> None:
+    """Its states lie there, and the update sends nothing: rates and counts of steps are reckoned in each stage."""
+    pipeline, more = sx.Pipeline(stages=(2, 2)), sx.Hints(zero=zero, zero_axis="dp", zero_min=0, optimizer=made)
+    hints = replace(more, args=(X,), loss=F.cross_entropy, targets=(Y,), pipeline=pipeline)
+    graph = sx.parallelize(Net(), sx.Mesh(pp=2, dp=2, mb=T(2)), hints, virtual=True).after
+    for each in graph.inputs:
+        first = ("emb", "layers.0", "layers.1")
+        if not (each.kind.is_of_optimizer and each.value.type.numel == 1) and each.name not in ("args.0", "targets.0"):
+            assert each.at == (0 if each.name.startswith(first) else 1,), each.name
+    assert not [node for node in graph.nodes if node.op is comm.send and node.phase is Phase.UPDATE]
 
 
 def test_a_weight_of_two_stages_has_one_gradient() -> None:
