@@ -14,7 +14,7 @@ from itertools import pairwise
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase
-from shardfx.ir.names import pattern, prefixes, within
+from shardfx.ir.names import block_of, pattern, prefixes, within
 
 from .assignment import OF_WEIGHTS
 from .best_cut import best_cut
@@ -44,18 +44,6 @@ class AsPlanned(tuple[tuple[str, ...], ...]):
 
 class Found(tuple[int, ...]):
     """Counts of blocks that nobody told: what the data flow wants elsewhere than they say is done there."""
-
-
-def block_of(module: str) -> str:
-    """The block that a module lies in: up to the first part of its path that is a number; empty where none is.
-
-    Example::
-
-        block_of("encoder.block.3.layer.0")    # "encoder.block.3"
-    """
-    parts = module.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return ".".join(parts[: at + 1]) if at is not None else ""
 
 
 class Blocks:

@@ -6,7 +6,6 @@ makes some waits for the backward; what goes on to other stretches stays in any 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +13,7 @@ from math import inf
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
-from shardfx.ir.names import prefixes
+from shardfx.ir.names import block_of, prefixes
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.sends import fetched, is_comm
@@ -23,13 +22,10 @@ from shardfx.passes import Offload
 
 from .rank_memory import RankMemory
 
-NUMBER = re.compile(r"\d+")
-
 
 def stretch_of(module: str) -> str:
     """The module of a list that a module lies in, or else the module of the root; empty for the root itself."""
-    paths = prefixes(module)
-    return next((path for path in paths if NUMBER.fullmatch(path.rpartition(".")[2])), paths[0] if paths else "")
+    return block_of(module) or next(iter(prefixes(module)), "")
 
 
 @dataclass

@@ -8,9 +8,8 @@ from itertools import groupby
 
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind
-from shardfx.ir.names import prefixes
+from shardfx.ir.names import block_of, prefixes
 from shardfx.ir.ops import comm
-from shardfx.passes.stages.stage_blocks import block_of
 from shardfx.schedules.plan_timeline import rank_places
 
 

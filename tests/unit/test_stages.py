@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import Node, Phase
+from shardfx.ir.names import block_of
 from shardfx.ir.ops import comm
 from shardfx.passes.stages.best_cut import best_cut
-from shardfx.passes.stages.stage_blocks import Blocks, block_of
+from shardfx.passes.stages.stage_blocks import Blocks
 
 X, Y = torch.randn(12, 6), torch.randint(0, 4, (12,))
 T = sx.Time
@@ -66,6 +67,7 @@ def halves(first: int) -> dict[str, tuple[int, ...]]:
 
 def test_blocks_are_the_members_of_lists() -> None:
     assert [block_of(path) for path in ("encoder.block.3.layer.0", "head", "0", "")] == ["encoder.block.3", "", "0", ""]
+    assert block_of("head.parametrizations.weight.0") == ""
     graph = sx.trace(Net(), sx.Hints(args=(X,)))
     assert Blocks(graph).names == ("layers.0", "layers.1", "layers.2", "layers.3")
 
