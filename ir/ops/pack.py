@@ -123,7 +123,10 @@ def _box(x: Tensor, dims: Sequence[int], box: Sequence[Sequence[int]]) -> Tensor
 
 def take(x: Tensor, view: Sequence[int], dim: int, start: int, length: int, shape: Sequence[int]) -> Tensor:
     """A local slice: what this rank keeps of a dim."""
-    return x.reshape(view).narrow(dim, start, length).reshape(shape)
+    if x.shape != tuple(view):
+        x = x.reshape(view)
+    x = x.narrow(dim, start, length)
+    return x if x.shape == tuple(shape) else x.reshape(shape)
 
 
 def flatten(tensors: Sequence[Tensor], pieces: int) -> Tensor:

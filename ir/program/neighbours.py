@@ -55,9 +55,9 @@ def stepped_together(graph: Graph) -> list[tuple[Input, ...]]:
 
 
 def _as_made(gradient: Value) -> Value:
-    """A gradient as the backward makes it, before the step changes it."""
-    while gradient.node is not None and gradient.node.phase is Phase.UPDATE:
-        gradient = gradient.node.operands[0]
+    """A gradient as the backward makes it, before the step changes it, or a gather makes it whole."""
+    while (node := gradient.node) is not None and (node.phase is Phase.UPDATE or node.op is all_gather):
+        gradient = node.operands[node.outs.index(gradient) if node.op is all_gather else 0]
     return gradient
 
 

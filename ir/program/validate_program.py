@@ -25,7 +25,7 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
-from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
@@ -157,6 +157,8 @@ class _Walk:
                 self._fail(f"{used.name} is read, which is memory without content", node)
         if row is not None and row.name == "memory.part":
             self._part(node)
+        if row is not None and row.name == "getitem":
+            self._unpacked(node)
         if into is not None:
             self._write(node, into)
         if row is not None and row.name == "memory.join":
@@ -193,6 +195,18 @@ class _Walk:
         args: Any = node.args
         flat, pieces, offset, shape = args
         self.slots[node] = (flat, (pieces, offset, torch.Size(shape).numel() // max(pieces, 1)))
+
+    def _unpacked(self, node: fx.Node) -> None:
+        """Values that lie one behind the other in a buffer are parts of it, too."""
+        args: Any = node.args
+        source, number = args
+        if not isinstance(source, fx.Node) or source.target is not pack.unflatten or source.args[2:] != (1,):
+            return
+        shapes: Any = source.args[1]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        if number not in range(len(sizes)):
+            self._fail(f"{node.name} takes another thing of {source.name} than one of its {len(sizes)} results", node)
+        self.slots[node] = (source, (1, sum(sizes[:number]), sizes[number]))
 
     def _write(self, node: fx.Node, into: fx.Node) -> None:
         """What lies in the memory that is written now is gone."""

@@ -70,6 +70,7 @@ class FuseComm(Pass):
             return False
         _cast_last(graph)
         _collect_last(graph)
+        _step_as_they_come(graph)
         named = self._named(graph)
         rewriter = Rewriter(graph)
         for buckets, early in ((self._late(graph, named), False), (self._early(graph, named), True)):
@@ -205,6 +206,20 @@ def _cast_last(graph: Graph) -> None:
     if casts:
         before = [node for node in graph.nodes if node not in casts and node.phase is not Phase.UPDATE]
         graph.nodes = [*before, *(node for node in graph.nodes if node in casts), *steps]
+
+
+def _step_as_they_come(graph: Graph) -> None:
+    """Updates stand in the order in which their gradients come: what is stepped is sent while others still come, and
+    what travels together in the backward does so again."""
+    came: dict[Node, int] = {}
+    for place, node in enumerate(graph.nodes):
+        makers = [value.node for value in node.operands if value.node is not None and node.phase is Phase.UPDATE]
+        came[node] = place if node.phase is Phase.BACKWARD else max((came[maker] for maker in makers), default=-1)
+    steps, users = [node for node in graph.nodes if node.phase is Phase.UPDATE], graph.users()
+    for node in reversed(steps):
+        if came[node] < 0:  # it waits for no gradient: it is done for those that do
+            came[node] = min((came[user] for value in node.outs for user in users[value]), default=-1)
+    graph.nodes = [node for node in graph.nodes if node.phase is not Phase.UPDATE] + sorted(steps, key=came.__getitem__)
 
 
 def _is_reduction(node: Node | None) -> bool:

@@ -9,6 +9,14 @@
 Calls are put off until something needs what they give, so that those of one wait come together; none passes a wait, so
 that what arrives is used while the rest is under way. Only calls that compute elementwise, and over what they are
 given, are packed.
+
+Members stand in the order in which their gradients came together, for so stores keep the states: all columns of a
+segment then lie one behind the other, and it is computed as if it were one member. A rank's rows of parameters that it
+has whole lie apart; they are brought together, and gathered from where they are::
+
+    rows = pack.take(w, ...), pack.take(b, ...)            flat = pack.flatten(rows, 1)
+    both = update.segment(..., rows)                ->     both = update.segment(..., pack.unflatten(flat, ..., 1))
+    sent = c10d.all_gather(pack.flatten(both))             sent = c10d.all_gather(memory.adjoin(both))
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.graph import Node, Phase, Value
+from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing.segment import Ref, call_text, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE, row_of
 from shardfx.ir.ops.pools.pool_ops import computed_beside
@@ -59,6 +68,7 @@ class _Packing:
         self.beside = beside
         self.program, self.coords = program, program.mesh.coords(program.rank)
         self.nodes = list(program.graph.nodes)
+        self.place = {node: place for place, node in enumerate(self.nodes)}
         self.share = Sharing(self.nodes)
         self.values: dict[fx.Node, Value] = {}
         """What calls take, as it was planned."""
@@ -66,6 +76,8 @@ class _Packing:
         self.waiting: dict[_Member, None] = {}
         """Those of which calls are put off."""
         self.order: list[fx.Node] = []
+        self.flat: dict[fx.Node, fx.Node] = {}
+        """Of rows that were brought together: the memory in which they lie one behind the other."""
         self.changed = False
 
     def run(self) -> bool:
@@ -83,6 +95,7 @@ class _Packing:
             self.order.append(node)
         if self.changed:
             self._arrange()
+            self._send_as_they_lie()
         return self.changed
 
     def _find_members(self) -> None:
@@ -97,9 +110,8 @@ class _Packing:
                 self.members.update(dict.fromkeys(other.nodes, member))
             member.nodes.append(node)
             self.members[node] = member
-        place = {node: i for i, node in enumerate(self.nodes)}
         for member in dict.fromkeys(self.members.values()):
-            member.nodes.sort(key=place.__getitem__)
+            member.nodes.sort(key=self.place.__getitem__)
 
     def _needs(self, node: fx.Node) -> bool:
         """Whether a call takes what those give that are put off, or writes over what they take."""
@@ -172,7 +184,9 @@ class _Packing:
 
     def _segment(self, forms: Sequence[_Form]) -> None:
         graph, form = self.program.graph, forms[0]
-        tensors = [column for each in forms for column in each.columns]
+        forms = sorted(forms, key=self._brought)
+        rows = self._side_by_side(forms)
+        tensors = [column for row in rows for column in row]
         made = graph.call_function(segment, (form.calls, form.gives, len(forms), tensors, form.scalars))
         origins = [node.meta["shardfx"] for each in forms for node in each.nodes]
         made.meta.update({"shardfx": origins[0], ORIGINS: origins})
@@ -182,11 +196,54 @@ class _Packing:
             for place, result in enumerate(each.results):
                 got = graph.call_function(operator.getitem, (made, number * len(each.results) + place))
                 got.meta = dict(result.meta)
+                lies = rows[number][form.gives[place]]
+                if lies in self.flat:
+                    self.flat[got] = self.flat[lies]
                 result.replace_all_uses_with(got, lambda user, inside=inside: user not in inside)  # type: ignore[misc]
                 self.order.append(got)
             for node in reversed(each.nodes):
                 graph.erase_node(node)
         self.changed = True
+
+    def _brought(self, form: _Form) -> tuple[int, int]:
+        """Where what a member takes stands among what came together: stored values lie in that order."""
+        for column in form.columns:
+            source = column.args[0] if column.target is operator.getitem else None
+            if isinstance(source, fx.Node) and source.target is pack.unflatten:
+                return self.place[source], int(column.args[1])  # type: ignore[arg-type]
+        return len(self.place), 0
+
+    def _side_by_side(self, forms: Sequence[_Form]) -> list[list[fx.Node]]:
+        """The columns of members, with a rank's rows of what it stores whole, which lie apart, brought together."""
+        rows = [list(form.columns) for form in forms]
+        for place in range(len(rows[0])):
+            taken = [row[place] for row in rows]
+            if any(
+                each.target is not pack.take or not set(form.nodes).issuperset(each.users)
+                for each, form in zip(taken, forms, strict=True)
+            ):
+                continue
+            shapes = [list(self._shape(self.values[each])) for each in taken]
+            flat = self._call(pack.flatten, taken[0], taken, 1)
+            views = self._call(pack.unflatten, taken[0], flat, shapes, 1)
+            for number, (row, each) in enumerate(zip(rows, taken, strict=True)):
+                row[place] = self._call(operator.getitem, each, views, number)
+                self.flat[row[place]] = flat
+        return rows
+
+    def _send_as_they_lie(self) -> None:
+        """What lies one behind the other is not put there once more, to be gathered."""
+        for node in self.order:
+            if node.target is pack.flatten and node.args[1] == 1:
+                flats = {self.flat.get(used) for used in node.all_input_nodes}
+                if len(flats) == 1 and None not in flats:
+                    node.target, node.args = memory_ops.adjoin, node.args[:1]
+
+    def _call(self, target: Any, like: fx.Node, *args: Any) -> fx.Node:
+        made = self.program.graph.call_function(target, args)
+        made.meta = dict(like.meta)
+        self.order.append(made)
+        return made
 
     def _arrange(self) -> None:
         """Let the graph's nodes stand in the new order."""

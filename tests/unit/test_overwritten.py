@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from torch import fx
 import shardfx as sx
 from shardfx.ir.graph import Input, InputKind, Output, OutputKind, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import comm, memory_ops
+from shardfx.ir.ops import comm, memory_ops, pack
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import Sharing
 from shardfx.ir.program.validate_program import validate_program
@@ -93,3 +94,32 @@ def _parameters(program: RankProgram) -> list[fx.Node]:
     nodes = (node for node in program.graph.nodes if node.op == "placeholder")
     pairs = zip(nodes, program.inputs, strict=True)
     return [node for node, given in pairs if given.kind is InputKind.PARAMETER]
+
+
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        (1, ""),
+        (0, "is read after its memory was written over"),
+        (-1, "is read after its memory was written over"),
+        (7, "takes another thing of unflatten than one of its 2 results"),
+    ],
+)
+def test_parts_of_a_buffer_are_written_over_one_by_one(read: int, what: str) -> None:
+    """``read``: which part is read behind the step of the first one; -1: all of the buffer."""
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    flat = graph.call_function(pack.flatten, ([a, b], 1))
+    parts = graph.call_function(pack.unflatten, (flat, [[2, 2], [2, 2]], 1))
+    got = [graph.call_function(operator.getitem, (parts, i)) for i in ((0, 1) if read < 2 else (0, read))]
+    step = graph.call_function(aten.mul.out, (got[0], 0.9), {"out": got[0]})
+    also = graph.call_function(aten.neg.default, (flat if read < 0 else got[min(read, 1)],))
+    graph.output((graph.call_function(aten.add.Tensor, (step, also)),))
+    value = Value(TensorType((2, 2), torch.float32))
+    inputs = tuple(Input(InputKind.PARAMETER, name, value) for name in "ab")
+    program = RankProgram(0, Mesh(dp=2), graph, inputs, (Output(OutputKind.PARAMETER, "a", value),))
+    if not what:
+        validate_program(program)
+        return
+    with pytest.raises(sx.Error, match=what):
+        validate_program(program)
