@@ -203,6 +203,8 @@ class _Walk:
         if not isinstance(source, fx.Node) or source.target is not pack.unflatten or source.args[2:] != (1,):
             return
         shapes: Any = source.args[1]
+        if any(isinstance(size, fx.Node) for shape in shapes for size in shape):
+            return  # lengths of a call's rows: where they lie is not known before it
         sizes = [torch.Size(shape).numel() for shape in shapes]
         if number not in range(len(sizes)):
             self._fail(f"{node.name} takes another thing of {source.name} than one of its {len(sizes)} results", node)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
+from shardfx.ir.ops import pack
+from shardfx.module.programs import TRAIN
 from tests.zoo import make
 
 
@@ -88,3 +90,18 @@ def test_a_parameter_of_which_a_turn_reads_a_part_is_stored_in_all_of_them(reduc
     state = pm.full_state_dict()
     assert all((state[name] - p).abs().max() < 1e-12 for name, p in model.state_dict().items())
     assert pm.verify()
+
+
+def test_sums_that_are_fused_may_be_as_long_as_a_turns_rows() -> None:
+    """The check of a program took the lengths of turns that are not alike for numbers: TypeError of torch.Size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    specs = {"0.weight": "a, -", "1.weight": "a", "2.weight": "-, a"}
+    hints = sx.Hints(args=(x,), loss=lambda out: out.pow(2).mean(), specs=specs, accumulate=2)
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(a=2), hints, virtual=True)
+    pm(x).backward()
+    assert any(node.target is pack.unflatten for node in pm._programs.running(0, TRAIN).graph.nodes)
+    model(x).pow(2).mean().backward()
+    grads = pm.full_grads()
+    assert all((grads[name] - p.grad).abs().max() < 1e-12 for name, p in model.named_parameters() if p.grad is not None)
