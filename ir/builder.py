@@ -61,10 +61,17 @@ class GraphBuilder:
         self.graph.nodes.append(node)
         return node.results if many else node.results[0]
 
-    def input(self, kind: InputKind, name: str, type: TensorType, constant: torch.Tensor | None = None) -> Value:
+    def input(
+        self,
+        kind: InputKind,
+        name: str,
+        type: TensorType,
+        constant: torch.Tensor | None = None,
+        laid: tuple[int, ...] = (),
+    ) -> Value:
         """A new input of the graph, behind those that are there; gives its value."""
         value = Value(type, None, 0, name)
-        self.graph.inputs.append(Input(kind, name, value, constant))
+        self.graph.inputs.append(Input(kind, name, value, constant, laid=laid))
         return value
 
 

@@ -82,7 +82,8 @@ class Input:
 
     ``aliases`` are the model's other names of the same tensor (a tied weight). ``pool`` is what it lies in where it is
     not the device's memory: ``"host"``, ``"disk"``, or ``"disk:FOLDER"``. ``at`` are the stages of a pipeline that hold
-    it; none: all.
+    it; none: all. ``laid`` are its dims from the slowest to the fastest in memory (``(0, 2, 3, 1)`` is torch's channels
+    last); none: row by row.
     """
 
     kind: InputKind
@@ -92,6 +93,7 @@ class Input:
     aliases: tuple[str, ...] = ()
     pool: str = ""
     at: tuple[int, ...] = ()
+    laid: tuple[int, ...] = ()
 
 
 class OutputKind(StrEnum):
@@ -254,7 +256,7 @@ class Graph:
         inputs = []
         for given in self.inputs:
             value = values[given.value] = given.value.copied(None)
-            inputs.append(Input(given.kind, given.name, value, given.constant, given.aliases, given.pool, given.at))
+            inputs.append(replace(given, value=value))
         nodes = []
         for old in self.nodes:
             new = old.copied(values.__getitem__)

@@ -51,6 +51,39 @@ class TensorType:
         return self.numel * self.dtype.itemsize
 
 
+def strides_of(shape: Sequence[int], laid: Sequence[int] = ()) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dims lie so, from the slowest to the fastest; none: row by row.
+
+    Example::
+
+        strides_of((2, 3, 4, 4), (0, 2, 3, 1))    # (48, 1, 12, 3): channels last
+    """
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(laid or range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def laid_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How the dims of a tensor lie in memory, from the slowest to the fastest; none: row by row, or with gaps."""
+    if tensor.layout is not torch.strided or (strides := tensor.stride()) == strides_of(tensor.shape):
+        return ()
+    found = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    return found if strides == strides_of(tensor.shape, found) else ()
+
+
+def laid(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """A tensor whose dims lie so: itself where they do, or a copy."""
+    strides = strides_of(tensor.shape, dims)
+    if tensor.stride() == strides:
+        return tensor
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if tensor.numel() == 0 or all(size == 1 or one == other for size, one, other in pairs):
+        return tensor.as_strided(tensor.shape, strides)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 @dataclass(frozen=True)
 class Spec:
     """The placement of a value: a :class:`Cut` per dim, and the (axis, reduction) pairs over which it is partial.

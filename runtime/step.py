@@ -14,6 +14,7 @@ from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import Shards
+from shardfx.ir.spec import laid
 
 from .engine import Engine, Watch
 from .guards import ELSEWHERE, check_guards
@@ -279,7 +280,8 @@ class Step:
             device = self._engine.device if self._engine is not None else whole.device
             whole = whole.to(device)
             is_local = tuple(whole.shape) != given.value.shape
-            known[name, which] = whole if is_local else self.shards(given).cut(whole, which)
+            piece = whole if is_local else self.shards(given).cut(whole, which)
+            known[name, which] = laid(piece, given.laid)
         return known[name, which]
 
     def _of(self, program: RankProgram) -> _Facts:

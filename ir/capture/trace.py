@@ -24,6 +24,7 @@ from torch import nn
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.spec import laid_of
 from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
@@ -199,6 +200,10 @@ def _capture(
             note = f"{TRACED_WHOLE} ({error.what})"
     hooks.check()
     _name_ties(graph, aliases)
+    known = {**params, **buffers, **dict(zip(names, tensors, strict=True))}
+    for given in graph.inputs:
+        content = given.constant if given.constant is not None else known.get(given.name)
+        given.laid = laid_of(content) if content is not None else ()
     behind = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
     graph, update, apart = behind.write(graph, dict(traced.named_parameters()))
     guards = _decisions(graph)

@@ -8,7 +8,6 @@ Made(results=Result(Layout((32, 64), (1, 32), ...), owner=0), fresh=(), inside=0
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.spec import strides_of
 
 from . import flops
 
@@ -37,10 +37,9 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def dense(cls, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-        """One element behind the other."""
-        strides = itertools.accumulate([1, *reversed(shape[1:])], lambda a, b: a * max(b, 1))
-        return cls(tuple(shape), tuple(strides)[: len(shape)][::-1], dtype)
+    def dense(cls, shape: Sequence[int], dtype: torch.dtype, laid: Sequence[int] = ()) -> Layout:
+        """One element behind the other; ``laid``: the dims from the slowest to the fastest, where not row by row."""
+        return cls(tuple(shape), strides_of(shape, laid), dtype)
 
     @property
     def numel(self) -> int:

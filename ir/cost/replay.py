@@ -36,6 +36,7 @@ from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.units.lifetimes import Lifetimes
 from shardfx.ir.shards import held_shape
+from shardfx.ir.spec import laid_of
 
 from .amounts import Cost, Work
 from .call_facts import before_communication, called, group_of, is_memory, kind_of
@@ -92,15 +93,14 @@ def values(program: RankProgram) -> dict[str, Any]:
 def _walked(
     program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, at: At = FIRST
 ) -> _Walk:
-    mesh = program.mesh
     parameters = {given.value for given in program.inputs if given.kind is InputKind.PARAMETER}
-    walk = _Walk(mesh, parameters, transport, fakes)
+    walk = _Walk(program.mesh, parameters, transport, fakes)
     walk.turn = at
     places = dict(zip((node for node in program.graph.nodes if node.op == "placeholder"), program.inputs, strict=True))
     for node, given in places.items():
         assert given.value.spec is not None
-        shape = held_shape(given.value.spec, given.value.shape, mesh, program.rank)
-        walk.give(node, shape, given.value.type.dtype, given.pool.partition(":")[0])
+        shape = held_shape(given.value.spec, given.value.shape, walk.mesh, program.rank)
+        walk.give(node, Layout.dense(shape, given.value.type.dtype, given.laid), given.pool.partition(":")[0])
     nodes = {given.value: node for node, given in places.items()}
     for together in neighbours(program.planned().values(), program.inputs):
         walk.lie_together(nodes[given.value] for given in together)
@@ -109,7 +109,7 @@ def _walked(
             continue
         if node.op == "get_attr":
             constant = program.constants[str(node.target)]
-            walk.give(node, tuple(constant.shape), constant.dtype)
+            walk.give(node, Layout.dense(tuple(constant.shape), constant.dtype, laid_of(constant)))
         elif node.op == "call_function":
             try:
                 walk.call(node)
@@ -149,9 +149,9 @@ class _Walk:
         self._received: dict[Block, Block] = {}
         """By the result of a reduce-scatter that is an exchange: what is received."""
 
-    def give(self, node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype, pool: str = "") -> None:
+    def give(self, node: fx.Node, layout: Layout, pool: str = "") -> None:
         """An input: memory of the caller's."""
-        self.held[node] = BlockTensor(Layout.dense(shape, dtype), Block(0, 0, 0, None, pool=pool))
+        self.held[node] = BlockTensor(layout, Block(0, 0, 0, None, pool=pool))
 
     def lie_together(self, nodes: Iterable[fx.Node]) -> None:
         """Inputs that the caller keeps one behind the other."""

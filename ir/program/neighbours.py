@@ -13,7 +13,7 @@ from shardfx.ir.ops.comm import all_gather, all_reduce, reduce_scatter
 
 def neighbours(nodes: Iterable[Node], inputs: Iterable[Input]) -> list[tuple[Input, ...]]:
     """The parameters that stores keep one behind the other, for the gathers among planned nodes; each stands once."""
-    stored = {given.value: given for given in inputs if given.kind is InputKind.PARAMETER}
+    stored = {given.value: given for given in inputs if given.kind is InputKind.PARAMETER and not given.laid}
     found: list[tuple[Input, ...]] = []
     placed: set[str] = set()
     for node in nodes:
@@ -46,7 +46,8 @@ def stepped_together(graph: Graph) -> list[tuple[Input, ...]]:
             keys = dict.fromkeys(key for name in names for key in owned.get(name, ()))
             states = [[owned[name][key] for name in names if key in owned.get(name, ())] for key in keys]
             for stepped in ([inputs[name] for name in names], *states):
-                apart = [each for each in stepped if each.name not in placed and not each.pool and each.value.shape]
+                plain = [each for each in stepped if each.value.shape and not (each.pool or each.laid)]
+                apart = [each for each in plain if each.name not in placed]
                 alike = tuple(each for each in apart if each.value.type.dtype == apart[0].value.type.dtype)
                 if len(alike) > 1:
                     found.append(alike)

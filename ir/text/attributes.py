@@ -238,6 +238,13 @@ def _read_pool(given: Input, line: Line, scope: ReadScope) -> None:
     given.pool = line.name("what the input lies in, such as host")
 
 
+def _read_laid(given: Input, line: Line, scope: ReadScope) -> None:
+    dims = read_argument(line, scope)
+    if not isinstance(dims, list) or sorted(map(str, dims)) != sorted(map(str, range(given.value.type.ndim))):
+        line.fail(f"the dims 0 to {given.value.type.ndim - 1} in a list, each once")
+    given.laid = tuple(dims)
+
+
 def _write_constant(given: Input, scope: PrintScope) -> str | None:
     constant = given.constant
     if constant is None or constant.numel() > INLINE or constant.is_meta or isinstance(constant, FakeTensor):
@@ -258,6 +265,7 @@ INPUT: tuple[Attribute[Input], ...] = (
     Attribute("also", _write_aliases, _read_aliases, gap=" "),
     Attribute("in", lambda given, _: f" {quoted(given.pool, BARE_NAME)}" if given.pool else None, _read_pool, gap=" "),
     Attribute("at", _write_at, _read_at, gap=" "),
+    Attribute("laid", lambda given, _: f" {[*given.laid]}" if given.laid else None, _read_laid, gap=" "),
     Attribute("=", _write_constant, _read_constant, gap=" "),
 )
 

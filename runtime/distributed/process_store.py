@@ -25,7 +25,7 @@ from shardfx.ir.graph import Graph, Input, InputKind
 from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side, stepped_together
 from shardfx.ir.shards import Shards, cut_local
-from shardfx.ir.spec import Spec
+from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import laid_as, norm_of
 
 from .dtensor_shard import DTensorShard
@@ -110,12 +110,12 @@ class ProcessStore:
             elif name in held:
                 DTensorShard.unwrap(held[name][0].detach()).copy_(piece)
             elif given.kind is InputKind.PARAMETER:
-                own = memory[name].copy_(piece) if name in memory else settled(piece, given.pool, self.device)
+                own = memory[name].copy_(piece) if name in memory else self._settled(given, piece)
                 trained, shown = trainable.get(name, True), self.shown(name)
                 made = nn.Parameter(own, requires_grad=trained) if shown is None else shown.parameter(own, trained)
                 self.parameters[name] = [made]
             else:
-                self.buffers[name] = [self.as_gradient(name, piece.clone())]
+                self.buffers[name] = [self.as_gradient(name, laid(piece, given.laid).clone())]
 
     def _side_by_side(self) -> dict[str, Tensor]:
         """Memory for the parameters that are gathered, or stepped, together."""
@@ -192,8 +192,12 @@ class ProcessStore:
             stepped = [each for each in self._stepped if given in each]
             self._places |= self._lying_together([[g for g in each if g.name in self._here] for each in stepped])
         place = self._places.pop(name, None)
-        piece = settled(piece, given.pool, self.device) if place is None else place.copy_(piece)
+        piece = self._settled(given, piece) if place is None else place.copy_(piece)
         self.states[name] = [self._shards[name].wrap(piece) if _spec(given).axes else piece]
+
+    def _settled(self, given: Input, piece: Tensor) -> Tensor:
+        """A copy in the memory, and as, a stored value lies."""
+        return settled(laid(piece, given.laid), given.pool, self.device)
 
     def fill(self, name: str, whole: Tensor) -> None:
         """Cut rank 0's whole state into the stored piece."""

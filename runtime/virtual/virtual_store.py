@@ -12,7 +12,7 @@ from shardfx.ir.graph import Graph, InputKind
 from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards
-from shardfx.ir.spec import Spec
+from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import norm_of
 
 Tensor = torch.Tensor
@@ -32,6 +32,7 @@ class VirtualStore:
         self._states = [given for given in graph.inputs if given.kind is InputKind.STATE]
         placed = [(given.name, given.value, given.value.spec) for given in (*self._inputs, *self._states)]
         self._pools = {given.name: given.pool for given in (*self._inputs, *self._states)}
+        self._laid = {given.name: given.laid for given in (*self._inputs, *self._states)}
         self._shards = {name: Shards.of(spec, value.shape, graph.mesh) for name, value, spec in placed if spec}
 
     trained_elsewhere: frozenset[str] = frozenset()
@@ -81,8 +82,8 @@ class VirtualStore:
                 self.buffers[given.name] = pieces
 
     def _settled(self, name: str, piece: Tensor) -> Tensor:
-        """A copy in the memory that a stored value lies in."""
-        return settled(piece, self._pools[name], self.device)
+        """A copy in the memory, and as, a stored value lies."""
+        return settled(laid(piece, self._laid[name]), self._pools[name], self.device)
 
     def _side_by_side(self) -> dict[str, list[Tensor]]:
         """Memory for the pieces of parameters that are gathered together, where the same ranks hold them."""

@@ -199,7 +199,8 @@ class _Writer:
                 shared.aliases = (*shared.aliases, label)
                 value = first
             else:
-                value = self.builder.input(InputKind.STATE, label, type)
+                laid = self.inputs[name].laid if type.shape == given.type.shape else ()
+                value = self.builder.input(InputKind.STATE, label, type, laid=laid)
                 if key in agreed:
                     held[key] = value
             ins.append(value)

@@ -1,0 +1,108 @@
+"""Weights and inputs that do not lie row by row (channels last, transposed): they are stored as they lie, and what a
+rank holds is foreseen to the byte."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.text import parse_graph, print_graph
+from shardfx.module.programs import STEP, TRAIN
+from tests.live_memory import check_footprint, held_in_a_step
+from tests.zoo import Case
+
+LAST = (0, 2, 3, 1)
+
+
+class Net(nn.Module):
+    """Convolutions, one of them of one pixel, and a weight that was read transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.body, self.point = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 4)
+        self.head.weight = nn.Parameter(torch.randn(8, 4).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        return self.head((self.point(x) + self.body(x)).mean((2, 3)))
+
+
+def case(of_model: bool, of_input: bool) -> Case:
+    torch.manual_seed(0)
+    model, x, y = Net().double(), torch.randn(4, 3, 8, 8).double(), torch.randint(4, (4,))
+    if of_model:
+        model = model.to(memory_format=torch.channels_last)
+    return Case("net", model, (x.to(memory_format=torch.channels_last) if of_input else x,), {}, F.cross_entropy, (y,))
+
+
+def planned(given: Case, **hints: Any) -> sx.ParallelModule:
+    specs = {"args.0": "dp, -, -, -", "targets.0": "dp"}
+    told = sx.Hints(args=given.args, loss=given.loss, targets=given.targets, specs=specs, zero_min=0, **hints)
+    return sx.parallelize(copy.deepcopy(given.model), sx.Mesh(dp=2), told, virtual=True)
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        {},
+        {"zero": 1, "optimizer": torch.optim.AdamW},
+        pytest.param({"zero": 3, "optimizer": torch.optim.AdamW}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": torch.optim.AdamW, "offload": ("optimizer",)}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("of_model", "of_input"), [(True, False), (True, True), (False, True)])
+def test_what_is_held_is_foreseen(of_model: bool, of_input: bool, hints: dict[str, Any]) -> None:
+    given = case(of_model, of_input)
+    pm = planned(given, **hints)
+    assert pm.after.input("args.0").laid == (LAST if of_input else ())
+    assert pm.after.input("head.weight").laid == (1, 0)
+    for name in ("stem.weight", "body.weight", "point.weight"):
+        assert pm.after.input(name).laid == (LAST if of_model else ())
+    loss = given.loss(given.model(*given.args), *given.targets)
+    loss.backward()
+    made = pm(*given.args, *given.targets)
+    made.backward()
+    assert abs(made - loss) < 1e-12
+    grads = pm.full_grads()
+    for name, parameter in given.model.named_parameters():
+        assert parameter.grad is not None
+        assert (grads[name] - parameter.grad).abs().max() < 1e-12, name
+    pm.zero_grad()
+    for run, kinds in ((pm, TRAIN), *([(pm.step, STEP)] if "optimizer" in hints else [])):
+        for rank, held in held_in_a_step(pm, given, run).items():
+            check_footprint(pm._programs.running(rank, kinds), held)
+    assert pm.verify()
+
+
+def test_an_input_that_lies_otherwise_than_the_example_is_brought_into_its_order() -> None:
+    given = case(True, True)
+    pm, rows = planned(given), case(True, False)
+    with torch.no_grad():
+        assert torch.equal(pm(*given.args, *given.targets), pm(*rows.args, *rows.targets))
+
+
+def test_states_lie_as_their_parameters() -> None:
+    given = case(True, True)
+    pm = planned(given, optimizer=torch.optim.AdamW)
+    pm.step(*given.args, *given.targets)
+    assert pm.after.input("body.weight.exp_avg").laid == LAST
+    assert all(piece.stride() == (72, 1, 24, 8) for piece in pm.store.states["body.weight.exp_avg"])
+
+
+def test_how_an_input_lies_stands_in_the_text() -> None:
+    pm = planned(case(True, False))
+    text = print_graph(pm.after)
+    assert "parameter %stem.weight : f32[8, 3, 3, 3] laid [0, 2, 3, 1]".replace("f32", "f64") in text
+    for back in (parse_graph(text), pm.after.copy()):
+        assert [given.laid for given in back.inputs] == [given.laid for given in pm.after.inputs]
+    with pytest.raises(sx.Error, match="the dims 0 to 3 in a list, each once"):
+        parse_graph(text.replace("laid [0, 2, 3, 1]", "laid [0, 2, 2, 1]", 1))
