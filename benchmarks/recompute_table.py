@@ -1,7 +1,8 @@
 """Memory against time: what ``recompute="auto"`` makes of a budget, beside recomputing some of the layers, and beside
-torch's own partitioner (min-cut, with ``activation_memory_budget``). A GPT on one device, in float32.
+torch's own partitioner (min-cut, with ``activation_memory_budget``). A GPT, or a chain of convolutions (VGG-16), on one
+device, in float32.
 
-    python -m benchmarks.recompute_table [--layers 8] [--machine h100-dgx]
+    python -m benchmarks.recompute_table [--model vgg] [--layers 8] [--machine h100-dgx]
 
 All programs are priced alike: their calls are replayed on shapes, which gives the live bytes at the peak (parameters,
 batch and gradients too) and the seconds of a step, here as so much more than the same maker's program takes that keeps
@@ -11,10 +12,13 @@ all (torch's is 0.7 % shorter than ours). In each row the budget is what the oth
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -45,28 +49,67 @@ class Point(NamedTuple):
     seconds: float
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is trained, made on the default device, and what one would make again by hand."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    by_hand: dict[str, sx.Recompute]
+
+
+def gpt(layers: int) -> Subject:
+    """A GPT of so many layers."""
+    size = Size(dim=512, layers=layers, length=256, batch=8)
+
+    def batch() -> tuple[Tensor, Tensor]:
+        x, y = (torch.zeros(size.batch, size.length, dtype=torch.long) for _ in range(2))
+        return x, y
+
+    some = {f"{n} of {layers} layers": sx.Recompute("layers.*", count=n) for n in range(2, layers + 1, 2)}
+    return Subject(lambda: GPT(size), batch, next_token, some)
+
+
+def vgg() -> Subject:
+    """VGG-16 without its large head: 13 convolutions, each a module, and what follows it another."""
+
+    def model() -> nn.Module:
+        widths, layers, before = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0), [], 3
+        for width in widths:
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU()] if width else [nn.MaxPool2d(2)]
+            before = width or before
+        head = [("pool", nn.AdaptiveAvgPool2d(1)), ("flat", nn.Flatten()), ("fc", nn.Linear(512, 100))]
+        return nn.Sequential(OrderedDict[str, nn.Module]([("features", nn.Sequential(*layers)), *head]))
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.zeros(16, 3, 128, 128), torch.zeros(16, dtype=torch.long)
+
+    some = {f"{n} modules together": sx.Recompute("features.*", together=n) for n in (2, 4, 8)}
+    return Subject(model, batch, F.cross_entropy, some)
+
+
 class Loss(nn.Module):
     """The model and its loss."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, subject: Subject) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.loss = subject.model(), subject.loss
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
-        return (next_token(self.model(x), y),)
+        return (self.loss(self.model(x), y),)
 
 
-def ours(size: Size, machine: Machine, **hints: Any) -> Point:
+def ours(subject: Subject, machine: Machine, **hints: Any) -> Point:
     """A plan on one device."""
-    x, y = (torch.empty(size.batch, size.length, dtype=torch.long, device="meta") for _ in range(2))
     with torch.device("meta"):
-        model = GPT(size)
-    given = sx.Hints(args=(x,), loss=next_token, targets=(y,), machine=machine, **hints)
+        model, (x, y) = subject.model(), subject.batch()
+    given = sx.Hints(args=(x,), loss=subject.loss, targets=(y,), machine=machine, **hints)
     memory = sx.parallelize(model, MESH, given).memory()
     return Point(memory.peak, memory.footprint.cost.seconds(machine, MESH))
 
 
-def of_torch(size: Size, machine: Machine, budget: float) -> Point:
+def of_torch(subject: Subject, machine: Machine, budget: float) -> Point:
     """Forward and backward as torch's partitioner makes them, one behind the other."""
     made: dict[str, fx.GraphModule] = {}
 
@@ -77,10 +120,10 @@ def of_torch(size: Size, machine: Machine, budget: float) -> Point:
 
         return compiler
 
-    x, y = torch.randint(0, size.vocab, (2, size.batch, size.length))
+    x, y = subject.batch()
     with config.patch(activation_memory_budget=budget, functionalize_rng_ops=False):
         step = aot_module_simplified(
-            Loss(GPT(size)),
+            Loss(subject),
             (x, y),
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
@@ -133,29 +176,24 @@ def priced(program: RankProgram, machine: Machine) -> Point:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--model", default="gpt", choices=("gpt", "vgg"))
+    parser.add_argument("--layers", type=int, default=8, help="of the GPT")
     parser.add_argument("--machine", default="h100-dgx")
     asked = parser.parse_args()
-    size, machine = Size(dim=512, layers=asked.layers, length=256, batch=8), Machine.of(asked.machine)
-    plain, whole = ours(size, machine), of_torch(size, machine, 1.0)
-    steps = range(2, size.layers + 1, 2)
-    others = {f"{n} of {size.layers} layers": (ours(size, machine, recompute=some(n)), plain) for n in steps}
-    others |= {f"torch, {budget}": (of_torch(size, machine, budget), whole) for budget in BUDGETS}
+    subject, machine = gpt(asked.layers) if asked.model == "gpt" else vgg(), Machine.of(asked.machine)
+    plain, whole = ours(subject, machine), of_torch(subject, machine, 1.0)
+    others = {name: (ours(subject, machine, recompute=by_hand), plain) for name, by_hand in subject.by_hand.items()}
+    others |= {f"torch, {budget}": (of_torch(subject, machine, budget), whole) for budget in BUDGETS}
     table = Table("", "peak", "more time", "auto: peak", "more time", box=box.SIMPLE_HEAD)
     table.add_row("all is kept", size_text(plain.peak), "", "", "")
     for name, (other, base) in others.items():
         try:
-            auto = ours(size, machine, recompute="auto", memory=other.peak)
+            auto = ours(subject, machine, recompute="auto", memory=other.peak)
             told = [size_text(auto.peak), f"{auto.seconds / plain.seconds - 1:.2%}"]
         except sx.Error as error:
             told = [f"refused: {error.expected}", ""]
         table.add_row(name, size_text(other.peak), f"{other.seconds / base.seconds - 1:.2%}", *told)
     Console(width=100).print(table)
-
-
-def some(count: int) -> sx.Recompute:
-    """Recompute the first layers."""
-    return sx.Recompute("layers.*", count=count)
 
 
 if __name__ == "__main__":

@@ -253,10 +253,12 @@ def as_checkpointed(captured: Captured, hints: Hints) -> Hints:
     asked = captured.checkpointed if hints.loss is not None else ()
     if hints.recompute is not None or not asked or is_whole(as_passes(hints.passes)):
         return hints
+    said = ", ".join(" to ".join(dict.fromkeys((texts[0], texts[-1]))) for texts in asked)
     captured.graph.notes.append(
-        f"{', '.join(asked)}: made again in the backward, as the model checkpoints them; Hints(recompute=()) keeps them"
+        f"{said}: made again in the backward, as the model checkpoints them; Hints(recompute=()) keeps them"
     )
-    return replace(hints, recompute=asked)
+    again = (Recompute(texts, together=len(texts)) if len(texts) > 1 else texts[0] for texts in asked)
+    return replace(hints, recompute=tuple(again))
 
 
 def plan_graph(

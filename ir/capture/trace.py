@@ -59,7 +59,8 @@ class Captured:
     """A captured model: the graph, and how the leaves of inputs and results are arranged.
 
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
-    is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints.
+    is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints, by
+    call.
     """
 
     graph: Graph
@@ -68,7 +69,7 @@ class Captured:
     result_leaves: tuple[Any, ...]
     aliases: Mapping[str, str]
     update: Update | None = None
-    checkpointed: tuple[str, ...] = ()
+    checkpointed: tuple[tuple[str, ...], ...] = ()
 
 
 def capture(

@@ -25,7 +25,7 @@ from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 from .boundaries import Slices
 from .made_again import Repeats
-from .regions import of_ops, regions
+from .regions import joined, of_ops, regions, successive
 
 WHERE = "Hints(recompute=...)"
 
@@ -43,10 +43,13 @@ class Recompute(Pass):
         slice: a mesh axis: what stays waits cut over it, and is gathered where it is needed.
         count: only so many of the modules that match, the first ones; 0 for all.
         skip: and none of so many before these.
+        together: so many modules that follow one another are one: what they give each other is made again too, and so
+            is what is done between them (``torch.utils.checkpoint.checkpoint_sequential``).
 
     Example::
 
         Hints(recompute=sx.Recompute("layers.*", keep="aten.mm"))
+        Hints(recompute=sx.Recompute("features.*", together=4))
     """
 
     name: ClassVar[str] = "recompute"
@@ -60,6 +63,7 @@ class Recompute(Pass):
     slice: str = ""
     count: int = 0
     skip: int = 0
+    together: int = 1
 
     def run(self, graph: Graph, context: Context) -> bool:
         of = regions(graph, self.modules, self.skip, self.count, where=WHERE)
@@ -72,6 +76,15 @@ class Recompute(Pass):
                 expected=f"one of {', '.join(graph.mesh.names)}",
                 got=self.slice,
             )
+        if self.together < 1:
+            raise Error(
+                "no module is made again by itself",
+                where=f"{WHERE}: together",
+                expected="how many modules that follow one another are one, 1 or more",
+                got=str(self.together),
+            )
+        if self.together > 1:
+            of = joined(graph, of, successive(list(dict.fromkeys(of.values())), self.together))
         stays = self._staying(graph, of)
         again = {v for node in of for v in node.outs if v not in stays}
         if not self.slice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Phase, op_name
@@ -50,19 +50,48 @@ def regions(
     return {node: found[node] for node in graph.nodes if node in found}
 
 
+def joined(graph: Graph, of: Mapping[Node, str], into: Mapping[str, str]) -> dict[Node, str]:
+    """Regions of several modules that follow one another, with what the modules around them do between them.
+
+    Args:
+        of: the nodes of modules, in the order of the graph.
+        into: of each of the modules the region that it becomes part of.
+    """
+    around: dict[str, set[str]] = {}
+    for path, region in into.items():
+        around.setdefault(region, {""}).update(prefixes(path)[:-1])
+    last = {into[path]: node for node, path in of.items()}
+    found: dict[Node, str] = {}
+    begun = ""
+    for node in graph.nodes:
+        if node in of:
+            begun = found[node] = into[of[node]]
+        elif begun and node.phase is Phase.FORWARD and node.where.module in around[begun]:
+            found[node] = begun
+        if begun and node is last[begun]:
+            begun = ""
+    return found
+
+
+def successive(modules: Sequence[str], together: int) -> dict[str, str]:
+    """Of each of some modules, in their order, the first of the ``together`` ones among which it stands."""
+    return {path: modules[at - at % together] for at, path in enumerate(modules)}
+
+
 def of_ops(nodes: Iterable[Node], ops: str | Iterable[str], *, where: str) -> list[Node]:
-    """Those of some nodes whose ops patterns name: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``.
+    """Those of some nodes whose ops patterns name: ``"aten.mm"``, or with a module ``"layers.*.mlp:aten.mm"``,
+    ``":aten.mm"`` being the model's own.
 
     Raises:
         Error: a pattern matches nothing.
     """
     found: list[Node] = []
     for text in as_tuple(ops):
-        module, _, op = text.rpartition(":")
-        matches, lies = pattern(op).fullmatch, pattern(module or "**").fullmatch
+        module, colon, op = text.rpartition(":")
+        matches, lies = pattern(op).fullmatch, pattern(module if colon else "**").fullmatch
         named = [node for node in nodes if matches(op_name(node.op)) and lies(node.where.module)]
         if not named:
-            known = {f"{f'{node.where.module}:' if module else ''}{op_name(node.op)}" for node in nodes}
+            known = {f"{f'{node.where.module}:' if colon else ''}{op_name(node.op)}" for node in nodes}
             raise no_match(text, "ops", known, where)
         found += named
     return found

@@ -25,8 +25,11 @@ from shardfx.passes import Offload, Recompute
 from .budget import Foresight, repeated_modules, what_fits
 from .cheapest import Choice, cheapest, least_peak
 from .stretches import Course, Group, Kind, runs
+from .successive import partings
 
 ACTIVATIONS = "activations"
+TOGETHER = (2, 4, 8)
+"""So many modules that follow one another are made again as one, at last."""
 TRIES = 4
 """So often the budget is corrected by what a plan really holds."""
 
@@ -53,7 +56,7 @@ def fitted(compiled: Compiled, foresight: Foresight) -> Compiled:
     if memory.peak <= budget or not trains:
         return compiled
     search = _Search(compiled, foresight, budget)
-    made = search.within(budget) or search.from_leanest() or search.wholesale()
+    made = search.within(budget) or search.from_leanest() or search.joined() or search.wholesale()
     if made is None:
         raise Error(
             f"no choice of what is made again fits into Hints(memory={hints.memory!r})",
@@ -76,12 +79,14 @@ def fitted(compiled: Compiled, foresight: Foresight) -> Compiled:
 class _Search:
     """For a plan that fits into a budget, of one that keeps all.
 
-    ``said``: how good the last plan that was found is; ``least``: what those that were tried hold at the least.
+    ``parts``: the modules of each stretch, where they are several. ``said``: how good the last plan that was found is;
+    ``least``: what those that were tried hold at the least.
     """
 
     compiled: Compiled
     foresight: Foresight
     budget: int
+    parts: tuple[tuple[str, ...], ...] = ()
     said: str = ""
     least: int = 0
 
@@ -90,7 +95,8 @@ class _Search:
         """What may be made again, or put away."""
         hints = self.compiled.hints
         options = next((each for each in offloads(hints) if ACTIVATIONS in each.whats), None)
-        return Course(self.foresight.of(self.compiled), self.compiled.after, Machine.of(hints.machine), options)
+        memory, machine = self.foresight.of(self.compiled), Machine.of(hints.machine)
+        return Course(memory, self.compiled.after, machine, options, self.parts)
 
     @cached_property
     def _moments(self) -> dict[tuple[int, ...], int]:
@@ -127,16 +133,30 @@ class _Search:
         self.said = "no cheaper choice was found"
         return self.within(self.budget + floor - peak) or leanest
 
+    def joined(self) -> Compiled | None:
+        """The same with longer stretches, of modules that follow one another: those first whose choice is cheapest."""
+        longer = [_Search(self.compiled, self.foresight, self.budget, parts) for parts in partings(self.course)]
+        choices = [(cheapest(each.course.kinds, each._moments, self.budget), each) for each in longer]
+        fit = sorted(((choice.seconds, at) for at, (choice, _) in enumerate(choices) if choice is not None))
+        leanest = sorted(range(len(longer)), key=lambda at: least_peak(longer[at].course.kinds, longer[at]._moments))
+        for at in [at for _, at in fit] or leanest[:1]:
+            made = longer[at].within(self.budget) or longer[at].from_leanest()
+            self.said, self.least = longer[at].said, min(self.least, longer[at].least)
+            if made is not None:
+                return made
+        return None
+
     def wholesale(self) -> Compiled | None:
         """The quickest that fits, of those that make all stretches again, or all modules that stand in a list, or those
-        of the root; put all away; or both."""
+        of the root, by themselves or some together; put all away; or both."""
         all_again = tuple(
             replace(_pass(self.course, kind, 0, len(kind.stretches), frozenset()), gathers=True)
             for kind in self.course.kinds
         )
         options = self.course.offload
         all_away = () if options is None else (replace(options, what=ACTIVATIONS),)
-        named = [(Recompute(pattern),) for pattern in (*repeated_modules(self.compiled), "*")]
+        patterns = (*repeated_modules(self.compiled), "*")
+        named = [(Recompute(pattern, together=several),) for pattern in patterns for several in (1, *TOGETHER)]
         ways = [(again, away) for again in ((), all_again, *named) for away in dict.fromkeys(((), all_away))][1:]
         fit = [made for made in (self._planned(*way) for way in ways) if self._held(made) <= self.budget]
         self.said = "nothing between was found"
@@ -194,7 +214,8 @@ def _keeps(group: Group, choice: Choice, index: int, count: int) -> bool:
 
 def _pass(course: Course, kind: Kind, start: int, length: int, kept: frozenset[Group]) -> Recompute:
     modules, skip, count, keep = _named(course, kind, start, length, kept)
-    return Recompute(modules, keep, gathers=False, skip=skip, count=count)
+    together = len(kind.stretches[start].paths)
+    return Recompute(modules, keep, gathers=False, skip=skip, count=count, together=together)
 
 
 def _named(
@@ -202,14 +223,14 @@ def _named(
 ) -> tuple[str | tuple[str, ...], int, int, tuple[str, ...]]:
     """How a pass names stretches, and groups of them: patterns of modules, how many to skip and to take, ops."""
     chosen = kind.stretches[start : start + length]
-    outer = chosen[0].path.rpartition(".")[0]
+    paths = [path for each in chosen for path in each.paths]
+    outer = paths[0].rpartition(".")[0]
     pattern = f"{outer}.*" if outer else "*"
     there = _matched(course, pattern)
-    paths = [each.path for each in chosen]
     first = there.index(paths[0]) if paths[0] in there else 0
     if there[first : first + length] == paths and len(there) > 1:
-        return pattern, first, length, tuple(sorted(group.pattern(pattern) for group in groups))
-    return tuple(paths), 0, 0, tuple(sorted({group.pattern(each.path) for group in groups for each in chosen}))
+        return pattern, first, length, tuple(sorted(group.pattern([pattern]) for group in groups))
+    return tuple(paths), 0, 0, tuple(sorted({group.pattern(each.paths) for group in groups for each in chosen}))
 
 
 def _matched(course: Course, pattern: str) -> list[str]:

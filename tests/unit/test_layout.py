@@ -112,6 +112,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "ir.text",
         "module",
         "passes",
+        "passes.memory",
         "passes.rank",
         "passes.sharding",
         "passes.stages",

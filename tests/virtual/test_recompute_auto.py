@@ -138,7 +138,7 @@ def test_the_solver_says_nothing(seed: int, capfd: pytest.CaptureFixture[str]) -
         users = draw.sample(groups, min(len(groups), draw.randint(0, 2)))
         nbytes = draw.choice((0, draw.randint(1, 40) * 10**6 + draw.randint(0, 999)))
         seconds, extra = draw.random() * 1e-3, draw.randint(1, 40) * 10**6 if users else 0
-        groups.append(Group("", f"op{number}", nbytes, seconds, extra, users))
+        groups.append(Group(0, "", f"op{number}", nbytes, seconds, extra, users))
     total = sum(group.nbytes for group in groups)
     held = {(waiting,): total * waiting + draw.randint(0, 50) * 10**6 for waiting in range(1, count + 1)}
     cheapest([kind(count, *groups)], held, int(max(held.values()) * draw.uniform(0.3, 0.9)))
@@ -147,7 +147,7 @@ def test_the_solver_says_nothing(seed: int, capfd: pytest.CaptureFixture[str]) -
 
 def kind(count: int, *groups: Group) -> Kind:
     """So many stretches that are alike."""
-    return Kind([Stretch(f"layers.{i}") for i in range(count)], list(groups))
+    return Kind([Stretch((f"layers.{i}",)) for i in range(count)], list(groups))
 
 
 def chosen(kinds: list[Kind], held: dict[tuple[int, ...], int], budget: int) -> Choice:
@@ -157,7 +157,7 @@ def chosen(kinds: list[Kind], held: dict[tuple[int, ...], int], budget: int) -> 
 
 
 def test_the_cheaper_of_two_is_made_again() -> None:
-    dear, cheap = Group("", "aten.mm", 10, 2.0), Group("", "aten.gelu", 10, 1.0)
+    dear, cheap = Group(0, "", "aten.mm", 10, 2.0), Group(0, "", "aten.gelu", 10, 1.0)
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 120)
     assert found.again == {dear: 0, cheap: 8} and found.seconds == 8.0
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 100)
@@ -166,7 +166,7 @@ def test_the_cheaper_of_two_is_made_again() -> None:
 
 def test_what_is_dear_is_put_away() -> None:
     """The first stretches make it again, the next ones put it away, whichever costs less for each group."""
-    dear, cheap = Group("", "aten.mm", 10, 2.0, away=1.0), Group("", "aten.gelu", 10, 0.5, away=1.0)
+    dear, cheap = Group(0, "", "aten.mm", 10, 2.0, away=1.0), Group(0, "", "aten.gelu", 10, 0.5, away=1.0)
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 80)
     assert found.again == {dear: 0, cheap: 8} and found.away == {dear: 4, cheap: 0} and found.seconds == 8.0
     both = chosen([kind(4, dear)], {(4,): 100}, 60)
@@ -177,20 +177,20 @@ def test_what_is_dear_is_put_away() -> None:
 def test_what_is_made_of_something_needs_it() -> None:
     """The gelu is made again from the product, which the backward itself does not need: that is kept, or made again
     too."""
-    gelu = Group("", "aten.gelu", 10, 1.0)
-    product = Group("", "aten.mm", 0, 50.0, 4, [gelu])
+    gelu = Group(0, "", "aten.gelu", 10, 1.0)
+    product = Group(0, "", "aten.mm", 0, 50.0, 4, [gelu])
     found = chosen([kind(4, gelu, product)], {(4,): 100}, 76)
     assert found.again == {gelu: 4, product: 0} and found.kept[product] == 4
     found = chosen([kind(4, gelu, product)], {(4,): 100}, 60)
     assert found.again == {gelu: 4, product: 4} and found.seconds == 204.0
-    statistics = Group("", "aten.native_layer_norm", 1, 50.0, 4, [gelu])  # the backward needs but a part of it
+    statistics = Group(0, "", "aten.native_layer_norm", 1, 50.0, 4, [gelu])  # the backward needs but a part of it
     found = chosen([kind(4, gelu, statistics)], {(4,): 104}, 80)
     assert found.again == {gelu: 4, statistics: 0} and found.kept[statistics] == 4
 
 
 def test_the_last_blocks_keep_what_a_later_moment_has_room_for() -> None:
     """Half way back, when gradients have come, the first half waits alone: that makes again, the last blocks keep."""
-    group = Group("", "aten.mm", 10, 1.0)
+    group = Group(0, "", "aten.mm", 10, 1.0)
     found = chosen([kind(8, group)], {(8,): 100, (4,): 120}, 90)
     assert found.again == {group: 3}
     assert cheapest([kind(8, group)], {(8,): 100, (4,): 120}, 70) is None

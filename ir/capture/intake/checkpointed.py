@@ -4,7 +4,7 @@
 
 What is traced keeps nothing, and makes nothing again: that is what a plan says. So the modules are noted, as patterns
 of paths (``layers.*``) that ``Hints(recompute=...)`` takes: the function itself, where it is a module, and else the
-modules that it calls.
+modules that it calls, which are made again together (``checkpoint_sequential``).
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class Checkpointed:
-    """The modules that were called in checkpoints, by path; and whether something else was."""
+    """The modules that were called in each of the checkpoints, by path; and whether something else was."""
 
     def __init__(self) -> None:
-        self.paths: dict[str, None] = {}
+        self.calls: dict[tuple[str, ...], None] = {}
         self.others = False
 
     @contextmanager
     def noting(self, model: nn.Module) -> Iterator[None]:
-        """Within, checkpoints that the model's code makes are noted."""
+        """Within, checkpoints that the model's code makes are noted; of several runs those of the first, which leaves
+        no block out."""
+        if self.calls or self.others:
+            yield
+            return
         inside: Any = torchs
         generator, function = inside._checkpoint_without_reentrant_generator, inside.CheckpointFunction
         paths = {id(each): path for path, each in model.named_modules()}
@@ -58,7 +62,7 @@ class Checkpointed:
     def _called(self, function: Any, paths: Mapping[int, str]) -> Iterator[None]:
         """The module that a function is; else the outermost modules that are called within."""
         if (own := _module(function)) is not None and paths.get(id(own)):
-            self.paths[paths[id(own)]] = None
+            self.calls[(paths[id(own)],)] = None
             yield
             return
         depth, found = [0], list[str]()
@@ -77,18 +81,22 @@ class Checkpointed:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.paths |= dict.fromkeys(found)
+        if found:
+            self.calls[tuple(dict.fromkeys(found))] = None
         self.others |= not found
 
-    def patterns(self, model: nn.Module, there: Iterable[str]) -> tuple[str, ...]:
-        """The modules as patterns: one for a list of which all are called; none where nothing is ``there``."""
+    def patterns(self, model: nn.Module, there: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+        """The modules as patterns, those of one call together: one for a list of which all are called by themselves;
+        none where nothing is ``there``."""
         every, left = [path for path, _ in model.named_modules()], {p for path in there for p in prefixes(path)}
-        found: dict[str, None] = {}
-        for path in self.paths:
-            listed = NUMBER.sub("*", path)
+        alone = {call[0] for call in self.calls if len(call) == 1}
+        found: dict[tuple[str, ...], None] = {}
+        for call in self.calls:
+            listed = NUMBER.sub("*", call[0])
             matches = [each for each in every if pattern(listed).fullmatch(each)]
-            found[listed if all(each in self.paths for each in matches) else path] = None
-        return tuple(text for text in found if any(map(pattern(text).fullmatch, left)))
+            found[(listed,) if len(call) == 1 and alone.issuperset(matches) else call] = None
+        matched = (tuple(text for text in texts if any(map(pattern(text).fullmatch, left))) for texts in found)
+        return tuple(texts for texts in matched if texts)
 
 
 def _module(function: Any) -> nn.Module | None:
