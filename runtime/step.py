@@ -11,8 +11,8 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
-from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.units.in_common import select
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import laid
 

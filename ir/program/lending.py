@@ -26,8 +26,10 @@ class Choice(NamedTuple):
 
 def choose(nbytes: int, free: Sequence[int]) -> Choice:
     """What is lent to one who asks for ``nbytes``, where memories of ``free`` bytes are kept and nobody has them."""
-    fits = [i for i, size in enumerate(free) if nbytes <= size <= SLACK * nbytes]
+    if nbytes in free:  # as nearly always
+        return Choice(free.index(nbytes))
+    fits = [(size, i) for i, size in enumerate(free) if nbytes <= size <= SLACK * nbytes]
     if fits:
-        return Choice(min(fits, key=lambda i: free[i]))
-    smaller = [i for i, size in enumerate(free) if nbytes <= SLACK * size < SLACK * nbytes]
-    return Choice(None, max(smaller, key=lambda i: free[i]) if smaller else None)
+        return Choice(min(fits)[1])
+    smaller = [(size, -i) for i, size in enumerate(free) if nbytes <= SLACK * size < SLACK * nbytes]
+    return Choice(None, -max(smaller)[1] if smaller else None)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,45 +34,14 @@ from shardfx.ir.spec import Spec
 
 from .devices import CPU, hangs_on_device, on_device
 from .looped.alike_turns import alike_turns
-from .looped.in_turns import Loop, in_turns, time_axes
+from .looped.in_turns import Loop, time_axes
 from .looped.loops import Loops
 from .looped.turn_numbers import of_every_turn
 from .rank_program import RankProgram
-from .units.of_stages import ends_here, is_done, of_stages
+from .units.in_common import InCommon
+from .units.of_stages import of_stages
 
 aten = torch.ops.aten
-
-
-def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
-    """The part of the graph that the outputs of some kinds need, with the guards that concern them."""
-    wanted = set(kinds)
-    outputs = [o for o in graph.outputs if o.kind in wanted or (o.guard is not None and o.guard.concerns(wanted))]
-    needed = {output.value for output in outputs}
-    nodes = []
-    for node in reversed(graph.nodes):
-        if any(value in needed for value in node.outs):
-            node = _without(node, needed)
-            needed.update(node.operands)
-            nodes.append(node)
-    return [given for given in graph.inputs if given.value in needed], nodes[::-1], outputs
-
-
-def of_rank(
-    graph: Graph, kinds: Iterable[OutputKind], coords: Mapping[str, int]
-) -> tuple[list[Input], list[Node], list[Output]]:
-    """The same part, as far as it is of the stages of the rank at ``coords``."""
-    inputs, nodes, outputs = select(graph, kinds)
-    inputs, outputs = ends_here(graph, inputs, outputs, coords)
-    return inputs, [node for node in nodes if is_done(node, graph, coords)], outputs
-
-
-def _without(node: Node, needed: Container[Value]) -> Node:
-    """Communication without the values that nobody needs: a target must not travel where there is no loss."""
-    kept = [i for i, value in enumerate(node.outs) if value in needed]
-    if not isinstance(node.op, OwnOp) or len(kept) == len(node.outs):
-        return node
-    args, results = tuple(node.operands[i] for i in kept), [node.results[i] for i in kept]
-    return replace(node, args=args, results=results, strategy=None)
 
 
 Steps = Sequence[Node | Loop]
@@ -85,11 +54,13 @@ def lower(
     kinds: Iterable[OutputKind],
     device: torch.device = CPU,
     arrange: Callable[[Steps], Steps] | None = None,
+    common: InCommon | None = None,
 ) -> RankProgram:
     """The program of one rank, for the outputs of some kinds, on a device. Needs no process group and no tensors.
 
     Args:
         arrange: changes the order of what is done, such as that of turns (:mod:`.units.in_units`).
+        common: what was found for other ranks of the same graph and kinds.
 
     Raises:
         Error: the graph leaves blocks out.
@@ -107,13 +78,10 @@ def lower(
             got="a graph that was captured, or planned up to partition",
             remedy="lower pm.after, or run the pass",
         )
-    _, nodes, outputs = select(graph, kinds)
+    common = common or InCommon(graph, frozenset(kinds))
     coords = graph.mesh.coords(rank)
-    steps: Steps = in_turns(nodes, outputs, graph.mesh)
-    if arrange is not None:
-        steps = arrange(steps)
-    steps = of_stages(steps, graph, coords)
-    inputs, _, outputs = of_rank(graph, kinds, coords)
+    steps = of_stages(common.steps if arrange is None else arrange(common.steps), graph, coords)
+    inputs, outputs = common.ends(coords)
 
     def written(turns: Mapping[str, int]) -> fx.Graph:
         """The program as it is in one turn of each axis of time."""
@@ -125,12 +93,9 @@ def lower(
         lowering.fx.output(tuple(lowering.result(output) for output in outputs))
         return lowering.fx
 
-    turned = any(isinstance(step, Loop) for step in steps)
-    made = (
-        of_every_turn(written, graph.mesh, alike_turns(nodes, graph.mesh, graph.mesh.coords(rank)))
-        if turned
-        else written({})
-    )
+    made = written({})
+    if any(isinstance(step, Loop) for step in steps):
+        made = of_every_turn(made, written, graph.mesh, alike_turns(common.parts, graph.mesh, coords))
     return RankProgram(rank, graph.mesh, made, tuple(inputs), tuple(outputs))
 
 

@@ -250,19 +250,23 @@ def _turns(value: Value, graph: Graph) -> tuple[str, ...]:
 
 def _collect_last(graph: Graph) -> None:
     """What is collected over turns is collected just before it is used: until then sums may travel together."""
-    waiting: list[Node] = []
+    waiting: dict[Node, int] = {}
+    made: dict[Value, Node] = {}
     nodes: list[Node] = []
-    for node in graph.nodes:
+    for place, node in enumerate(graph.nodes):
         if node.op is comm.all_reduce and any(graph.mesh[axis].time for axis in node.kwargs["axes"]):
-            waiting.append(node)
+            waiting[node] = place
+            made.update(dict.fromkeys(node.outs, node))
             continue
-        wanted, needed = [], set(node.operands)
-        for each in reversed(waiting):
-            if needed.intersection(each.outs):
-                wanted.append(each)
-                needed.update(each.operands)
-        nodes += [*reversed(wanted), node]
-        waiting = [each for each in waiting if each not in wanted]
+        wanted, needed = set[Node](), node.operands
+        while needed:
+            each = made.get(needed.pop())
+            if each in waiting and each not in wanted:
+                wanted.add(each)
+                needed += each.operands
+        nodes += [*sorted(wanted, key=waiting.__getitem__), node]
+        for each in wanted:
+            del waiting[each]
     graph.nodes = [*nodes, *waiting]
 
 

@@ -7,14 +7,15 @@ may hang on the rank's number. What they leave is validated, and the pass that l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.units.in_common import InCommon
 from shardfx.ir.program.validate_program import order_of_collectives, validate_program
 from shardfx.passes.base import PassError, check_requires
 from shardfx.passes.options import options_of
@@ -30,6 +31,12 @@ class RankContext:
     notes: list[str] = field(default_factory=list)
     machine: Machine = field(default_factory=lambda: Machine.of(None))
     established: frozenset[str] = frozenset()
+    _common: dict[frozenset[OutputKind], InCommon] = field(default_factory=dict)
+
+    def common(self, kinds: Iterable[OutputKind]) -> InCommon:
+        """What the programs of the ranks have in common that give outputs of some kinds."""
+        which = frozenset(kinds)
+        return self._common.setdefault(which, InCommon(self.graph, which))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -82,6 +83,7 @@ def best_cut(
         best_cut([1, 1, 1, 3], 2)    # [0, 3]
     """
     sums = [0.0, *accumulate(costs)]
+    room = replace(room, held=cache(room.held)) if room is not None else None
     line = _Line(sums, sent or [0.0] * len(costs), count, room)
     times = sorted({b - a for place, a in enumerate(sums) for b in sums[place + 1 :]})
     low = bisect_left(times, max(sums[-1] / count * (1 - 1e-9), *costs))
@@ -99,13 +101,14 @@ def best_cut(
 def roomiest_cut(costs: Sequence[float], count: int, room: Room) -> tuple[list[int], float]:
     """The cut of which the fullest rank holds least beyond its budget (or most below it), and so many bytes; to within
     a thousandth of what may be."""
+    room = replace(room, held=cache(room.held))
     sums = [0.0, *accumulate(costs)]
     low, high, found = -max(room.budgets), float(sum(room.of([0, *range(1, count)], len(costs)))), None
     high += room.of([0, *range(len(costs) - count + 1, len(costs))], len(costs))[room.homes[0]]
     near = max(1.0, (high - low) / 1e3)
     while high - low > near:
         middle = (low + high) / 2
-        wider = Room(room.homes, [budget + middle for budget in room.budgets], room.held)
+        wider = replace(room, budgets=[budget + middle for budget in room.budgets])
         way = _Line(sums, [0.0] * len(costs), count, wider).within(inf)
         found, low, high = (way, low, middle) if way else (found, middle, high)
     assert found is not None
@@ -133,6 +136,8 @@ class _Line:
                 for end in range(least, blocks - (self.count - stage - 1) + 1):
                     if self.sums[end] - self.sums[first] > seconds or self._is_too_much(stage, first, end):
                         break
+                    if self.sums[-1] - self.sums[end] > seconds * (self.count - stage - 1) * (1 + 1e-9):
+                        continue  # the others would have too much to do
                     longer = [each for way in ways if (each := self._longer(way, stage, first, end))]
                     if longer:
                         made.setdefault(end, []).extend(longer)

@@ -20,8 +20,8 @@ from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import is_comm, is_part
 from shardfx.ir.program.arena.tenants import use_of_arena
-from shardfx.ir.program.lower import select
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.units.in_common import select
 
 from .figures import Cause, CommRow, Communication, Estimate, Memory, Report, Timing
 from .stage_rows import gradients_of_rank, is_of_rank, stage_rows

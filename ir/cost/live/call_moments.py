@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import fx
 
 from shardfx.ir.program.units.lifetimes import name_of
 from shardfx.ir.program.units.unit_order import UnitOrder, order_of
 
-from .turn_sizes import size_in
+from .stays import Numbers, Stays
 
 if TYPE_CHECKING:
     from .storages import Storage
@@ -74,15 +76,25 @@ class Moments:
             self._first.setdefault(other, []).append(call)
         self.calls: list[int] = []
         """The call of each moment."""
-        self._turn: list[tuple[int, ...]] = []
-        """Of each moment the turns of the units that its call stands in."""
+        self._runs: list[tuple[int, tuple[int, ...]]] = []
+        """Of moments one behind the other: how many, and the turns of the units that their calls stand in."""
+        self._depth = max(map(len, places), default=0)
         self._go(range(len(places)), 0, ())
-        self._last: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._at: dict[int, list[int]] = {}
-        for moment, (call, turn) in enumerate(zip(self.calls, self._turn, strict=True)):
-            self._at.setdefault(call, []).append(moment)
-            for depth in range(len(turn) + 1):
-                self._last[call, turn[:depth]] = moment
+        calls = np.array(self.calls, dtype=np.int64)
+        order = np.argsort(calls, kind="stable")
+        starts = np.searchsorted(calls[order], np.arange(len(places) + 1))
+        self._at = [order[a:b] for a, b in pairwise(starts)]
+        """Of each call its moments."""
+        self._turn = np.array([(*turn, *[0] * (self._depth - len(turn))) for _, turn in self._runs], dtype=np.int64)
+        self._turn = np.repeat(
+            self._turn.reshape(len(self._runs), self._depth), [count for count, _ in self._runs], axis=0
+        )
+        """Of each moment the turns of the units that its call stands in."""
+        self._within = [np.zeros(len(calls), dtype=np.int64)]
+        """By how many units around: of each moment a number for the turns of these."""
+        for turn in self._turn.T:
+            self._within.append(self._within[-1] * (turn.max() + 1) + turn)
+        self._by_turns: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
 
     def _go(self, calls: Iterable[int], depth: int, turn: tuple[int, ...]) -> None:
         """Lay out calls that stand in so many units around."""
@@ -97,38 +109,59 @@ class Moments:
             begin = inner
             if inner is None and call not in self._made_for:
                 for each in self._first.pop(call, ()):
-                    self._add(each, ())
-                self._add(call, turn)
+                    self._add([each], ())
+                self._add([call], turn)
             elif inner is not None:
                 units.setdefault(place[depth][1], []).append(call)
         if begin is not None:
             self._units(begin, units, depth, turn)
 
-    def _add(self, call: int, turn: tuple[int, ...]) -> None:
-        self.calls.append(call)
-        self._turn.append(turn)
+    def _add(self, calls: Sequence[int], turn: tuple[int, ...]) -> None:
+        self.calls += calls
+        self._runs.append((len(calls), turn))
 
     def _units(self, begin: fx.Node, units: dict[str, list[int]], depth: int, turn: tuple[int, ...]) -> None:
+        plain = {name for name, calls in units.items() if all(len(self.places[call]) == depth + 1 for call in calls)}
         for word in UnitOrder.of(order_of(begin).split()).words:
-            self._go(units.get(word.unit, ()), depth + 1, (*turn, word.turn))
+            calls, turns = units.get(word.unit, []), (*turn, word.turn)
+            if word.unit in plain and self._first.keys().isdisjoint(calls):
+                self._add(calls, turns)  # as nearly always, and there may be hundreds of turns
+            else:
+                self._go(calls, depth + 1, turns)
 
-    def of(self, storages: Iterable[Storage]) -> list[Storage]:
+    def of(self, storages: Iterable[Storage]) -> Stays:
         """Storages, each as often as it is made, with the moments in which it is made and used last."""
-        return [each for storage in storages for each in self._each(storage)]
+        storages = tuple(storages)
+        born = [self._at[storage.born] for storage in storages]
+        last = [self._let_go(storage, at) for storage, at in zip(storages, born, strict=True)]
+        sizes = [self._sizes(storage, at) for storage, at in zip(storages, born, strict=True)]
+        which = np.repeat(np.arange(len(storages)), [len(at) for at in born])
+        none = [np.zeros(0, dtype=np.int64)]
+        return Stays(storages, which, *(np.concatenate([*none, *each]) for each in (born, last, sizes)))
 
-    def _each(self, storage: Storage) -> Iterable[Storage]:
-        uses = [(use, self._shared(storage.born, use)) for use in (storage.last, *storage.uses)]
-        for moment in self._at[storage.born]:
-            turn = self._turn[moment]
-            last = max(moment, *(self._last[use, turn[:depth]] for use, depth in uses))
-            nbytes = self._size(storage, turn)
-            yield storage.at(moment, last, nbytes)
+    def _let_go(self, storage: Storage, moments: Numbers) -> Numbers:
+        """When a storage is used last that is made at some moments."""
+        last = moments
+        for use in (storage.last, *storage.uses):
+            depth = self._shared(storage.born, use)
+            if (use, depth) not in self._by_turns:
+                at = self._at[use]
+                at = at[np.argsort(self._within[depth][at], kind="stable")]
+                self._by_turns[use, depth] = at, self._within[depth][at]
+            at, turns = self._by_turns[use, depth]
+            found = np.searchsorted(turns, self._within[depth][moments], "right") - 1
+            assert (turns[found] == self._within[depth][moments]).all(), "a unit is not done in each turn"
+            last = np.maximum(last, at[found])
+        return last
 
-    def _size(self, storage: Storage, turn: Sequence[int]) -> int:
-        if not storage.sizes:
-            return storage.nbytes
-        begins = (begin for begin, _ in self.places[storage.born])
-        return size_in(dict(zip(begins, turn, strict=False)), storage.nbytes, storage.sizes)
+    def _sizes(self, storage: Storage, moments: Numbers) -> Numbers:
+        """The bytes of a storage that is made at some moments: in some turns other ones than in those before."""
+        found = np.full(len(moments), storage.nbytes, dtype=np.int64)
+        depths = {begin: depth for depth, (begin, _) in enumerate(self.places[storage.born])}
+        for (begin, since), nbytes in storage.sizes.items():
+            if begin in depths:
+                found[self._turn[moments, depths[begin]] >= since] = nbytes
+        return found
 
     def _shared(self, call: int, other: int) -> int:
         """How many turns two calls are both in."""

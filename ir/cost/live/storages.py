@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
-import itertools
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 from torch import fx
 
 from shardfx.ir.cost.amounts import Cost, total
@@ -16,6 +16,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.program.lending import choose
 
 from .call_moments import Moments
+from .stays import Numbers, Stays
 from .transport import PLAIN, Transport
 from .turn_sizes import Since
 
@@ -48,7 +49,7 @@ class Storage:
     message: bool = False
 
     def at(self, born: int, last: int, nbytes: int) -> Storage:
-        """The same as it is there once, between two moments: ``replace``, of which there are millions."""
+        """The same as it is there once, between two moments: ``replace``, of which there are many."""
         rest = self.category, self.node, self.kept, self.pool, self.uses, self.sizes, self.message
         return Storage(nbytes, born, last, *rest)
 
@@ -84,25 +85,27 @@ class LendingPool:
 
     kept: list[int] = field(default_factory=list)
 
-    def step(self, asked: Sequence[Storage], calls: int) -> list[int]:
+    def step(self, asked: Stays, calls: int) -> list[int]:
         """The bytes that are kept when each call is done, in a step that asks for these storages."""
-        asked = sorted(asked, key=lambda storage: storage.born)
-        sizes, lent, used = dict(enumerate(self.kept)), list[tuple[int, int]](), set[int]()
+        sizes, free = dict(enumerate(self.kept)), [*range(len(self.kept))]
+        lent, used = list[tuple[int, int]](), set[int]()
         held, number, there = list[int](), len(self.kept), sum(self.kept)
-        for each in asked:
-            held += [there] * (each.born - len(held))
-            while lent and lent[0][0] < each.born:
-                heapq.heappop(lent)
-            taken = {key for _, key in lent}
-            free = [key for key in sizes if key not in taken]
-            choice = choose(each.nbytes, [sizes[key] for key in free])
-            if choice.drop is not None:
-                there -= sizes.pop(free[choice.drop])
-            key = number if choice.take is None else free[choice.take]
-            if choice.take is None:
-                sizes[key], number, there = each.nbytes, number + 1, there + each.nbytes
-            heapq.heappush(lent, (each.last, key))
-            used.add(key)
+        for born, last, nbytes in asked.by_birth():
+            held += [there] * (born - len(held))
+            while lent and lent[0][0] < born:
+                bisect.insort(free, heapq.heappop(lent)[1])
+            choice = choose(nbytes, [sizes[key] for key in free])
+            take, drop = (None if place is None else free[place] for place in choice)
+            if drop is not None:
+                there -= sizes.pop(drop)
+                free.remove(drop)
+            if take is None:
+                take, number, there = number, number + 1, there + nbytes
+                sizes[take] = nbytes
+            else:
+                free.remove(take)
+            heapq.heappush(lent, (last, take))
+            used.add(take)
         held += [there] * (calls - len(held))
         self.kept = [size for key, size in sizes.items() if key in used]
         return held
@@ -132,7 +135,7 @@ class Footprint:
     @cached_property
     def beside(self) -> tuple[int, ...]:
         """The bytes in other pools of memory when each call is done."""
-        return tuple(self._most(self._in_use(s for s in self._made if s.pool)))
+        return tuple(self._most(self._in(bool(each.pool) for each in self.storages)))
 
     @cached_property
     def idle(self) -> tuple[int, ...]:
@@ -143,69 +146,62 @@ class Footprint:
     @cached_property
     def by_category(self) -> Mapping[str, tuple[int, ...]]:
         """The bytes that hold something when each call is done, by what they are for."""
-        found: dict[str, list[Storage]] = {}
-        for storage in (each for each in self._made if not each.pool):
-            found.setdefault(storage.category, []).append(storage)
-        return {category: self._at_calls(self._in_use(storages)) for category, storages in found.items()}
+        here = [each.category if not each.pool else None for each in self.storages]
+        names = dict.fromkeys(name for name in here if name is not None)
+        return {name: self._at_calls(self._in(each == name for each in here)) for name in names}
 
     def there(self, call: int) -> list[Storage]:
         """The storages that are there when a call is done; of units of turns, those of each turn."""
-        moment = self._fullest[call]
-        return [each for each in self._made if each.born <= moment <= each.last and not each.pool]
+        return [each for each in self._made.at(int(self._fullest[call])) if not each.pool]
 
     # ---- by moment --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _made(self) -> Sequence[Storage]:
+    def _made(self) -> Stays:
         """The storages by the moments in which they are made and used last."""
-        made = self.storages if self.moments is None else self.moments.of(self.storages)
-        return self.transport.early(made) if self.transport.ahead else made
+        made = Stays.once(self.storages) if self.moments is None else self.moments.of(self.storages)
+        return self.transport.early(made)
 
-    @property
-    def _count(self) -> int:
-        return len(self.calls) if self.moments is None else len(self.moments.calls)
-
-    @cached_property
-    def _live(self) -> list[int]:
-        return [*map(operator.add, self._in_use(s for s in self._made if not s.pool), self._idle)]
+    def _in(self, chosen: Iterable[bool]) -> Numbers:
+        """The bytes that some of the storages hold, by moment: a word for each."""
+        return self._made.of([*chosen]).in_use(len(self._calls))
 
     @cached_property
-    def _idle(self) -> list[int]:
-        kept = [storage for storage in self._made if storage.kept]
-        held = [0] * self._count
-        pool = LendingPool()
+    def _calls(self) -> Numbers:
+        """The call of each moment."""
+        return np.array(range(len(self.calls)) if self.moments is None else self.moments.calls, dtype=np.int64)
+
+    @cached_property
+    def _live(self) -> Numbers:
+        return self._in(not each.pool for each in self.storages) + self._idle
+
+    @cached_property
+    def _idle(self) -> Numbers:
+        kept = self._made.of([each.kept for each in self.storages])
+        held, pool, before = [0] * len(self._calls), LendingPool(), None
         for _ in range(STEPS):
-            held = pool.step(kept, self._count)
-        return [*map(operator.sub, held, self._in_use(kept))]
-
-    def _in_use(self, storages: Iterable[Storage]) -> list[int]:
-        """The bytes of those that hold something."""
-        steps = [0] * (self._count + 1)
-        for storage in storages:
-            steps[storage.born] += storage.nbytes
-            steps[storage.last + 1] -= storage.nbytes
-        return list(itertools.accumulate(steps[:-1]))
+            if pool.kept == before:  # as it is in every step from now on
+                break
+            before = pool.kept
+            held = pool.step(kept, len(self._calls))
+        return np.array(held, dtype=np.int64) - kept.in_use(len(self._calls))
 
     @cached_property
-    def _fullest(self) -> Sequence[int]:
+    def _fullest(self) -> Numbers:
         """By call: the moment at which most is held, of those in which it is done."""
         if self.moments is None:
-            return range(len(self.calls))
-        found = [-1] * len(self.calls)
-        for moment, call in enumerate(self.moments.calls):
-            if found[call] < 0 or self._live[moment] > self._live[found[call]]:
-                found[call] = moment
-        return found
+            return self._calls
+        order = np.lexsort((-self._live, self._calls))  # of moments with as much, the first
+        return order[np.searchsorted(self._calls[order], np.arange(len(self.calls)))]
 
-    def _at_calls(self, held: Sequence[int]) -> tuple[int, ...]:
+    def _at_calls(self, held: Numbers) -> tuple[int, ...]:
         """What is held at each call, at its fullest moment."""
-        return tuple([held[moment] for moment in self._fullest])
+        return tuple(held[self._fullest].tolist())
 
-    def _most(self, held: Sequence[int]) -> list[int]:
-        found = [0] * len(self.calls)
-        for call, nbytes in zip(range(len(held)) if self.moments is None else self.moments.calls, held, strict=True):
-            found[call] = max(found[call], nbytes)
-        return found
+    def _most(self, held: Numbers) -> list[int]:
+        found = np.zeros(len(self.calls), dtype=np.int64)
+        np.maximum.at(found, self._calls, held)
+        return list(found.tolist())
 
     @cached_property
     def cost(self) -> Cost:

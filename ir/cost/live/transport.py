@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .storages import Storage
+    from .stays import Stays
 
 
 @dataclass(frozen=True)
@@ -26,19 +24,9 @@ class Transport:
     exchanged: float = inf
     ahead: int = 0
 
-    def early(self, storages: Iterable[Storage]) -> list[Storage]:
-        """Storages with those of messages made as early as they are.
-
-        Args:
-            storages: by the moments in which they are made and used last.
-        """
-        made = sorted(storages, key=lambda storage: storage.born)
-        asked: deque[int] = deque([0] * self.ahead)
-        for place, each in enumerate(made):
-            if each.message and self.ahead:
-                asked.append(each.born)
-                made[place] = replace(each, born=asked.popleft())
-        return made
+    def early(self, stays: Stays) -> Stays:
+        """Storages, with those of messages made as early as they are."""
+        return stays.ahead(self.ahead) if self.ahead else stays
 
 
 PLAIN = Transport()

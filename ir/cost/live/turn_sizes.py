@@ -50,11 +50,3 @@ def _by_call(blocks: Iterable[Block]) -> dict[int, list[Block]]:
     for block in blocks:
         found.setdefault(block.born, []).append(block)
     return found
-
-
-def size_in(turn: At, nbytes: int, sizes: Mapping[Since, int]) -> int:
-    """How large a storage is in a turn of each axis."""
-    for (begin, since), other in sizes.items():
-        if turn.get(begin, 0) >= since:
-            nbytes = other
-    return nbytes

@@ -84,7 +84,7 @@ def pools(graph: Graph) -> dict[Value, str]:
 def pool_of(node: Node, away: Mapping[Value, str]) -> str:
     """The pool beside the device that results of a node lie in; ``away`` says it of its operands."""
     row = node.op if isinstance(node.op, OwnOp) else None
-    return pool_of_row(row, any(value in away for value in node.operands))
+    return pool_of_row(row, bool(away) and any(value in away for value in node.operands))
 
 
 def pool_of_row(row: LocalOp | OwnOp | None, beside: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from shardfx.ir.cut import Part, bounds
 from shardfx.ir.graph import Node
@@ -14,17 +14,16 @@ from .in_turns import time_axes
 Runs = dict[str, list[range]]
 
 
-def alike_turns(nodes: Iterable[Node], mesh: Mesh, coords: Mapping[str, int]) -> Runs:
-    """By axis of time: runs of turns in which a rank holds as many rows of every value of some nodes.
+def alike_turns(parts: Collection[Part], mesh: Mesh, coords: Mapping[str, int]) -> Runs:
+    """By axis of time: runs of turns in which a rank holds as many rows of all that is cut.
 
     Numbers of such turns are lines: sizes are the same, and places grow evenly. ``coords`` are those of the rank.
     """
-    parts = _parts(nodes, mesh)
     return {axis: _runs(axis, [part for part in parts if axis in part.axes], mesh, coords) for axis in time_axes(mesh)}
 
 
-def _parts(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
-    """All that is cut over time, each once."""
+def parts_in_turns(nodes: Iterable[Node], mesh: Mesh) -> set[Part]:
+    """Of the values of some nodes all that is cut over time, each once."""
     held: set[tuple[tuple[int, ...], Spec]] = set()
     for node in nodes:
         values, made = (*node.operands, *node.outs), node.strategy

@@ -39,14 +39,13 @@ Number = Any
 how much it grows from turn to turn; both of which are numbers of the other axes."""
 
 
-def of_every_turn(written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
-    """The program for all turns; ``written`` gives it as it is in one turn of each axis, and those that are ``alike``
-    have numbers that are lines.
+def of_every_turn(made: fx.Graph, written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
+    """The program for all turns, ``made`` of that of the first; ``written`` gives it as it is in one turn of each axis,
+    and those that are ``alike`` have numbers that are lines.
 
     Raises:
         Error: turns differ in what they call, not in numbers alone.
     """
-    made = written({})
     axes = tuple(axis for axis in reversed(time_axes(mesh)) if mesh[axis].size > 1)
     if axes:
         _Merge(made, axes, written, {axis: list(alike[axis]) for axis in axes}).run()
@@ -124,7 +123,7 @@ class _Merge:
         key = tuple(turn[axis] for axis in self.axes)
         if key in self._of_turns:
             return self._of_turns[key]
-        others = list(self.written(turn).nodes)
+        others = list(self.written(turn).nodes) if any(key) else self.nodes
         if [(n.op, n.target) for n in others] != [(n.op, n.target) for n in self.nodes]:
             mine, theirs = next(
                 ((a, b) for a, b in zip(self.nodes, others, strict=False) if a.target != b.target),

@@ -174,13 +174,12 @@ class _Units:
             Error: one does; naming who.
         """
         place = {word.partition(".")[0]: at for at, word in reversed([*enumerate(order)])}
-        for step in self.loop.steps:
-            inside = set(step.nodes()) if isinstance(step, Loop) else set()
-            last = max((place[self._units[node]] for node in inside), default=0)
+        for step in (step for step in self.loop.steps if isinstance(step, Loop)):
+            inside = set(step.nodes())
+            last = max(place[self._units[node]] for node in inside)
             made = {value for node in inside for value in node.outs}
             for node in self._units:
                 if node not in inside and place[self._units[node]] < last and not made.isdisjoint(node.operands):
-                    assert isinstance(step, Loop)
                     raise Error(
                         f"turns of {step.axis!r} have both forward and backward in them, which a schedule parts",
                         where=f"{node.where}  {node.where.code}".rstrip(),

@@ -34,15 +34,17 @@ def sent_first(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axi
     if not sends:
         return list(steps)
     movable = _movable(steps[: sends[-1]], late)
-    most, fewest = _most_held(steps, mesh, axis), 0
+    held = _Held(steps, mesh, axis)
+    places = range(len(steps))
+    most, fewest = held.most(places), 0
     many = len(movable)
     while fewest < many:
         middle = (fewest + many + 1) // 2
-        if _most_held(_moved(steps, movable[:middle], sends[-1]), mesh, axis) <= most:
+        if held.most(_moved(places, movable[:middle], sends[-1])) <= most:
             fewest = middle
         else:
             many = middle - 1
-    return _moved(steps, movable[:fewest], sends[-1])
+    return [steps[at] for at in _moved(places, movable[:fewest], sends[-1])]
 
 
 def _sends(node: Node, place: int) -> bool:
@@ -62,30 +64,42 @@ def _movable(steps: Steps, late: Collection[Node]) -> list[int]:
     return found
 
 
-def _moved(steps: Steps, moved: Sequence[int], behind: int) -> list[Node | Loop]:
-    """The steps, some of them behind one."""
+def _moved(places: Sequence[int], moved: Sequence[int], behind: int) -> list[int]:
+    """The places, some of them behind one."""
     away = set(moved)
-    stay = [step for at, step in enumerate(steps[: behind + 1]) if at not in away]
-    return [*stay, *(steps[at] for at in sorted(moved)), *steps[behind + 1 :]]
+    stay = [at for at in places[: behind + 1] if at not in away]
+    return [*stay, *sorted(moved), *places[behind + 1 :]]
 
 
-def _most_held(steps: Steps, mesh: Mesh, axis: str) -> int:
-    """The bytes that a turn holds at most during these steps, of what they use and make."""
-    last: dict[Value, int] = {}
-    for at, step in enumerate(steps):
-        for value in _operands([step]):
-            last[_source(value)] = at
-    dying: dict[int, list[Value]] = {}
-    for value, at in last.items():
-        dying.setdefault(at, []).append(value)
-    made = {value for node in nodes_of(steps) for value in node.outs}
-    held = most = sum(_nbytes(value, mesh, axis) for value in last if value not in made)
-    for at, step in enumerate(steps):
-        fresh = {value for node in nodes_of([step]) if not is_view(node) for value in node.outs}
-        held += sum(_nbytes(value, mesh, axis) for value in fresh if value in last)
-        most = max(most, held)
-        held -= sum(_nbytes(value, mesh, axis) for value in dying.get(at, ()))
-    return most
+class _Held:
+    """What a turn holds during steps, of what they use and make."""
+
+    def __init__(self, steps: Steps, mesh: Mesh, axis: str) -> None:
+        uses = [{_source(value) for value in _operands([step])} for step in steps]
+        made = {value for node in nodes_of(steps) for value in node.outs}
+        nbytes = {value: _nbytes(value, mesh, axis) for value in set[Value]().union(*uses)}
+        self._nbytes = nbytes
+        self._uses = [{value for value in each if nbytes[value]} for each in uses]
+        self._before = sum(size for value, size in nbytes.items() if value not in made)
+        self._fresh: list[int] = []
+        """By step the bytes that it makes."""
+        for step in steps:
+            fresh = {value for node in nodes_of([step]) if not is_view(node) for value in node.outs}
+            self._fresh.append(sum(nbytes.get(value, 0) for value in fresh))
+
+    def most(self, places: Sequence[int]) -> int:
+        """The bytes that are there at most while the steps are done in the order of some places."""
+        dying, seen = [0] * len(places), set[Value]()
+        for at in reversed(range(len(places))):
+            for value in self._uses[places[at]] - seen:
+                seen.add(value)
+                dying[at] += self._nbytes[value]
+        held = most = self._before
+        for at, place in enumerate(places):
+            held += self._fresh[place]
+            most = max(most, held)
+            held -= dying[at]
+        return most
 
 
 def _nbytes(value: Value, mesh: Mesh, axis: str) -> int:

@@ -51,6 +51,10 @@ class UnitOrder:
     def _place(self) -> dict[Word, int]:
         return {word: place for place, word in enumerate(self.words)}
 
+    @cached_property
+    def _turned(self) -> dict[tuple[str, str], int | None]:
+        return {}
+
     def incomplete(self, turns: int) -> str:
         """Which unit is not done once of each of so many turns; empty where each is."""
         there = Counter(self.words)
@@ -63,10 +67,12 @@ class UnitOrder:
     def turned_round(self, first: str, second: str) -> int | None:
         """The first turn in which the unit that is to be first is not done before the other; None where it always
         is."""
-        place = self._place
-        never = len(place)
-        done = ((word, place.get(Word(first, word.turn), never)) for word in self.words if word.unit == second)
-        return next((word.turn for word, at in done if at > place[word]), None)
+        pair, place = (first, second), self._place
+        if pair not in self._turned:  # it is asked of each value that one hands on to the other
+            never = len(place)
+            done = ((word, place.get(Word(first, word.turn), never)) for word in self.words if word.unit == second)
+            self._turned[pair] = next((word.turn for word, at in done if at > place[word]), None)
+        return self._turned[pair]
 
     @cached_property
     def under_way(self) -> int:
