@@ -251,7 +251,8 @@ class ParallelModule(SteppedModule):
         ranks call it, and rank 0's tensors are loaded. ``pm.optimizer`` is one of them.
 
         Raises:
-            Error: the groups are others; a state cannot be cut as its parameter is; it is the optimizer of another plan.
+            Error: the groups are others; a state cannot be cut as its parameter is; it is the optimizer of another
+                plan.
         """
         with self._together("load_full_optimizer_state_dict(...)"):
             if own := self._in_program(optimizer, LOADED):

@@ -112,7 +112,9 @@ class SteppedModule(WatchedModule):
                 "this is no optimizer of this module",
                 where=where,
                 expected="one of pm.parameters(), or pm.optimizer",
-                got="the optimizer of another plan" if isinstance(optimizer, ProgramOptimizer) else repr(optimizer)[:100],
+                got="the optimizer of another plan"
+                if isinstance(optimizer, ProgramOptimizer)
+                else repr(optimizer)[:100],
                 remedy="call it on the module whose optimizer it is; load what it gives into the other one's",
             )
         return None

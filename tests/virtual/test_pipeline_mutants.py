@@ -163,6 +163,16 @@ def test_results_put_into_memory_of_fewer_bits_are_refused() -> None:
         assert f"memory of {dtype}" in refused(pm, 1, fewer)
 
 
+def test_a_bucket_of_fewer_bits_is_refused() -> None:
+    """Gradients are laid into it before they are reduced: they would be rounded there."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double(), torch.randn(4, 4).double()
+    hints = sx.Hints((x,), loss=F.mse_loss, targets=(x,), specs={"args.0": "dp, -"}, zero=2, zero_min=0)
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    assert "torch.float64 is written into memory of torch.float32" in refused(
+        pm, 1, lambda graph: of(graph, "memory.empty")[0].update_arg(1, torch.float32)
+    )
+
+
 def test_what_says_the_unit_is_no_value() -> None:
     module = three_stages().rank_module(1)
     graph = next(child for name, child in module.named_children() if name.startswith("R")).graph  # type: ignore[union-attr]

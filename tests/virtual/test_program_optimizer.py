@@ -92,7 +92,7 @@ def test_whole_states_are_those_of_torch() -> None:
 
 
 def test_states_move_as_those_of_torchs_own_optimizers_do() -> None:
-    """``pm.full_optimizer_state_dict(pm.optimizer)`` has parameters by number: torch's own loads it, and the reverse."""
+    """``pm.full_optimizer_state_dict(pm.optimizer)`` has parameters by number, and torch's own states are loaded."""
     (theirs,) = alone(grouped, 2)[2]
     first, other = small_plan(grouped, DP2, zero=3), small_plan(grouped, MESHES["dp2tp2"], zero=1)
     for x, y in batches(2):

@@ -167,10 +167,15 @@ class Walk:
 
     def _fits(self, node: fx.Node, memory: fx.Node, planned: Value) -> None:
         """Memory for a sum has the shape of what is summed; a part of a buffer may have it in pieces."""
-        part, spec = memory.target is memory_ops.part, planned.spec or Spec.whole(planned.type.ndim)
-        asked = tuple(self._number(memory.args[3 if part else 0], node))
+        spec = planned.spec or Spec.whole(planned.type.ndim)
         held = held_shape(spec, planned.shape, self.program.mesh, self.program.rank)
-        if asked != held and not (part and prod(asked) == prod(held)):
+        if memory.target is memory_ops.part:
+            pieces, _, asked = self._number(memory.args[1:], node)
+            fits = prod(asked) == prod(held) and (pieces == 1 or asked[0] % pieces == 0)
+        else:
+            asked = self._number(memory.args[0], node)
+            fits = tuple(asked) == held
+        if not fits:
             raise NotTurns(f"{node.name} sums into memory of {list(asked)}, where what it adds has {list(held)}", node)
 
     def _put(self, node: fx.Node, memory: fx.Node, collected: list[fx.Node]) -> None:
