@@ -53,6 +53,11 @@ def shape_asked(call: Any, arguments: Sequence[Any]) -> Any:
     return arguments[2 if call is slot else 0]
 
 
+def dtype_asked(call: Any, arguments: Sequence[Any]) -> Any:
+    """The dtype of the memory that a call gives, by its arguments."""
+    return arguments[3 if call is slot else 1]
+
+
 def filled(shape: Sequence[int], value: float, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Memory of one value everywhere: what turns collect into."""
     return torch.full(list(shape), value, dtype=dtype, device=device)

@@ -16,6 +16,9 @@ from .simulation import COSTS, Costs, Simulation
 KEEPS = {"F": 1, "B": -1, "W": -1, "I": 0, "U": 0}
 """How many turns more a rank keeps for the backward when an action is done."""
 
+NUMBERS = {"stages": "stages", "turns": "turns", "ranks": "ranks", "live": "live turns"}
+"""What is counted, by the option that says it."""
+
 
 @dataclass(frozen=True)
 class ScheduleReport:
@@ -79,6 +82,8 @@ def check_schedule(schedule: Schedule, *, stages: int, turns: int, costs: Costs 
             got=f"{schedule!r:.100} of type {type(schedule).__name__}",
             remedy="sx.Schedule.parse reads a text, sx.make_schedule makes one by its name",
         )
+    check_number("stages", stages)
+    check_number("turns", turns)
     check_complete(schedule, stages, turns)
     simulation = Simulation.of(schedule, costs)
     return ScheduleReport(tuple(tuple(_live(row)) for row in schedule.rows), simulation)
@@ -88,3 +93,19 @@ def _live(row: tuple[Action, ...]) -> Iterator[int]:
     """How many turns are live while each action is done: what is given up is there until the action is done."""
     after = accumulate(KEEPS[action.kind] for action in row)
     return (kept - min(KEEPS[action.kind], 0) for kept, action in zip(after, row, strict=True))
+
+
+def check_number(what: str, number: object) -> None:
+    """Check what an option of :data:`NUMBERS` says.
+
+    Raises:
+        Error: it is no int of at least 1.
+    """
+    if type(number) is not int or number < 1:
+        raise Error(
+            f"this is no number of {NUMBERS[what]}",
+            where=what,
+            expected="an int of at least 1",
+            got=repr(number),
+            remedy=f"say {what}=1 or more" + (", or leave it out" if what in ("ranks", "live") else ""),
+        )

@@ -13,7 +13,8 @@ from shardfx.ir.rewriter import Rewriter, dead_code
 
 @dataclass
 class Repeats:
-    """Gives the nodes behind the forward copies of what ``again`` says; each is made once, as late as it may.
+    """Gives the nodes behind the forward copies of what ``again`` says; each is made once, as late as it may, on each
+    rank that needs it: a parameter of several stages is gathered again in each of them.
 
     Args:
         again: whether a value that the forward made is made again, where something behind it needs it.
@@ -24,7 +25,8 @@ class Repeats:
     graph: Graph
     again: Callable[[Value], bool]
     kept: Callable[[Rewriter, Value, Node], Value] = lambda rewriter, value, anchor: value
-    _made: dict[Value, Value] = field(default_factory=dict)
+    _made: dict[Value, list[tuple[frozenset[int], Value]]] = field(default_factory=dict)
+    """What stands for a value, and at which coordinates along the axis of stages."""
 
     def run(self) -> bool:
         """Make the copies; says whether there are any."""
@@ -48,34 +50,61 @@ class Repeats:
 
     def _again(self, wanted: Value, anchor: Node, rewriter: Rewriter) -> Value:
         """What stands for ``wanted`` at ``anchor``: copies that are missing are made just before it."""
+        places = self._places(anchor)
         open_ = [wanted]  # a walk, for a chain may go through many nodes
         while open_:
             value = open_[-1]
-            if value in self._made:
+            if self._there(value, places) is not None:
                 open_.pop()
             elif value.node is not None and value.node.op is comm.send:  # what came from another stage stays
-                self._made[open_.pop()] = value
+                self._keep(open_.pop(), places, value)
             elif not self.again(value):
-                self._made[open_.pop()] = self.kept(rewriter, value, anchor)
+                self._keep(open_.pop(), places, self.kept(rewriter, value, anchor))
             else:
                 node = value.node
                 assert node is not None
-                missing = [v for v in node.operands if self._is_of_forward(v) and v not in self._made]
+                missing = [v for v in node.operands if self._is_of_forward(v) and self._there(v, places) is None]
                 open_ += missing
                 if not missing:
                     open_.pop()
                     self._copy(node, anchor, rewriter)
-        return self._made[wanted]
+        return self._there(wanted, places) or wanted
+
+    def _there(self, value: Value, places: frozenset[int]) -> Value | None:
+        """What stands for a value wherever it is needed; None: nothing yet."""
+        return next((made for held, made in self._made.get(value, ()) if places <= held), None)
+
+    def _keep(self, value: Value, places: frozenset[int], made: Value) -> None:
+        self._made.setdefault(value, []).append((places, made))
+
+    def _places(self, anchor: Node) -> frozenset[int]:
+        """Where a node needs what it takes, as coordinates along the axis of stages."""
+        pipeline = self.graph.pipeline
+        if pipeline is None:
+            return frozenset()
+        return frozenset([anchor.kwargs["origin"]] if anchor.op is comm.send else pipeline.places(anchor.at))
 
     def _copy(self, node: Node, anchor: Node, rewriter: Rewriter) -> None:
         """One node once more; a view of what stays is that view."""
-        if is_view(node) and all(self._made.get(value, value) is value for value in node.operands):
-            self._made.update((value, value) for value in node.outs)
+        places = self._places(anchor)
+
+        def there(value: Value) -> Value:
+            return self._there(value, places) or value
+
+        if is_view(node) and all(there(value) is value for value in node.operands):
+            for value in node.outs:
+                self._keep(value, places, value)
             return
-        copy = node.copied(lambda value: self._made.get(value, value))
+        copy = node.copied(there)
         copy.phase = anchor.phase
         copy.why = f"made again for {anchor.name}"
-        if node.at and anchor.at and anchor.op is not comm.send:  # another stage of the same rank may need it first
-            copy.at = anchor.at
+        if node.at and anchor.at:  # another stage of the same rank may need it first
+            copy.at = anchor.at if anchor.op is not comm.send else self._stages_of(node, places)
         rewriter.before(anchor, copy)
-        self._made.update(zip(node.outs, copy.outs, strict=True))
+        for value, made in zip(node.outs, copy.outs, strict=True):
+            self._keep(value, places, made)
+
+    def _stages_of(self, node: Node, places: frozenset[int]) -> tuple[int, ...]:
+        """A node's stages that lie at some places."""
+        assert self.graph.pipeline is not None
+        return tuple(stage for stage in node.at if places.issuperset(self.graph.pipeline.places((stage,))))

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from shardfx.ir.errors import Error
 from shardfx.ir.schedule.actions import Schedule
-from shardfx.ir.schedule.check_schedule import ScheduleReport, check_schedule
+from shardfx.ir.schedule.check_schedule import ScheduleReport, check_number, check_schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs, check_costs
 
 from .known_schedules import SCHEDULES, PipelineSize, ScheduleMaker
 from .list_schedule import list_schedule
 
 AUTO = "auto"
-NUMBERS = {"stages": "stages", "turns": "turns", "ranks": "ranks", "live": "live turns"}
-"""What is counted, by the option that says it."""
 
 
 def make_schedule(
@@ -54,15 +52,8 @@ def make_schedule(
             remedy="take one of these, write a text (a row for each rank: F0.0 B0.0), or a function that makes one",
         )
     for what, number in (("stages", stages), ("turns", turns), ("ranks", ranks), ("live", live)):
-        optional = what in ("ranks", "live") and number is None
-        if not optional and (type(number) is not int or number < 1):
-            raise Error(
-                f"this is no number of {NUMBERS[what]}",
-                where=what,
-                expected="an int of at least 1",
-                got=repr(number),
-                remedy=f"say {what}=1 or more" + (", or leave it out" if what in ("ranks", "live") else ""),
-            )
+        if number is not None or what not in ("ranks", "live"):
+            check_number(what, number)
     check_costs(costs)
     maker = ANY if name == AUTO else SCHEDULES[name]
     of = _pipeline(name, maker, stages, turns, ranks or max(stages // maker.fewest, 1))

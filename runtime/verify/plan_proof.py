@@ -24,6 +24,7 @@ from shardfx.ir.program.units.of_stages import ends_here, made_at
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
+from .exact_calls import ExactCalls
 from .families import many_ranks, own_programs
 from .families.alike_ranks import AlikeRanks, alike_ranks
 from .fault import Fault
@@ -135,7 +136,7 @@ class PlanProof:
     counts: Counter[str]
     mesh: Mesh
     """That of the plan: its turns are none of :attr:`after`'s, where each is a rank."""
-    fakes: FakeCalls = field(default_factory=FakeCalls)
+    fakes: FakeCalls = field(default_factory=ExactCalls)
 
     @property
     def ranks(self) -> range:

@@ -20,7 +20,7 @@ from shardfx.runtime.store import version
 from .call import Reader, first_form
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
-from .held.optimizer_states import Walk, cut, joined
+from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, cut, joined
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree, watch
@@ -234,22 +234,30 @@ class ParallelModule(SteppedModule):
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer of ``pm.parameters()``, with whole states, as one of the model itself would
         have it: it is loaded under another plan, or into such an optimizer. Under ``torchrun`` all ranks call it.
+        ``pm.optimizer`` is one of them.
 
         Raises:
-            Error: a state is no piece as its parameter is (Adafactor's, where a parameter is cut).
+            Error: a state is no piece as its parameter is (Adafactor's, where a parameter is cut); it is the optimizer
+                of another plan.
         """
         with self._together("full_optimizer_state_dict(...)"):
+            if own := self._in_program(optimizer, SAVED):
+                return by_number(own.full_state_dict())
             return joined(self._state, self._walk, optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load whole states into an optimizer of ``pm.parameters()``, each rank its pieces: those of
         :meth:`full_optimizer_state_dict` under any plan, or of an optimizer of the model itself. Under ``torchrun`` all
-        ranks call it, and rank 0's tensors are loaded.
+        ranks call it, and rank 0's tensors are loaded. ``pm.optimizer`` is one of them.
 
         Raises:
-            Error: the groups are others; a state cannot be cut as its parameter is.
+            Error: the groups are others; a state cannot be cut as its parameter is; it is the optimizer of another
+                plan.
         """
         with self._together("load_full_optimizer_state_dict(...)"):
+            if own := self._in_program(optimizer, LOADED):
+                own.load_full_state_dict(by_name([group["params"] for group in own.named_groups()], state_dict))
+                return
             optimizer.load_state_dict(cut(self._state, self._walk, optimizer, state_dict))
 
     @property

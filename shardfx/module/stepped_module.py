@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardfx.compiled import Compiled
+from shardfx.ir.errors import Error
 from shardfx.runtime.peers import Peers
 
 from .call import Reader
@@ -97,3 +98,23 @@ class SteppedModule(WatchedModule):
         if self._optimizer is None:
             self._optimizer = ProgramOptimizer(self._state)
         return self._optimizer
+
+    def _in_program(self, optimizer: object, where: str) -> ProgramOptimizer | None:
+        """The optimizer in the program, if that is the one that is given; None: it is one of torch's own.
+
+        Raises:
+            Error: it is in the program of another plan, or none at all.
+        """
+        if isinstance(optimizer, ProgramOptimizer) and optimizer is self.optimizer:
+            return optimizer
+        if isinstance(optimizer, ProgramOptimizer) or not hasattr(optimizer, "param_groups"):
+            raise Error(
+                "this is no optimizer of this module",
+                where=where,
+                expected="one of pm.parameters(), or pm.optimizer",
+                got="the optimizer of another plan"
+                if isinstance(optimizer, ProgramOptimizer)
+                else repr(optimizer)[:100],
+                remedy="call it on the module whose optimizer it is; load what it gives into the other one's",
+            )
+        return None

@@ -237,6 +237,7 @@ def test_wrong_schedules_are_errors_that_name_rank_and_action(text: str) -> None
         (lambda: sx.Schedule.parse("F0.0 B0.0").rank_of(1), "no rank has an action of stage 1"),
         (lambda: sx.make_schedule("2f2b", stages=4, turns=8), "no schedule is called '2f2b'"),
         (lambda: sx.make_schedule("1f1b", stages=0, turns=8), "this is no number of stages"),
+        (lambda: sx.check_schedule(sx.Schedule.parse("F0.0 B0.0"), stages=1.5, turns=1), "this is no number of stages"),  # type: ignore[arg-type]
         (lambda: sx.make_schedule("1f1b", stages=4, turns=0), "this is no number of turns"),
         (lambda: sx.make_schedule("1f1b", stages=4, turns=8, ranks=0), "this is no number of ranks"),
         (lambda: sx.make_schedule("1f1b", stages=4, turns=8, ranks=3), "1f1b has 1 stage on each rank"),

@@ -103,7 +103,14 @@ def an_activation_written_over(graph: fx.Graph) -> None:
         graph.call_function(BY_NAME["memory.write"].function, (relu, of(graph, "c10d.wait_tensor")[-1]))
 
 
+def summed_in_another_shape(graph: fx.Graph) -> None:
+    """What turns are added into is a row for what is a matrix: adding broadcasts, or fails when it runs."""
+    node = next(node for node in of(graph, "memory.filled") if len(node.args[0]) == 2)  # type: ignore[arg-type]
+    node.update_arg(0, [1, *node.args[0]])  # type: ignore[misc]
+
+
 MUTANTS = [
+    summed_in_another_shape,
     to_the_wrong_stage,
     from_the_wrong_stage,
     another_value,
@@ -142,6 +149,37 @@ def test_undamaged_ones_are_proven() -> None:
 @pytest.mark.parametrize("damage", MUTANTS)
 def test_damaged_stages_are_refused(damage: Callable[[fx.Graph], None]) -> None:
     assert refused(three_stages(), 1, damage)
+
+
+def test_results_put_into_memory_of_fewer_bits_are_refused() -> None:
+    """Each turn copies its part there, and torch would round it without a word; an integer would lose its fraction."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double(), torch.randn(4, 4).double()
+    pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), sx.Hints((x,), pipeline=sx.Pipeline()), virtual=True)
+    for dtype in (torch.float32, torch.int64):
+
+        def fewer(graph: fx.Graph, dtype: torch.dtype = dtype) -> None:
+            of(graph, "memory.empty")[0].update_arg(1, dtype)
+
+        assert f"memory of {dtype}" in refused(pm, 1, fewer)
+
+
+def test_a_bucket_of_fewer_bits_is_refused() -> None:
+    """Gradients are laid into it before they are reduced: they would be rounded there."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double(), torch.randn(4, 4).double()
+    hints = sx.Hints((x,), loss=F.mse_loss, targets=(x,), specs={"args.0": "dp, -"}, zero=2, zero_min=0)
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    assert "torch.float64 is written into memory of torch.float32" in refused(
+        pm, 1, lambda graph: of(graph, "memory.empty")[0].update_arg(1, torch.float32)
+    )
+
+
+def test_what_says_the_unit_is_no_value() -> None:
+    module = three_stages().rank_module(1)
+    graph = next(child for name, child in module.named_children() if name.startswith("R")).graph  # type: ignore[union-attr]
+    unit, receive = of(graph, "time.unit")[0], of(graph, "stage.receive")[0]
+    receive.update_arg(5, unit)
+    with pytest.raises(sx.Error, match="a call that cannot be made"):
+        three_stages().verify(modules={1: module})
 
 
 # ---- with the step of an optimizer, a weight of two stages, and inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,37 @@ def test_what_came_from_another_stage_is_not_made_again() -> None:
     model, (x, y) = tied(2), batch(4)
     pm = in_stages(model, x, y, sx.Mesh(pp=2, mb=sx.Time(2)), pipeline=sx.Pipeline(), recompute="layers")
     check(pm, model, x, y)
+    assert pm.verify()
+
+
+class Shared(nn.Module):
+    """A module and a parameter that every block uses, in whatever stage it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.shared = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.shared(torch.tanh(layer(x)) * self.scale)
+        return x
+
+
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved", marks=slow), pytest.param("zb-v", marks=slow)])
+def test_what_several_stages_share_is_gathered_again_in_each(name: str) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Shared().double(), torch.randn(2, 8, 4).double()
+    pipeline = sx.Pipeline(schedule=name, chunks=SCHEDULES[name])
+    hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs={"args.0": "mb dp, -"}, zero=3, zero_min=0)
+    hints = replace(hints, pipeline=pipeline, recompute="layers.1")
+    pm = sx.parallelize(model, sx.Mesh(pp=2, dp=2, mb=sx.Time(2)), hints)
+    found, whole = pm(x, y), F.mse_loss(model(x), y)
+    found.backward()
+    whole.backward()
+    grads = pm.full_grads()
+    assert rel_err(found, whole) < 1e-9
+    assert max(rel_err(grads[name], each.grad) for name, each in model.named_parameters()) < 1e-9
     assert pm.verify()
 
 

@@ -91,6 +91,35 @@ def test_whole_states_are_those_of_torch() -> None:
     assert full["param_groups"][0]["params"] == names
 
 
+def test_states_move_as_those_of_torchs_own_optimizers_do() -> None:
+    """``pm.full_optimizer_state_dict(pm.optimizer)`` has parameters by number, and torch's own states are loaded."""
+    (theirs,) = alone(grouped, 2)[2]
+    first, other = small_plan(grouped, DP2, zero=3), small_plan(grouped, MESHES["dp2tp2"], zero=1)
+    for x, y in batches(2):
+        first.step(x, y)
+    mine = through_a_file(first.full_optimizer_state_dict(first.optimizer))
+    wanted = theirs.state_dict()
+    assert [group["params"] for group in mine["param_groups"]] == [group["params"] for group in wanted["param_groups"]]
+    assert mine["state"].keys() == wanted["state"].keys() and mine["state"]
+    for number, states in wanted["state"].items():
+        assert all(torch.allclose(mine["state"][number][key], value, atol=1e-12) for key, value in states.items())
+    for states in (mine, wanted):
+        other.load_full_state_dict(first.full_state_dict())
+        other.load_full_optimizer_state_dict(other.optimizer, states)
+        again = other.full_optimizer_state_dict(other.optimizer)["state"]
+        assert all(torch.allclose(again[0][key], value, atol=1e-12) for key, value in mine["state"][0].items())
+    x, y = batches(3)[2]
+    assert float(first.step(x, y)) == pytest.approx(float(other.step(x, y)), abs=1e-10)
+    refused("of another optimizer", lambda: other.load_full_optimizer_state_dict(other.optimizer, dropped(wanted)))
+    refused("no optimizer of this module", lambda: first.full_optimizer_state_dict(other.optimizer))
+    refused("no optimizer of this module", lambda: first.full_optimizer_state_dict(None))  # type: ignore[arg-type]
+
+
+def dropped(states: dict[str, Any]) -> dict[str, Any]:
+    """A state dict without its last group."""
+    return {**states, "param_groups": states["param_groups"][:-1]}
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Graph, Node
+from shardfx.ir.graph import Graph, Node, Value
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.local_ops import COLLECTING, row_of
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.shards import held_shape
+from shardfx.ir.spec import Spec
 
 from .in_turns import time_axes
 from .loops import fitting
@@ -37,6 +40,7 @@ class Put:
     x: Any
     place: dict[int, tuple[int, int]]
     shape: list[int]
+    dtype: Any
     node: fx.Node
 
 
@@ -156,9 +160,23 @@ class Walk:
         if dtype != planned.outs[0].type.dtype or begins != fitting(first, dtype):
             what = f"{node.name} goes on from {begins} of {dtype}"
             raise NotTurns(f"{what}, not from {first} of {planned.outs[0].type.dtype}", node)
+        self._fits(node, memory, planned.outs[0])
         group = self.planned.mesh.group_name(self.rank, [str(collected[0].args[0])])
         sent = self._make(node, c10d.all_reduce.default, (x, reduce, group))
         return self._make(node, c10d.wait_tensor.default, (sent,))
+
+    def _fits(self, node: fx.Node, memory: fx.Node, planned: Value) -> None:
+        """Memory for a sum has the shape of what is summed; a part of a buffer may have it in pieces."""
+        spec = planned.spec or Spec.whole(planned.type.ndim)
+        held = held_shape(spec, planned.shape, self.program.mesh, self.program.rank)
+        if memory.target is memory_ops.part:
+            pieces, _, asked = self._number(memory.args[1:], node)
+            fits = prod(asked) == prod(held) and (pieces == 1 or asked[0] % pieces == 0)
+        else:
+            asked = self._number(memory.args[0], node)
+            fits = tuple(asked) == held
+        if not fits:
+            raise NotTurns(f"{node.name} sums into memory of {list(asked)}, where what it adds has {list(held)}", node)
 
     def _put(self, node: fx.Node, memory: fx.Node, collected: list[fx.Node]) -> None:
         """What each turn makes, one behind the other, or at its place in the whole."""
@@ -166,11 +184,17 @@ class Walk:
         x, dims, starts, lengths = args[1:]
         dims, starts, lengths = (self._number(arg, node) for arg in (dims, starts, lengths))
         whole: Any = self._number(memory_ops.shape_asked(memory.target, memory.args), node)
+        dtype: Any = memory_ops.dtype_asked(memory.target, memory.args)
+        if not len(dims) == len(starts) == len(lengths):
+            raise NotTurns(f"{node.name} puts a part at {starts} of dims {dims}, in lengths {lengths}", node)
         made = self.env[x]
         if self._leaves(node):
             place = dict(zip(dims, zip(starts, lengths, strict=True), strict=True))
-            self.env[node] = Put(self._make(node, memory_ops.own, (made,)), place, list(whole), node)
+            self.env[node] = Put(self._make(node, memory_ops.own, (made,)), place, list(whole), dtype, node)
         elif len(collected) == 1 and len(dims) == 1:
+            planned = node.meta.get("shardfx")
+            if not isinstance(planned, Node) or dtype != planned.outs[0].type.dtype:
+                raise NotTurns(f"{node.name} puts parts into memory of {dtype}, which is not what the plan has", node)
             self.env[node] = self._gathered(node, made, collected[0], dims[0], list(whole), lengths[0])
         else:
             raise NotTurns(f"{node.name} puts parts of several axes together", node)

@@ -129,6 +129,9 @@ def _to_head(begin: fx.Node, inside: Sequence[fx.Node]) -> None:
     own = set(inside)
     for node in inside:
         if node.target is turns.unit and len(node.args) == 3:
+            if node.users:
+                user = next(iter(node.users))
+                raise _not_a_call(f"{begin.args[0]}: ", user, f"{node.name}, which says of which unit a call is")
             node.graph.erase_node(node)
         elif part_in_turns(node) == "number" and _of_head(node, head, own):
             key = (node.target, node.args)

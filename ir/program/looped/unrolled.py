@@ -169,4 +169,7 @@ class _Unrolling(Walk):
         if made.place != place or tuple(made.shape) != held:
             what = f"a turn's part of {output.kind} {output.name} is put at {made.place}, not {place}"
             raise NotTurns(what, made.node)
+        if made.dtype != output.value.type.dtype:
+            what = f"{output.kind} {output.name} is put into memory of {made.dtype}, not {output.value.type.dtype}"
+            raise NotTurns(what, made.node)
         return made.x

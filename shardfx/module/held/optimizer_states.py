@@ -90,14 +90,7 @@ def cut(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, whole: 
     given = _every(state, walk, optimizer)
     sizes, theirs = [len(wholes) for wholes in given], [len(group["params"]) for group in whole["param_groups"]]
     if sizes != theirs:
-        raise Error(
-            "the state dict is of another optimizer",
-            where=LOADED,
-            expected=f"groups of {sizes} parameters of the model",
-            got=f"groups of {theirs}",
-            remedy="pass what pm.full_optimizer_state_dict(optimizer) gave, or the state dict of an optimizer of the "
-            "model itself",
-        )
+        raise _other_groups(sizes, theirs)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     own = optimizer.state_dict()["param_groups"]
@@ -110,6 +103,31 @@ def cut(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, whole: 
         kept = {key: mine[key] for key in ("params", "param_names") if key in mine}
         groups.append({**{key: value for key, value in group.items() if key != "param_names"}, **kept})
     return {**whole, "state": states, "param_groups": groups}
+
+
+def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict by the model's names as torch's own optimizers have it: parameters are numbers, group by group."""
+    numbers = {name: i for i, name in enumerate(name for group in full["param_groups"] for name in group["params"])}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in full["param_groups"]]
+    states = {numbers[name]: state for name, state in full["state"].items() if state}
+    return {**full, "state": states, "param_groups": groups}
+
+
+def by_name(names: Sequence[Sequence[str]], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict whose parameters are numbers by the ``names`` that the groups have; one by names as it is.
+
+    Raises:
+        Error: the groups are others.
+    """
+    theirs = [group["params"] for group in given["param_groups"]]
+    if not any(isinstance(each, int) for group in theirs for each in group):
+        return given
+    if [*map(len, names)] != [*map(len, theirs)]:
+        raise _other_groups([*map(len, names)], [*map(len, theirs)])
+    named = {i: name for group, mine in zip(theirs, names, strict=True) for i, name in zip(group, mine, strict=True)}
+    groups = [{**group, "params": list(mine)} for group, mine in zip(given["param_groups"], names, strict=True)]
+    states = {named[i]: state for i, state in given["state"].items() if i in named}
+    return {**given, "state": states, "param_groups": groups}
 
 
 def _owners(state: ModelState) -> dict[int, str]:
@@ -154,6 +172,17 @@ def _wholes(params: Sequence[torch.Tensor], owners: Mapping[int, str]) -> list[t
         name = owners.get(id(tensor), "")
         places.setdefault((name, 0 if name else i), []).append(i)
     return [(name, where) for (name, _), where in places.items()]
+
+
+def _other_groups(wanted: Sequence[int], theirs: Sequence[int]) -> Error:
+    return Error(
+        "the state dict is of another optimizer",
+        where=LOADED,
+        expected=f"groups of {wanted} parameters of the model",
+        got=f"groups of {theirs}",
+        remedy="pass what pm.full_optimizer_state_dict(optimizer) gave, or the state dict of an optimizer of the "
+        "model itself",
+    )
 
 
 def _check_all(name: str, state: ModelState, count: int) -> None:

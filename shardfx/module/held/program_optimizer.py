@@ -138,7 +138,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self.begin()
         store = self.held.store
         pieces = {name: held[0] if len(held) == 1 else list(held) for name, held in store.states.items()}
-        return {"state": pieces, "param_groups": self._groups(), "placed": self._placed()}
+        return {"state": pieces, "param_groups": self.named_groups(), "placed": self._placed()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, of the same plan and optimizer.
@@ -175,7 +175,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
             for name, states in self.update.states.items()
         }
         counts = {name: float(store.whole(name)) for name in self.update.counts}
-        return {"state": found, "param_groups": self._groups(), **({"counts": counts} if counts else {})}
+        return {"state": found, "param_groups": self.named_groups(), **({"counts": counts} if counts else {})}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load whole states by the model's own names, each rank its pieces. All ranks call it; rank 0's are loaded.
@@ -232,7 +232,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 remedy="put parameters that were not always stepped together into groups of their own",
             )
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def named_groups(self) -> list[dict[str, Any]]:
         """The options of the groups, and their parameters by name."""
         return [
             {**{key: value for key, value in group.items() if key not in ("params", NAMES)}, "params": list(made.names)}
