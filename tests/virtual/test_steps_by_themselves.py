@@ -1,4 +1,4 @@
-"""A step is a part of the program if it is that of each parameter by itself; what shows late or seldom is looked for."""
+"""A step is in the program if it is that of each parameter by itself: what shows late or seldom is looked for."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ for larger gradients. So both are looked for as such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,10 @@ def _equal(one: float | torch.Tensor, other: float | torch.Tensor | None) -> boo
 
 
 def check_by_itself(
-    make: Callable[[], Made], step: Callable[[int, Made, Grads], object], grads: Sequence[Grads]
+    make: Callable[[], Made],
+    step: Callable[[int, Made, Grads], object],
+    grads: Sequence[Grads],
+    after: Sequence[Mapping[str, torch.Tensor]],
 ) -> None:
     """Whether what is left of a parameter is the same whatever gradients others have.
 
@@ -99,28 +102,27 @@ def check_by_itself(
         make: small parameters and optimizers of them, the same each time.
         step: a step of all of them, by its number and gradients.
         grads: some, for each step.
+        after: the parameters after each step with these.
 
     Raises:
         Error: the optimizer takes something of one parameter for the step of another.
     """
     names = [*grads[0]]
     for others in (names[::2], names[1::2]) if len(names) > 1 else ():
-        as_they_are, otherwise = make(), make()
+        made, rest = make(), {*names} - {*others}
         for i, other in enumerate(OTHERWISE):
-            changed = {name: other(grad) if name in others else grad for name, grad in grads[i].items()}
-            step(i, as_they_are, grads[i])
             try:
-                step(i, otherwise, changed)
+                step(i, made, {name: other(grad) if name in others else grad for name, grad in grads[i].items()})
             except Exception:  # of what is no number: a factorization, perhaps
                 break
-            _check_same(as_they_are, otherwise[0], [name for name in names if name not in others])
+            _check_same(made, after[i], rest)
 
 
-def _check_same(made: Made, otherwise: Mapping[str, nn.Parameter], names: Sequence[str]) -> None:
+def _check_same(made: Made, after: Mapping[str, torch.Tensor], names: Container[str]) -> None:
     parameters, groups = made
     for group in groups:
-        for name in (name for name in names if name in group.names):
-            if not torch.equal(parameters[name], otherwise[name]):
+        for name in (name for name in group.names if name in names):
+            if not torch.equal(parameters[name], after[name]):
                 raise not_alone(
                     group,
                     f"another {name!r} after a step in which others have other gradients",

@@ -50,7 +50,8 @@ class Small:
             {name: self._draw(parameter.shape) for name, parameter in named.items() if name in trained} for _ in SHARES
         ]
         self.after = self._stepped(self._again(factory, groups))
-        check_by_itself(lambda: self._again(factory, groups), self._step, self.grads)
+        after = [{name: p for name, (p, _) in left.items()} for left in self.after]
+        check_by_itself(lambda: self._again(factory, groups), self._step, self.grads, after)
 
     def _draw(self, shape: Sequence[int]) -> torch.Tensor:
         """Numbers in the small shape of a large one, of both signs."""
@@ -81,15 +82,17 @@ class Small:
 
     def _stepped(self, made: Made) -> list[dict[str, Left]]:
         """What is left of each parameter after each step."""
-        after = [self._step(0, made, self.grads[0])]
-        kept = [kept_elsewhere(group) for group in made[1]]
-        after += [self._step(i, made, grads) for i, grads in enumerate(self.grads) if i]
+        after, kept = [], []
+        for i, grads in enumerate(self.grads):
+            self._step(i, made, grads)
+            after.append(_left(made, grads))
+            kept = kept or [kept_elsewhere(group) for group in made[1]]
         for group, before in zip(made[1], kept, strict=True):
             check_kept_elsewhere(group, before)
         return after
 
-    def _step(self, i: int, made: Made, grads: Grads) -> dict[str, Left]:
-        """Step all parameters together, as the optimizers themselves do; gives what is left of each."""
+    def _step(self, i: int, made: Made, grads: Grads) -> None:
+        """Step all parameters together, as the optimizers themselves do."""
         held, groups = made
         for name, grad in grads.items():
             held[name].grad = grad.clone()
@@ -105,9 +108,14 @@ class Small:
                     raise refusal(group, error) from error
         for group in groups:
             check_inputs_left(group, self.numbers[group.number][i])
-        return {
-            name: (held[name].detach().clone(), copy.deepcopy(group.optimizer.state.get(held[name], {})))
-            for group in groups
-            for name in group.names
-            if name in grads
-        }
+
+
+def _left(made: Made, grads: Grads) -> dict[str, Left]:
+    """What is left of each parameter that has a gradient."""
+    held, groups = made
+    return {
+        name: (held[name].detach().clone(), copy.deepcopy(group.optimizer.state.get(held[name], {})))
+        for group in groups
+        for name in group.names
+        if name in grads
+    }
