@@ -13,7 +13,7 @@ from shardfx.ir.capture.update.made_groups import WHERE, Factory, Group, make_gr
 from shardfx.ir.capture.update.traces import Traces
 from shardfx.ir.errors import Error
 
-from .by_itself import Grads, Made, check_by_itself, check_inputs_left, check_kept_elsewhere, kept_elsewhere
+from .by_itself import Grads, Made, Numbers, check_by_itself, check_inputs_left, check_kept_elsewhere, kept_elsewhere
 from .refusal import refusal
 
 SHARES = (1.0,) * 4 + (0.5,) * 4
@@ -82,7 +82,8 @@ class Small:
 
     def _stepped(self, made: Made) -> list[dict[str, Left]]:
         """What is left of each parameter after each step."""
-        after, kept = [], []
+        after: list[dict[str, Left]] = []
+        kept: list[Numbers] = []
         for i, grads in enumerate(self.grads):
             self._step(i, made, grads)
             after.append(_left(made, grads))
