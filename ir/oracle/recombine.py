@@ -135,9 +135,21 @@ def split_sum(tensor: torch.Tensor, count: int, generator: torch.Generator) -> l
 def split_max(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generator) -> list[torch.Tensor]:
     """``count`` tensors whose elementwise maximum (or minimum) is ``tensor``: each element is held by one of them."""
     owner = torch.randint(0, count, tensor.shape, generator=generator)
-    off = torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 1
-    other = tensor - off if kind == "max" else tensor + off
+    off = torch.rand(tensor.shape, generator=generator)
+    other = _beyond(tensor, off, kind)
     return [torch.where(owner == i, tensor, other) for i in range(count)]
+
+
+def _beyond(tensor: torch.Tensor, off: torch.Tensor, kind: str) -> torch.Tensor:
+    """Less (or more, for a minimum) than each element by 1 and ``off``, as far as its dtype has less."""
+    if tensor.dtype is torch.bool:
+        return torch.full_like(tensor, kind == "min")
+    step = off.to(tensor.dtype) + 1
+    other = tensor - step if kind == "max" else tensor + step
+    if tensor.is_floating_point():
+        return other
+    bounds = torch.iinfo(tensor.dtype)
+    return torch.where(tensor == (bounds.min if kind == "max" else bounds.max), tensor, other)
 
 
 Outcome = int | str

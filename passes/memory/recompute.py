@@ -65,6 +65,21 @@ class Recompute(Pass):
     skip: int = 0
     together: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("modules", "keep"):
+            given = getattr(self, name)
+            if not (isinstance(given, str) or (isinstance(given, (tuple, list)) and all(map(_is_text, given)))):
+                raise _of_another_kind(name, given, "a pattern, such as 'layers.*', or a tuple of such")
+        for name, least in (("count", 0), ("skip", 0), ("together", 1)):
+            number = getattr(self, name)
+            if type(number) is not int or number < least:
+                raise _of_another_kind(name, number, f"a number of modules, {least} or more")
+        for name in ("comm", "gathers"):
+            if not isinstance(getattr(self, name), bool):
+                raise _of_another_kind(name, getattr(self, name), "True or False")
+        if not isinstance(self.slice, str):
+            raise _of_another_kind("slice", self.slice, "the name of a mesh axis")
+
     def run(self, graph: Graph, context: Context) -> bool:
         of = regions(graph, self.modules, self.skip, self.count, where=WHERE)
         if not of:
@@ -75,13 +90,7 @@ class Recompute(Pass):
                 where=f"{WHERE}: slice",
                 expected=f"one of {', '.join(graph.mesh.names)}",
                 got=self.slice,
-            )
-        if self.together < 1:
-            raise Error(
-                "no module is made again by itself",
-                where=f"{WHERE}: together",
-                expected="how many modules that follow one another are one, 1 or more",
-                got=str(self.together),
+                remedy="name the axis over which what stays waits cut, such as that of tensor parallelism",
             )
         if self.together > 1:
             of = joined(graph, of, successive(list(dict.fromkeys(of.values())), self.together))
@@ -105,3 +114,17 @@ class Recompute(Pass):
             whole = fetched(graph)
             stays |= {value for node in of if is_comm(node) for value in node.outs if value in whole}
         return stays
+
+
+def _is_text(given: object) -> bool:
+    return isinstance(given, str)
+
+
+def _of_another_kind(name: str, given: object, expected: str) -> Error:
+    return Error(
+        f"sx.Recompute({name}=...) is of another kind",
+        where=WHERE,
+        expected=expected,
+        got=f"{given!r:.100} of type {type(given).__name__}",
+        remedy="see what help(sx.Recompute) says of it",
+    )

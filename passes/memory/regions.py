@@ -27,7 +27,7 @@ def regions(
         root: whether a pattern may match the model itself, so that ``**`` is all of it.
 
     Raises:
-        Error: a pattern matches nothing.
+        Error: a pattern matches nothing, or nothing behind what is skipped.
     """
     forward: dict[str, list[Node]] = {}
     for node in graph.nodes:
@@ -44,6 +44,14 @@ def regions(
                 of_text.setdefault(path, []).extend(nodes)
         if not of_text:
             raise no_match(text, "modules", {path for each in paths.values() for path in each if path}, where)
+        if skip >= len(of_text):
+            raise Error(
+                f"of the modules that pattern {text!r} matches none is left",
+                where=where,
+                expected=f"skip= less than {len(of_text)}, for so many match: {', '.join([*of_text][:4])}",
+                got=f"skip={skip}",
+                remedy="skip fewer of them",
+            )
         for path in list(of_text)[skip:][: count or None]:
             for node in of_text[path]:
                 found.setdefault(node, path)
@@ -111,5 +119,7 @@ def no_match(text: str, what: str, known: Iterable[str], where: str) -> Error:
         where=where,
         expected=f"the name of one of the {what} of the forward, such as {', '.join(names[:4])}",
         got=text,
-        remedy=f"did you mean {near[0]!r}?" if near else None,
+        remedy=f"did you mean {near[0]!r}?"
+        if near
+        else "in a pattern * stands for one part of a name, ** for any number",
     )

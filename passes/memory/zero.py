@@ -53,6 +53,14 @@ class Zero(Pass):
                     got=axis,
                     remedy="name the axis, or a tuple of axes, over which parameters are to be stored cut",
                 )
+            if self.axes.count(axis) > 1:
+                raise Error(
+                    f"parameters are to be stored cut over {axis!r} twice",
+                    where="Hints(zero_axis=...)",
+                    expected="each axis once",
+                    got=", ".join(self.axes),
+                    remedy="name each axis once, major first",
+                )
             if graph.mesh[axis].time:
                 raise Error(
                     f"parameters are to be stored cut over {axis!r}, an axis of time",

@@ -15,6 +15,7 @@ import torch
 from benchmarks.op_coverage import Score, Total, measure
 from benchmarks.op_instances import Recorder, record
 from shardfx.ir.oracle.instance import Instance, instance
+from shardfx.ir.oracle.recombine import split_max
 from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import replicated, rule
@@ -100,3 +101,14 @@ def test_what_a_rule_does_not_allow_is_not_tried() -> None:
     made = entry.make(instance(aten.flip.default, (f(4, 6), [0])).node)
     assert isinstance(made, ShardingRule)
     assert not refutations(entry, instance(aten.flip.default, (f(4, 6), [0])))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float64])
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_shares_of_a_maximum_are_of_its_dtype(dtype: torch.dtype, kind: str) -> None:
+    """Also where there is nothing less: of what is False, or 0 without a sign."""
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.tensor([0, 1, 0, 1]) if dtype is torch.bool else torch.tensor([0, 1, 254, 255])
+    parts = split_max(whole.to(dtype), 3, kind, draw)
+    assert all(part.dtype is dtype for part in parts)
+    assert torch.equal(getattr(torch.stack(parts), f"a{kind}")(0), whole.to(dtype))

@@ -274,6 +274,8 @@ def test_parameters_are_put_away_where_nothing_else_fits() -> None:
         ({"recompute": sx.Recompute("layers.*", slice="sp")}, "unknown mesh axis 'sp'"),
         ({"recompute": sx.Recompute("layers.*", keep="layers.*.up:aten.mn")}, "did you mean"),
         ({"recompute": 3}, "a pattern of modules"),
+        ({"recompute": sx.Recompute("layers.*", skip=6)}, "skip= less than 6"),
+        ({"zero": 3, "zero_axis": ("dp", "dp")}, "over 'dp' twice"),
     ],
     ids=str,
 )
@@ -281,3 +283,23 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
     with pytest.raises(sx.Error) as raised:
         blocks(**hints)
     assert what in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "what"),
+    [
+        ({"modules": 5}, "a pattern, such as"),
+        ({"modules": "layers.*", "keep": ("aten.mm", 1)}, "a tuple of such"),
+        ({"modules": "layers.*", "count": -1}, "0 or more"),
+        ({"modules": "layers.*", "skip": "2"}, "0 or more"),
+        ({"modules": "layers.*", "together": 0}, "1 or more"),
+        ({"modules": "layers.*", "together": 1.5}, "1 or more"),
+        ({"modules": "layers.*", "comm": "no"}, "True or False"),
+        ({"modules": "layers.*", "slice": None}, "the name of a mesh axis"),
+    ],
+    ids=str,
+)
+def test_what_recompute_is_told_is_of_its_kind(told: dict[str, Any], what: str) -> None:
+    with pytest.raises(sx.Error, match="is of another kind") as raised:
+        sx.Recompute(**told)
+    assert what in str(raised.value) and raised.value.remedy

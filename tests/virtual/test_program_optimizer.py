@@ -260,6 +260,9 @@ def test_options_that_the_program_has_stay() -> None:
     pm.optimizer.param_groups[0]["betas"] = (0.5, 0.5)
     assert "cycle_momentum" in str(refused("'betas' of a group was changed", lambda: pm.step(x, y)).remedy)
     pm = small_plan(KINDS["AdamW"], DP2)
+    pm.optimizer.param_groups[0]["lr"] = "fast"
+    refused("'lr' of a group is no number any more", lambda: pm.step(x, y))
+    pm = small_plan(KINDS["AdamW"], DP2)
     pm.get_parameter("0.weight").requires_grad_(False)
     refused("was frozen since", lambda: pm.step(x, y))
     model = small_model()

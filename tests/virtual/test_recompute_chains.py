@@ -158,8 +158,3 @@ def test_stages_part_what_is_made_again_together() -> None:
     check_equal(pm, plain)
     again = [node for node in pm.after.nodes if node.why.startswith("made again")]
     assert again and all(value.node is None or value.node.at == node.at for node in again for value in node.operands)
-
-
-def test_none_together_is_an_error() -> None:
-    with pytest.raises(sx.Error, match="no module is made again by itself"):
-        planned(listed().double(), recompute=sx.Recompute("features.*", together=0))

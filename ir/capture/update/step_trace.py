@@ -226,7 +226,7 @@ def first_states(
     group: Group, shape: Sequence[int], dtype: torch.dtype, given: States, watched: Watched, **options: Any
 ) -> States:
     """The states that a first step leaves of a parameter of this shape; tensors have no content."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with mode, as_compiled():
         p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
         faked = {name: _fake(mode, value) for name, value in given.items()}
@@ -265,7 +265,7 @@ def trace_step(
         left = lone_step(group, p, grad, dict(zip(inputs, numbers, strict=True)), start, options, watched)
         return [p, *(_tensor(left[name], dtypes[name]) for name in names)]
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with mode, as_compiled(), fx_traceback.preserve_node_meta():
         p, grad = (torch.empty(tuple(shape), dtype=dtype) for _ in range(2))
         rates = [torch.empty((), dtype=torch.float64) for _ in inputs]
@@ -278,8 +278,8 @@ def trace_step(
 def held_as(value: Any) -> torch.dtype:
     """The dtype in which a program holds a state: numbers as exactly as Python does."""
     if isinstance(value, torch.Tensor):
-        number = value.dim() == 0 and value.dtype.is_floating_point
-        return torch.float64 if number else value.dtype
+        is_number = value.dim() == 0 and value.dtype is torch.float32  # halves are states of a parameter without dims
+        return torch.float64 if is_number else value.dtype
     return torch.float64
 
 

@@ -105,6 +105,16 @@ def inputs_of(
             else "parallelize again with an optimizer that has it so",
         )
     numbers = numbers_of(group, made.options_in)
+    none = next((name for name in made.inputs if name not in numbers), None)
+    if none is not None:
+        option = none.partition(".")[0]
+        raise Error(
+            f"{option!r} of a group is no number any more",
+            where=where,
+            expected=f"a number, or as many as in {planned[option]!r}" if option in planned else "a number",
+            got=f"{group[option]!r:.100}",
+            remedy="set numbers, or tensors of one number",
+        )
     for each in made.decided:
         if not each.holds(numbers[each.name]):
             raise Error(

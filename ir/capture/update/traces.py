@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
-from .made_groups import Group
+from shardfx.ir.errors import Error
+
+from .made_groups import WHERE, Group
 from .step_trace import States, Traced, Watched, first_states, trace_step
 
 
@@ -40,12 +43,32 @@ class Traces:
         if key not in self._known:
             watched = Watched(group.where.file)
             states = first_states(group, shape, dtype, given, watched, **options)
+            _check_states(group, states)
             traced = trace_step(group, shape, dtype, states, first, watched, **options)
             if key is None or watched.asked or not traced.is_pointwise:
                 return states, traced
             self._known[key] = states, traced
         states, traced = self._known[key]
         return states, traced.at(shape)
+
+
+def _check_states(group: Group, states: States) -> None:
+    """Whether what changes from step to step is a tensor or a number by itself.
+
+    Raises:
+        Error: a state is a list, or the like, of such.
+    """
+    for key, value in states.items():
+        leaves = [] if isinstance(value, (torch.Tensor, int, float)) else pytree.tree_leaves(value)
+        if any(isinstance(leaf, (torch.Tensor, int, float)) and not isinstance(leaf, bool) for leaf in leaves):
+            raise Error(
+                f"a state of {group.kind} is several things in one",
+                where=f"{WHERE}  {group.where}",
+                expected="tensors and numbers in self.state[p], each by a name of its own",
+                got=f"{key!r}, a {type(value).__name__} of {len(leaves)}",
+                remedy=f"self.state[p]['{key}_0'], ...; or leave optimizer= out of the hints, and step it outside, of "
+                "pm.parameters()",
+            )
 
 
 def _all_tensors(states: States) -> bool:

@@ -34,10 +34,12 @@ from .left_out import check_alike, states_of_all, stepped_names
 from .made_groups import Factory, Group, make_groups_of, numbers_of
 from .numbers import call_with_numbers, unknown_numbers
 from .shared_states import depending, shared_states
-from .started import Recipe, Small, Start, recipe, refusal
+from .started import Recipe, Start, recipe
 from .step_trace import Traced, says_nothing
 from .stepped import Count, HeldState, Update, UpdateGroup
 from .traces import Traces
+from .trial.refusal import refusal
+from .trial.small_parameters import Small
 
 aten = torch.ops.aten
 
@@ -174,7 +176,7 @@ class _Writer:
             first = None
             if found.once:
                 _, first = self.traces.step(group, like.shape, like.dtype, given, found.options, first=True)
-        except (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, KeyError) as error:
+        except Exception as error:  # whatever the user's own code raises
             raise refusal(group, error) from error
         return Step(found, later, first, kept, shared_states(later) if first is None else {})
 
