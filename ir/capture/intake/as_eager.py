@@ -48,7 +48,7 @@ def check_as_eager(
     if not guarded and sum(each.numel() for each in everything) > MOST:
         return ""
     own = copied(program, {})
-    around = Surroundings(own.model, own.loss)
+    around = Surroundings(own.get_submodule("model"), getattr(own, "loss", None))
     kept = [_attributes(own, around)]
     try:
         eager, random = _run(own, given, own.buffers())
