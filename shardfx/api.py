@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardfx.ir.capture.intake.given import as_module
+from shardfx.ir.capture.intake.given import as_module, without_weights
 from shardfx.ir.capture.intake.own_loss import with_own_loss
 from shardfx.ir.cost.measuring import calibrate
 from shardfx.ir.errors import Error
@@ -25,7 +25,7 @@ from shardfx.module.call import autocast_around
 from shardfx.module.held.original import unwatched, watch_original
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
-from shardfx.module.variants import Variants, without_weights
+from shardfx.module.variants import Variants
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import group_of_all, initialise, launched
 

@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
+from shardfx.ir.capture.intake.contents import Contents
 from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, OutputKind
@@ -62,29 +63,19 @@ class Thing:
         return hash((id(self.held), self.attributes))
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name}={value}" for name, value in self.attributes if isinstance(value, str))
+        said = ", ".join(f"{name}={value}" for name, value in self.attributes if name)
         return f"a {type(self.held).__name__}" + (f"({said})" if said else "")
 
 
-def attributes(thing: object, depth: int = 3) -> tuple[tuple[str, Hashable], ...]:
-    """The attributes of an object, or what a container holds: what is plain as text, tensors by their version."""
-    if isinstance(thing, Mapping):
-        inside = [(repr(key), value) for key, value in thing.items()]
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        inside = [(str(i), value) for i, value in enumerate(thing)]
-    else:
-        slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-        inside = [(name, getattr(thing, name)) for name in slots if hasattr(thing, name)]
-        inside += list(getattr(thing, "__dict__", {}).items())
-    return tuple((name, _as_it_is(value, depth)) for name, value in inside)
+def attributes(thing: object) -> tuple[tuple[str, Hashable], ...]:
+    """What an object or a container holds, as text."""
+    held = CONTENTS.held(thing)
+    if isinstance(held, str):
+        return (("", held),)
+    return tuple((name, CONTENTS.said(value)) for name, value in held)
 
 
-def _as_it_is(value: object, depth: int) -> Hashable:
-    if isinstance(value, PLAIN):
-        return repr(value)
-    if isinstance(value, torch.Tensor):
-        return Thing(value, (("version", str(value._version)),))
-    return Thing(value, attributes(value, depth - 1) if depth else ())
+CONTENTS = Contents()
 
 
 @dataclass(frozen=True)

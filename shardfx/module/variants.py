@@ -22,7 +22,6 @@ from shardfx.compile import capture_model
 from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.hints import Hints
-from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
@@ -60,16 +59,6 @@ class Around(NamedTuple):
 
 
 log = logging.getLogger("shardfx")
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of the module tree on ``meta``: tied weights stay tied, nothing is stored."""
-    memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-    return copied(model, memo)
 
 
 class Variants:

@@ -62,10 +62,13 @@ def test_hooks_that_change_saved_tensors_are_an_error(pair: Pair, dtype: torch.d
         pair.pm(pair.x, pair.y)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_sparse_input_is_an_error(pair: Pair) -> None:
     with pytest.raises(sx.Error, match="no dense tensor") as raised:
         pair.pm(pair.x.to_sparse(), pair.y)
     assert "args.0.to_dense()" in str(raised.value.remedy)
+    with pytest.raises(sx.Error, match="no dense tensor"):
+        pair.pm(torch.nested.nested_tensor([*pair.x]), pair.y)
 
 
 @pytest.mark.slow

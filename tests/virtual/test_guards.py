@@ -339,5 +339,5 @@ def test_models_of_transformers(build: Callable[[], Any], tolerance: float) -> N
     assert max(apart) < tolerance
     assert guards(pm) and pm.verify()
     other = {"input_ids": torch.full((4, 16), 7), "global_attention_mask": torch.ones(4, 16, dtype=torch.long)}
-    with pytest.raises(sx.Error, match=r"elsewhere(.|\n)*modeling_"):
+    with double(), pytest.raises(sx.Error, match=r"elsewhere(.|\n)*modeling_"):
         pm(**kwargs | {name: other[name] for name in kwargs if name in other})

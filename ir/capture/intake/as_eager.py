@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.errors import Error
 
+from .contents import STATE, Contents
 from .given import copied
-from .surroundings import STATE, said
+from .surroundings import Surroundings
 
 MODEL = "model."
 """Where the model stands in a program of it and its loss."""
@@ -47,12 +48,13 @@ def check_as_eager(
     if not guarded and sum(each.numel() for each in everything) > MOST:
         return ""
     own = copied(program, {})
-    kept = [_attributes(own)]
+    around = Surroundings(own.get_submodule("model"), getattr(own, "loss", None))
+    kept = [_attributes(own, around)]
     try:
         eager, random = _run(own, given, own.buffers())
-        kept.append(_attributes(own))
+        kept.append(_attributes(own, around))
         again = _run(own, given, own.buffers())[0] if kept[0] != kept[1] else eager
-        kept.append(_attributes(own))
+        kept.append(_attributes(own, around))
     except Exception as error:
         kind = type(error).__name__
         if isinstance(error, RuntimeError) and recast and "dtype" in str(error):
@@ -71,14 +73,17 @@ def check_as_eager(
     return ""
 
 
-def _attributes(program: nn.Module) -> dict[str, str]:
-    """What modules hold beside parameters, buffers and modules, as text: of a tensor, that there is one."""
-    return {
+def _attributes(program: nn.Module, around: Surroundings) -> dict[str, str]:
+    """What modules hold beside parameters, buffers and modules, as text (of a tensor, that there is one); and what the
+    code reads beside these."""
+    said = Contents(frozenset()).said
+    own = {
         f"{path}.{name}".removeprefix(MODEL): said(value)
         for path, module in program.named_modules()
         for name, value in vars(module).items()
         if name not in STATE
     }
+    return own | around.named()
 
 
 def _keeps(names: list[str]) -> Error:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardfx.ir.errors import Error
 
+from .contents import STATE, is_apart
 from .refusals import reject_module
 
 
@@ -68,6 +69,18 @@ def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     with quiet_copies():
         made: nn.Module = _copied(module, memo)
         return made
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of the module tree on ``meta``: tied weights stay tied, nothing is stored. A configuration that the model
+    holds is the same object, for whoever made it may change it."""
+    attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in STATE)
+    memo: dict[int, object] = {id(value): value for value in attributes if is_apart(value)}
+    for tensor in (*model.parameters(), *model.buffers()):
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    return copied(model, memo)
 
 
 @contextmanager

@@ -22,6 +22,15 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
         Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one, a sparse one; hooks
             that change what is kept for the backward.
     """
+    odd = next((name for name, leaf in tensors.items() if leaf.layout is not torch.strided or leaf.is_nested), None)
+    if odd is not None:
+        raise Error(
+            "an input is no dense tensor",
+            where="pm(...)",
+            expected=f"a dense tensor as {odd}, which ranks have pieces of",
+            got="a nested one" if tensors[odd].is_nested else str(tensors[odd].layout),
+            remedy=f"{odd}.to_dense(), or .to_padded_tensor(...) of a nested one",
+        )
     empty = next((name for name, leaf in tensors.items() if without_content(leaf)), None)
     if empty is not None:
         raise Error(
@@ -30,15 +39,6 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
             expected=f"a real tensor as {empty}",
             got="a fake one, or one on meta",
             remedy="sx.trace(model, hints) and pm.verify() need no inputs",
-        )
-    odd = next((name for name, leaf in tensors.items() if leaf.layout is not torch.strided), None)
-    if odd is not None:
-        raise Error(
-            "an input is no dense tensor",
-            where="pm(...)",
-            expected=f"a dense tensor as {odd}, which ranks have pieces of",
-            got=str(tensors[odd].layout),
-            remedy=f"{odd}.to_dense(), or .to_padded_tensor(...) of a nested one",
         )
     dual = forward_ad._current_level >= 0
     moves = dual and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values())

@@ -1,0 +1,244 @@
+"""What a value holds, whatever it is, and all of that as text: equal texts are equal contents.
+
+A number is itself; a list, a dict or an object is what it holds; a function is its code, its defaults and its closure;
+an array is its bytes; of any other thing it is what ``pickle`` would write of it. Of tensors it is that there is one:
+they are inputs, parameters and buffers, or refused.
+"""
+
+from __future__ import annotations
+
+import marshal
+import sysconfig
+import warnings
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
+from itertools import count
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+ATOMS = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device)
+EXACT = frozenset(ATOMS)
+STATE = frozenset(vars(nn.Module()))
+LONG = 16
+"""Longer lists and dicts of numbers and texts are not read one by one."""
+DEEP = 200
+INSTALLED = tuple({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")})
+"""Where code lies of which globals and closures are not looked at: no script changes those."""
+PICKLED = ("func", "args", "state", "items", "entries")
+Held = list[tuple[str, Any]]
+
+_numbers: dict[int, tuple[Callable[[], object], int]] = {}
+_count = count()
+
+
+def number(thing: object) -> int:
+    """The number of an object: another one has another, also where this one is gone."""
+    known = _numbers.get(id(thing))
+    if known is not None and known[0]() is thing:
+        return known[1]
+    try:
+        found: Callable[[], object] = weakref.ref(thing)
+    except TypeError:  # of such a kind few are met, and these are kept
+        found = partial(_itself, thing)
+    _numbers[id(thing)] = found, next(_count)
+    return _numbers[id(thing)][1]
+
+
+def _itself(thing: object) -> object:
+    return thing
+
+
+def is_installed(code: CodeType) -> bool:
+    """Whether code lies where nobody's script does."""
+    return is_installed_file(code.co_filename)
+
+
+def is_installed_file(path: str) -> bool:
+    """The same of a file."""
+    return path.startswith(INSTALLED)
+
+
+def is_configuration(value: object) -> bool:
+    """Whether it is an object whose fields are all there is to it."""
+    return isinstance(value, (SimpleNamespace, Namespace)) or (
+        not isinstance(value, (type, nn.Module)) and (is_dataclass(value) or hasattr(type(value), "to_dict"))
+    )
+
+
+def is_fixed(value: object) -> bool:
+    """Whether it is a tuple of numbers and texts, which stays as it is."""
+    return isinstance(value, tuple) and {*map(type, value)} <= EXACT
+
+
+def is_apart(value: object) -> bool:
+    """Whether a value holds no tensor and no module, so that it need not be copied with a model."""
+    return not any(isinstance(each, (torch.Tensor, nn.Module)) for each in Contents().walk(value))
+
+
+class Contents:
+    """Reads values. Of an object that is no configuration, the fields that the code names are what it holds; the
+    modules ``known`` are looked at by somebody else.
+
+    Args:
+        names: what the code names; None: all fields count, and tensors by how often they were written into.
+        known: ``id`` of each such module.
+    """
+
+    def __init__(self, names: Collection[str] | None = None, known: Collection[int] = ()) -> None:
+        self._names, self._known = names, known
+
+    def said(self, value: object) -> str:
+        """A value as text."""
+        return repr(value) if type(value) in EXACT else self._said(value, {}, 0)
+
+    def walk(self, value: object) -> Iterator[object]:
+        """A value, and all that it holds."""
+        front, met = [value], dict[int, object]()
+        while front:
+            each = front.pop()
+            if type(each) in EXACT or id(each) in met:
+                continue
+            met[id(each)] = each
+            yield each
+            if not _plain(each) and not isinstance(held := self.held(each), str):
+                front += [inside for _, inside in held]
+
+    def _said(self, value: Any, met: dict[int, Any], depth: int) -> str:
+        kind = type(value)
+        if kind in EXACT:
+            return repr(value)
+        if id(value) in met or depth > DEEP:
+            return f"{kind.__qualname__} again"
+        met[id(value)] = value  # it is kept, so that no other object takes its place
+        if _plain(value):
+            return f"{kind.__qualname__} {len(value)} {hash(marshal.dumps(value, 0))}"
+        held = self.held(value)
+        if isinstance(held, str):
+            return held
+        inside = [f"{name}: {self._said(each, met, depth + 1)}" for name, each in held]
+        return f"{kind.__qualname__}({', '.join(sorted(inside) if isinstance(value, Set) else inside)})"
+
+    def held(self, value: Any) -> Held | str:
+        """What a value holds, by name; or, of one that holds nothing, what it is."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return kind.__qualname__ if self._names is not None else f"tensor {number(value)} {_written(value)}"
+        if isinstance(value, (*ATOMS, Enum)):
+            return f"{kind.__qualname__} {value!r}"
+        if isinstance(value, (type, CodeType, ModuleType)):
+            return f"{getattr(value, '__name__', kind.__name__)} {number(value)}"
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, FunctionType):
+            return f"{value.__qualname__} {number(value)}" if is_installed(value.__code__) else _function(value)
+        if isinstance(value, MethodType):
+            return [("of", value.__self__), ("function", value.__func__)]
+        if isinstance(value, partial):
+            return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+        if isinstance(value, ContextVar):
+            return [("value", value.get(None))]
+        if (data := _bytes(value)) is not None:
+            return data
+        return self._object(value)
+
+    def _module(self, module: nn.Module) -> Held | str:
+        """A module that is none of the model's: its attributes, its mode and the modules in it."""
+        if id(module) in self._known:
+            return type(module).__qualname__
+        own = [(name, value) for name, value in vars(module).items() if name not in STATE]
+        return [*own, ("training", module.training), *((n, m) for n, m in module._modules.items() if m is not None)]
+
+    def _object(self, value: Any) -> Held | str:
+        items: Held | None = None
+        if isinstance(value, Mapping):
+            items = [(repr(key), each) for key, each in value.items()]
+        elif isinstance(value, (Sequence, Set)):
+            items = [("", each) for each in value]
+        elif (pickled := _pickled(value)) is not None:
+            return pickled
+        fields = _fields(value)
+        if self._names is not None and not is_configuration(value):
+            fields = {name: each for name, each in fields.items() if name in self._names}
+        if items is None and not fields:
+            return f"{type(value).__qualname__} {number(value)}"
+        return [*(items or ()), *fields.items()]
+
+
+def _plain(value: object) -> bool:
+    """Whether it is a long list, tuple or dict of numbers and texts alone."""
+    if type(value) in (list, tuple):
+        return len(value) > LONG and {*map(type, value)} <= PLAIN  # type: ignore[arg-type, call-overload]
+    if type(value) is dict:
+        return len(value) > LONG and {*map(type, value), *map(type, value.values())} <= PLAIN
+    return False
+
+
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
+
+def _written(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _function(function: FunctionType) -> Held:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    given = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__, "attributes": vars(function)}
+    own: Held = [(name, each) for name, each in given.items() if each]
+    return [("code", function.__code__), *own, *((name, cell_of(cell)) for name, cell in cells)]
+
+
+def cell_of(cell: Any) -> object:
+    """What a cell of a closure holds; None, where nothing was put into it yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _bytes(value: Any) -> str | None:
+    """What an array holds, unless these are objects; None of what is no array."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+    if "O" in view.format:
+        return None
+    return f"{type(value).__qualname__} {view.format} {view.shape} {hash(view.tobytes())}"
+
+
+def _fields(value: object) -> dict[str, object]:
+    """The attributes of an object, those in slots too."""
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return tuple(name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__"))
+
+
+def _pickled(value: object) -> Held | str | None:
+    """What ``pickle`` would write of a thing that hides what it holds (a generator of random numbers, an iterator), or
+    says itself what that is; of a thing that it does not write, which one it is. None of an object with fields."""
+    kind = type(value)
+    usual = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+    if usual and (hasattr(value, "__dict__") or any(map(_slots, kind.__mro__))):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = value.__reduce_ex__(2)
+    except Exception:  # whatever says that it cannot be
+        return f"{kind.__qualname__} {number(value)}" if usual else None
+    if isinstance(made, str):
+        return made
+    named = zip(PICKLED, made, strict=False)
+    return [(name, [*each] if name in PICKLED[3:] and each else each) for name, each in named]

@@ -1,0 +1,135 @@
+"""What the code of a model reads beside its inputs is as it is at the call, or an error: none of it is passed over."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfx as sx
+
+from .test_calls import batch, near, parallel
+
+X, Y = batch()
+
+
+class Options:
+    """An object of no known kind, whose class has something, too."""
+
+    power = 1.0
+
+    def __init__(self) -> None:
+        self.by = [1.0]
+        self.inner = SimpleNamespace(act=torch.relu)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.act(x * self.by[0]) ** self.power
+
+
+OPTIONS, ARRAY = Options(), np.ones(2)
+
+
+def by_default(x: torch.Tensor, by: list[float] = [1.0]) -> torch.Tensor:  # noqa: B006
+    return x * by[0]
+
+
+class Reads(nn.Module):
+    """Reads of everything that may change."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.linear, self.options = nn.Linear(8, 4), options
+        self.table, self.waiting = [1.0] * 1000, deque([1.0])
+        self.deep = {"a": {"b": {"c": {"d": {"e": {"f": 1.0}}}}}}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = OPTIONS.scaled(self.options.scaled(self.linear(x))) * (self.table[-1] * self.waiting[0] * float(ARRAY[0]))
+        return by_default(y) * self.deep["a"]["b"]["c"]["d"]["e"]["f"]
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    holder[key] = value
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "an object": lambda m: put(m.options.by, 0, 3.0),
+    "a function": lambda m: setattr(m.options.inner, "act", torch.tanh),
+    "a long list": lambda m: put(m.table, -1, 3.0),
+    "a deque": lambda m: put(m.waiting, 0, 3.0),
+    "a nested dict": lambda m: put(m.deep["a"]["b"]["c"]["d"]["e"], "f", 3.0),
+    "a class": lambda m: setattr(Options, "power", 2.0),
+    "a global object": lambda m: put(OPTIONS.by, 0, 3.0),
+    "an array": lambda m: put(ARRAY, 0, 3.0),
+    "a default": lambda m: put(by_default.__defaults__[0], 0, 3.0),  # type: ignore[index]
+}
+
+
+@pytest.mark.filterwarnings("ignore:programs were planned for 3 values")
+def test_what_the_code_reads_is_as_it_is_at_the_call() -> None:
+    """A list of any length and depth, an object, an array, a class, a default, another function."""
+    model = Reads(Options()).double()
+    pm = parallel(copy.deepcopy(model), shapes=20)
+    assert near(pm(X, Y), F.cross_entropy(model(X), Y))
+    try:
+        for what, change in CHANGES.items():
+            before = F.cross_entropy(model(X), Y)
+            change(model), change(pm)
+            assert near(pm(X, Y), F.cross_entropy(model(X), Y)) and not near(pm(X, Y), before), what
+        assert near(copy.deepcopy(pm)(X, Y), pm(X, Y))
+    finally:
+        Options.power, OPTIONS.by[0], ARRAY[0] = 1.0, 1.0, 1.0
+        by_default.__defaults__[0][0] = 1.0  # type: ignore[index]
+
+
+def test_a_configuration_is_the_same_object() -> None:
+    """Whoever made it may change it; it is not copied with the model."""
+    options = Options()
+    model = Reads(options).double()
+    pm = parallel(model)
+    assert pm.options is options
+    options.by[0] = 3.0
+    assert near(pm(X, Y), F.cross_entropy(model(X), Y))
+
+
+def test_an_array_that_is_an_argument_may_change() -> None:
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor, by: Any) -> torch.Tensor:
+            return self.linear(x) * float(by.sum())
+
+    model, by = Times().double(), np.ones(2)
+    pm = parallel(model, args=(X, by))
+    by[0] = 3.0
+    assert near(pm(X, by, Y), F.cross_entropy(model(X, by), Y))
+
+
+COUNTED: list[int] = []
+
+
+def test_what_is_kept_beside_the_model_is_an_error() -> None:
+    """A list of the script that each call makes longer, a generator of random numbers that each call draws from."""
+    generator = np.random.default_rng(0)
+
+    class Counts(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            COUNTED.append(len(COUNTED))
+            return super().forward(x)
+
+    class Draws(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if generator.random() < 2 else -x)
+
+    for kind, what in ((Counts, "COUNTED"), (Draws, "generator")):
+        with pytest.raises(sx.Error, match=rf"keeps something from call to call(.|\n)*{what}"):
+            parallel(kind(nn.Linear(8, 4)).double())
