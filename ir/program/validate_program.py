@@ -153,7 +153,8 @@ class _Walk:
                 )
             source = self.share.row(used)
             goes_on = row is not None and row.turns == "collects" and used is into and self._filled(used)
-            if source is not None and source.memory and not goes_on and not (row is not None and row.name in PLACES):
+            place = row is not None and row.name in PLACES and (row.name != "memory.join" or used is node.args[0])
+            if source is not None and source.memory and not goes_on and not place:
                 self._fail(f"{used.name} is read, which is memory without content", node)
         if row is not None and row.name == "memory.part":
             self._part(node)

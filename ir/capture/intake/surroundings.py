@@ -127,7 +127,7 @@ class Surroundings:
         for name, cell in cells.items():
             self._named((id(cell), name), name, partial(_cell, cell))
         there = function.__globals__
-        for name in sorted({name for code in _codes(function.__code__) for name in code.co_names}):
+        for name in sorted(_globals(function)):
             if name in there and not name.startswith("__"):
                 self._named((id(there), name), name, partial(there.get, name))
 
@@ -188,6 +188,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _codes(each)
+
+
+def _globals(function: FunctionType) -> set[str]:
+    """The names that a function reads of its module: ``x.size(0)`` reads no global ``size``."""
+    read = ("LOAD_GLOBAL", "LOAD_NAME")
+    codes = _codes(function.__code__)
+    return {each.argval for code in codes for each in get_instructions(code) if each.opname in read}
 
 
 def _same(value: object) -> object:
