@@ -9,15 +9,16 @@ masks do.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from shardfx.ir.graph import Graph, InputKind, Node, Value
+from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.ops.traits import base_name
 from shardfx.ir.rules.schema import given_tensors
 from shardfx.ir.rules.sharding_rule import ShardingRule
 
-from .finite_results import FINITE, NONZERO, NOTHING, Call, Facts, Sure, fact, of_results, whole
+from .finite_results import ALL, FINITE, NONZERO, NOTHING, Call, Facts, Sure, fact, of_results, whole
 
 ANYTHING: Mapping[int, Sure] = MappingProxyType({})
 SLOPES = """
@@ -56,13 +57,21 @@ def keeps_terms_finite(node: Node, rule: ShardingRule, group: frozenset[int], fa
     return True
 
 
-def sure_facts(graph: Graph, rules: Mapping[Node, ShardingRule]) -> dict[Value, Sure]:
-    """What is sure of each value of a graph."""
+def sure_facts(graph: Graph, rule: Callable[[Node], ShardingRule]) -> dict[Value, Sure]:
+    """What is sure of each value of a graph; one that is held otherwise is the same value.
+
+    Args:
+        rule: gives the rule of a node.
+    """
     facts = {given.value: _typed(given.value) for given in graph.inputs}
     for given in graph.of_kind(InputKind.PARAMETER):
         facts[given.value] |= FINITE
     for node in graph.nodes:
-        found = of_results(Call(node, facts), rules[node])
+        if isinstance(node.op, OwnOp):
+            for operand, held in carried(node):
+                facts[held] = facts.get(held, ALL) & facts[operand]
+            continue
+        found = of_results(Call(node, facts), rule(node))
         for value in node.outs:
             facts[value] = (found[value.index] if isinstance(found, tuple) else found) | _typed(value)
     return facts

@@ -74,6 +74,18 @@ def single(site: Site) -> list[fx.Node]:
     return [n for n in calls if n.users and not any(user.target is operator.getitem for user in n.users)]
 
 
+def unpacked(site: Site) -> list[fx.Node]:
+    """What is taken of a buffer of several values."""
+    takes = [n for n in site.graph.nodes if n.target is operator.getitem and n.users]
+    return [n for n in takes if n.args[0].target is pack.unflatten]
+
+
+def widened(site: Site, node: fx.Node) -> None:
+    """The node's result, with a dim more, and without it again."""
+    wider = site.after(node, torch.ops.aten.unsqueeze.default, node, 0)
+    site.after(wider, torch.ops.aten.squeeze.dim, wider, 0)
+
+
 def _view(node: fx.Node) -> Any:
     return node.args[1]
 

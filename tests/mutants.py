@@ -91,6 +91,8 @@ from tests.damage_pieces import (
     slices_of_slices,
     stale,
     stepped_rows,
+    unpacked,
+    widened,
 )
 from tests.damage_pools import (
     another_fetched,
@@ -262,6 +264,8 @@ AS_THEY_RUN = (*IN_PLACE, *POOLS)
 HARMLESS = (
     Mutation("a copy", single, followed(aten.clone.default)),
     Mutation("an alias", single, followed(aten.alias.default)),
+    Mutation("an alias of what lies in a buffer", unpacked, followed(aten.alias.default)),
+    Mutation("what lies in a buffer, with a dim more and without it", unpacked, widened),
     Mutation("a detached value", single, followed(aten.detach.default)),
     Mutation("a copy on one rank", single, followed(aten.clone.default), True),
     Mutation("an add the other way round", of(aten.add.Tensor, when=both_known), swapped(0, 1)),

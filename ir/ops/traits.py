@@ -11,6 +11,8 @@ from torch.utils.flop_counter import flop_registry
 
 from shardfx.ir.graph import Node, Value, op_name
 
+aten = torch.ops.aten
+
 KINDS = ("attention", "shardfx.grouped_")
 """What is in the names of ops whose arithmetic torch has no formula for."""
 OWN = ("comm.", "memory.")
@@ -114,3 +116,25 @@ def is_heavy(node: Node) -> bool:
 def draws(op: Any) -> bool:
     """Whether the op draws random numbers from torch's generator, as its tag says."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+COPIES = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
+"""Ops that give their operand back, in other memory at most."""
+NEUTRAL = {
+    aten.mul.Tensor: 1,
+    aten.mul.Scalar: 1,
+    aten.div.Tensor: 1,
+    aten.div.Scalar: 1,
+    aten.pow.Tensor_Scalar: 1,
+    aten.add.Tensor: 0,
+    aten.add.Scalar: 0,
+    aten.sub.Tensor: 0,
+    aten.sub.Scalar: 0,
+}
+"""The number with which an op gives its first operand back."""
+
+
+def is_neutral(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op's number is the one with which it gives its first operand back."""
+    plain = not kwargs and len(args) == 2 and isinstance(args[1], (int, float))
+    return plain and not isinstance(args[0], (int, float)) and bool(args[1] == NEUTRAL.get(op))

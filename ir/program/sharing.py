@@ -50,6 +50,14 @@ def shared_inputs(node: fx.Node, row: LocalOp | None) -> list[fx.Node]:
     return [used for used in node.all_input_nodes if not gives_number(used)]
 
 
+def lies_in(node: fx.Node, row: LocalOp | None) -> fx.Node | None:
+    """The value of which the result of a call is a view and nothing else, wherever that lies; ``row`` is the call's."""
+    shared = shared_inputs(node, row) if row is None and node.target not in ELSEWHERE else []
+    return shared[0] if len(shared) == 1 else None
+
+
+ELSEWHERE = {aten.as_strided.default}
+"""Views that may leave what they are views of."""
 UNSAFE = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default}
 """Ops whose results share memory, though their schemas do not say so."""
 SHARING_OPS: dict[object, bool] = {}
@@ -213,7 +221,9 @@ class GivenAway:
 
 
 def _part(result: fx.Node) -> object:
-    """Which part of a buffer a result is; parts of one buffer do not overlap. None: all of its memory."""
+    """Which part of a buffer a result is, or is a view of; parts of one buffer do not overlap. None: all of it."""
+    while (seen := lies_in(result, row_of(result.target) if result.op == "call_function" else None)) is not None:
+        result = seen
     if result.target is operator.getitem and isinstance(source := result.args[0], fx.Node):
         row = row_of(source.target)
         if row is not None and row.name in ("pack.unflatten", "memory.spread"):

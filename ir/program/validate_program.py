@@ -25,12 +25,13 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
-from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import LocalOp
 
 from .arena.overlaps import Overlaps
+from .arena.slots import Slots
 from .looped.within_turns import gives_number
 from .plain import written_out
 from .rank_program import RankProgram
@@ -40,10 +41,6 @@ from .well_formed import OVER, malformed
 
 PLACES = ("memory.slot", "memory.part", "memory.join", "time.turns", "time.done")
 """What takes memory as memory."""
-Slot = tuple[int, int, int]
-"""Of flat memory: pieces, first element of each, elements in each."""
-
-
 RENEWING = (memory_ops.write, memory_ops.write_part, transfer.put)
 """What may write a result where it is stored."""
 KINDS = {"c10d.all_reduce_": "c10d.all_reduce", "c10d.all_gather_into": "c10d.all_gather_into_tensor"}
@@ -94,8 +91,7 @@ class _Walk:
         self.pending: set[fx.Node] = set()
         self.standing = Standing(self.nodes, self.share, self._fail)
         self.arena = Overlaps(self.nodes, self.share, self._fail)
-        self.slots: dict[fx.Node, tuple[fx.Node, Slot]] = {}
-        """Of parts, and of what was written into them: the flat memory and the place in it."""
+        self.slots = Slots(self.share)
 
     def _form(self) -> None:
         """Every node can be read, and takes what stands before it."""
@@ -153,12 +149,13 @@ class _Walk:
                 )
             source = self.share.row(used)
             goes_on = row is not None and row.turns == "collects" and used is into and self._filled(used)
-            if source is not None and source.memory and not goes_on and not (row is not None and row.name in PLACES):
+            place = row is not None and row.name in PLACES and (row.name != "memory.join" or used is node.args[0])
+            if source is not None and source.memory and not goes_on and not place:
                 self._fail(f"{used.name} is read, which is memory without content", node)
         if row is not None and row.name == "memory.part":
-            self._part(node)
-        if row is not None and row.name == "getitem":
-            self._unpacked(node)
+            self.slots.part(node)
+        if row is not None and row.name == "getitem" and (what := self.slots.unpacked(node)):
+            self._fail(what, node)
         if into is not None:
             self._write(node, into)
         if row is not None and row.name == "memory.join":
@@ -189,26 +186,8 @@ class _Walk:
         return not (row is not None and row.pool) and all(used in self.away for used in tensors)
 
     def _define(self, node: fx.Node) -> None:
+        self.slots.see(node)
         self.live.setdefault(self.share.root(node), []).append(node)
-
-    def _part(self, node: fx.Node) -> None:
-        args: Any = node.args
-        flat, pieces, offset, shape = args
-        self.slots[node] = (flat, (pieces, offset, torch.Size(shape).numel() // max(pieces, 1)))
-
-    def _unpacked(self, node: fx.Node) -> None:
-        """Values that lie one behind the other in a buffer are parts of it, too."""
-        args: Any = node.args
-        source, number = args
-        if not isinstance(source, fx.Node) or source.target is not pack.unflatten or source.args[2:] != (1,):
-            return
-        shapes: Any = source.args[1]
-        if any(isinstance(size, fx.Node) for shape in shapes for size in shape):
-            return  # lengths of a call's rows: where they lie is not known before it
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        if number not in range(len(sizes)):
-            self._fail(f"{node.name} takes another thing of {source.name} than one of its {len(sizes)} results", node)
-        self.slots[node] = (source, (1, sum(sizes[:number]), sizes[number]))
 
     def _write(self, node: fx.Node, into: fx.Node) -> None:
         """What lies in the memory that is written now is gone."""
@@ -230,23 +209,15 @@ class _Walk:
                     expected=f"a wait for {started.name}",
                 )
         for other in (each for seen in (*self.share.seen_in(into), *beside) for each in self.live.get(seen, ())):
-            if other in node.all_input_nodes and other is not into and not self._apart(other, slot):
+            if other in node.all_input_nodes and other is not into and not self.slots.apart(other, slot):
                 self._fail(f"{node.name} writes over {other.name}, which it reads", node, expected="other memory")
             if other is into and slot is None:
                 self.dead[other] = node
                 continue
-            if not self._apart(other, slot):
+            if not self.slots.apart(other, slot):
                 self.dead.setdefault(other, node)
         if slot is not None:
-            self.slots[node] = slot
-
-    def _apart(self, other: fx.Node, slot: tuple[fx.Node, Slot] | None) -> bool:
-        """Whether a value loses nothing when its memory is written in this place."""
-        row = self.share.row(other)
-        if row is not None and row.memory:
-            return True  # memory as such has no content to lose
-        theirs = self.slots.get(other)
-        return slot is not None and theirs is not None and slot[0] is theirs[0] and not _overlap(slot[1], theirs[1])
+            self.slots.put(node, slot)
 
     def _join(self, node: fx.Node) -> None:
         """The joined values lie in this memory, one behind the other, and fill it."""
@@ -254,7 +225,7 @@ class _Walk:
         flat, values, pieces = args
         at = 0
         for value in values:
-            slot = self.slots.get(value)
+            slot = self.slots.holding(value)
             if slot is None or slot[0] is not flat or slot[1][:2] != (pieces, at):
                 self._fail(
                     f"{value.name} does not lie where {node.name} joins it",
@@ -313,7 +284,3 @@ class _Walk:
         )
         error.node, error.line = node.name, line
         raise error
-
-
-def _overlap(a: Slot, b: Slot) -> bool:
-    return a[0] != b[0] or (a[1] < b[1] + b[2] and b[1] < a[1] + a[2])

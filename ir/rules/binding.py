@@ -32,6 +32,11 @@ class Tensor(NamedTuple):
     words: tuple[Word, ...]
     broadcast: bool = False
 
+    @property
+    def is_no_vector(self) -> bool:
+        """Whether it has more dims than one, whatever the shape."""
+        return not self.broadcast and sum(not many for _, many, _ in self.words) > 1
+
     def factors(self, sizes: Mapping[str, int]) -> list[Dim]:
         """The factors of each dim, of a rule of these sizes; ``h*2`` is ``h0 h1``."""
         found = []
@@ -200,7 +205,8 @@ def bind(
     tensors = given + made
     if (0,) in key.results or (0,) in key.operands[1:]:
         some = bool(given) and 0 not in given[0][1]
-        tensors = [(Tensor((Word((LEFT_OUT,)),)) if some and s == (0,) else t, s) for t, s in tensors]
+        absent = Tensor((Word((LEFT_OUT,)),))
+        tensors = [(absent if s == (0,) and (some or t.is_no_vector) else t, s) for t, s in tensors]
     binding = Binding(marks, key)
     counts = [binding.counts(tensor, shape) for tensor, shape in tensors]
     bound = [binding.dims(*each, n) for each, n in zip(tensors, counts, strict=True)]

@@ -41,6 +41,13 @@ def pin_nodes(graph: Graph, context: Context) -> bool:
     """
     expander = Expander(context.rules)
     for text, given in context.cuts.items():
+        if not isinstance(given, (str, list, tuple)):
+            raise Error(
+                "a hint on an op is of no known form",
+                where=f"{WHERE}: {text!r}",
+                expected="text such as 'n{tp} m{}', or a spec for each operand",
+                got=repr(given),
+            )
         for node, op in _named(graph, text, given, context, expander):
             pin = Pin(_cuts(given, node, op, graph, context, text), text, op)
             if node.pin is not None and (node.pin.cuts, node.pin.op) != (pin.cuts, pin.op):

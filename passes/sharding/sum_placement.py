@@ -72,7 +72,7 @@ class _Sums:
     def run(self) -> bool:
         self.users = self.graph.users()
         self.rules = {node: self.context.cache.rule(node) for node in self.graph.nodes}
-        self.facts = sure_facts(self.graph, self.rules)
+        self.facts = sure_facts(self.graph, self.rules.__getitem__)
         self.reduced = {value: self._needed(value) for value in self.graph.values()}
         self.ends = {output.value for output in self.graph.outputs}
         self.ends |= {value for value in self.graph.values() if value.hint is not None}

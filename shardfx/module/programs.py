@@ -164,7 +164,7 @@ class Programs:
         if compiled.hints.batch_stats is not None:
             whose = "rank" if compiled.hints.batch_stats == "local" else "turn"
             verdict = replace(verdict, claim=f"{verdict.claim} with batch norms of each {whose}'s part of the batch")
-        return with_rules(verdict, compiled.after, compiled.context.rules)
+        return with_rules(verdict, compiled.after, compiled.context)
 
     def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[Asked]:
         """The programs that a call may run; ``modules`` are in the place of some of those that are meant."""

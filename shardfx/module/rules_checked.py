@@ -8,7 +8,9 @@ from shardfx.ir.graph import Graph, factors_text, op_name
 from shardfx.ir.oracle.planned.plan_check import check_plan
 from shardfx.ir.program.looped.unrolled import as_ranks
 from shardfx.ir.rulebook import default_rules
-from shardfx.ir.rules.book import RuleBook
+from shardfx.passes.base import Context
+from shardfx.passes.finite import sure_facts
+from shardfx.passes.finite_results import NONZERO
 from shardfx.runtime.verify.fault import Fault, place
 from shardfx.runtime.verify.verdict import Status, Verdict, text
 
@@ -22,11 +24,13 @@ GIVEN = (
 """What a proof takes as given; README has the same words."""
 
 
-def with_rules(verdict: Verdict, graph: Graph, rules: RuleBook) -> Verdict:
+def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
     """The verdict on a planned graph, with what executing its rules says: a wrong rule makes it false."""
     if not verdict:
         return verdict
-    found = check_plan(replace(graph, mesh=as_ranks(graph.mesh)), rules, default_rules())
+    facts = sure_facts(graph, context.cache.rule)
+    nonzero = frozenset(value for value, sure in facts.items() if NONZERO in sure)
+    found = check_plan(replace(graph, mesh=as_ranks(graph.mesh)), context.rules, default_rules(), nonzero)
     counts = {"shares executed": found.executed, "executed before": found.known}
     left_out = [f"the rule of {op}: {why}" for op, why in sorted(found.left_out.items())]
     verdict = replace(

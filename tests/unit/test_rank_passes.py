@@ -206,6 +206,14 @@ def test_what_a_program_may_not_do() -> None:
         memory, _ = flat(graph)
         return (graph.call_function(aten.neg.default, (memory,)),)
 
+    def unwritten(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
+        memory, (first, second) = flat(graph, 0, 4)
+        return (
+            graph.call_function(
+                memory_ops.join, (memory, [graph.call_function(memory_ops.write, (first, a)), second], 1)
+            ),
+        )
+
     def given_away(graph: fx.Graph, a: fx.Node, b: fx.Node) -> tuple[fx.Node, ...]:
         return (graph.call_function(aten.t.default, (a,)),)
 
@@ -224,7 +232,7 @@ def test_what_a_program_may_not_do() -> None:
     assert "an input's memory" in wrong(over_an_input)
     assert "is read after its memory was written over" in wrong(twice)
     assert "does not lie where" in wrong(elsewhere)
-    assert "memory without content" in wrong(empty)
+    assert "memory without content" in wrong(empty) and "memory without content" in wrong(unwritten)
     assert "shares the memory of an input" in wrong(given_away)
     assert "changes a tensor in place" in wrong(changes)
 

@@ -65,6 +65,8 @@ def test_a_factor_is_whole_by_the_value_of_an_argument() -> None:
 def test_what_an_op_leaves_out_is_an_empty_vector() -> None:
     both = made("n.. i! j! -> n.. i! k!, n.. l! j!", aten.linalg_qr.default, f(3, 4, 2), "r")
     assert rule_text(both) == "n0 i! j! -> none!, n0 l! j!"
+    empty = made("n.. i! j! -> n.. i! k!, n.. l! j!", aten.linalg_qr.default, f(0, 4, 2), "r")
+    assert rule_text(empty) == "n0 i! j! -> none!, n0 l! j!"
 
 
 @pytest.mark.parametrize(

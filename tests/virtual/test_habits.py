@@ -261,6 +261,30 @@ def test_numbers_that_the_loss_reads_are_those_of_the_call(
     assert all(each in caplog.text for each in ("value of closure,", "FACTOR", "value of loss.label_smoothing"))
 
 
+class Sized(nn.Module):
+    """Its code says ``size`` and ``step`` of a tensor and of itself; the script has globals of these names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(x).view(x.size(0), -1)
+
+
+def test_a_global_that_is_called_as_an_attribute_is_none_of_the_models(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(globals(), "step", 0)
+    monkeypatch.setitem(globals(), "size", "small")
+    pm = parallel(Sized().double())
+    pm(X, Y)
+    monkeypatch.setitem(globals(), "step", 1)
+    monkeypatch.setitem(globals(), "size", "large")
+    pm(X, Y)
+    assert not caplog.records
+
+
 def test_a_number_that_changes_at_each_call_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """As an argument, and where the loss reads it; as a tensor it is an input of one program."""
     held = [1.0]

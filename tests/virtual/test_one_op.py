@@ -150,3 +150,18 @@ def test_a_value_may_be_two_operands_that_are_cut_in_two_ways(name: str) -> None
     ours.backward(), theirs.backward()
     assert rel_err(ours, theirs) < 1e-12 and rel_err(given.grad, alone.grad) < 1e-10
     assert pm.verify(), pm.verify().why
+
+
+@pytest.mark.parametrize("spec", ["-, x, -", "-, -, x"])
+def test_a_transposed_convolution_padded_by_more_than_its_stride(spec: str) -> None:
+    """Its gradient is a convolution that reads places at the end to which no place of the input belongs."""
+    torch.manual_seed(0)
+    net = nn.ConvTranspose2d(2, 4, (3, 2), (3, 2), (1, 2), (2, 3), groups=2, dilation=4, dtype=torch.float64)
+    x = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
+    hints = sx.Hints(args=(x,), loss=squares, specs={"args.0": spec})
+    pm = sx.parallelize(copy.deepcopy(net), sx.Mesh(x=2), hints, virtual=True)
+    given, alone = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    ours, theirs = pm(given), squares(net(alone))
+    ours.backward(), theirs.backward()
+    assert rel_err(ours, theirs) < 1e-12 and rel_err(given.grad, alone.grad) < 1e-10
+    assert rel_err(pm.full_grads()["weight"], net.weight.grad) < 1e-10 and pm.verify()

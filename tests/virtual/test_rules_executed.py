@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 import shardfx as sx
 from shardfx.cli import main
+from shardfx.ir.oracle.planned.share_check import check_share
+from shardfx.ir.rulebook import default_rules
 from tests.wrong.rules import COLUMNS, ROWS, WRONG, Calls, by_fours, numbered, ops, planned
 
 aten = torch.ops.aten
@@ -89,6 +91,32 @@ def test_answers_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (kept,) = (tmp_path / "shardfx" / "checked").iterdir()
     assert {path.name for path in kept.iterdir()} == {"aten.mul.Tensor.json", "aten.relu.json"}
     assert pm.verify().checked["executed before"] == 2
+
+
+class Mean(torch.nn.Module):
+    """The mean of what is wanted of each row, less one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        mean: torch.Tensor = (x * wanted).sum(1) / wanted.sum(1, dtype=self.dtype).clamp(min=1)
+        return mean * 2 - mean
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_sum_is_divided_by_what_is_not_zero(dtype: torch.dtype) -> None:
+    """A count that is one at least divides partial sums, and the oracle tries no zero; of another count it does."""
+    x, wanted = torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 4) < 0.5
+    hints = sx.Hints(args=(x, wanted), specs={"args.0": COLUMNS, "args.1": COLUMNS})
+    pm = sx.parallelize(Mean(dtype), sx.Mesh(r=2), hints, virtual=True)
+    divided = next(node for node in pm.after.nodes if node.op is aten.div.Tensor)
+    assert divided.operands[0].spec is not None and divided.operands[0].spec.partial
+    assert pm.verify(), pm.verify().why
+    entry = default_rules().entry(divided.op)
+    assert entry is not None and not check_share(divided, entry, pm.mesh, nonzero=(1,)).wrong
+    assert dtype.is_floating_point or "nan" in check_share(divided, entry, pm.mesh).wrong
 
 
 # ---- by hand

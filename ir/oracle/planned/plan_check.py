@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from shardfx.ir.graph import Graph, Node, op_name
+from shardfx.ir.graph import Graph, Node, Value, op_name
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.oracle.findings import default_folder
 from shardfx.ir.oracle.instance import describe
 from shardfx.ir.oracle.running.apart import Lost, apart
 from shardfx.ir.rules.book import RuleBook, RuleEntry
+from shardfx.ir.rules.strategy import partial_operands
 
 from .kept_answers import AnswersFolder, kept_answers
 from .share_check import Answer, check_share
@@ -27,11 +28,15 @@ has its id."""
 
 @dataclass(frozen=True)
 class Share:
-    """One distinct op, arguments and strategy of a plan, and the rule that it goes by."""
+    """One distinct op, arguments and strategy of a plan, and the rule that it goes by.
+
+    ``nonzero`` are the operands, by number, no element of which is zero in the plan, where others are partial sums.
+    """
 
     node: Node
     entry: RuleEntry
     built_in: bool
+    nonzero: tuple[int, ...] = ()
 
     def question(self, mesh: Mesh) -> str:
         """All that the answer depends on, beside the code."""
@@ -39,7 +44,8 @@ class Share:
         assert made is not None
         sizes = {axis: mesh[axis].size for axis in used_axes(made)}
         there = [value is not None for value in self.node.results]
-        return f"{describe(self.node)} -> {there}; {made}; {sizes}"
+        limits = f"; nonzero {self.nonzero}" if self.nonzero else ""
+        return f"{describe(self.node)} -> {there}; {made}; {sizes}{limits}"
 
 
 @dataclass(frozen=True)
@@ -56,17 +62,24 @@ class PlanChecked:
     wrong: Sequence[tuple[Node, str]]
 
 
-def check_plan(graph: Graph, rules: RuleBook, built_in: RuleBook, folder: AnswersFolder | None = None) -> PlanChecked:
+def check_plan(
+    graph: Graph,
+    rules: RuleBook,
+    built_in: RuleBook,
+    nonzero: Set[Value] = frozenset(),
+    folder: AnswersFolder | None = None,
+) -> PlanChecked:
     """Put the shares of a planned graph to the oracle.
 
     Args:
         built_in: rules whose answers are kept on disk; those of others are found anew in every process.
+        nonzero: values that are sure to have no zero among their elements: by others no partial sum may be divided.
         folder: where they are kept; None: where the user's caches are.
     """
     folder = folder if folder is not None else kept_answers(default_folder())
     left_out: dict[str, str] = {}
     wrong = []
-    asked = [(share, share.question(graph.mesh)) for share in shares(graph, rules, built_in)]
+    asked = [(share, share.question(graph.mesh)) for share in shares(graph, rules, built_in, nonzero)]
     before = {}
     for share, question in asked:
         kept = folder.get(share.node.op, question) if share.built_in else None
@@ -89,18 +102,20 @@ def check_plan(graph: Graph, rules: RuleBook, built_in: RuleBook, folder: Answer
     return PlanChecked(len(fresh), len(asked) - len(fresh), left_out, wrong)
 
 
-def shares(graph: Graph, rules: RuleBook, built_in: RuleBook) -> list[Share]:
+def shares(graph: Graph, rules: RuleBook, built_in: RuleBook, nonzero: Set[Value] = frozenset()) -> list[Share]:
     """The distinct shares of a planned graph that are cut, or partial, by a rule."""
     found: dict[Any, Share | None] = {}
     for node in graph.nodes:
         if node.strategy is None:
             continue
-        key = (alike(node), node.strategy)
+        sure = tuple(i for i, value in enumerate(node.operands) if value in nonzero)
+        sure = sure if partial_operands(node.strategy) else ()
+        key = (alike(node), node.strategy, sure)
         if key in found:
             continue
         entry = rules.entry(node.op) if used_axes(node.strategy) else None
         own = entry is not None and built_in.entry(node.op) is entry
-        found[key] = None if entry is None else Share(node, entry, own)
+        found[key] = None if entry is None else Share(node, entry, own, sure)
     return [share for share in found.values() if share is not None]
 
 
@@ -108,7 +123,7 @@ def _ask(asked: Sequence[Share], mesh: Mesh) -> list[Answer]:
     """The answers, found in a process of its own: those of built-in rules in one, unless that is lost."""
 
     def answers(several: Sequence[Share]) -> list[Answer]:
-        return [check_share(share.node, share.entry, mesh) for share in several]
+        return [check_share(share.node, share.entry, mesh, share.nonzero) for share in several]
 
     together = [share for share in asked if share.built_in]
     found: dict[int, Answer] = {}

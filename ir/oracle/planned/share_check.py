@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.oracle.instance import as_results, bind, describe
-from shardfx.ir.oracle.running.draws import as_given, draws
+from shardfx.ir.oracle.running.draws import as_given, draws, without_zeros
 from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
 from shardfx.ir.oracle.soundness import Execution, Executor, said
 from shardfx.ir.rules.book import RuleEntry, perform
@@ -48,8 +48,12 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
-    """What is wrong with a node's strategy, or with how its rule's ``local`` writes a rank's version."""
+def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[int] = ()) -> Answer:
+    """What is wrong with a node's strategy, or with how its rule's ``local`` writes a rank's version.
+
+    Args:
+        nonzero: operands, by number, that have no zero among their elements: on no others is the share executed.
+    """
     with undisturbed():
         wrong = fails_without_numbers(node, entry, mesh)
         if wrong:
@@ -60,6 +64,7 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh) -> Answer:
         if small is None:
             return Answer(left_out="it could not be made small")
         for number, each in enumerate((as_given(small.of), *draws(small.of))):
+            each = without_zeros(each, nonzero)
             for name, layout in LAYOUTS.items() if not number else AS_CUT:
                 draw = torch.Generator().manual_seed(0)
                 try:

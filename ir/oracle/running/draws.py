@@ -5,7 +5,7 @@ A rule that is right by accident of some values (positive ones, indices that do 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -82,6 +82,13 @@ def as_given(of: Instance) -> Instance:
         return of
     args, _ = bind(of.node, of.tensors)
     return of.on([each for each in made(args) if isinstance(each, Tensor)])
+
+
+def without_zeros(of: Instance, numbers: Collection[int]) -> Instance:
+    """The instance with ones in the place of zeros in the operands of these numbers."""
+    if not numbers:
+        return of
+    return of.on([t.masked_fill(t == 0, 1) if i in numbers else t for i, t in enumerate(of.tensors)])
 
 
 def span_of(of: Instance) -> Range:

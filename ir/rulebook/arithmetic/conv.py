@@ -133,6 +133,8 @@ def expand_convolution_backward(
         left = [large - ((small - 1) * s - 2 * p + d * (k - 1) + 1) for large, small, k, s, p, d in pairs]
         more = [0] * space if transposed else left
         gx = aten.convolution(grad, w, None, stride, padding, dilation, not transposed, more, groups)
+        for dim in range(2, x.dim()):  # places of a transposed one's padding at the end, which x does not have
+            gx = gx if gx.shape[dim] == x.shape[dim] else gx.narrow(dim, 0, x.shape[dim])
     if for_w:
         rest = (stride, padding, dilation, transposed, output_padding, groups)
         _, gw, _ = aten.convolution_backward(grad, x, w, None, *rest, [False, True, False])

@@ -16,6 +16,7 @@ from torch import fx
 from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.graph import Input, Node, Output, OutputKind, op_name
 from shardfx.ir.ops import pack
+from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Failed, Fault, place
 
@@ -24,7 +25,6 @@ from .deduction import Fact
 from .elements import Elements
 from .known import Known, Proof
 from .numbering import ALSO, COLLECTIVES, MESSAGES, MOVERS, Source
-from .terms import COPIES, NEUTRAL, is_neutral
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -18,6 +18,7 @@ from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.capture.forms.canonical import convert_call
 from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_name, substitute
 from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.by_pieces import choices
 from shardfx.ir.spec import Spec, TensorType
@@ -103,20 +104,6 @@ def is_sum(node: Node) -> bool:
     )
 
 
-COPIES = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
-"""Ops that give their operand back, in other memory at most."""
-NEUTRAL = {
-    aten.mul.Tensor: 1,
-    aten.mul.Scalar: 1,
-    aten.div.Tensor: 1,
-    aten.div.Scalar: 1,
-    aten.pow.Tensor_Scalar: 1,
-    aten.add.Tensor: 0,
-    aten.add.Scalar: 0,
-    aten.sub.Tensor: 0,
-    aten.sub.Scalar: 0,
-}
-"""The number with which an op gives its first operand back."""
 RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 """Ops that give their operand back where it has the shape already."""
 
@@ -131,12 +118,6 @@ def gives_back(node: Node) -> bool:
     if node.op in COPIES or node.op in RESHAPES or node.op is aten._to_copy.default:
         return True
     return node.op in NEUTRAL and is_neutral(node.op, node.args, node.kwargs)
-
-
-def is_neutral(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op's number is the one with which it gives its first operand back."""
-    plain = not kwargs and len(args) == 2 and isinstance(args[1], (int, float))
-    return plain and not isinstance(args[0], (int, float)) and bool(args[1] == NEUTRAL.get(op))
 
 
 def frozen(arg: Any) -> Any:

@@ -256,6 +256,12 @@ class Tree:
                 )
 
     def _holder(self, name: str) -> tuple[nn.Module, str]:
-        """The module that holds a parameter or buffer, and the last part of its name."""
-        path, _, leaf = name.rpartition(".")
-        return self.root.get_submodule(path) if path else self.root, leaf
+        """The module that holds a parameter or buffer, and the last part of its name. A child may be called as one of
+        our methods is (``memory``, ``step``): it is not asked for as an attribute."""
+        *path, leaf = name.split(".")
+        holder: nn.Module = self.root
+        for each in path:
+            inside = holder._modules[each]
+            assert inside is not None
+            holder = inside
+        return holder, leaf
