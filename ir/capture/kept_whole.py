@@ -3,6 +3,7 @@
 aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
 aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
 aten.pad(x, [1, 2], "circular")   ->   shardfx.ring(x, x, x, -1, 1, 2)
+aten.multilabel_margin_loss(x, y)   ->   aten.multilabel_margin_loss_forward(x, y, 1)
 """
 
 from __future__ import annotations
@@ -126,9 +127,38 @@ def whole_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: floa
     return x
 
 
+class MultilabelMargin(torch.autograd.Function):
+    """The kernel of ``F.multilabel_margin_loss``, and its backward, each as one op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, reduction: int) -> Tensor:
+        """The loss."""
+        with torch._C._AutoDispatchBelowAutograd():
+            loss, is_target = aten.multilabel_margin_loss_forward.default(x, target, reduction)
+        ctx.reduction = reduction
+        ctx.save_for_backward(x, target, is_target)
+        out: Tensor = loss
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient of ``x``."""
+        x, target, is_target = ctx.saved_tensors
+        with torch._C._AutoDispatchBelowAutograd():
+            made = aten.multilabel_margin_loss_backward.default(grad, x, target, ctx.reduction, is_target)
+        return made, None, None
+
+
+def whole_multilabel_margin(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """``F.multilabel_margin_loss``: what torch's own Python makes of it counts padded places as targets (2.13)."""
+    made: Tensor = MultilabelMargin.apply(x, target, reduction)  # type: ignore[no-untyped-call]
+    return made
+
+
 KEPT: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: whole_attention,
     aten.pad.default: whole_pad,
+    aten.multilabel_margin_loss.default: whole_multilabel_margin,
     **{getattr(aten, name).vec: whole_resize(name) for name in RESIZED.split()},
 }
 """What each op of the exported program becomes."""
@@ -137,8 +167,7 @@ KEPT: dict[Any, Callable[..., Any]] = {
 def keep_whole(exported: torch.fx.GraphModule) -> None:
     """Call the ops of the graph in place of torch's composite ones."""
     for node in exported.graph.nodes:
-        if node.target in KEPT and all(
-            arg.meta["val"].is_floating_point() for arg in node.all_input_nodes[:3] if "val" in arg.meta
-        ):
+        first = node.all_input_nodes[:1]
+        if node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
             node.target = KEPT[node.target]
     exported.recompile()

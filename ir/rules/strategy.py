@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
-from shardfx.ir.cut import WHOLE, Cut, Part, compound, in_stretches, project
+from shardfx.ir.cut import WHOLE, Cut, Part, Window, compound, in_stretches, project
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
@@ -23,8 +24,28 @@ def cut_of(factor: str, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
     if seen is None or factor in cuts:
         return cuts.get(factor, WHOLE)
     leader = cuts.get(seen.leader, WHOLE)
-    window = seen.window if leader.rows is None else seen.window.within(leader.rows)
-    return rows_for(leader.axes, window, rule.sizes[factor], mesh)
+    if leader.rows is None:
+        return rows_for(leader.axes, seen.window, rule.sizes[factor], mesh)
+    made = rows_for(leader.axes, seen.window.within(leader.rows), rule.sizes[factor], mesh)
+    if not _covers(made, rule.sizes[factor], seen.window, leader, rule.sizes[seen.leader], mesh):
+        raise Error(
+            f"a rank has no rows of the factor {factor!r} for the one of {seen.leader!r} that it holds",
+            expected="tiles, or rows of which each rank has some",
+            got=leader.text(rule.sizes[seen.leader]),
+        )
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _covers(made: Cut, size: int, window: Window, leader: Cut, leaders: int, mesh: Mesh) -> bool:
+    """Whether ranks hold what the leader's rows are made of, the one row also that a rank has where its chunk needs
+    none."""
+    for coords in mesh.along(dict.fromkeys(mesh.names, 0), leader.axes):
+        (start, length), (first, count) = made.span(size, mesh, coords), leader.span(leaders, mesh, coords)
+        needed, rows = window.rows(first, count, size)
+        if not start <= needed <= needed + rows <= start + length:
+            return False
+    return True
 
 
 def wishes(rule: ShardingRule, cuts: Cuts) -> dict[str, Cut]:

@@ -203,7 +203,7 @@ def test_equal_blocks_are_planned_once() -> None:
         ({"fc1": "n{x} n{}"}, "names factor 'n' twice"),
         ({"fc1": "n x"}, "cannot be read"),
         ({"fc1": ""}, "cannot be read"),
-        ({"fc1": 3}, "names no op"),
+        ({"fc1": 3}, "of no known form"),
         ({"fc1": ("x, -", "-, x")}, "names axis 'x' twice"),
         ({"fc1": ("-, x", "-, -")}, "two operands cut the factor 'k' differently"),
         ({"fc1": ("x, -, -", "-, -")}, "one entry per dim"),

@@ -128,6 +128,20 @@ def test_a_factor_that_sees_others_is_cut_into_chunks_alone() -> None:
         strategy(rule, {"p0": stretches}, TWO)
 
 
+def test_rows_that_a_rank_has_none_of_are_not_made_of_others() -> None:
+    """Of six rows the last rank has the sixth, which is none of the slice: it would need the fifth, as one row at
+    least is made."""
+    node = instance(aten.slice.Tensor, (f(2, 6, 3), 1, 0, -1)).node
+    entry, four = BOOK.entry(node.op), Mesh(a=2, b=2)
+    rule = entry.make(node) if entry is not None else None
+    assert rule is not None
+    rows = Cut(("a", "b"), rows=Window(6, 1, 1, 0, 0))
+    with pytest.raises(Error, match="a rank has no rows"):
+        strategy(rule, {"o": rows}, four)
+    made = strategy(rule, {"o": Cut(("a",), rows=Window(6, 1, 1, 0, 0))}, four)
+    assert made.operands[0].text((2, 6, 3)) == "[2, 6{a}, 3]"
+
+
 def test_side_by_side_windows_need_no_rows() -> None:
     def rule_of(node: Node) -> Any:
         entry = BOOK.entry(node.op)

@@ -89,6 +89,24 @@ def test_tensors_of_the_loss(which: str) -> None:
     assert "loss" in str(sx.trace(mlp(), given(loss)))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_margins_of_several_labels(reduction: str) -> None:
+    """What torch traces of them counts places behind the last label as labels; its kernel does not."""
+    labels = torch.tensor([[0, 3, -1, 0], [2, -1, 1, 1], [-1, 0, 0, 0], [3, 2, 1, 0]])
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.multilabel_margin_loss(out, y, reduction=reduction).sum()
+
+    model, x = mlp(), X[:4]
+    hints = sx.Hints(args=(x,), loss=loss, targets=(labels,), specs=CUT | {"targets.0": "dp, -"})
+    alone, pm = copy.deepcopy(model), sx.parallelize(model, MESH, hints)
+    ours, theirs = pm(x, labels), loss(alone(x), labels)
+    ours.backward(), theirs.backward()
+    grads = pm.full_grads()
+    assert near(ours, theirs) and pm.verify()
+    assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
+
+
 @pytest.mark.parametrize("way", ["a module", "a closure"])
 def test_what_is_learned_in_the_loss(way: str) -> None:
     """By the optimizer that has it beside the model's parameters."""

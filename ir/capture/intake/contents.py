@@ -1,13 +1,12 @@
 """What a value holds, whatever it is, and all of that as text: equal texts are equal contents.
 
 A number is itself; a list, a dict or an object is what it holds; a function is its code, its defaults and its closure;
-an array is its bytes; of any other thing it is what ``pickle`` would write of it. Of tensors it is that there is one:
+an array is its bytes; of any other thing it is what a copy would be made of. Of tensors it is that there is one:
 they are inputs, parameters and buffers, or refused.
 """
 
 from __future__ import annotations
 
-import marshal
 import sysconfig
 import warnings
 import weakref
@@ -119,7 +118,7 @@ class Contents:
             return f"{kind.__qualname__} again"
         met[id(value)] = value  # it is kept, so that no other object takes its place
         if _plain(value):
-            return f"{kind.__qualname__} {len(value)} {hash(marshal.dumps(value, 0))}"
+            return f"{kind.__qualname__} {len(value)} {hash(repr(value))}"
         held = self.held(value)
         if isinstance(held, str):
             return held
@@ -226,7 +225,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _pickled(value: object) -> Held | str | None:
-    """What ``pickle`` would write of a thing that hides what it holds (a generator of random numbers, an iterator), or
+    """What a copy would be made of, of a thing that hides what it holds (a generator of random numbers, an iterator), or
     says itself what that is; of a thing that it does not write, which one it is. None of an object with fields."""
     kind = type(value)
     usual = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
