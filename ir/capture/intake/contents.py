@@ -225,8 +225,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _pickled(value: object) -> Held | str | None:
-    """What a copy would be made of, of a thing that hides what it holds (a generator of random numbers, an iterator), or
-    says itself what that is; of a thing that it does not write, which one it is. None of an object with fields."""
+    """What a copy would be made of, of a thing that hides what it holds (a generator of random numbers, an iterator),
+    or says itself what that is; of a thing that it does not write, which one it is. None of an object with fields."""
     kind = type(value)
     usual = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
     if usual and (hasattr(value, "__dict__") or any(map(_slots, kind.__mro__))):
