@@ -102,7 +102,8 @@ def parallelize(
     ):  # a training step is planned wherever this is called
 
         def build(model: nn.Module, hints: Hints) -> Compiled:
-            with torch.inference_mode(False), torch.enable_grad():
+            asked = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(asked):  # which a model may ask
                 made = compile_model(model, described, hints, all_rules(hints.rules))
                 made = _within_budget(made, place)
                 if hints.loss is not product:

@@ -157,7 +157,8 @@ class PlannedModule(Root):
 
         def resized(by: dict[str, Fraction]) -> RankMemory:
             variants = self._variants
-            compiled = variants.build(variants.skeleton, sizes.changed(self._compiled.hints, by))
+            with torch.enable_grad():
+                compiled = variants.build(variants.skeleton, sizes.changed(self._compiled.hints, by))
             return self._memory(programs.of(compiled), rank, kinds)
 
         return replace(memory, sizes=sizes, resized=resized)

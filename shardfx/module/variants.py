@@ -251,7 +251,8 @@ class Variants:
         hints = self._hints(stored(first), form, call)
         if hints.pipeline is not None:
             hints = replace(hints, pipeline=replace(hints.pipeline, stages=stages_as_planned(first)))
-        made = self.build(model, hints)
+        with torch.set_grad_enabled(bool(form.gradients) or torch.is_grad_enabled()):
+            made = self.build(model, hints)
         reject_stored_otherwise(first, made.after)
         return made
 

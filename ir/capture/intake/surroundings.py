@@ -24,6 +24,8 @@ from torch import nn
 from .contents import ATOMS, STATE, Contents, cell_of, is_fixed, is_installed, is_installed_file
 from .own_loss import OwnLoss
 
+ASKS_FOR_GRADIENTS = frozenset(("is_grad_enabled", "requires_grad"))
+"""What code names that does one thing where gradients are wanted, and maybe another where they are not."""
 FUNCTIONS = 1000
 """So many functions are followed into one another."""
 NOT_CALLED = frozenset(
@@ -120,6 +122,8 @@ class Surroundings:
             self._loss(loss)
             for function in [*self._functions.values()]:
                 self._function(function)
+            if self._names & ASKS_FOR_GRADIENTS:
+                self._add("gradients", "torch.is_grad_enabled()", torch.is_grad_enabled)
             for kind, called in [*self._kinds.items()]:
                 for name, value in _of_class(kind, self._names).items():
                     if name in called or not isinstance(value, FunctionType):
