@@ -84,7 +84,9 @@ def check_equal(pm: sx.ParallelModule, plain: sx.ParallelModule) -> None:
     assert pm.verify()
 
 
-@pytest.mark.parametrize("make", [listed, pytest.param(nested, marks=pytest.mark.slow), Functional])
+@pytest.mark.parametrize(
+    "make", [listed, *(pytest.param(each, marks=pytest.mark.slow) for each in (nested, Functional))]
+)
 def test_a_chain_is_made_to_fit(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model = make().double()

@@ -102,6 +102,7 @@ class Translator(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_a_transformer_of_torch_with_a_causal_mask() -> None:
     torch.manual_seed(0)
     model = Translator().double()

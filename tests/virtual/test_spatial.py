@@ -225,7 +225,7 @@ def slow_machine(flops: float) -> sx.Machine:
     ("net", "batch", "link", "said"),
     [
         pytest.param("unet", 4, sx.Link(), "maps are cut by samples", marks=pytest.mark.slow),
-        ("unet", 1, sx.Link(), "maps are cut by channels"),
+        pytest.param("unet", 1, sx.Link(), "maps are cut by channels", marks=pytest.mark.slow),
         ("unet", 1, SLOW, "maps are whole"),
         pytest.param("resnet", 2, sx.Link(), "maps are cut by channels", marks=pytest.mark.slow),
     ],
