@@ -134,58 +134,88 @@ def parallel(model, args, kwargs, targets, **other):
     return sx.parallelize(model.train(MODE in ("train", "both")), MESH, hints)
 
 
-def differences(model, pm, args, kwargs, targets):
-    """What is compared -> how far apart it is."""
-    alone = copy.deepcopy(model).train(MODE in ("train", "both"))
-    found = {}
+def on_ranks(pm, args, kwargs, targets):
+    """What is compared -> its number."""
     if MODE == "inference":
         with torch.no_grad():
-            ours, theirs = pm(*args, **kwargs), run(alone, args, kwargs)
-        for i, (a, b) in enumerate(zip(tensors(ours), tensors(theirs), strict=True)):
-            found[f"result {i}"] = apart(a, b)
-        return found
-    ours, theirs = pm(*args, *targets, **kwargs), loss(run(alone, args, kwargs), *targets)
-    ours.backward(), theirs.backward()
-    clipped(alone)
-    found["loss"] = apart(ours, theirs)
-    grads = pm.full_grads()
-    for name, parameter in alone.named_parameters():
-        if parameter.grad is not None:
-            found[f"gradient of {name}"] = apart(grads[name], parameter.grad)
-    if "offload" in OPTIONS:  # which changes no number, but the last bits of what a kernel rounds by where it writes
-        here = parallel(model, args, kwargs, targets, offload=())
-        held = here(*args, *targets, **kwargs)
-        held.backward()
-        near = {"loss": apart(held, ours), **{n: apart(g, grads[n]) for n, g in here.full_grads().items()}}
-        found |= {f"{name} without offload": 0.0 if far < CLOSE / 1e6 else float("inf") for name, far in near.items()}
-    state = pm.full_state_dict()
-    for name, buffer in alone.named_buffers():
-        found[f"buffer {name}"] = apart(state[name], buffer)
+            return {f"result {i}": r for i, r in enumerate(tensors(pm(*args, **kwargs)))}
+    found = {"loss": pm(*args, *targets, **kwargs)}
+    found["loss"].backward()
+    found |= {f"gradient of {name}": grad.clone() for name, grad in pm.full_grads().items()}
+    found |= {f"buffer {name}": held.clone() for name, held in pm.full_state_dict().items()}
+    for i in range(2 * ("optimizer" in OPTIONS)):
+        found[f"loss of step {i}"] = pm.step(*args, *targets, **kwargs)
     if "optimizer" in OPTIONS:
-        optimizer = OPTIMIZERS[OPTIONS["optimizer"]](alone.parameters())
-        sure = {name: torch.ones(p.shape, dtype=torch.bool) for name, p in alone.named_parameters()}
-        for i in range(2):
-            optimizer.zero_grad()
-            ours, theirs = pm.step(*args, *targets, **kwargs), loss(run(alone, args, kwargs), *targets)
-            theirs.backward(), clipped(alone)
-            grads = {name: p.grad.abs() for name, p in alone.named_parameters() if p.grad is not None}
-            most = max([0.0, *(grad.max().item() for grad in grads.values() if grad.numel())])
-            for name, grad in grads.items():
-                known = grad > 10 * CLOSE * most  # a gradient that is rounding is divided by rounding
-                sure[name] &= known
-                if OPTIONS["optimizer"] == "Adafactor" and grad[~known].any():
-                    sure[name][...] = False  # each element is divided by the norm of them all
-            optimizer.step()
-            found[f"loss of step {i}"] = apart(ours, theirs)
-        state = pm.full_state_dict()
-        found |= {f"stepped {n}": apart(state[n][sure[n]], p[sure[n]]) for n, p in alone.named_parameters()}
-        alone.load_state_dict(state)
+        found |= {f"stepped {name}": p for name, p in pm.full_state_dict().items()}
     if MODE == "both":
-        pm.eval(), alone.eval()
         with torch.no_grad():
-            ours, theirs = pm(*args, **kwargs), run(alone, args, kwargs)
-        for i, (a, b) in enumerate(zip(tensors(ours), tensors(theirs), strict=True)):
-            found[f"result {i} in evaluation"] = apart(a, b)
+            results = tensors(pm.eval()(*args, **kwargs))
+        found |= {f"result {i} in evaluation": r for i, r in enumerate(results)}
+    return found
+
+
+def on_one_device(model, args, kwargs, targets):
+    """The same of the model itself."""
+    model = copy.deepcopy(model).train(MODE in ("train", "both"))
+    if MODE == "inference":
+        with torch.no_grad():
+            return {f"result {i}": r for i, r in enumerate(tensors(run(model, args, kwargs)))}
+
+    def backward():
+        model.zero_grad()
+        found = loss(run(model, args, kwargs), *targets)
+        found.backward(), clipped(model)
+        return found
+
+    found = {"loss": backward()}
+    found |= {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    if "optimizer" in OPTIONS:
+        optimizer = OPTIMIZERS[OPTIONS["optimizer"]](model.parameters())
+        for i in range(2):
+            found[f"loss of step {i}"] = backward()
+            optimizer.step()
+        found |= {f"stepped {name}": p for name, p in model.state_dict().items()}
+    if MODE == "both":
+        with torch.no_grad():
+            results = tensors(run(model.eval(), args, kwargs))
+        found |= {f"result {i} in evaluation": r for i, r in enumerate(results)}
+    return found
+
+
+def moved(tree):
+    """The floating tensors of a nest, each number moved by a rounding of the dtype that is computed in."""
+    least = torch.finfo(torch.float32 if "compute" in OPTIONS else torch.float64).eps
+    floating = lambda x: isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+    move = lambda x: x * (1 + least * torch.empty_like(x).uniform_(-1, 1)) if floating(x) else x
+    return torch.utils._pytree.tree_map(move, tree)
+
+
+def by_rounding(theirs, model, args, kwargs, targets):
+    """What is compared -> how far one device gets from itself if what it is given is moved by a rounding: of what
+    divides rounding by rounding (a gradient that is zero, by its own size) no more is known."""
+    found = dict.fromkeys(theirs, 0.0)
+    for _ in range(4):
+        near = copy.deepcopy(model)
+        near.load_state_dict(moved(near.state_dict()))
+        for what, number in on_one_device(near, moved(args), moved(kwargs), targets).items():
+            found[what] = max(found[what], apart(number, theirs[what]))
+    return found
+
+
+def differences(model, pm, args, kwargs, targets):
+    """What is compared -> how far apart it is, beyond what rounding is sure to do."""
+    given = args, kwargs, targets
+    alone = copy.deepcopy(model)
+    ours, theirs = on_ranks(pm, *given), on_one_device(alone, *given)
+    found = {what: apart(ours[what], number) for what, number in theirs.items()}
+    if not max(found.values()) < CLOSE:
+        known = by_rounding(theirs, alone, *given)
+        found = {what: max(error - 30 * known[what], 0.0) for what, error in found.items()}
+    if "offload" in OPTIONS and MODE != "inference":  # changes the last bits alone: what a kernel rounds by its place
+        here = on_ranks(parallel(alone, *given, offload=()), *given)
+        near = {what: apart(here[what], ours[what]) for what in theirs if what == "loss" or "gradient" in what}
+        found |= {f"{name} without offload": 0.0 if far < CLOSE / 1e6 else float("inf") for name, far in near.items()}
     return found
 
 
