@@ -132,6 +132,7 @@ def test_what_a_stage_needs_of_itself_alone_is_not_sent() -> None:
     assert all(given.at for given in graph.inputs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_a_weight_is_updated_in_its_own_stage(made: Callable[[Any], torch.optim.Optimizer], zero: int) -> None:

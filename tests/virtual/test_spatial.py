@@ -53,8 +53,8 @@ def test_merged_exchanges_give_what_one_device_gives(name: str) -> None:
     assert counts["cost"] <= counts["never"]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("mesh", ["h2", "3x1", "dp2h2"])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("mesh", ["dp2h2", "h2", "3x1"])
 def test_a_run_of_strides_dilations_and_norms_is_merged(mesh: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -117,6 +117,7 @@ def test_models_whose_exchanges_travel_while_inner_rows_are_computed(name: str, 
     assert "comm.join" in ops(pm) and pm.verify() and inner_first(pm.rank_module(1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("training", [True, False])
 def test_an_exchange_travels_while_inner_rows_are_computed(training: bool) -> None:
     torch.manual_seed(0)
