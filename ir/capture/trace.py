@@ -42,9 +42,11 @@ from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import DataDependent, explain, reject_loss, reject_unknown_shapes
+from .intake.surroundings import Surroundings
 from .intake.synchronised import alone
 from .joint.joint_graph import joint_graph
 from .kept_whole import keep_whole
+from .named.left_as_found import left_as_found
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 from .shells import Outcomes
@@ -185,7 +187,8 @@ def _capture(
         short = Shortened(traced)
         scale = compute.scale if compute is not None else None
         if fold:
-            short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
+            with left_as_found(Surroundings(traced, loss)):
+                short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = Names(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
@@ -252,14 +255,17 @@ def _trace(
     """The graph of a program's forward and backward."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+    around = Surroundings(program.model, program.loss)
     try:
         with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
             own = OwnGradients()
-            with with_numbers() if program.guard else nullcontext(), own.noting():
+            guarded = with_numbers() if program.guard else nullcontext()
+            with guarded, own.noting(), left_as_found(around):
                 exported = torch.export.export(program, tensors, strict=False).module(check_guards=False)
             reject_unknown_shapes(exported, program.guard)
-            unlike = check_as_eager(program, exported, tensors, program.by_example, compute is not None)
+            with left_as_found(around):
+                unlike = check_as_eager(program, exported, tensors, program.by_example, compute is not None)
             names = replace(names, guards=program.results.guards)
             keep_whole(exported)
             if batch_parts.count > 1:
@@ -275,7 +281,7 @@ def _trace(
     except Error:
         raise
     except Exception as error:
-        raise explain(error, program.model, program.loss, program.guard) from error
+        raise explain(error, program.model, program.loss, program.guard, around.tensors) from error
 
 
 def _joint(

@@ -24,6 +24,7 @@ from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, cut,
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree, watch
+from .forms.original_as_was import OriginalAsWas
 from .place import Place
 from .programs import Programs
 from .stepped_module import WITH_RESULTS, SteppedModule
@@ -62,6 +63,10 @@ class ParallelModule(SteppedModule):
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Have each call look whether the model that this one was made of is as it was."""
+        self._tree.watched.append(OriginalAsWas(model, self._variants.names))
 
     def _register(self) -> None:
         self._tree.register(self._state)

@@ -23,6 +23,7 @@ from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.surroundings import Surroundings
+from shardfx.ir.capture.named.code_names import Names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
@@ -76,6 +77,11 @@ class Variants:
         """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
         self.known, self.fill = [(form, programs)], fill
         self._surroundings.settle(0)
+
+    @property
+    def names(self) -> Names:
+        """What the code of the model and its loss names."""
+        return self._surroundings.names
 
     @property
     def all(self) -> list[Programs]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -182,15 +182,22 @@ def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error
     return _data_dependent(user_frame(error, model), text.splitlines()[0][:300], guarded)
 
 
-def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None, guarded: bool) -> Error:
-    """What the user did that torch.export does not take, from its own words."""
+def explain(
+    error: Exception,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    guarded: bool,
+    kept: Callable[[], Sequence[str]] = list,
+) -> Error:
+    """What the user did that torch.export does not take, from its own words. ``kept``: what holds tensors of all that
+    the code reads beside."""
     decision = explain_decision(error, model, guarded)
     if decision is not None:
         return decision
     text = f"{type(error).__name__}: {error}"
     where = user_frame(error, model)
     if FOREIGN in text:
-        return _foreign(where, model, loss)
+        return _foreign(where, model, loss, kept())
     if any(words in text for words in TOO_SMALL):
         return Error(
             "an op is given too few rows or places for what it does, on one device as well",
@@ -208,7 +215,7 @@ def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None,
     )
 
 
-def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | None) -> Error:
+def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | None, kept: Sequence[str]) -> Error:
     """A tensor is used that is no input, parameter or buffer."""
     of_loss = [f"{name} of the loss" for name in tensors_of(loss)] if loss is not None else []
     plain = [
@@ -217,12 +224,17 @@ def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | Non
         for name, value in vars(module).items()
         if not name.startswith("_") and _has_tensor(value)
     ]
+    register = "register it: self.register_buffer(name, tensor)"
     return Error(
         "a tensor is used that is no input, parameter or buffer",
         where=where,
         expected="tensors that come in as arguments or targets, or belong to a module",
-        got=", ".join([*of_loss, *plain][:5]) or "a tensor of the code around",
-        remedy="give it to the loss as a target" if of_loss else "register it: self.register_buffer(name, tensor)",
+        got=", ".join([*dict.fromkeys((*of_loss, *plain, *kept))][:5]) or "a tensor of the code around",
+        remedy="give it to the loss as a target"
+        if of_loss
+        else f"{register}; or, if {kept[0]} is a cache that an earlier call filled, empty it before parallelize"
+        if kept
+        else register,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from shardfx.module.stepping.local_steps import step_locally
 from .like import NUMBER, Like
 from .optimizers import watch_pieces
 from .state import ModelState
+
+if TYPE_CHECKING:
+    from shardfx.module.forms.original_as_was import OriginalAsWas
 
 
 class Part(Like):
@@ -178,6 +181,8 @@ class Tree:
         self._made: dict[int, nn.Module] = {id(model): root}
         self._grow(root, model, twin, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
+        self.watched: list[OriginalAsWas] = []
+        """What else must be as it was."""
         self._order = {name: i for i, (name, _) in enumerate(twin.named_parameters())}
 
     def _grow(self, part: nn.Module, model: nn.Module, twin: nn.Module, path: str) -> None:
@@ -240,11 +245,13 @@ class Tree:
         return [holder._modules.setdefault(own, part) or part for own, part in made]
 
     def check(self) -> None:
-        """Raise if somebody put another tensor in the place of a stored one.
+        """Raise if somebody put another tensor in the place of a stored one, or changed what is watched.
 
         Raises:
             Error: naming it.
         """
+        for each in self.watched:
+            each.check()
         for held, key, tensor, name in self.registered:
             if held.get(key) is not tensor:
                 raise Error(
