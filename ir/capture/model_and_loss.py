@@ -18,6 +18,7 @@ from .decisions import Decisions, stored
 from .forms.compute import Compute
 from .intake.checkpointed import Checkpointed
 from .intake.drawn_outside import draws_nothing_outside
+from .intake.given import marks_of
 from .intake.own_loss import OwnLoss
 from .intake.refusals import explain_decision, user_frame
 
@@ -93,6 +94,8 @@ class ModelAndLoss(nn.Module):
         self.results = results
         self.guard = guard
         self._compute = compute or Compute()
+        own = {name: marks_of(tensor) for name, tensor in stored(model).items()}
+        self._marks = {name: marks for name, marks in own.items() if marks}
         self._stored = stored(model) if guard and real else None
 
     @property
@@ -126,6 +129,8 @@ class ModelAndLoss(nn.Module):
         return (*outs, *decisions.values)
 
     def _run(self, tensors: tuple[torch.Tensor, ...], decisions: Decisions) -> tuple[torch.Tensor, ...]:
+        for name, tensor in stored(self.model).items() if self._marks else ():
+            vars(tensor).update(self._marks.get(name, {}))  # those that are traced are others
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)

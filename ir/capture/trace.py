@@ -46,8 +46,8 @@ from .intake.surroundings import Surroundings
 from .intake.synchronised import alone
 from .joint.joint_graph import joint_graph
 from .kept_whole import keep_whole
-from .named.left_as_found import left_as_found
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
+from .named.left_as_found import left_as_found
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 from .shells import Outcomes
 from .update.behind import Behind

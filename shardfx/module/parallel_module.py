@@ -18,13 +18,14 @@ from shardfx.ir.errors import Error
 from shardfx.runtime.store import version
 
 from .call import Reader, first_form
+from .forms.original_as_was import OriginalAsWas
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
+from .held.like import STATE
 from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, cut, joined
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree, watch
-from .forms.original_as_was import OriginalAsWas
 from .place import Place
 from .programs import Programs
 from .stepped_module import WITH_RESULTS, SteppedModule
@@ -56,6 +57,8 @@ class ParallelModule(SteppedModule):
         self._watch = self._measured = None
         self._optimizer = None
         self._state.load_from(model)
+        own = {name for name in vars(self) if name.startswith("_") and name not in STATE}
+        self.__dict__["_own"] = frozenset((*own, "_tree"))
         self._tree = Tree(self, model, variants.skeleton)
         self._register()
         stamp_state_dicts(self)

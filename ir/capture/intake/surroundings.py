@@ -10,9 +10,6 @@ installed is not looked into, but for the model's classes.
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -34,7 +31,7 @@ from shardfx.ir.capture.named.code_names import (
     set_in_module,
     within,
 )
-from shardfx.ir.capture.named.installed import is_installed, is_installed_file
+from shardfx.ir.capture.named.installed import is_installed, is_installed_module, is_ours, is_users_class
 from shardfx.ir.capture.named.of_process import answers, of_process
 
 from .contents import ATOMS, STATE, Contents, is_fixed
@@ -208,16 +205,16 @@ class Surroundings:
             elif isinstance(each, attrgetter):
                 self._names.named.update(name for path in each.__reduce__()[1] for name in path.split("."))
             elif isinstance(each, type):
-                if _is_users(each):
+                if is_users_class(each):
                     self._class(each, self._called(each) | {"__init__"})
             elif not isinstance(each, (nn.Module, torch.Tensor)):
                 self._class(type(each), self._called(type(each)))
 
     def _called(self, kind: type) -> set[str]:
         """The methods of a class that the code may call."""
-        if not _is_users(kind):
+        if not is_users_class(kind):
             return set()
-        held = [pair for each in filter(_is_users, kind.__mro__) for pair in vars(each).items()]
+        held = [pair for each in filter(is_users_class, kind.__mro__) for pair in vars(each).items()]
         methods = {name for name, value in held if isinstance(value, METHODS)}
         named = {name for name in self._names.of(kind, methods) if name[:2] != "__"}
         return named | {name for name in methods if name[:2] == "__" and name not in NOT_CALLED}
@@ -230,9 +227,9 @@ class Surroundings:
             self._names.named.update(name for code in codes(function.__code__) for name in named_in(code))
             if names_at_run_time(function).own:
                 self._names.all_of(kind)
-        if _is_users(type(kind)):
+        if is_users_class(type(kind)):
             self._class(type(kind), self._called(type(kind)))
-        for each in filter(_is_users, kind.__mro__):
+        for each in filter(is_users_class, kind.__mro__):
             self._kinds.setdefault(each, set()).update(begin)
             self._add(each, each.__name__, partial(_of_class, each, self._names))
 
@@ -290,32 +287,10 @@ class Surroundings:
         self._reads.setdefault(key, (name, read))
 
 
-def is_installed_module(module: ModuleType) -> bool:
-    """Whether a module of Python's is no part of anybody's script."""
-    return getattr(module, "__file__", None) is None or is_installed_file(str(module.__file__))
-
-
 def hooks_of_all() -> str:
     """The numbers of the hooks that every module of this process calls."""
     named = ("forward_pre", "forward", "backward_pre", "backward")
     return str([list(getattr(nn.modules.module, f"_global_{name}_hooks")) for name in named])
-
-
-def is_ours(thing: type | FunctionType) -> bool:
-    """Whether a class or a function is of this package, which may lie beside somebody's script."""
-    return str(thing.__module__).startswith("shardfx.")
-
-
-def _is_users(kind: type) -> bool:
-    """Whether a class is somebody's own, and not installed."""
-    if kind not in USERS:
-        module = sys.modules.get(str(kind.__module__))
-        installed = module is not None and kind.__module__ != "__main__" and is_installed_module(module)
-        USERS[kind] = not installed and not is_ours(kind)
-    return USERS[kind]
-
-
-USERS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def _of_class(kind: type, names: Names) -> dict[str, object]:

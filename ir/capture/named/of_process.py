@@ -1,6 +1,6 @@
 """What code asks of installed modules, whose own code nobody looks into: a number or an object that it reads there
-(``torch.backends.cudnn.benchmark``), what one of their functions without arguments answers (``torch.get_num_threads()``),
-and the environment."""
+(``torch.backends.cudnn.benchmark``), what a function answers that takes nothing (``torch.get_num_threads()``), and the
+environment."""
 
 from __future__ import annotations
 

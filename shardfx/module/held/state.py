@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.compiled import Compiled
-from shardfx.ir.capture.intake.given import copied
+from shardfx.ir.capture.intake.given import copied, marked, marks_of
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind
@@ -37,6 +37,7 @@ class ModelState:
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if self.aliases.get(name, name) not in used and not tensor.is_meta
         }
+        self._marks = {self.aliases.get(name, name): marks_of(p) for name, p in model.named_parameters()}
         self._complete = False
 
     def load_from(self, model: nn.Module) -> None:
@@ -46,6 +47,14 @@ class ModelState:
         if self.store.has_weights(not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values())):
             with torch.no_grad():
                 self.store.load(whole, self.trainable)
+        self._mark()
+
+    def _mark(self) -> None:
+        """What a script's attributes say of a parameter, its pieces say."""
+        for name, pieces in self.store.parameters.items():
+            for mark, value in self._marks.get(name, {}).items():
+                for piece in pieces:
+                    setattr(piece, mark, value)
 
     def shape(self, name: str) -> torch.Size:
         """The whole shape of a stored parameter."""
@@ -105,7 +114,7 @@ class ModelState:
             made = whole[known]
             pieces = self.store.parameters.get(known, [tensor])
             wants = known in self.store.trained_elsewhere or all(piece.requires_grad for piece in pieces)
-            memo[id(tensor)] = nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made
+            memo[id(tensor)] = marked(nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made, tensor)
         return copied(skeleton, memo)
 
     def known_inputs(self) -> dict[str, torch.Tensor]:
@@ -150,6 +159,7 @@ class ModelState:
             if any(n in state_dict for n in given)
         }
         self.store.load(whole, self.trainable)
+        self._mark()
         self.extra |= {name: state_dict[name].detach().clone() for name in self.extra if name in state_dict}
 
 

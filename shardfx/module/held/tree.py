@@ -129,6 +129,9 @@ class Root(Like):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__
+        if name in held.get("_own", ()):  # whatever the model has under this name
+            held[name] = value
+            return
         kept = (held.get(place, ()) for place in ("_modules", "_parameters", "_buffers"))
         if "_tree" in held and (any(name in each for each in kept) or name in self._shown):
             raise Error(
