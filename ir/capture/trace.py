@@ -43,7 +43,7 @@ from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import DataDependent, explain, reject_loss, reject_unknown_shapes
 from .intake.surroundings import Surroundings
-from .intake.synchronised import alone
+from .intake.synchronised import alone, transforms_left, transforms_refused
 from .joint.joint_graph import joint_graph
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
@@ -168,6 +168,7 @@ def _capture(
         )
     with ExitStack() as stack:
         stack.enter_context(alone())
+        stack.enter_context(transforms_left())
         stack.enter_context(no_library_of_cpus())
         stack.enter_context(no_log_of_failures())
         reject_loss(loss)
@@ -261,7 +262,7 @@ def _trace(
             warnings.simplefilter("ignore")
             own = OwnGradients()
             guarded = with_numbers() if program.guard else nullcontext()
-            with guarded, own.noting(), left_as_found(around):
+            with guarded, own.noting(), left_as_found(around), transforms_refused():
                 exported = torch.export.export(program, tensors, strict=False).module(check_guards=False)
             reject_unknown_shapes(exported, program.guard)
             with left_as_found(around):

@@ -50,7 +50,7 @@ class ParallelModule(SteppedModule):
         super().__init__()
         self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
-        self._state = ModelState(compiled, place.make_store(compiled.after), model)
+        self._state = ModelState(compiled, place.make_store(compiled.after), model, variants.skeleton)
         self._peers = place.make_peers(self._state.store)
         self._compiling = None
         self._variants, self._reader = variants, Reader(compiled.hints)
@@ -168,7 +168,8 @@ class ParallelModule(SteppedModule):
     # ---- the programs ---------------------------------------------------------------------------------------
 
     def use(self, modules: Mapping[int, fx.GraphModule], *, proven: bool = True) -> None:
-        """Prove programs that somebody changed, then run them, each in the place of that of its rank::
+        """Prove programs that somebody changed, then run them, each in the place of that of its rank, in calls of the
+        form that was captured and of the kind that ``rank_module`` shows; others run as planned, with a warning. ::
 
             changed = pm.rank_module(1)
             ...
