@@ -244,7 +244,24 @@ def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
         given.aliases = tuple(others.get(given.name, ()))
 
 
-def _trace(
+def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], **how: Any) -> Graph:
+    """The graph of a program's forward and backward. Code that asks whether it is compiled is told so; where it then
+    cannot be captured, or does something else, it is traced once more and told that it is not."""
+    try:
+        return _traced(program, tensors, **how)
+    except DataDependent:
+        raise
+    except Error as error:
+        if not program.results.asked_whether_compiled or program.unasked:
+            raise
+        program.unasked = True
+        try:
+            return _traced(program, tensors, **how)
+        except Error:
+            raise error from None
+
+
+def _traced(
     program: ModelAndLoss,
     tensors: tuple[torch.Tensor, ...],
     mesh: Mesh,
@@ -253,7 +270,7 @@ def _trace(
     compute: Compute | None,
     outcomes: Outcomes | None,
 ) -> Graph:
-    """The graph of a program's forward and backward."""
+    """The graph of a program's forward and backward, by one trace."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     around = Surroundings(program.model, program.loss)

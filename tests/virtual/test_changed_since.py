@@ -29,9 +29,13 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_other_modules_in_a_parallel_module_are_an_error(what: str) -> None:
     pm = parallel(mlp())
-    with pytest.raises(sx.Error, match=r"(?s)modules of a parallel module.*parallelize it again"):
+
+    def changed() -> None:
         CHANGES[what](pm)
         pm(X, Y)
+
+    with pytest.raises(sx.Error, match=r"(?s)modules of a parallel module.*parallelize it again"):
+        changed()
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ class DataDependent(Error):
 
 
 def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
+    got = next((said for word, said in IN_WORDS.items() if word in got), "") + got
     mask = "use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`"
     guard = "Hints(guard=True) captures what the model does for the examples, and checks it at every call"
     return DataDependent(
@@ -162,6 +163,11 @@ DATA_DEPENDENT = (
     "nonzero",
     "u0",
 )
+IN_WORDS = {
+    "GuardOnDataDependent": "a branch by, or a number of, what a tensor holds: ",
+    "DataDependentOutput": "a number that a tensor holds: ",
+    "DynamicOutputShape": "a result whose shape follows from what a tensor holds: ",
+}
 FOREIGN = "convert all Tensors to FakeTensors"
 TOO_SMALL = (
     "Kernel size can't be greater than actual input size",
