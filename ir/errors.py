@@ -36,6 +36,11 @@ class Error(Exception):
         """The same, said of a place."""
         return Error(self.what, where=where, expected=self.expected, got=self.got, remedy=self.remedy)
 
+    def in_call(self, how: str) -> None:
+        """Say it of a call that differs from the captured one."""
+        got = f"{self.got}; the call differs from the captured one: {how}" if self.got is not None else f"a call: {how}"
+        Error.__init__(self, self.what, where=self.where, expected=self.expected, got=got, remedy=self.remedy)
+
 
 class ShardfxWarning(UserWarning):
     """Something that works, but not as well as the user may think."""

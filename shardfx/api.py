@@ -120,6 +120,7 @@ def parallelize(
         compiled = _within_budget(compiled, place)
         pm = ParallelModule(compiled, place, module, variants, optimizer)
     watch_original(given, pm.store)
+    pm.watch_model(given)
     return pm
 
 

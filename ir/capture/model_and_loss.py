@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from .decisions import Decisions, stored
 from .forms.compute import Compute
 from .intake.checkpointed import Checkpointed
 from .intake.drawn_outside import draws_nothing_outside
+from .intake.given import marks_of
 from .intake.own_loss import OwnLoss
 from .intake.refusals import explain_decision, user_frame
 
@@ -60,12 +63,13 @@ def _result(leaf: object) -> object:
 
 
 class Results:
-    """How the model's results are arranged, what it asked of the data, and what its code wants to be made again: known
-    once it was traced."""
+    """How the model's results are arranged, what it asked of the data and of the compiler, and what its code wants to
+    be made again: known once it was traced."""
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
     guards: tuple[Guard, ...] = ()
+    asked_whether_compiled = False
 
     def __init__(self) -> None:
         self.checkpointed = Checkpointed()
@@ -93,6 +97,10 @@ class ModelAndLoss(nn.Module):
         self.results = results
         self.guard = guard
         self._compute = compute or Compute()
+        self.unasked = False
+        """Whether code that asks whether it is compiled is told that it is not."""
+        own = {name: marks_of(tensor) for name, tensor in stored(model).items()}
+        self._marks = {name: marks for name, marks in own.items() if marks}
         self._stored = stored(model) if guard and real else None
 
     @property
@@ -111,7 +119,7 @@ class ModelAndLoss(nn.Module):
         decisions = Decisions(self.model, self._stored, self.guard, tensors)
         noting = self.results.checkpointed.noting(self.model)
         try:
-            with decisions, self._compute.parameters_of(self.model), noting:
+            with decisions, self._compute.parameters_of(self.model), noting, self._asked():
                 outs = draws_nothing_outside(lambda: self._run(tensors, decisions))
         except Error as error:
             if error.where is not None:
@@ -125,7 +133,26 @@ class ModelAndLoss(nn.Module):
         self.results.guards = tuple(decisions.guards)
         return (*outs, *decisions.values)
 
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Within, code that asks whether it is compiled is noted, and answered."""
+        inside: Any = torch.compiler
+        compiling, exporting = inside.is_compiling, inside.is_exporting
+
+        def answer(of: Callable[[], bool]) -> bool:
+            said = of()
+            self.results.asked_whether_compiled |= said
+            return said and not self.unasked
+
+        inside.is_compiling, inside.is_exporting = partial(answer, compiling), partial(answer, exporting)
+        try:
+            yield
+        finally:
+            inside.is_compiling, inside.is_exporting = compiling, exporting
+
     def _run(self, tensors: tuple[torch.Tensor, ...], decisions: Decisions) -> tuple[torch.Tensor, ...]:
+        for name, tensor in stored(self.model).items() if self._marks else ():
+            vars(tensor).update(self._marks.get(name, {}))  # those that are traced are others
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)

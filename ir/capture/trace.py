@@ -42,10 +42,12 @@ from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_
 from .intake.hooks import WatchedHooks
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import DataDependent, explain, reject_loss, reject_unknown_shapes
-from .intake.synchronised import alone
+from .intake.surroundings import Surroundings
+from .intake.synchronised import alone, transforms_left, transforms_refused
 from .joint.joint_graph import joint_graph
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
+from .named.left_as_found import left_as_found
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 from .shells import Outcomes
 from .update.behind import Behind
@@ -166,6 +168,7 @@ def _capture(
         )
     with ExitStack() as stack:
         stack.enter_context(alone())
+        stack.enter_context(transforms_left())
         stack.enter_context(no_library_of_cpus())
         stack.enter_context(no_log_of_failures())
         reject_loss(loss)
@@ -185,7 +188,8 @@ def _capture(
         short = Shortened(traced)
         scale = compute.scale if compute is not None else None
         if fold:
-            short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
+            with left_as_found(Surroundings(traced, loss)):
+                short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = Names(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
@@ -240,7 +244,24 @@ def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
         given.aliases = tuple(others.get(given.name, ()))
 
 
-def _trace(
+def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], **how: Any) -> Graph:
+    """The graph of a program's forward and backward. Code that asks whether it is compiled is told so; where it then
+    cannot be captured, or does something else, it is traced once more and told that it is not."""
+    try:
+        return _traced(program, tensors, **how)
+    except DataDependent:
+        raise
+    except Error as error:
+        if not program.results.asked_whether_compiled or program.unasked:
+            raise
+        program.unasked = True
+        try:
+            return _traced(program, tensors, **how)
+        except Error:
+            raise error from None
+
+
+def _traced(
     program: ModelAndLoss,
     tensors: tuple[torch.Tensor, ...],
     mesh: Mesh,
@@ -249,17 +270,20 @@ def _trace(
     compute: Compute | None,
     outcomes: Outcomes | None,
 ) -> Graph:
-    """The graph of a program's forward and backward."""
+    """The graph of a program's forward and backward, by one trace."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+    around = Surroundings(program.model, program.loss)
     try:
         with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
             own = OwnGradients()
-            with with_numbers() if program.guard else nullcontext(), own.noting():
+            guarded = with_numbers() if program.guard else nullcontext()
+            with guarded, own.noting(), left_as_found(around), transforms_refused():
                 exported = torch.export.export(program, tensors, strict=False).module(check_guards=False)
             reject_unknown_shapes(exported, program.guard)
-            unlike = check_as_eager(program, exported, tensors, program.by_example, compute is not None)
+            with left_as_found(around):
+                unlike = check_as_eager(program, exported, tensors, program.by_example, compute is not None)
             names = replace(names, guards=program.results.guards)
             keep_whole(exported)
             if batch_parts.count > 1:
@@ -275,7 +299,7 @@ def _trace(
     except Error:
         raise
     except Exception as error:
-        raise explain(error, program.model, program.loss, program.guard) from error
+        raise explain(error, program.model, program.loss, program.guard, around.tensors) from error
 
 
 def _joint(

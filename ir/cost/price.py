@@ -19,6 +19,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rules.book import RuleBook
+from shardfx.ir.spec import Spec
 
 from .amounts import Cost
 from .replay import replay
@@ -31,17 +32,22 @@ def price(node: Node, mesh: Mesh, book: RuleBook) -> Cost:
     communication is not explicit yet.
     """
     specs = node.strategy.operands if node.strategy is not None else tuple(value.spec for value in node.operands)
-    twins: dict[Value, Value] = {}
+    twins: dict[tuple[Value, Spec | None], Value] = {}
     for value, spec in zip(node.operands, specs, strict=True):
-        twins.setdefault(value, Value(value.type, None, 0, f"operand{len(twins)}", spec))
-    alone = replace(node, args=substitute(node.args, twins.__getitem__), results=[])
-    alone.kwargs = {key: substitute(arg, twins.__getitem__) for key, arg in node.kwargs.items()}
+        twins.setdefault((value, spec), Value(value.type, None, 0, f"operand{len(twins)}", spec))
+    needs = iter(specs)  # a value that is used twice may be needed in two placements
+
+    def twin(value: Value) -> Value:
+        return twins[value, next(needs)]
+
+    alone = replace(node, args=substitute(node.args, twin), results=[])
+    alone.kwargs = {key: substitute(arg, twin) for key, arg in node.kwargs.items()}
     given = node.strategy.results if node.strategy is not None else tuple(value.spec for value in node.outs)
     placed = dict(zip(node.outs, given, strict=True))
     alone.results = [None if v is None else Value(v.type, alone, v.index, v.name, placed[v]) for v in node.results]
     graph = Graph(
         mesh,
-        [Input(InputKind.ARGUMENT, twin.name, twin) for twin in twins.values()],
+        [Input(InputKind.ARGUMENT, each.name, each) for each in twins.values()],
         [alone],
         [Output(OutputKind.RESULT, f"results.{i}", value) for i, value in enumerate(_leaving(alone, mesh))],
     )

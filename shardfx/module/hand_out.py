@@ -89,6 +89,7 @@ def wanting(store: Store, call: Call | None = None) -> dict[str, list[torch.Tens
                     where="pm(...)",
                     expected="all of them, or none",
                     got=f"{len(wants)} of {len(pieces)} with requires_grad",
+                    remedy=f"freeze each of them: for n, p in pm.named_parameters() of those that are {name!r}",
                 )
     found |= {name: [tensor] for name, tensor in (call.tensors if call else {}).items() if tensor.requires_grad}
     return {**elsewhere, **found}

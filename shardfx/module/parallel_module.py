@@ -18,8 +18,10 @@ from shardfx.ir.errors import Error
 from shardfx.runtime.store import version
 
 from .call import Reader, first_form
+from .forms.original_as_was import OriginalAsWas
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
+from .held.like import STATE
 from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, cut, joined
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
@@ -48,13 +50,15 @@ class ParallelModule(SteppedModule):
         super().__init__()
         self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
-        self._state = ModelState(compiled, place.make_store(compiled.after), model)
+        self._state = ModelState(compiled, place.make_store(compiled.after), model, variants.skeleton)
         self._peers = place.make_peers(self._state.store)
         self._compiling = None
         self._variants, self._reader = variants, Reader(compiled.hints)
         self._watch = self._measured = None
         self._optimizer = None
         self._state.load_from(model)
+        own = {name for name in vars(self) if name.startswith("_") and name not in STATE}
+        self.__dict__["_own"] = frozenset((*own, "_tree"))
         self._tree = Tree(self, model, variants.skeleton)
         self._register()
         stamp_state_dicts(self)
@@ -62,6 +66,10 @@ class ParallelModule(SteppedModule):
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Have each call look whether the model that this one was made of is as it was."""
+        self._tree.watched.append(OriginalAsWas(model, self._variants.names))
 
     def _register(self) -> None:
         self._tree.register(self._state)
@@ -160,7 +168,8 @@ class ParallelModule(SteppedModule):
     # ---- the programs ---------------------------------------------------------------------------------------
 
     def use(self, modules: Mapping[int, fx.GraphModule], *, proven: bool = True) -> None:
-        """Prove programs that somebody changed, then run them, each in the place of that of its rank::
+        """Prove programs that somebody changed, then run them, each in the place of that of its rank, in calls of the
+        form that was captured and of the kind that ``rank_module`` shows; others run as planned, with a warning. ::
 
             changed = pm.rank_module(1)
             ...

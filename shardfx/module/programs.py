@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_module import RankModule
@@ -205,6 +206,16 @@ class Programs:
         self.unproven = (self.unproven - set(modules)) | (set() if proven else set(modules))
         for rank, program in changed.items():
             self.step.put(rank, kinds, program)
+
+    def say_unused(self, programs: Programs, kinds: Kinds) -> None:
+        """Warn where somebody put programs in, and a call runs others."""
+        if self.step.changed and (programs is not self or kinds != self.kinds()):
+            warnings.warn(
+                f"programs that pm.use(...) put in are for {RUNS[self.kinds()]} as it was captured; this call (of "
+                f"{RUNS.get(kinds, 'another kind')}{'' if programs is self else ', in another form'}) runs as planned",
+                ShardfxWarning,
+                stacklevel=4,
+            )
 
     def save(self, folder: Path, ranks: Iterable[int] | None, options: Mapping[str, torch.Tensor]) -> Path:
         """Write the programs of ``ranks`` (None: those of this process) as files; gives the folder. ``options`` are the

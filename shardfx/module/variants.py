@@ -23,6 +23,7 @@ from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.surroundings import Surroundings
+from shardfx.ir.capture.named.code_names import Names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType
@@ -35,7 +36,7 @@ from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import TARGETS, Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
-from .forms.planned_anew import PlannedAnew
+from .forms.planned_anew import PlannedAnew, said_of
 from .hand_out import check_step, leaves, trained, wanting
 from .hand_out import gradients as gradients_of
 from .held.one_store import reject_stored_otherwise, stored
@@ -76,6 +77,11 @@ class Variants:
         """The first programs; ``fill`` gives a copy of the model its weights, where a capture asks for them."""
         self.known, self.fill = [(form, programs)], fill
         self._surroundings.settle(0)
+
+    @property
+    def names(self) -> Names:
+        """What the code of the model and its loss names."""
+        return self._surroundings.names
 
     @property
     def all(self) -> list[Programs]:
@@ -142,7 +148,9 @@ class Variants:
             return self._onwards(programs, call, form, Around(peers, make, watch, local), wanted)
         step = programs.step
         kept = None if drawn is None else Kept(step.on_device(drawn), {})
-        results = step.run(kinds, {**call.tensors, **(options or {})}, watch, kept)
+        first.say_unused(programs, kinds)
+        with said_of(self.known[0][0], form):
+            results = step.run(kinds, {**call.tensors, **(options or {})}, watch, kept)
         self._used(programs)
         if not trains:
             return model_results(programs.compiled, step, local, results)
@@ -208,7 +216,8 @@ class Variants:
             return programs
         first, ours = self.known[0][0], self.known[0][1].compiled.after
         started = time.perf_counter()
-        made = make(peers.planned(lambda: self._plan(ours, form, call), lambda plan: plan.after))
+        with said_of(first, form):
+            made = make(peers.planned(lambda: self._plan(ours, form, call), lambda plan: plan.after))
         self._surroundings.settle(form.state)
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))

@@ -29,8 +29,7 @@ class Doubles(nn.Module):
 
 
 WATCHED: dict[str, Callable[[Tensor], bool]] = {
-    "compiling": lambda x: torch.compiler.is_compiling(),
-    "exporting": lambda x: torch.compiler.is_exporting(),
+    "tracing": lambda x: torch.jit.is_tracing() or isinstance(x, FakeTensor),
     "fake": lambda x: isinstance(x, FakeTensor),
 }
 
@@ -43,6 +42,20 @@ def test_a_model_that_is_another_when_traced_is_refused(watched: str, guard: boo
     with pytest.raises(sx.Error, match="something else when it is traced"):
         sx.parallelize(model, MESH, hints)
     assert model.calls == 0, "the model was run, but is as it was"
+
+
+@pytest.mark.parametrize("asked", [torch.compiler.is_compiling, torch.compiler.is_exporting])
+@pytest.mark.parametrize("fails", [False, True])
+def test_code_that_asks_whether_it_is_compiled_does_what_it_does_when_it_is_not(
+    asked: Callable[[], bool], fails: bool
+) -> None:
+    def watched(x: Tensor) -> bool:
+        compiled = bool(getattr(torch.compiler, asked.__name__)())
+        return compiled and (None if fails else x).shape[0] > 0  # type: ignore[union-attr]
+
+    model, x = Doubles(watched).double(), torch.rand(4, 4, dtype=torch.float64)
+    pm = sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean))
+    assert torch.allclose(pm(x), model(x).mean(), rtol=0, atol=1e-12)
 
 
 class Counts(nn.Module):
@@ -101,7 +114,7 @@ def test_what_a_forward_keeps_for_others_is_not_theirs() -> None:
 
 def test_on_meta_there_is_nothing_to_compare() -> None:
     with torch.device("meta"):
-        model = Doubles(WATCHED["compiling"])
+        model = Doubles(WATCHED["fake"])
     sx.parallelize(model, MESH, sx.Hints(args=(torch.rand(4, 4, device="meta"),), loss=torch.mean))
 
 

@@ -194,3 +194,15 @@ def test_moments_of_all_are_those_of_the_pieces_joined(shape: tuple[int, ...]) -
     for found in (made, moments._of_cpu(x), moments._of_any(x)):
         assert near(found[0], mean) and near(found[1], var)
     assert moments.piece_moments(x.bfloat16(), of, [0] * len(of), of).dtype == torch.float32
+
+
+def test_statistics_that_are_the_mean_of_all_batches() -> None:
+    """``momentum=None``: by the number of batches, which is data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=None)).double()
+    alone, x = copy.deepcopy(model), torch.randn(8, 8, dtype=torch.float64)
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=torch.var, specs={"args.0": "dp, -"}))
+    for given in (x, x.sin(), x[:6]):
+        assert torch.allclose(pm(given), alone(given).var(), rtol=0, atol=1e-12)
+    state = pm.full_state_dict()
+    assert all(torch.allclose(state[n], t, rtol=0, atol=1e-12) for n, t in alone.state_dict().items())

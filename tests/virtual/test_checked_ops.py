@@ -156,3 +156,39 @@ def test_gradients_of_what_is_factored_do_not_hang_on_how_it_lies(name: str, spe
     theirs.backward()
     assert rel_err(ours, theirs) < 1e-12 and rel_err(pm.full_grads()["weight"], alone.weight.grad) < 1e-9
     assert pm.verify(), pm.verify().why
+
+
+class Density(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(self.linear(x), scale).log_prob(x[:, :4])
+
+
+def test_a_distribution_that_validates_its_arguments() -> None:
+    """What it validates is asked of each call."""
+    torch.manual_seed(0)
+    model, x, scale = Density().double(), torch.randn(8, 8, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    hints = sx.Hints(args=(x, scale), loss=torch.mean, specs={"args.0": "dp, -"})
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints)
+    assert torch.allclose(pm(x, 2 * scale), model(x, 2 * scale).mean(), rtol=0, atol=1e-12)
+    with pytest.raises(sx.Error, match=r"(?s)distribution that validates.*Normal"):
+        pm(x, -scale)
+
+
+def test_ctc_loss_is_computed_outside() -> None:
+    x, y = torch.randn(8, 6, 4, dtype=torch.float64), torch.randint(1, 4, (8, 3))
+    lengths = torch.full((8,), 6), torch.tensor([3, 2, 3, 1, 3, 2, 3, 1])
+    model = nn.Linear(4, 4).double()
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.ctc_loss(out.log_softmax(-1).transpose(0, 1), y, *lengths)
+
+    with pytest.raises(sx.Error, match=r"(?s)ctc_loss cannot be captured.*outside"):
+        sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=loss, targets=(y,)))
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), specs={"args.0": "dp, -, -"}))
+    loss(pm(x), y).backward(), loss(model(x), y).backward()
+    assert model.weight.grad is not None
+    assert torch.allclose(pm.full_grads()["weight"], model.weight.grad, rtol=0, atol=1e-12)

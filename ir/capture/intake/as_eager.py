@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shardfx.ir.capture.named.code_names import Names
 from shardfx.ir.errors import Error
 
 from .contents import STATE, Contents
@@ -76,7 +77,7 @@ def check_as_eager(
 def _attributes(program: nn.Module, around: Surroundings) -> dict[str, str]:
     """What modules hold beside parameters, buffers and modules, as text (of a tensor, that there is one); and what the
     code reads beside these."""
-    said = Contents(frozenset()).said
+    said = Contents(Names()).said
     own = {
         f"{path}.{name}".removeprefix(MODEL): said(value)
         for path, module in program.named_modules()

@@ -7,7 +7,6 @@ they are inputs, parameters and buffers, or refused.
 
 from __future__ import annotations
 
-import sysconfig
 import warnings
 import weakref
 from argparse import Namespace
@@ -23,14 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardfx.ir.capture.named.code_names import Names, cell_of
+from shardfx.ir.capture.named.installed import is_installed
+
 ATOMS = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device)
 EXACT = frozenset(ATOMS)
 STATE = frozenset(vars(nn.Module()))
 LONG = 16
 """Longer lists and dicts of numbers and texts are not read one by one."""
 DEEP = 200
-INSTALLED = tuple({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")})
-"""Where code lies of which globals and closures are not looked at: no script changes those."""
 PICKLED = ("func", "args", "state", "items", "entries")
 Held = list[tuple[str, Any]]
 
@@ -53,16 +53,6 @@ def number(thing: object) -> int:
 
 def _itself(thing: object) -> object:
     return thing
-
-
-def is_installed(code: CodeType) -> bool:
-    """Whether code lies where nobody's script does."""
-    return is_installed_file(code.co_filename)
-
-
-def is_installed_file(path: str) -> bool:
-    """The same of a file."""
-    return path.startswith(INSTALLED)
 
 
 def is_configuration(value: object) -> bool:
@@ -91,7 +81,7 @@ class Contents:
         known: ``id`` of each such module.
     """
 
-    def __init__(self, names: Collection[str] | None = None, known: Collection[int] = ()) -> None:
+    def __init__(self, names: Names | None = None, known: Collection[int] = ()) -> None:
         self._names, self._known = names, known
 
     def said(self, value: object) -> str:
@@ -144,6 +134,10 @@ class Contents:
             return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
         if isinstance(value, ContextVar):
             return [("value", value.get(None))]
+        if isinstance(value, weakref.ref):
+            return [("to", value())]
+        if isinstance(value, torch.Generator):
+            return f"Generator {value.device} {value.initial_seed()}"  # what is drawn of it in forward is refused
         if (data := _bytes(value)) is not None:
             return data
         return self._object(value)
@@ -165,7 +159,7 @@ class Contents:
             return pickled
         fields = _fields(value)
         if self._names is not None and not is_configuration(value):
-            fields = {name: each for name, each in fields.items() if name in self._names}
+            fields = {name: fields[name] for name in self._names.of(value, fields)}
         if items is None and not fields:
             return f"{type(value).__qualname__} {number(value)}"
         return [*(items or ()), *fields.items()]
@@ -192,14 +186,6 @@ def _function(function: FunctionType) -> Held:
     given = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__, "attributes": vars(function)}
     own: Held = [(name, each) for name, each in given.items() if each]
     return [("code", function.__code__), *own, *((name, cell_of(cell)) for name, cell in cells)]
-
-
-def cell_of(cell: Any) -> object:
-    """What a cell of a closure holds; None, where nothing was put into it yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _bytes(value: Any) -> str | None:

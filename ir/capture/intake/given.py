@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -20,6 +20,8 @@ from shardfx.ir.errors import Error
 
 from .contents import STATE, is_apart
 from .refusals import reject_module
+
+Made = TypeVar("Made", bound=torch.Tensor)
 
 
 def as_module(model: object) -> nn.Module:
@@ -79,8 +81,26 @@ def without_weights(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        memo[id(tensor)] = marked(nn.Parameter(made, tensor.requires_grad) if is_parameter else made, tensor)
     return copied(model, memo)
+
+
+def marked(made: Made, tensor: torch.Tensor) -> Made:
+    """A tensor with the attributes that a script gave to another one (``p.no_weight_decay = True``)."""
+    marks = marks_of(tensor)
+    vars(made).update(marks)
+    if isinstance(made, FakeTensor) and marks:
+        setattr(made, MARKS, marks)
+    return made
+
+
+def marks_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a script gave to a tensor."""
+    return dict(vars(tensor)) if type(tensor) in (torch.Tensor, nn.Parameter) else vars(tensor).get(MARKS, {})
+
+
+MARKS = "_marks_of_a_script"
+"""Under this name a fake tensor, which has attributes of its own, has those of a script."""
 
 
 @contextmanager
@@ -108,6 +128,8 @@ def _copied(thing: Any, memo: dict[int, object]) -> Any:
     if kind is set:
         several = memo[id(thing)] = {_copied(each, memo) for each in thing}
         return several
+    if kind is nn.Parameter:
+        return marked(copy.deepcopy(thing, memo), thing)
     if not (isinstance(thing, nn.Module) and all(getattr(kind, n, None) is getattr(nn.Module, n, None) for n in HOW)):
         return copy.deepcopy(thing, memo)
     new = memo[id(thing)] = object.__new__(kind)
@@ -199,7 +221,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same content on the CPU."""
     made = tensor.detach().cpu()
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
+        return marked(nn.Parameter(made, tensor.requires_grad), tensor)
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -209,4 +231,5 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return tensor
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     is_parameter = isinstance(tensor, nn.Parameter)
-    return FakeTensor(mode, empty, torch.device("cpu"), requires_grad=tensor.requires_grad, _is_param=is_parameter)
+    made = FakeTensor(mode, empty, torch.device("cpu"), requires_grad=tensor.requires_grad, _is_param=is_parameter)
+    return marked(made, tensor)

@@ -26,7 +26,7 @@ class WatchedHooks:
         self._seen: dict[tuple[str, str], bool] = {}
         """By path and name of a hook: whether it did something to the program."""
         self._twins: dict[int, nn.Module] = {}
-        hooked = any(_is_users(hook) for module in model.modules() for hook in _hooks(module))
+        hooked = any(is_users(hook) for module in model.modules() for hook in _hooks(module))
         self.model = self._twin(model, "") if hooked else model
 
     def check(self) -> None:
@@ -51,7 +51,7 @@ class WatchedHooks:
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
             held = getattr(module, kind)
             own[kind] = OrderedDict(
-                (k, self._watched(hook, where) if _is_users(hook) else hook) for k, hook in held.items()
+                (k, self._watched(hook, where) if is_users(hook) else hook) for k, hook in held.items()
             )
         return made
 
@@ -72,7 +72,7 @@ def _hooks(module: nn.Module) -> Iterable[Hook]:
     return (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
 
 
-def _is_users(hook: Hook) -> bool:
+def is_users(hook: Hook) -> bool:
     """Whether somebody's own code is called, not torch's or a library's."""
     function = inspect.unwrap(hook)
     if getattr(function, "__module__", "") in LIBRARIES:

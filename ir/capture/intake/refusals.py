@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -139,6 +139,7 @@ class DataDependent(Error):
 
 
 def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
+    got = next((said for word, said in IN_WORDS.items() if word in got), "") + got
     mask = "use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`"
     guard = "Hints(guard=True) captures what the model does for the examples, and checks it at every call"
     return DataDependent(
@@ -162,6 +163,11 @@ DATA_DEPENDENT = (
     "nonzero",
     "u0",
 )
+IN_WORDS = {
+    "GuardOnDataDependent": "a branch by, or a number of, what a tensor holds: ",
+    "DataDependentOutput": "a number that a tensor holds: ",
+    "DynamicOutputShape": "a result whose shape follows from what a tensor holds: ",
+}
 FOREIGN = "convert all Tensors to FakeTensors"
 TOO_SMALL = (
     "Kernel size can't be greater than actual input size",
@@ -182,15 +188,22 @@ def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error
     return _data_dependent(user_frame(error, model), text.splitlines()[0][:300], guarded)
 
 
-def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None, guarded: bool) -> Error:
-    """What the user did that torch.export does not take, from its own words."""
+def explain(
+    error: Exception,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    guarded: bool,
+    kept: Callable[[], Sequence[str]] = list,
+) -> Error:
+    """What the user did that torch.export does not take, from its own words. ``kept``: what holds tensors of all that
+    the code reads beside."""
     decision = explain_decision(error, model, guarded)
     if decision is not None:
         return decision
     text = f"{type(error).__name__}: {error}"
     where = user_frame(error, model)
     if FOREIGN in text:
-        return _foreign(where, model, loss)
+        return _foreign(where, model, loss, kept())
     if any(words in text for words in TOO_SMALL):
         return Error(
             "an op is given too few rows or places for what it does, on one device as well",
@@ -208,7 +221,7 @@ def explain(error: Exception, model: nn.Module, loss: Callable[..., Any] | None,
     )
 
 
-def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | None) -> Error:
+def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | None, kept: Sequence[str]) -> Error:
     """A tensor is used that is no input, parameter or buffer."""
     of_loss = [f"{name} of the loss" for name in tensors_of(loss)] if loss is not None else []
     plain = [
@@ -217,12 +230,17 @@ def _foreign(where: str | None, model: nn.Module, loss: Callable[..., Any] | Non
         for name, value in vars(module).items()
         if not name.startswith("_") and _has_tensor(value)
     ]
+    register = "register it: self.register_buffer(name, tensor)"
     return Error(
         "a tensor is used that is no input, parameter or buffer",
         where=where,
         expected="tensors that come in as arguments or targets, or belong to a module",
-        got=", ".join([*of_loss, *plain][:5]) or "a tensor of the code around",
-        remedy="give it to the loss as a target" if of_loss else "register it: self.register_buffer(name, tensor)",
+        got=", ".join([*dict.fromkeys((*of_loss, *plain, *kept))][:5]) or "a tensor of the code around",
+        remedy="give it to the loss as a target"
+        if of_loss
+        else f"{register}; or, if {kept[0]} is a cache that an earlier call filled, empty it before parallelize"
+        if kept
+        else register,
     )
 
 

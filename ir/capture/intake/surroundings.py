@@ -3,25 +3,38 @@ a field of a configuration, what an object holds, the defaults of a function, wh
 as it was when it was captured.
 
 Looked at is what the code *names*, in its own words or as a text (``getattr(self, "scale")``): a record of losses,
-which no code of the model names, may grow. Code that is installed is not looked into, but for the model's classes.
+which no code of the model names, may grow. Where names are made when the code runs, all attributes count. Code that is
+installed is not looked into, but for the model's classes.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dis import get_instructions
-from functools import cache, partial
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .contents import ATOMS, STATE, Contents, cell_of, is_fixed, is_installed, is_installed_file
+from shardfx.ir.capture.named.code_names import (
+    Names,
+    cell_of,
+    codes,
+    led_to,
+    named_in,
+    names_at_run_time,
+    read_of_module,
+    set_by_calls,
+    set_in_module,
+    within,
+)
+from shardfx.ir.capture.named.installed import is_installed, is_installed_module, is_ours, is_users_class
+from shardfx.ir.capture.named.of_process import answers, of_process
+
+from .contents import ATOMS, STATE, Contents, is_fixed
 from .own_loss import OwnLoss
 
 ASKS_FOR_GRADIENTS = frozenset(("is_grad_enabled", "requires_grad"))
@@ -35,6 +48,7 @@ NOT_CALLED = frozenset(
     ).split()
 )
 """Methods that no operator calls; ``__init__`` is, where the code names the class."""
+HELD = (list, tuple, dict, set, frozenset, partial)
 METHODS = (FunctionType, property, classmethod, staticmethod)
 Read = Callable[[], object]
 
@@ -46,8 +60,7 @@ class Surroundings:
         self._of = model, loss
         self._states: dict[tuple[str, ...], int] = {}
         self._reads: dict[Any, tuple[str, Read]] = {}
-        self._names = set[str]()
-        """What the code names."""
+        self._names = Names()
         self._functions = dict[int, FunctionType]()
         self._kinds = dict[type, set[str]]()
         self._contents = Contents(self._names, {id(module) for module in model.modules()})
@@ -83,11 +96,44 @@ class Surroundings:
         names = (name for name, _ in self._reads.values())
         return state, tuple(name for name, value, was in zip(names, now, first, strict=False) if value != was)
 
+    @property
+    def names(self) -> Names:
+        """What the code names."""
+        return self._names
+
     def settle(self, state: int) -> None:
         """What there is now counts as this state: a capture may have filled what is kept for later."""
         if isinstance(self._of[1], OwnLoss):
             self._of[1].settle()
         self._states.setdefault(tuple(self._said()), state)
+
+    def walk(self, values: Iterable[object] = ()) -> Iterator[object]:
+        """What is read, ``values``, and all that these hold."""
+        yield from self._contents.walk([*values, *(read() for _, read in self._reads.values())])
+
+    def tensors(self) -> list[str]:
+        """The names of what is read that holds a tensor."""
+        every = (pair for pair in self._reads.values() if not isinstance(pair[1](), (type, FunctionType)))
+        return [name for name, read in every if any(isinstance(e, torch.Tensor) for e in self._contents.walk(read()))]
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of the model, and of the loss if it is one."""
+        for each in self._of:
+            yield from each.modules() if isinstance(each, nn.Module) else ()
+
+    def variables(self) -> Iterator[tuple[Any, str]]:
+        """The variables that the code may set beside what it holds: of a closure, a module of Python's, a class."""
+        for function in self._functions.values():
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                yield cell, name
+            for name in sorted(set_in_module(function.__code__)):
+                yield function.__globals__, name
+        for kind in self._kinds:
+            yield from ((kind, name) for name in sorted(set_by_calls(kind) & {*self._names.named}))
+
+    def caches(self) -> list[Any]:
+        """The functions of a script that remember what they gave."""
+        return [each for each in self.walk() if hasattr(each, "cache_clear") and hasattr(each, "cache_info")]
 
     def named(self) -> dict[str, str]:
         """What there is now, by name."""
@@ -112,8 +158,8 @@ class Surroundings:
         model, loss = self._of
         self._add("hooks", "hooks of all modules", hooks_of_all)
         self._add("dtype", "torch.get_default_dtype()", torch.get_default_dtype)
-        before = (-1, -1, -1)
-        while before != (now := (len(self._names), len(self._reads), len(self._functions))):
+        before: object = None
+        while before != (now := (self._names.size, len(self._reads), len(self._functions))):
             before = now
             for kind in {type(module) for module in model.modules()}:
                 self._class(kind, ("forward", "__call__"))
@@ -122,7 +168,9 @@ class Surroundings:
             self._loss(loss)
             for function in [*self._functions.values()]:
                 self._function(function)
-            if self._names & ASKS_FOR_GRADIENTS:
+            for name, read in of_process(self._names.named):
+                self._add(name, name, read)
+            if self._names.named & ASKS_FOR_GRADIENTS:
                 self._add("gradients", "torch.is_grad_enabled()", torch.is_grad_enabled)
             for kind, called in [*self._kinds.items()]:
                 for name, value in _of_class(kind, self._names).items():
@@ -130,7 +178,7 @@ class Surroundings:
                         self._take(value)
 
     def _attributes(self, thing: object, path: str) -> None:
-        for name in sorted(self._names & vars(thing).keys() - STATE):
+        for name in sorted(self._names.of(thing, vars(thing).keys() - STATE)):
             value = vars(thing)[name]
             if not isinstance(value, (*ATOMS, torch.Tensor, nn.Module)) and not is_fixed(value):
                 self._add((id(thing), name), f"{path}.{name}" if path else name, partial(_attribute, thing, name))
@@ -140,7 +188,7 @@ class Surroundings:
         if isinstance(loss, nn.Module):
             for path, module in loss.named_modules():
                 self._class(type(module), ("forward", "__call__"))
-                for name in sorted(self._names & vars(module).keys() - STATE):
+                for name in sorted(self._names.of(module, vars(module).keys() - STATE)):
                     said = ".".join(part for part in ("loss", path, name) if part)
                     self._add((id(module), name), said, partial(_attribute, module, name))
         elif loss is not None:
@@ -151,38 +199,48 @@ class Surroundings:
     def _take(self, value: object) -> None:
         """Take in the code that a value, and what it holds, may lead to."""
         for each in self._contents.walk(value):
-            if isinstance(each, FunctionType):
+            if isinstance(each, FunctionType) or hasattr(each, "__wrapped__"):
                 for function in within(each):
                     self._meet(function)
+            elif isinstance(each, attrgetter):
+                self._names.named.update(name for path in each.__reduce__()[1] for name in path.split("."))
             elif isinstance(each, type):
-                if _is_users(each):
+                if is_users_class(each):
                     self._class(each, self._called(each) | {"__init__"})
             elif not isinstance(each, (nn.Module, torch.Tensor)):
                 self._class(type(each), self._called(type(each)))
 
     def _called(self, kind: type) -> set[str]:
         """The methods of a class that the code may call."""
-        if not _is_users(kind):
+        if not is_users_class(kind):
             return set()
-        held = [pair for each in filter(_is_users, kind.__mro__) for pair in vars(each).items()]
+        held = [pair for each in filter(is_users_class, kind.__mro__) for pair in vars(each).items()]
         methods = {name for name, value in held if isinstance(value, METHODS)}
-        return {name for name in methods if name in self._names or (name[:2] == "__" and name not in NOT_CALLED)}
+        named = {name for name in self._names.of(kind, methods) if name[:2] != "__"}
+        return named | {name for name in methods if name[:2] == "__" and name not in NOT_CALLED}
 
     def _class(self, kind: type, begin: Iterable[str]) -> None:
         """Take in the functions of a class that a call of these leads to, and what the class itself holds."""
-        self._names.update(begin)
+        self._names.named.update(begin)
         for function in led_to(kind, begin):
-            self._meet(function)
-            self._names.update(name for code in codes(function.__code__) for name in _named_in(code))
-        for each in filter(_is_users, kind.__mro__):
+            self._meet(function, owned=True)
+            self._names.named.update(name for code in codes(function.__code__) for name in named_in(code))
+            if names_at_run_time(function).own:
+                self._names.all_of(kind)
+        if is_users_class(type(kind)):
+            self._class(type(kind), self._called(type(kind)))
+        for each in filter(is_users_class, kind.__mro__):
             self._kinds.setdefault(each, set()).update(begin)
             self._add(each, each.__name__, partial(_of_class, each, self._names))
 
-    def _meet(self, function: FunctionType) -> None:
+    def _meet(self, function: FunctionType, owned: bool = False) -> None:
+        """Take in a function of a script; ``owned``: it is a method of a class that is known."""
         if id(function) in self._functions or len(self._functions) >= FUNCTIONS:
             return
         if not is_installed(function.__code__) and not is_ours(function):
             self._functions[id(function)] = function
+            made = names_at_run_time(function)
+            self._names.every |= made.others or (made.own and not owned)
 
     def _function(self, function: FunctionType) -> None:
         """Take in what a function reads of its closure and of its module, and the functions there."""
@@ -192,24 +250,33 @@ class Surroundings:
         if function.__defaults__ or function.__kwdefaults__ or vars(function):
             self._named(id(function), function.__name__, lambda: function)
         there = function.__globals__
-        every = {name for code in codes(function.__code__) for name in _named_in(code)}
-        self._names |= every
+        every = {name for code in codes(function.__code__) for name in named_in(code)}
+        self._names.named |= every
         names = every if "globals" in every else read_of_module(function.__code__)
+        if names_at_run_time(function).globals:
+            names |= {name for name, value in there.items() if isinstance(value, (*ATOMS, *HELD, FunctionType))}
         for name in sorted(name for name in names if name in there and not name.startswith("__")):
             self._named((id(there), name), name, partial(there.get, name))
+        for name, read in answers(function):
+            self._named((id(there), name, "of modules"), name, read)
 
     def _named(self, key: object, name: str, read: Read) -> None:
         value = read()
         if isinstance(value, ModuleType):
             self._module(value)
-        elif not isinstance(value, (torch.Tensor, nn.Module)):
+        elif isinstance(value, nn.Module):
+            if next(value.parameters(), None) is None:  # with some it is a part of the model, or is refused
+                self._add(key, name, read)
+                for each in value.modules():
+                    self._class(type(each), ("forward", "__call__"))
+        elif not isinstance(value, torch.Tensor):
             self._add(key, name, read)
             self._take(value)
 
     def _module(self, module: ModuleType) -> None:
         """Take in what the code may read of a module of Python's: of one that is installed, its dicts alone."""
         users = not is_installed_module(module)
-        for name in sorted(self._names & vars(module).keys()):
+        for name in sorted(self._names.named & vars(module).keys()):
             value = vars(module)[name]
             if users and not isinstance(value, ModuleType):
                 self._named((id(vars(module)), name), name, partial(vars(module).get, name))
@@ -220,95 +287,15 @@ class Surroundings:
         self._reads.setdefault(key, (name, read))
 
 
-def is_installed_module(module: ModuleType) -> bool:
-    """Whether a module of Python's is no part of anybody's script."""
-    return getattr(module, "__file__", None) is None or is_installed_file(str(module.__file__))
-
-
-def led_to(kind: type, begin: Iterable[str] = ("forward", "__call__")) -> list[FunctionType]:
-    """The functions of a class that a call of it, or of its methods ``begin``, leads to."""
-    names, front, met = set[str](), [*begin], dict[FunctionType, None]()
-    while front:
-        held = inspect.getattr_static(kind, front.pop(), None)
-        for function in within(getattr(held, "fget", held)):
-            if function not in met and getattr(nn.Module, function.__name__, None) is not function:
-                met[function] = None
-                used = {name for code in codes(function.__code__) for name in code.co_names}
-                front += used - names
-                names |= used
-    return list(met)
-
-
-SET: dict[type, frozenset[str]] = {}
-
-
-def set_by_calls(kind: type) -> frozenset[str]:
-    """The names of attributes that code which a call of a class leads to sets, of itself or of something else."""
-    if kind not in SET:
-        SET[kind] = _set_by_calls(kind)
-    return SET[kind]
-
-
-def _set_by_calls(kind: type) -> frozenset[str]:
-    own = (code for function in led_to(kind) for code in codes(function.__code__))
-    return frozenset(each.argval for code in own for each in get_instructions(code) if each.opname == "STORE_ATTR")
-
-
 def hooks_of_all() -> str:
     """The numbers of the hooks that every module of this process calls."""
     named = ("forward_pre", "forward", "backward_pre", "backward")
     return str([list(getattr(nn.modules.module, f"_global_{name}_hooks")) for name in named])
 
 
-def within(thing: Any) -> Iterator[FunctionType]:
-    """A function, and those that it is made of by decorators."""
-    found: Any = inspect.unwrap(thing) if callable(thing) and not isinstance(thing, type) else None
-    made = [getattr(found, "__func__", found)]
-    made += [cell_of(cell) for cell in getattr(made[0], "__closure__", None) or ()]
-    yield from (each for each in made if isinstance(each, FunctionType))
-
-
-def codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of those within it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from codes(each)
-
-
-@cache
-def read_of_module(code: CodeType) -> frozenset[str]:
-    """What code, and the code within it, reads of its module."""
-    every = (each for inside in codes(code) for each in get_instructions(inside))
-    return frozenset(each.argval for each in every if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-
-
-def is_ours(thing: type | FunctionType) -> bool:
-    """Whether a class or a function is of this package, which may lie beside somebody's script."""
-    return (thing.__module__ or "").startswith("shardfx.")
-
-
-def _named_in(code: CodeType) -> Iterator[str]:
-    """What code names, as a name or as a text."""
-    yield from code.co_names
-    yield from (each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
-
-
-def _is_users(kind: type) -> bool:
-    """Whether a class is somebody's own, and not installed."""
-    if kind not in USERS:
-        module = sys.modules.get(kind.__module__)
-        installed = module is not None and kind.__module__ != "__main__" and is_installed_module(module)
-        USERS[kind] = not installed and not is_ours(kind)
-    return USERS[kind]
-
-
-USERS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-
-
-def _of_class(kind: type, names: Collection[str]) -> dict[str, object]:
-    """What a class holds itself, of these names."""
-    return {name: value for name, value in vars(kind).items() if name in names}
+def _of_class(kind: type, names: Names) -> dict[str, object]:
+    """What a class holds itself, of what counts."""
+    return {name: vars(kind)[name] for name in names.of(kind, vars(kind))}
 
 
 def _attribute(thing: object, name: str) -> object:

@@ -3,6 +3,7 @@
 F.one_hot(i, 4)                    i is looked up in 0, 1, 2, 3: who is none of these raises, as on one device
 F.binary_cross_entropy(p, y)       a guard: no p and no y is below 0 or above 1
 torch._assert_async(ok)            a guard: ok is not zero
+Normal(mean, scale)                a guard: what the distribution validates is valid
 x.data                             x.detach()
 """
 
@@ -76,6 +77,20 @@ def _assert_async(asked: Asked, func: Any, condition: Tensor, message: str = "")
     asked.wants(condition.detach() == 0, f"torch._assert_async({message!r})")
 
 
+def _all_true(asked: Asked, func: Any, each: Tensor) -> bool:
+    asked.wants(each.detach() == 0, "what asks whether all is true and raises else (a distribution that validates)")
+    return True
+
+
+def _ctc(asked: Asked, func: Any, *_: Any, **__: Any) -> None:
+    raise Error(
+        "ctc_loss cannot be captured: how much it keeps for its backward follows from the lengths that it is given",
+        expected="ops whose results have shapes that follow from those of the inputs",
+        got="F.ctc_loss",
+        remedy="leave the loss out of Hints, and compute it outside: F.ctc_loss(pm(x), ...).backward()",
+    )
+
+
 def _no_chance(each: Tensor) -> Tensor:
     each = each.detach()
     return (each < 0) | (each > 1)
@@ -90,5 +105,8 @@ WANTED: Mapping[Any, Answer] = {
     Tensor.bernoulli: _bernoulli,
     Tensor.bernoulli_: _bernoulli_,
     torch._assert_async: _assert_async,
+    torch._is_all_true: _all_true,
+    F.ctc_loss: _ctc,
+    torch.ctc_loss: _ctc,
 }
 """What stands for a function in what is traced."""

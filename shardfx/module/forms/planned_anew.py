@@ -7,10 +7,11 @@ there as a constant. A tensor without dims is an input of one program for all.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
-from shardfx.ir.errors import ShardfxWarning
+from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.module.call import Form
 
 ENOUGH = 3
@@ -34,6 +35,17 @@ class PlannedAnew:
                 values.add(mine)
                 if len(values) == ENOUGH:
                     warnings.warn(_said(name, mine), ShardfxWarning, stacklevel=2)
+
+
+@contextmanager
+def said_of(first: Form, form: Form) -> Iterator[None]:
+    """Errors within are of a call of a form that was planned anew: they say how it differs from the first one."""
+    try:
+        yield
+    except Error as error:
+        if not first.serves(form):
+            error.in_call(first.difference(form))
+        raise
 
 
 def alone(form: Form, other: Form) -> Mapping[str, tuple[object, object]]:

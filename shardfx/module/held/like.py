@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from shardfx.ir.capture.intake.surroundings import set_by_calls
+from shardfx.ir.capture.named.code_names import set_by_calls
 from shardfx.ir.errors import Error
 
 STATE = frozenset(vars(nn.Module()))
@@ -18,13 +18,27 @@ WHOLE = ("generate", "save_pretrained", "push_to_hub")
 """Methods that want the weights of the model, whole."""
 
 
+class Held(dict[str, Any]):
+    """The parameters or buffers of a module that looks like another one: those that are cut are not missing."""
+
+    def __init__(self, owner: Like, held: Mapping[str, Any]) -> None:
+        super().__init__(held)
+        self._owner = owner
+
+    def __missing__(self, name: str) -> NoReturn:
+        self._owner._reject_in_pieces(name)
+        raise KeyError(name)
+
+
 class Like(nn.Module):
     """Has what its twin has: a copy of a module of the model without weights."""
 
     _twin: nn.Module
 
     def _show(self, twin: nn.Module) -> None:
-        self.__dict__["_twin"] = twin
+        own = self.__dict__
+        own["_twin"] = twin
+        own |= {place: Held(self, own[place]) for place in ("_parameters", "_buffers")}
 
     @property
     def _shown(self) -> Mapping[str, Any]:
@@ -54,7 +68,9 @@ class Like(nn.Module):
             return lambda *args, **kwargs: refuse_whole(name)
         found = inspect.getattr_static(type(twin), name, held)
         if found is held:
-            raise AttributeError(self._lacks(name))
+            self._reject_in_pieces(name)
+            kind = type(self.__dict__["_twin"]).__name__
+            raise AttributeError(f"neither a parallel module nor {kind!r} has an attribute {name!r}")
         return found.__get__(self, type(twin)) if hasattr(type(found), "__get__") else found
 
     def __getitem__(self, index: Any) -> Any:
@@ -62,6 +78,22 @@ class Like(nn.Module):
         if isinstance(index, slice) and isinstance(self._twin, (nn.Sequential, nn.ModuleList)):
             return nn.ModuleList(list(self)[index])
         return self._as_twin("__getitem__", "is not subscriptable")(self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._refuse_item("__setitem__", "another module", "does not support item assignment")
+
+    def __delitem__(self, index: Any) -> None:
+        self._refuse_item("__delitem__", "one module less", "doesn't support item deletion")
+
+    def _refuse_item(self, name: str, got: str, otherwise: str) -> None:
+        self._as_twin(name, otherwise)
+        raise Error(
+            "the modules of a parallel module cannot be changed",
+            where=f"{self.__dict__.get('_path') or 'pm'} ({type(self._twin).__name__})",
+            expected="the model as it was parallelized",
+            got=got,
+            remedy="change the model, and parallelize it again",
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._as_twin("__iter__", "is not iterable")(self))
@@ -90,12 +122,22 @@ class Like(nn.Module):
         twin = self.__dict__.get("_twin")
         return [*super().__dir__(), *(dir(twin) if twin is not None else ())]  # type: ignore[no-untyped-call]
 
-    def _lacks(self, name: str) -> str:
+    def _reject_in_pieces(self, name: str) -> None:
+        """No AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
+
+        Raises:
+            Error: it is a parameter or a buffer that is cut.
+        """
         inside = {own: part for own, part in self._modules.items() if own.startswith(NUMBER) and part is not None}
         pieces = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]
         if pieces:
-            return f"{name!r} is in {len(pieces)} pieces here: {', '.join(f'{own}.{name}' for own in pieces)}"
-        return f"neither a parallel module nor {type(self.__dict__['_twin']).__name__!r} has an attribute {name!r}"
+            raise Error(
+                f"{name!r} is in {len(pieces)} pieces here",
+                where=f"{self.__dict__.get('_path') or 'pm'} ({type(self.__dict__['_twin']).__name__})",
+                expected=f"{', '.join(f'{own}.{name}' for own in pieces)}, or the whole: pm.full_state_dict()",
+                got=f"the whole {name!r} asked for",
+                remedy="what is to change a module (a parametrization, pruning) is put on the model before parallelize",
+            )
 
 
 def refuse_whole(name: str) -> NoReturn:

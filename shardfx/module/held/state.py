@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.compiled import Compiled
-from shardfx.ir.capture.intake.given import copied
+from shardfx.ir.capture.intake.given import copied, marked, marks_of
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind
@@ -18,18 +18,29 @@ from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store
 
 WHERE = "load_full_state_dict(...)"
+EXTRA = "_extra_state"
 
 
 class ModelState:
     """Names of the model, and the store that holds what they name.
 
-    ``extra`` is what the model's state dict has beside: parameters and buffers that no program uses.
+    ``extra`` are the parameters and buffers that no program uses.
     """
 
-    def __init__(self, compiled: Compiled, store: Store, model: nn.Module) -> None:
-        self.compiled, self.store = compiled, store
+    def __init__(self, compiled: Compiled, store: Store, model: nn.Module, skeleton: nn.Module) -> None:
+        self.compiled, self.store, self._skeleton = compiled, store, skeleton
         self.aliases = compiled.captured.aliases
-        self.names = list(model.state_dict())
+        every = model.state_dict()
+        own = {
+            name
+            for name, _ in (
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            )
+        }
+        self.names = [name for name in every if name in own]
+        self.beside = {name: value for name, value in every.items() if name not in own}
+        """What else the model's state dict has: what it says of itself (``get_extra_state``), or a hook adds."""
         self.trainable = {self.aliases.get(n, n): p.requires_grad for n, p in model.named_parameters()}
         used = {given.name for given in compiled.after.inputs}
         self.extra = {
@@ -37,6 +48,7 @@ class ModelState:
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if self.aliases.get(name, name) not in used and not tensor.is_meta
         }
+        self._marks = {self.aliases.get(name, name): marks_of(p) for name, p in model.named_parameters()}
         self._complete = False
 
     def load_from(self, model: nn.Module) -> None:
@@ -46,6 +58,14 @@ class ModelState:
         if self.store.has_weights(not any(t.is_meta or isinstance(t, FakeTensor) for t in whole.values())):
             with torch.no_grad():
                 self.store.load(whole, self.trainable)
+        self._mark()
+
+    def _mark(self) -> None:
+        """What a script's attributes say of a parameter, its pieces say."""
+        for name, pieces in self.store.parameters.items():
+            for mark, value in self._marks.get(name, {}).items():
+                for piece in pieces:
+                    setattr(piece, mark, value)
 
     def shape(self, name: str) -> torch.Size:
         """The whole shape of a stored parameter."""
@@ -91,7 +111,13 @@ class ModelState:
             if known not in whole:
                 stored = self.store.is_loaded(known)
                 whole[known] = self.store.whole(known) if stored else self.extra[known].clone()
-        return {name: whole[self.aliases.get(name, name)] for name in self.names}
+        named = {name: whole[self.aliases.get(name, name)] for name in self.names}
+        return named | self.beside | {name: module.get_extra_state() for name, module in self._saying()}
+
+    def _saying(self) -> list[tuple[str, nn.Module]]:
+        """The modules that say something of themselves in a state dict, and under which name."""
+        named = ((name, name.rpartition(".")) for name in self.beside)
+        return [(name, self._skeleton.get_submodule(path)) for name, (path, _, last) in named if last == EXTRA]
 
     def filled(self, skeleton: nn.Module) -> nn.Module:
         """A copy of the module with the weights of the moment, whole and on the CPU. All ranks call it alike."""
@@ -105,7 +131,7 @@ class ModelState:
             made = whole[known]
             pieces = self.store.parameters.get(known, [tensor])
             wants = known in self.store.trained_elsewhere or all(piece.requires_grad for piece in pieces)
-            memo[id(tensor)] = nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made
+            memo[id(tensor)] = marked(nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made, tensor)
         return copied(skeleton, memo)
 
     def known_inputs(self) -> dict[str, torch.Tensor]:
@@ -141,7 +167,7 @@ class ModelState:
             wanted = {self.aliases.get(name, name) for name in self.names} | set(self.lacking())
             needed = {name: given for name, given in names.items() if name in wanted}
             needed |= {name: [name] for name in self.extra if name in self.names}
-            check_names(state_dict, self.names, needed, [*self.aliases, *self.extra])
+            check_names(state_dict, self.names, needed, [*self.aliases, *self.extra, *self.beside])
         extra = {name: TensorType(tuple(tensor.shape), tensor.dtype) for name, tensor in self.extra.items()}
         check_types(state_dict, extra | {n: stored[k] for n, k in self.aliases.items() if k in stored} | stored)
         whole = {
@@ -150,7 +176,12 @@ class ModelState:
             if any(n in state_dict for n in given)
         }
         self.store.load(whole, self.trainable)
+        self._mark()
         self.extra |= {name: state_dict[name].detach().clone() for name in self.extra if name in state_dict}
+        self.beside |= {name: state_dict[name] for name in self.beside if name in state_dict}
+        for name, module in self._saying():
+            if name in state_dict:
+                module.set_extra_state(state_dict[name])
 
 
 def check_names(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from shardfx.module.stepping.local_steps import step_locally
 from .like import NUMBER, Like
 from .optimizers import watch_pieces
 from .state import ModelState
+
+if TYPE_CHECKING:
+    from shardfx.module.forms.original_as_was import OriginalAsWas
 
 
 class Part(Like):
@@ -45,6 +48,14 @@ class Part(Like):
         """As the module itself does it."""
         train_as(self, self._twin, mode)
         return self
+
+    def get_extra_state(self) -> Any:
+        """What the module says of itself in a state dict."""
+        return self._twin.get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        """What it said is what the module is told."""
+        self._twin.set_extra_state(state)
 
     def apply(self, fn: Any) -> NoReturn:
         """It is no module of its class, and its parameters may be pieces.
@@ -126,6 +137,9 @@ class Root(Like):
 
     def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__
+        if name in held.get("_own", ()):  # whatever the model has under this name
+            held[name] = value
+            return
         kept = (held.get(place, ()) for place in ("_modules", "_parameters", "_buffers"))
         if "_tree" in held and (any(name in each for each in kept) or name in self._shown):
             raise Error(
@@ -174,10 +188,13 @@ class Tree:
     def __init__(self, root: Root, model: nn.Module, twin: nn.Module) -> None:
         self.root, self.twin = root, twin
         root._show(twin)
-        self.paths: list[tuple[str, nn.Module]] = [("", root)]
+        self.paths: list[tuple[str, Like]] = [("", root)]
+        self._children: dict[str, dict[str, nn.Module | None]] = {}
         self._made: dict[int, nn.Module] = {id(model): root}
         self._grow(root, model, twin, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
+        self.watched: list[OriginalAsWas] = []
+        """What else must be as it was."""
         self._order = {name: i for i, (name, _) in enumerate(twin.named_parameters())}
 
     def _grow(self, part: nn.Module, model: nn.Module, twin: nn.Module, path: str) -> None:
@@ -230,8 +247,9 @@ class Tree:
                 self.registered.append((place._buffers, leaf, tensor, name))
                 if name not in state.names:
                     place._non_persistent_buffers_set.add(leaf)
+        self._children = {path: dict(part._modules) for path, part in self.paths}
 
-    def _places(self, name: str, holder: nn.Module, count: int) -> list[nn.Module]:
+    def _places(self, name: str, holder: Like, count: int) -> list[Like]:
         """The modules that hold the pieces of a parameter: its own; or one for each piece, which looks like it."""
         if count == 1:
             return [holder]
@@ -240,11 +258,14 @@ class Tree:
         return [holder._modules.setdefault(own, part) or part for own, part in made]
 
     def check(self) -> None:
-        """Raise if somebody put another tensor in the place of a stored one.
+        """Raise if somebody put another tensor in the place of a stored one, or changed what is watched.
 
         Raises:
             Error: naming it.
         """
+        for each in self.watched:
+            each.check()
+        self._check_children()
         for held, key, tensor, name in self.registered:
             if held.get(key) is not tensor:
                 raise Error(
@@ -255,13 +276,32 @@ class Tree:
                     remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself",
                 )
 
-    def _holder(self, name: str) -> tuple[nn.Module, str]:
+    def _check_children(self) -> None:
+        for path, part in self.paths:
+            was, now = self._children[path], part._modules
+            if was == now:
+                continue
+            other = next(
+                (n for n in was if was[n] is not now.get(n)), next((n for n in now if n not in was), "another order")
+            )
+            container = isinstance(part._twin, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+            if part is self.root and other not in was and not container:
+                continue  # of a module that is put beside nothing is known, nor asked
+            raise Error(
+                "the modules of a parallel module were changed, and its programs are of the model as it was",
+                where=f"pm.{path} ({type(part._twin).__name__})" if path else "pm",
+                expected=f"{', '.join(was) or 'none'}",
+                got=f"{', '.join(now) or 'none'}: {other!r} is another one",
+                remedy="change the model, and parallelize it again",
+            )
+
+    def _holder(self, name: str) -> tuple[Like, str]:
         """The module that holds a parameter or buffer, and the last part of its name. A child may be called as one of
         our methods is (``memory``, ``step``): it is not asked for as an attribute."""
         *path, leaf = name.split(".")
-        holder: nn.Module = self.root
+        holder: Like = self.root
         for each in path:
             inside = holder._modules[each]
-            assert inside is not None
+            assert isinstance(inside, Like)
             holder = inside
         return holder, leaf

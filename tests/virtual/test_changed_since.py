@@ -1,0 +1,157 @@
+"""What is changed after parallelize, or marked before: it counts, or is an error with a remedy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import shardfx as sx
+
+from .test_calls import batch, mlp, near, parallel, same_step
+
+X, Y = batch()
+CUT = {"args.0": "dp, -", "targets.0": "dp", "0.weight": "dp, -"}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "append": lambda pm: pm.append(nn.Linear(4, 4)),
+    "another one": lambda pm: pm._modules.__setitem__("1", nn.GELU()),
+    "cannot be changed": lambda pm: pm.__setitem__(1, nn.GELU()),
+    "one module less": lambda pm: pm.__delitem__(1),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_other_modules_in_a_parallel_module_are_an_error(what: str) -> None:
+    pm = parallel(mlp())
+
+    def changed() -> None:
+        CHANGES[what](pm)
+        pm(X, Y)
+
+    with pytest.raises(sx.Error, match=r"(?s)modules of a parallel module.*parallelize it again"):
+        changed()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: parametrizations.spectral_norm(part),
+        lambda part: nn.utils.spectral_norm(part),
+        lambda part: prune.l1_unstructured(part, "weight", 0.5),
+        lambda part: nn.init.zeros_(part.weight),
+        lambda part: getattr(part, "weight", None),
+    ],
+)
+def test_a_weight_in_pieces_is_not_missing(change: Callable[[Any], Any]) -> None:
+    with pytest.raises(sx.Error, match=r"(?s)'weight' is in 2 pieces.*@0.weight, @1.weight"):
+        change(parallel(mlp(), specs=CUT)[0])
+
+
+def test_marks_of_parameters_go_along() -> None:
+    """Scripts group parameters by what they wrote on them, and code may read it, also of another form of call."""
+
+    class Marked(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * getattr(self[0].weight, "scale", 1.0)
+
+    model = Marked(nn.Linear(8, 16), nn.Linear(16, 4)).double()
+    model[0].weight.scale = 2.0  # type: ignore[assignment]
+    for specs in ({}, {"0.weight": "dp, -"}):
+        pm = parallel(model, specs=CUT | specs)
+        marked = [name for name, p in pm.named_parameters() if getattr(p, "scale", 1.0) == 2.0]
+        assert marked and all(name.endswith("weight") and name.startswith("0.") for name in marked)
+    for rows in (8, 6):
+        assert near(pm(X[:rows], Y[:rows]), F.cross_entropy(model(X[:rows]), Y[:rows]))
+
+
+def test_what_a_state_dict_has_beside() -> None:
+    class Says(nn.Linear):
+        def get_extra_state(self) -> object:
+            return {"version": 2}
+
+        def set_extra_state(self, state: object) -> None:
+            assert state == {"version": 2}
+
+    model = nn.Sequential(Says(8, 4)).double()
+    pm = parallel(model, specs=CUT)
+    state = pm.full_state_dict()
+    assert set(state) == set(model.state_dict()) and state["0._extra_state"] == {"version": 2}
+    pm.load_full_state_dict(model.state_dict()), model.load_state_dict(state)
+    pm.load_state_dict(pm.state_dict())
+
+
+def test_a_call_of_another_form_that_cannot_be_planned_names_the_input() -> None:
+    pm = parallel(mlp())
+    for x, y, said in (
+        (X[:, :7], Y, r"args\.0 is \(8, 7\) float64, not \(8, 8\)"),
+        (X, Y[:5], r"targets\.0 is \(5,\) int64"),
+        (X.float(), Y, r"args\.0 is \(8, 8\) float32"),
+    ):
+        with pytest.raises(sx.Error, match=said):
+            pm(x, y)
+    assert near(pm(X, Y), pm(X, Y))
+
+
+def test_programs_put_in_are_for_the_captured_form() -> None:
+    pm = parallel(mlp())
+    pm.use({0: pm.rank_module(0)})
+    pm(X, Y)
+    for call in (lambda: pm(X[:6], Y[:6]), lambda: pm(X)):
+        with pytest.warns(sx.ShardfxWarning, match=r"pm.use.*runs as planned"), torch.no_grad():
+            call()
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x))
+
+
+def cubed(x: torch.Tensor) -> torch.Tensor:
+    return (x**3).sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * torch.func.grad(cubed)(x),
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+        lambda x: x + torch.func.vmap(torch.func.grad(cubed))(x),
+    ],
+)
+def test_a_transform_that_differentiates_is_named(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """And none is left behind, of which everything that follows would be a part."""
+    with pytest.raises(sx.Error, match=r"(?s)transform that differentiates.*test_changed_since.py:\d+.*create_graph"):
+        parallel(Net(function).double())
+    model = Net(lambda x: x * torch.autograd.grad(cubed(x), x, create_graph=True)[0]).double()
+    same_step(parallel(copy.deepcopy(model)), model, X, Y)
+
+
+def test_a_product_of_a_value_with_itself() -> None:
+    """Which is needed in two placements."""
+    model = Net(lambda y: (y @ y).tanh().cumsum(0)).double()
+    same_step(parallel(copy.deepcopy(model)), model, X, Y)
+
+
+def test_children_and_attributes_of_our_own_names() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._tree, self._watch, self._optimizer = nn.Linear(8, 4), 1.0, 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self._modules["_tree"](x) * self._watch * self._optimizer
+
+    model = Own().double()
+    pm = parallel(copy.deepcopy(model))
+    with pm.debug_nan():
+        same_step(pm, model, X, Y)
