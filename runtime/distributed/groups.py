@@ -32,29 +32,28 @@ from shardfx.runtime.same_host.neighbourhood import Neighbours, apart, met
 Axes = tuple[str, ...]
 
 
-def launched(mesh: Mesh) -> bool:
-    """Whether the ranks of ``mesh`` are the processes of this job: initialised, or started by ``torchrun``.
-
-    Raises:
-        Error: there is a job, and it has another number of processes than the mesh has ranks.
-    """
+def launched() -> bool:
+    """Whether this process is one of a job: that is initialised, or was started by ``torchrun``."""
     if not dist.is_available():
         return False
-    if dist.is_initialized():
-        world, where = dist.get_world_size(), "torch.distributed"
-    else:
-        world, where = int(os.environ.get("WORLD_SIZE", "1")), "the environment (WORLD_SIZE)"
-        if world == 1 or "RANK" not in os.environ:
-            return False
+    return dist.is_initialized() or (int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ)
+
+
+def check_size(mesh: Mesh) -> None:
+    """The processes of this job are the ranks of ``mesh``.
+
+    Raises:
+        Error: the job has another number of processes than the mesh has ranks.
+    """
+    world = dist.get_world_size()
     if world != mesh.size:
         raise Error(
             "the mesh has another number of ranks than this job has processes",
-            where=where,
+            where=f"rank {dist.get_rank()}; parallelize(...)",
             expected=f"a mesh of {world} ranks",
             got=f"{mesh}, {mesh.size} ranks",
             remedy=f"start {mesh.size} processes, or parallelize(..., virtual=True) for ranks within each process",
         )
-    return True
 
 
 def initialise(device_type: str) -> None:
@@ -159,8 +158,16 @@ def the_cpu_group() -> dist.ProcessGroup:
     """That group.
 
     Raises:
-        Error: a rank failed, and this one left its groups.
+        Error: a rank failed, and this one left its groups; or the job is over.
     """
+    if not dist.is_initialized():
+        raise Error(
+            "this process is no rank of a job any more",
+            where="a call that all ranks make together",
+            expected="the process group that the model was parallelized in",
+            got="none: it was destroyed",
+            remedy="call torch.distributed.destroy_process_group() after the last call, on all ranks",
+        )
     made = find_group(CPU_GROUP)
     if made is None:
         raise Error(
