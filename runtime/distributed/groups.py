@@ -29,14 +29,22 @@ from shardfx.runtime.same_host.links import connect
 from shardfx.runtime.same_host.near_group import NearGroup
 from shardfx.runtime.same_host.neighbourhood import Neighbours, apart, met
 
+log = logging.getLogger("shardfx")
 Axes = tuple[str, ...]
+JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launched() -> bool:
     """Whether this process is one of a job: that is initialised, or was started by ``torchrun``."""
     if not dist.is_available():
         return False
-    return dist.is_initialized() or (int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ)
+    if dist.is_initialized():
+        return True
+    size, rank = os.environ.get("WORLD_SIZE"), os.environ.get("RANK")
+    if (size is None) != (rank is None):
+        there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
+        log.warning("%s is set and %s is not: all ranks are virtual, in this process", there, missing)
+    return rank is not None and size not in (None, "1")
 
 
 def check_size(mesh: Mesh) -> None:
@@ -57,12 +65,35 @@ def check_size(mesh: Mesh) -> None:
 
 
 def initialise(device_type: str) -> None:
-    """Join the job that ``torchrun`` started, unless that is done already."""
+    """Join the job that ``torchrun`` started, unless that is done already.
+
+    Raises:
+        Error: the environment does not say which, or it cannot be reached; or its processes are none.
+    """
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        raise Error(
+            "a fake process group has no other ranks",
+            where="parallelize(...)",
+            expected="processes that talk to one another, on gloo or NCCL",
+            got="torch.distributed.init_process_group('fake', ...)",
+            remedy="parallelize(..., virtual=True) runs all ranks in this process",
+        )
     if dist.is_initialized():
         return
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    try:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    except (ValueError, RuntimeError) as error:
+        said = ", ".join(f"{name}={os.environ.get(name, '')}" for name in JOB)
+        raise Error(
+            "this process cannot join the job",
+            where=f"the environment: {said}",
+            expected="what torchrun sets, alike for all processes but for RANK and LOCAL_RANK",
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            remedy="start it by torchrun, or call torch.distributed.init_process_group(...) before parallelize; "
+            "parallelize(..., virtual=True) runs all ranks in one process",
+        ) from error
 
 
 def axes_of(graph: Graph) -> list[Axes]:
@@ -119,7 +150,6 @@ def _neighbours(group: dist.ProcessGroup, ranks: Sequence[int]) -> Neighbours | 
     return None if links is None else Neighbours(links, list(ranks).index(dist.get_rank()))
 
 
-log = logging.getLogger("shardfx")
 _made: dict[str, dist.ProcessGroup] = {}
 CPU_GROUP = "shardfx/cpu"
 """All ranks, to tell one another what no device is to wait for."""

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import shardfx as sx
 import shardfx.api
@@ -90,8 +92,18 @@ def ranks_that_plan_otherwise_are_told_where() -> None:
         assert ("a call failed on another rank" in text) == (rank == 0) and "no such factor" in text, text
         text = error(lambda: plan(Scaled(), sx.Mesh(dp=size, tp=1 + rank)))
         assert ("a call failed on another rank" in text) == (rank == 0) and "a mesh of 2 ranks" in text, text
-        model = Scaled()
-        pm = plan(model)
+
+        def reduced(out: Tensor, y: Tensor) -> Tensor:
+            found = F.mse_loss(out, y)
+            dist.all_reduce(found)
+            return found / size
+
+        text = error(lambda: plan(Scaled(), loss=reduced))
+        assert "communicates by itself" in text and "agreement_workers.py" in text and "all_reduce" in text, text
+        sharded = nn.Sequential(nn.Linear(6, 4))
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (size,)))
+        assert "in pieces already" in error(lambda: plan(sharded))
+        pm = plan(Scaled())
     x, y = torch.randn(8, 6), torch.randn(8, 4)
     dist.broadcast(x, 0), dist.broadcast(y, 0)
     weights = pm.full_state_dict()

@@ -67,7 +67,8 @@ class Sketch(NamedTuple):
             return str(self) == str(other)
         if self == other:
             return True
-        return abs(self.sum - other.sum) <= tolerance * max(self.norm, other.norm)
+        near = tolerance * max(self.norm, other.norm)
+        return abs(self.sum - other.sum) <= near and abs(self.norm - other.norm) <= near
 
 
 class Replica(NamedTuple):
