@@ -32,6 +32,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.runtime.peers import Agreed, Content, Contents, Passed, Subjects, Words
 from shardfx.runtime.store import Store
 
+from .agreement.acts import watch_steps
 from .agreement.differences import DONE, SAMPLE, WRITTEN, difference, different, no_longer_alike, other_plans
 from .agreement.samples import Sketch, sampled, tolerance_of
 from .agreement.subjects import compared
@@ -81,6 +82,7 @@ class ProcessPeers:
         """What this rank holds of the module."""
         assert isinstance(store, ProcessStore)
         self._store = store
+        watch_steps(store)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessPeers:
         made = ProcessPeers()
@@ -193,8 +195,10 @@ class ProcessPeers:
         said = {WRITTEN: "0 times", DONE: "nothing", **history, SAMPLE: sums}
         every = [dict(words) for _, words in self._tell_all(("", said))]
         passed = [words.pop(SAMPLE).split() for words in every]
-        known = self._store is not None and not self._store.is_cut
+        known = self._store is not None and not self._store.in_common.is_cut
         if len({words[DONE] for words in every}) > 1 or (every[1:] != every[:-1] and not known):
+            if self._store is not None and self._store.is_staged:  # steps are not counted: nothing done makes up for it
+                self._store.acts.note(f"the others did not do the same as rank {dist.get_rank()}")
             raise difference([("", words) for words in every])
         if every[1:] != every[:-1]:
             self._compare_held()

@@ -11,7 +11,6 @@ optimizers, norms and averages take no mixture; so buffers are as parameters are
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from math import inf
 from typing import TypeVar
 
@@ -27,7 +26,8 @@ from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import laid_as, norm_of
 
-from .agreement.acts import Acts, backward_of, watch_steps
+from .agreement.acts import Acts, backward_of
+from .agreement.held_in_common import InCommon
 from .agreement.samples import Replica
 from .dtensor_shard import DTensorShard
 from .groups import device_mesh, make_groups
@@ -49,9 +49,10 @@ class ProcessStore:
         self.states: dict[str, list[Tensor]] = {}
         self.rank = dist.get_rank()
         self._homes = StageHomes(graph, self.rank)
-        self.acts = Acts()
-        watch_steps(self)
+        self.acts, self.is_staged = Acts(), graph.pipeline is not None
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        holders = [self._homes.holders(given) for given in self._inputs]
+        self.in_common = InCommon(graph, self._inputs, holders, self.rank)
         self._states = [g for g in graph.inputs if g.kind is InputKind.STATE]
         self._cuts = any(_spec(given).axes for given in self._inputs)
         self._here = {given.name for given in (*self._inputs, *self._states) if self._homes.is_here(given)}
@@ -118,40 +119,28 @@ class ProcessStore:
 
     def writes(self) -> int:
         """How often parameters were written into that all ranks hold whole."""
-        held = (self.parameters.get(name) for name in self._everywhere)
+        held = (self.parameters.get(name) for name in self.in_common.whole)
         return sum(DTensorShard.unwrap(each[0])._version for each in held if each is not None)
 
-    @cached_property
-    def _everywhere(self) -> list[str]:
-        """What every rank holds whole."""
-        return [g.name for g in self._held_by_all if not _spec(g).axes]
-
-    @cached_property
-    def _held_by_all(self) -> list[Input]:
-        """What every rank holds a piece of."""
-        return [g for g in self._inputs if len(self._homes.holders(g)) == self.mesh.size]
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether there are pieces of parameters that not every rank holds."""
-        return len(self._everywhere) < len(self._inputs)
-
-    def everywhere(self) -> Mapping[int, str]:
-        """The parameters of which all ranks hold a piece, by their ``id``."""
-        held = ((given.name, self.parameters.get(given.name)) for given in self._held_by_all)
-        return {id(each[0]): name for name, each in held if each}
+    def stepped_by_all(self) -> Mapping[int, str]:
+        """The parameters of which all ranks hold a piece, by their ``id``; of stages, if each has some, those here."""
+        names = self.in_common.in_pieces
+        if self.is_staged:
+            names = list(self.parameters) if self.in_common.each_trains else []
+        return {id(self.parameters[name][0]): name for name in names if name in self.parameters}
 
     def replicas(self) -> list[Replica]:
-        """What this rank holds of the parameters and buffers that are loaded, of which several ranks hold a piece."""
-        found = []
-        for given in self._inputs:
-            name, shards = given.name, Shards.of(_spec(given), given.value.shape, self.mesh)
-            if name not in self._loaded or len(set(shards.by_rank)) == len(shards.by_rank):
-                continue
-            here, dtype = self.is_here(name), given.value.type.dtype
-            piece = shards.by_rank[self.rank] if here else -1 - self.rank
-            found.append(Replica(name, piece, self.piece(name, self.rank) if here else None, dtype))
-        return found
+        """What is loaded, and several ranks hold the same piece of."""
+        loaded = [(given, piece) for given, piece in self.in_common.replicated if given.name in self._loaded]
+        return [
+            Replica(
+                given.name,
+                -1 - self.rank if piece is None else piece,
+                None if piece is None else self.piece(given.name, self.rank),
+                given.value.type.dtype,
+            )
+            for given, piece in loaded
+        ]
 
     def loaded(self, names: Collection[str]) -> None:
         """A state dict of pieces was loaded, or a part of one: all ranks are to do that."""
@@ -162,7 +151,7 @@ class ProcessStore:
 
     def handed_out(self, scale: Tensor) -> None:
         """Gradients of all that was computed, times ``scale``, go to parameters."""
-        held = (self.parameters.get(given.name) for given in self._held_by_all)
+        held = (self.parameters.get(name) for name in self.in_common.in_pieces)
         self.acts.note(backward_of(scale, (each[0].grad for each in held if each)))
 
     def is_loaded(self, name: str) -> bool:

@@ -196,6 +196,27 @@ def what_several_ranks_hold_is_compared() -> None:
 
 
 @worker
+def a_step_that_one_stage_leaves_out_is_noticed() -> None:
+    """Found infinite by its own gradients, say; ranks have other parameters each."""
+    rows = {"args.0": "mb, -", "targets.0": "mb, -"}
+    x, y = torch.linspace(-1, 1, 48).view(8, 6), torch.linspace(-1, 1, 32).view(8, 4)
+    with planning_anew():
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        hints = sx.Hints((x,), loss=F.mse_loss, targets=(y,), specs=rows, pipeline=sx.Pipeline())
+        pm = sx.parallelize(model, sx.Mesh(pp=2, mb=sx.Time(2)), hints)
+    optimizer, whole = torch.optim.SGD(pm.parameters(), lr=0.1), pm.full_state_dict()
+    for _ in range(3):
+        pm(x, y).backward()
+        optimizer.step()
+    pm(x, y).backward()
+    for stepping in (dist.get_rank() == 0, True):
+        optimizer.step() if stepping else None
+        assert APART in error(lambda: pm(x, y))
+    pm.load_full_state_dict(whole)
+    pm(x, y).backward()
+
+
+@worker
 def a_batch_that_one_rank_leaves_out_is_noticed() -> None:
     """Its loader raises, its script goes on with the next one; also at calls whose inputs are not compared whole."""
     rank = dist.get_rank()

@@ -34,6 +34,7 @@ def test_what_ranks_must_agree_on() -> None:
         "ranks_that_plan_otherwise_are_told_where",
         "what_is_done_between_calls_is_compared",
         "what_several_ranks_hold_is_compared",
+        "a_step_that_one_stage_leaves_out_is_noticed",
         "a_batch_that_one_rank_leaves_out_is_noticed",
         "rates_that_one_rank_changes_are_noticed",
     )

@@ -43,9 +43,9 @@ class Stored:
     """Of whose parameters all are held by all ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.acts, self._model = Acts(), model
+        self.acts, self._model, self.is_staged = Acts(), model, False
 
-    def everywhere(self) -> dict[int, str]:
+    def stepped_by_all(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._model.named_parameters()}
 
 
@@ -66,6 +66,11 @@ def test_steps_of_optimizers_are_noted_with_their_rates() -> None:
     for _ in range(200):
         stored.acts.note("x")
     assert str(stored.acts).endswith("; and 138 more")
+    stored.acts.clear()
+    stored.is_staged = True
+    for _ in range(2):
+        optimizers[0].step()
+    assert str(stored.acts) == "an optimizer stepped"
     stored.acts.clear()
     assert str(stored.acts) == "nothing"
 

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 PLAIN = (bool, int, float, str)
+STEPPED = "an optimizer stepped"
 MOST = 64
 """So many are kept in words: of a rank that makes no call any more there may be any number."""
 
@@ -53,9 +54,11 @@ class Stepped(Protocol):
     """Whose parameters are stepped."""
 
     acts: Acts
+    is_staged: bool
+    """Whether ranks hold other parameters each, which may be stepped otherwise, but as often."""
 
-    def everywhere(self) -> Mapping[int, str]:
-        """The parameters of which all ranks hold a piece, by their ``id``."""
+    def stepped_by_all(self) -> Mapping[int, str]:
+        """The parameters here whose steps all ranks take alike, by their ``id``."""
 
 
 _watched: WeakSet[Any] = WeakSet()
@@ -72,9 +75,12 @@ def watch_steps(store: Stepped) -> None:
 def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """An optimizer has taken a step."""
     for store in _watched:
-        mine = store.everywhere()
+        mine = store.stepped_by_all()
         groups = [g for g in optimizer.param_groups if any(id(p) in mine for p in g["params"])]
-        if groups:
+        if groups and store.is_staged:
+            if STEPPED not in store.acts.done:
+                store.acts.note(STEPPED)
+        elif groups:
             settings = dict.fromkeys(", ".join(_settings(group)) for group in groups)
             store.acts.note(f"{type(optimizer).__name__} stepped with " + ", and with ".join(settings))
 
