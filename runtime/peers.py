@@ -16,12 +16,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
+
+from .store import Store
 
 T = TypeVar("T")
 Words = Callable[[], Mapping[str, str]]
 """What a rank is about to do, in words by subject; asked for where ranks differ."""
+Subjects = Mapping[str, Sequence[str]]
+"""What a rank has planned, as lines by subject."""
 
 
 class Passed(IntEnum):
@@ -53,6 +56,9 @@ class Content:
     axes: tuple[str, ...] = ()
 
 
+Contents = Callable[[], Sequence[Content]]
+
+
 class Peers(Protocol):
     """The other ranks of a mesh, to those of this process."""
 
@@ -70,6 +76,8 @@ class Peers(Protocol):
         passed: Passed = Passed.EITHER,
         draw: int | None = None,
         later: bool = False,
+        alike: Contents = tuple,
+        anew: bool = False,
     ) -> Agreed:
         """All ranks are about to do the same, of which ``key`` is the text.
 
@@ -78,27 +86,33 @@ class Peers(Protocol):
             draw: a number that this rank drew, where all ranks need the same one.
             later: go on without waiting for the others, where this rank knows how their inputs are passed: what is to
                 be raised is raised before anything is sent.
+            alike: what all ranks pass alike, of which a sample is compared.
+            anew: what was done to parameters counts no more, for all are loaded.
 
         Raises:
-            Error: they are not; or a rank failed before it came here.
+            Error: they are not; a rank did something else to its parameters since the last call; or a rank failed
+                before it came here.
         """
 
-    def planned(self, make: Callable[[], T], graph: Callable[[T], Graph]) -> T:
-        """What ``make()`` plans; all ranks plan the same.
+    def holds(self, store: Store) -> None:
+        """What this process holds of the module that was planned."""
+
+    def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
+        """What ``make()`` plans; all ranks plan the same, which ``subjects`` says.
 
         Raises:
             Error: they do not; or a rank could not plan.
         """
 
-    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]], always: bool = False) -> None:
-        """Inputs that should be the same on several ranks are, on some of the calls of this ``key``: the first one,
-        and ever fewer after it; or ``always``.
+    def compare(self, key: Hashable, contents: Contents, always: bool = False) -> None:
+        """Inputs that should be the same on several ranks are, and so is what they hold, on some of the calls of this
+        ``key``: the first one, and ever fewer after it; or ``always``.
 
         Raises:
             Error: they are not.
         """
 
-    def firsts(self, mesh: Mesh, contents: Callable[[], Sequence[Content]]) -> Mapping[str, torch.Tensor]:
+    def firsts(self, mesh: Mesh, contents: Contents) -> Mapping[str, torch.Tensor]:
         """In the place of inputs that should be the same on several ranks, those of the first of these; by name."""
 
 
@@ -124,17 +138,22 @@ class Alone:
         passed: Passed = Passed.EITHER,
         draw: int | None = None,
         later: bool = False,
+        alike: Contents = tuple,
+        anew: bool = False,
     ) -> Agreed:
         """Inputs are whole."""
         return Agreed(False, draw)
 
-    def planned(self, make: Callable[[], T], graph: Callable[[T], Graph]) -> T:
+    def holds(self, store: Store) -> None:
+        """Nobody else holds it."""
+
+    def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
         """What is planned."""
         return make()
 
-    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]], always: bool = False) -> None:
+    def compare(self, key: Hashable, contents: Contents, always: bool = False) -> None:
         """There is one of each."""
 
-    def firsts(self, mesh: Mesh, contents: Callable[[], Sequence[Content]]) -> Mapping[str, torch.Tensor]:
+    def firsts(self, mesh: Mesh, contents: Contents) -> Mapping[str, torch.Tensor]:
         """There is one of each."""
         return {}

@@ -111,14 +111,20 @@ def parallelize(
                 reject_half(made, autocast_around())
                 return made
 
-        compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
-        check_gradients(module, compiled)
-        check_stepped(module, compiled)
-        reject_half(compiled, autocast_around())
-        variants = Variants(without_weights(module), hints, build)
-        place = _place(module, described, hints, virtual)
-        compiled = _within_budget(compiled, place)
-        pm = ParallelModule(compiled, place, module, variants, optimizer)
+        def first() -> Compiled:
+            place.check(described)
+            compiled = compile_model(module, described, hints, all_rules(hints.rules), on_pass)
+            check_gradients(module, compiled)
+            check_stepped(module, compiled)
+            reject_half(compiled, autocast_around())
+            return _within_budget(compiled, place)
+
+        place = _place(module, hints, virtual)
+        peers = place.make_peers()
+        with peers.calling():
+            compiled = peers.planned(first, Compiled.subjects)
+            variants = Variants(without_weights(module), hints, build)
+            pm = ParallelModule(compiled, place, peers, module, variants, optimizer)
     watch_original(given, pm.store)
     pm.watch_model(given)
     return pm
@@ -153,11 +159,11 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
         return whole(capture_model(module, mesh, replace(hints, loss=loss)).graph)
 
 
-def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> Place:
+def _place(model: nn.Module, hints: Hints, virtual: bool | None) -> Place:
     """All ranks in this process, or this process as one of them."""
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     kind = torch.device(hints.device).type if hints.device is not None else device.type.replace("meta", "cpu")
-    if virtual or not launched(mesh):
+    if virtual or not launched():
         return Place(True, torch.device(kind))
     initialise(kind)
     return Place(False, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))

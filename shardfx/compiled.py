@@ -9,6 +9,8 @@ from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import Context, Pass
+from shardfx.runtime.distributed.agreement.subjects import subjects
+from shardfx.runtime.peers import Subjects
 
 from .hints import Hints
 
@@ -22,6 +24,12 @@ class Compiled:
     after: Graph
     context: Context
     passes: tuple[Pass, ...]
+
+    def subjects(self) -> Subjects:
+        """What all ranks must have planned alike, as lines by subject."""
+        update = self.captured.update
+        groups = update.groups if update is not None else ()
+        return subjects(self.captured.graph, self.after, {"the optimizer": [str(group.options) for group in groups]})
 
     @cached_property
     def before(self) -> Graph:

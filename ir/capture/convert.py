@@ -26,6 +26,7 @@ from shardfx.ir.spec import TensorType
 from .forms.canonical import convert_call
 from .forms.checks import convert_effect, is_effect, is_token, of_targets
 from .forms.factored import check_rows
+from .intake.refusals import reject_collective
 from .sources import PREFIX, inherit_sources, source_of
 from .tape import content
 
@@ -80,6 +81,8 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
     _drop_settled(builder.graph)
     dead_code(builder.graph)
     inherit_sources(builder.graph, names.loss)
+    for made in builder.graph.nodes:
+        reject_collective(made)
     builder.graph.rename()
     return builder.graph
 

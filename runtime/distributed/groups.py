@@ -29,41 +29,71 @@ from shardfx.runtime.same_host.links import connect
 from shardfx.runtime.same_host.near_group import NearGroup
 from shardfx.runtime.same_host.neighbourhood import Neighbours, apart, met
 
+log = logging.getLogger("shardfx")
 Axes = tuple[str, ...]
+JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def launched(mesh: Mesh) -> bool:
-    """Whether the ranks of ``mesh`` are the processes of this job: initialised, or started by ``torchrun``.
-
-    Raises:
-        Error: there is a job, and it has another number of processes than the mesh has ranks.
-    """
+def launched() -> bool:
+    """Whether this process is one of a job: that is initialised, or was started by ``torchrun``."""
     if not dist.is_available():
         return False
     if dist.is_initialized():
-        world, where = dist.get_world_size(), "torch.distributed"
-    else:
-        world, where = int(os.environ.get("WORLD_SIZE", "1")), "the environment (WORLD_SIZE)"
-        if world == 1 or "RANK" not in os.environ:
-            return False
+        return True
+    size, rank = os.environ.get("WORLD_SIZE"), os.environ.get("RANK")
+    if (size is None) != (rank is None):
+        there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
+        log.warning("%s is set and %s is not: all ranks are virtual, in this process", there, missing)
+    return rank is not None and size not in (None, "1")
+
+
+def check_size(mesh: Mesh) -> None:
+    """The processes of this job are the ranks of ``mesh``.
+
+    Raises:
+        Error: the job has another number of processes than the mesh has ranks.
+    """
+    world = dist.get_world_size()
     if world != mesh.size:
         raise Error(
             "the mesh has another number of ranks than this job has processes",
-            where=where,
+            where=f"rank {dist.get_rank()}; parallelize(...)",
             expected=f"a mesh of {world} ranks",
             got=f"{mesh}, {mesh.size} ranks",
             remedy=f"start {mesh.size} processes, or parallelize(..., virtual=True) for ranks within each process",
         )
-    return True
 
 
 def initialise(device_type: str) -> None:
-    """Join the job that ``torchrun`` started, unless that is done already."""
+    """Join the job that ``torchrun`` started, unless that is done already.
+
+    Raises:
+        Error: the environment does not say which, or it cannot be reached; or its processes are none.
+    """
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        raise Error(
+            "a fake process group has no other ranks",
+            where="parallelize(...)",
+            expected="processes that talk to one another, on gloo or NCCL",
+            got="torch.distributed.init_process_group('fake', ...)",
+            remedy="parallelize(..., virtual=True) runs all ranks in this process",
+        )
     if dist.is_initialized():
         return
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    try:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    except (ValueError, RuntimeError) as error:
+        said = ", ".join(f"{name}={os.environ.get(name, '')}" for name in JOB)
+        raise Error(
+            "this process cannot join the job",
+            where=f"the environment: {said}",
+            expected="what torchrun sets, alike for all processes but for RANK and LOCAL_RANK",
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            remedy="start it by torchrun, or call torch.distributed.init_process_group(...) before parallelize; "
+            "parallelize(..., virtual=True) runs all ranks in one process",
+        ) from error
 
 
 def axes_of(graph: Graph) -> list[Axes]:
@@ -120,7 +150,6 @@ def _neighbours(group: dist.ProcessGroup, ranks: Sequence[int]) -> Neighbours | 
     return None if links is None else Neighbours(links, list(ranks).index(dist.get_rank()))
 
 
-log = logging.getLogger("shardfx")
 _made: dict[str, dist.ProcessGroup] = {}
 CPU_GROUP = "shardfx/cpu"
 """All ranks, to tell one another what no device is to wait for."""
@@ -159,8 +188,16 @@ def the_cpu_group() -> dist.ProcessGroup:
     """That group.
 
     Raises:
-        Error: a rank failed, and this one left its groups.
+        Error: a rank failed, and this one left its groups; or the job is over.
     """
+    if not dist.is_initialized():
+        raise Error(
+            "this process is no rank of a job any more",
+            where="a call that all ranks make together",
+            expected="the process group that the model was parallelized in",
+            got="none: it was destroyed",
+            remedy="call torch.distributed.destroy_process_group() after the last call, on all ranks",
+        )
     made = find_group(CPU_GROUP)
     if made is None:
         raise Error(

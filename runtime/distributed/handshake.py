@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardfx.runtime.same_host.links import SAID
+from shardfx.runtime.same_host.neighbourhood import Saying
 
+from .agreement.differences import named
 from .groups import all_near, the_cpu_group
 from .peer_failure import ending_together, not_waiting, say_waiting
 
@@ -31,7 +33,7 @@ class Handshake:
     """One that has begun: this rank's numbers are on their way. All ranks begin theirs in one order.
 
     Args:
-        mine: as many numbers on all ranks, 0 .. 2**64 - 1 if they are :data:`SAID`.
+        mine: as many numbers on all ranks, of 64 bits.
         what: it is for, in words.
         failed: why this rank cannot do what the others do, if it is about that.
     """
@@ -42,7 +44,9 @@ class Handshake:
         self._number, near = next(_numbers), all_near()
         with ending_together(what):
             told = near is not None and len(mine) == SAID
-            self._started = near.say(mine) if near is not None and told else OnGloo(mine, group)
+            self._started = (
+                Near(near.say([n % 2**64 for n in mine])) if near is not None and told else OnGloo(mine, group)
+            )
 
     def rows(self) -> Sequence[Sequence[int]]:
         """The numbers of every rank, by rank, once they are there."""
@@ -52,6 +56,17 @@ class Handshake:
                 if not self._started.comes(SLOW - SOON):
                     log.warning("%s", slow(not_waiting(self._number), self._what, self._failed))
             return self._started.wait()
+
+
+class Near:
+    """Numbers on their way among ranks of one machine, which says them without a sign."""
+
+    def __init__(self, saying: Saying) -> None:
+        self.comes, self._saying = saying.comes, saying
+
+    def wait(self) -> list[list[int]]:
+        """Those of every rank, by rank."""
+        return [[n - 2**64 if n >> 63 else n for n in row] for row in self._saying.wait()]
 
 
 class OnGloo:
@@ -107,12 +122,6 @@ def slow(missing: Sequence[int], what: str, failed: str) -> str:
     """What is said when a rank has waited for long."""
     text = (
         f"rank {dist.get_rank()} has waited {SLOW:g} s in {what} for {named(missing) if missing else 'the others'}; "
-        "where only some ranks evaluate or save a parallel module, call it on all of them"
+        "what needs all ranks (evaluating, saving, clip_grad_norm_, full_tensor(), ...) is to be called on all of them"
     )
     return f"{text}; here it failed: {failed}" if failed else text
-
-
-def named(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"

@@ -1,14 +1,14 @@
 """Real ranks make a call together: a handshake of a few numbers among CPU ranks, before anything is sent.
 
-    rank 0                          rank 1
-    a training step, [8, 6]         a loss without gradients, [8, 6]      -> both raise, with both sides in words
-    [digest, how passed, draw]      [digest, how passed, draw]            three numbers from each rank
+    rank 0                              rank 1
+    a training step, [8, 6]             a loss without gradients, [8, 6]      -> both raise, with both sides in words
+    [digest, how passed + done, draw]   [digest, how passed + done, draw]     three numbers from each rank
 
-Beside how inputs are passed goes how often parameters were written into since the last call, where all ranks hold them:
-an optimizer that steps on one rank alone leaves them apart.
+Beside how inputs are passed goes a digest of what was done to parameters since the last call, and of a sample of what
+should be passed alike: an optimizer that steps on one rank alone leaves them apart.
 
-(:mod:`.handshake`.) The words are sent only where the numbers differ; what ranks pass in is compared by a checksum, on
-the first, second, fourth, eighth ... call of each form.
+(:mod:`.handshake`; the list of what is compared: :mod:`.agreement`.) The words are sent only where the numbers differ;
+what ranks pass in and hold is compared by checksums, on the first, second, fourth, eighth ... call of each form.
 """
 
 from __future__ import annotations
@@ -16,38 +16,44 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.table import OwnOp
-from shardfx.runtime.peers import Agreed, Content, Passed, Words
+from shardfx.runtime.peers import Agreed, Content, Contents, Passed, Subjects, Words
+from shardfx.runtime.store import Store
 
+from .agreement.acts import watch_steps
+from .agreement.differences import DONE, SAMPLE, WRITTEN, difference, different, no_longer_alike, other_plans
+from .agreement.samples import Sketch, sampled, tolerance_of
+from .agreement.subjects import compared
 from .checksum import checksum
 from .groups import make_cpu_group, make_groups, the_cpu_group
-from .handshake import Handshake, is_open, leave_open, named, settle
+from .handshake import Handshake, is_open, leave_open, settle
 from .last_words import tell_when_it_ends
 from .peer_failure import ending_together
+from .process_store import ProcessStore
 
 T = TypeVar("T")
+V = TypeVar("V")
 c10d = torch.ops._c10d_functional
 log = logging.getLogger("shardfx")
-SHOWN = 4
 FAILED = max(Passed) + 1
 """In the place of how inputs are passed: this rank cannot do what it was to do."""
 WAYS = FAILED + 1
-"""How many of these there are: what is more says how often parameters were written into."""
+"""How many of these there are: what is more is a digest of what was done since the last call."""
 NOTHING = 0
 """In the place of a number that a rank drew, which is said as the next one."""
-WRITTEN = "parameters were written into since the last call"
+START, PLANNING = "the start of a call", "parallelize(...), or planning a call in a new form"
 _numbers = itertools.count()
 _turn = threading.RLock()
 _refused: list[str] = []
@@ -55,27 +61,33 @@ _refused: list[str] = []
 
 
 class ProcessPeers:
-    """The other processes of a job, for one parallel module.
+    """The other processes of a job, for one parallel module, or one that is yet to be planned."""
 
-    Args:
-        writes: how often parameters were written into that all ranks hold.
-    """
-
-    def __init__(self, writes: Callable[[], int] | None = None) -> None:
-        self.number = next(_numbers)
+    def __init__(self) -> None:
         with ending_together("making the group of all ranks"):
             make_cpu_group()
         tell_when_it_ends()
-        self._agreed = False
-        self._writes = writes or (lambda: 0)
+        self.number: object = "yet to be planned"
+        self._copies = itertools.count(1)
+        self._store: ProcessStore | None = None
+        self._agreed = self._together = self._apart = False
+        """Whether this call was agreed on, and all ranks do it; whether what several ranks hold was found to differ."""
         self._written: int | None = None
-        """So often before the last call was over."""
+        """So often parameters were written into when the last call was over."""
         self._digests: dict[Hashable, int] = {}
         self._seen: Counter[Hashable] = Counter()
         """How often all ranks agreed on something."""
 
+    def holds(self, store: Store) -> None:
+        """What this rank holds of the module."""
+        assert isinstance(store, ProcessStore)
+        self._store = store
+        watch_steps(store)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessPeers:
-        return ProcessPeers()
+        made = ProcessPeers()
+        made.number = f"{self.number} copy {next(self._copies)}"
+        return made
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -91,7 +103,7 @@ class ProcessPeers:
             _refused.append(str(made))
             raise made
         try:
-            self._agreed = False
+            self._agreed = self._together = False
             try:
                 yield
             except Exception as error:
@@ -99,7 +111,8 @@ class ProcessPeers:
                     self._refuse(error)
                 raise
         finally:
-            self._written = self._writes()
+            if self._together and self._store is not None:
+                self._written = self._store.writes()
             _turn.release()
 
     def agree(
@@ -109,6 +122,8 @@ class ProcessPeers:
         passed: Passed = Passed.EITHER,
         draw: int | None = None,
         later: bool = False,
+        alike: Contents = tuple,
+        anew: bool = False,
     ) -> Agreed:
         """All ranks are about to do the same."""
         self._agreed = True
@@ -116,21 +131,22 @@ class ProcessPeers:
             self._digests[key] = digest(f"{self.number} {sorted(words().items())}")
         failed = "\n".join(_refused)
         _refused.clear()
-        drawn = NOTHING if draw is None else draw + 1
+        history = {} if anew else self._history()
+        same = alike()
+        sample = sampled(each.tensor for each in same)
+        said = digest(f"{history} {sample}") // WAYS if history or sample else 0
         way = FAILED if failed else int(passed)
-        written = 0 if self._written is None else self._writes() - self._written
-        begun = Handshake([self._digests[key], way + WAYS * written, drawn], "the start of a call")
+        begun = Handshake([self._digests[key], way + WAYS * said, NOTHING if draw is None else draw + 1], START)
 
         def end() -> Sequence[Sequence[int]]:
             rows = begun.rows()
             ways = {row[1] % WAYS for row in rows} - {Passed.EITHER}
-            alike = len({(row[0], row[1] // WAYS) for row in rows}) == 1
-            if not alike or len(ways) > 1 or FAILED in ways:
-                said = {"module": f"parallel module {self.number}", **words(), WRITTEN: f"{written} times"}
-                if passed is not Passed.EITHER:
-                    said["inputs"] = "the whole of each" if passed is Passed.WHOLE else "this rank's own part"
-                raise difference(self._tell_all((failed, said)))
+            if len({row[0] for row in rows}) > 1 or len(ways) > 1 or FAILED in ways:
+                raise difference(self._tell_all((failed, {**self._words(words, passed), **history})))
+            if len({row[1] // WAYS for row in rows}) > 1:
+                self._settle_history(history, same)
             self._seen[key] += 1
+            self._begin_history(anew)
             return rows
 
         if later and self._seen[key] & (self._seen[key] + 1):  # else inputs are compared before anything is done
@@ -140,38 +156,116 @@ class ProcessPeers:
         first = rows[0][2]
         return Agreed(any(row[1] % WAYS == Passed.PART for row in rows), first - 1 if first != NOTHING else None)
 
-    def planned(self, make: Callable[[], T], graph: Callable[[T], Graph]) -> T:
+    def _words(self, words: Words, passed: Passed) -> dict[str, str]:
+        said = {"module": f"parallel module {self.number}", **words()}
+        if passed is not Passed.EITHER:
+            said["inputs"] = "the whole of each" if passed is Passed.WHOLE else "this rank's own part"
+        return said
+
+    # ---- what was done since the last call
+
+    def _history(self) -> dict[str, str]:
+        """What was done to parameters since the last call, in words."""
+        if self._store is None:
+            return {}
+        acts = self._store.acts
+        written = 0 if self._written is None or acts.anew else self._store.writes() - self._written
+        return {WRITTEN: f"{written} times", DONE: str(acts)} if written or acts.done else {}
+
+    def _begin_history(self, anew: bool) -> None:
+        """All ranks did the same; what several of them hold is compared where it was loaded by each, or differed.
+
+        Raises:
+            Error: it differs.
+        """
+        self._together = True
+        if self._store is not None:
+            loaded = self._store.acts.anew
+            self._store.acts.clear()
+            if (loaded or self._apart) and not anew:
+                self._compare_held()
+
+    def _settle_history(self, history: Mapping[str, str], alike: Sequence[Content]) -> None:
+        """Some rank did something else, or passes something else.
+
+        Raises:
+            Error: that is so, unless it wrote the same into what all ranks hold.
+        """
+        sums = " ".join(str(checksum(each.tensor)) for each in alike)
+        said = {WRITTEN: "0 times", DONE: "nothing", **history, SAMPLE: sums}
+        every = [dict(words) for _, words in self._tell_all(("", said))]
+        passed = [words.pop(SAMPLE).split() for words in every]
+        known = self._store is not None and not self._store.in_common.is_cut
+        if len({words[DONE] for words in every}) > 1 or (every[1:] != every[:-1] and not known):
+            if self._store is not None and self._store.is_staged:  # steps are not counted: nothing done makes up for it
+                self._store.acts.note(f"the others did not do the same as rank {dist.get_rank()}")
+            raise difference([("", words) for words in every])
+        if every[1:] != every[:-1]:
+            self._compare_held()
+        for i, each in enumerate(alike):
+            sides = apart([(0, sums[i]) for sums in passed], operator.eq)
+            if sides:
+                raise different(each, sides)
+
+    # ---- plans, inputs, and what is held
+
+    def planned(self, make: Callable[[], T], subjects: Callable[[T], Subjects]) -> T:
         """What ``make()`` plans; all ranks plan the same."""
         try:
             made = make()
+            lines = subjects(made)
         except Exception as error:
             self._refuse(error)
             raise
-        text = plan_text(graph(made))
-        words = {"plans": f"{text.count(chr(10)) + 1} inputs and transfers ({digest(text) & 0xFFFFFFFF:08x})"}
-        self.agree(("plan", text), lambda: words)
+        self._agreed = True
+        mine = digest(str({name: [*map(compared, each)] for name, each in lines.items()})) // WAYS
+        failed = "\n".join(_refused)
+        _refused.clear()
+        way = FAILED if failed else int(Passed.EITHER)
+        rows = Handshake([digest(f"a plan of {self.number}"), way + WAYS * mine, next(_numbers) + 1], PLANNING).rows()
+        if len({row[0] for row in rows}) > 1 or any(row[1] % WAYS == FAILED for row in rows):
+            raise difference(self._tell_all((failed, {"runs": PLANNING, "module": f"parallel module {self.number}"})))
+        if len({row[1] for row in rows}) > 1:
+            raise other_plans([said for _, said in self._tell_all(("", lines))])
+        if self._store is None:
+            self.number = rows[0][2] - 1
+        self._together = True
         return made
 
-    def compare(self, key: Hashable, contents: Callable[[], Sequence[Content]], always: bool = False) -> None:
-        """Inputs that should be the same on several ranks are."""
+    def compare(self, key: Hashable, contents: Contents, always: bool = False) -> None:
+        """Inputs that should be the same on several ranks are; and so is what they hold."""
         if always:
             settle()
         elif is_open():
             return
         times = self._seen[key]
-        if (times & (times - 1) and not always) or not (given := contents()):
-            return
-        mine = [number for each in given for number in (each.piece, checksum(each.tensor))]
-        rows = Handshake(mine, "comparing inputs").rows()
-        for i, each in enumerate(given):
-            sums: dict[int, dict[int, list[int]]] = {}
-            for rank, row in enumerate(rows):
-                sums.setdefault(row[2 * i], {}).setdefault(row[2 * i + 1], []).append(rank)
-            for alike in sums.values():
-                if len(alike) > 1:
-                    raise different(each, list(alike.values()))
+        now = times & (times - 1) == 0
+        if (now or always) and (given := contents()):
+            mine = [number for each in given for number in (each.piece, checksum(each.tensor))]
+            rows = Handshake(mine, "comparing inputs").rows()
+            for i, each in enumerate(given):
+                sides = apart([(row[2 * i], row[2 * i + 1]) for row in rows], operator.eq)
+                if sides:
+                    raise different(each, sides)
+        if now:
+            self._compare_held()
 
-    def firsts(self, mesh: Mesh, contents: Callable[[], Sequence[Content]]) -> Mapping[str, torch.Tensor]:
+    def _compare_held(self) -> None:
+        """What several ranks hold is the same, up to rounding."""
+        held = self._store.replicas() if self._store is not None else []
+        self._apart = bool(held)
+        if not held:
+            return
+        mine = [number for each in held for number in (each.piece, *Sketch.of(each.tensor).numbers())]
+        rows = Handshake(mine, "comparing what ranks hold").rows()
+        for i, each in enumerate(held):
+            alike = partial(Sketch.is_like, tolerance=tolerance_of(each.dtype))
+            sides = apart([(row[3 * i], Sketch.said(*row[3 * i + 1 : 3 * i + 3])) for row in rows], alike)
+            if sides:
+                raise no_longer_alike(each.name, sides)
+        self._apart = False
+
+    def firsts(self, mesh: Mesh, contents: Contents) -> Mapping[str, torch.Tensor]:
         """In the place of inputs that should be the same on several ranks, that of the first of these ranks."""
         settle()
         given = [each for each in contents() if mesh.extent(each.axes) > 1]
@@ -193,7 +287,7 @@ class ProcessPeers:
         except Error as ended:
             log.warning("the other ranks do not hear that a call failed here: %s", ended)
 
-    def _tell_all(self, mine: tuple[str, Mapping[str, str]]) -> list[tuple[str, Mapping[str, str]]]:
+    def _tell_all(self, mine: tuple[str, Mapping[str, V]]) -> list[tuple[str, Mapping[str, V]]]:
         """What every rank says, by rank."""
         every: list[Any] = [None] * dist.get_world_size()
         with ending_together("telling in what the ranks differ"):
@@ -206,71 +300,14 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def plan_text(graph: Graph) -> str:
-    """What ranks must have planned alike: inputs, and all that is sent."""
-    lines = [f"{n.op} {n.kwargs} {[v.type for v in n.outs]}" for n in graph.nodes if isinstance(n.op, OwnOp)]
-    return "\n".join([*lines, *(f"{g.name} {g.value.type} {g.value.spec}" for g in graph.inputs)])
-
-
-def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> Error:
-    """What ranks say that do not do the same, each side once."""
-    failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(every) if text]
-    if failures:
-        lines = [line for text in failures[:SHOWN] for line in text.splitlines()]
-        return Error(
-            "a call failed on another rank",
-            where=f"rank {dist.get_rank()}; the start of a call",
-            expected="every rank to come to this call",
-            got=f"\n  {'':<10}".join(lines),
-            remedy="mend it there; nothing was run, and all ranks can go on",
-        )
-    said = [words for _, words in every]
-    subjects = dict.fromkeys(subject for words in said for subject in words)
-    differ = [subject for subject in subjects if len({words.get(subject) for words in said}) > 1]
-    sides: dict[str, list[int]] = {}
-    for rank, words in enumerate(said):
-        parts = [f"{subject}: {words.get(subject, 'no')}" for subject in differ[:SHOWN]]
-        parts += [f"and {len(differ) - SHOWN} more that differ"] if len(differ) > SHOWN else []
-        sides.setdefault("; ".join(parts), []).append(rank)
-    lines = [f"{named(ranks)}: {text}" for text, ranks in sides.items()]
-    shown = [*lines[:SHOWN], f"and {len(lines) - SHOWN} sides more"] if len(lines) > SHOWN else lines
-    if differ == [WRITTEN]:
-        return Error(
-            "the ranks' parameters are no longer the same",
-            where=f"rank {dist.get_rank()}; before pm(...)",
-            expected="parameters that all ranks hold to be written into by all of them, as often",
-            got=f"\n  {'':<10}".join(shown),
-            remedy="step optimizers, and write into parameters, on all ranks alike; pm.load_full_state_dict(...), or a "
-            "checkpoint, makes them the same again",
-        )
-    return Error(
-        "the ranks do not make the same call",
-        where=f"rank {dist.get_rank()}; pm(...)",
-        expected="the same call on all ranks: training or evaluation, mode, shapes, numbers",
-        got=f"\n  {'':<10}".join(shown),
-        remedy="call a parallel module on all ranks alike, also to evaluate, to save, and for an epoch's last batch; "
-        "ranks that pass their own parts pad them to one length; nothing was run, and all ranks can go on",
-    )
-
-
-def different(given: Content, alike: Sequence[Sequence[int]]) -> Error:
-    """An input that should be the same on several ranks, and is not."""
-    here, whole, part = given.name, given.whole, given.part
-    if given.piece >= 0:
-        remedy = "ranks that hold the same part of the batch pass the same: let samplers depend on the data axes alone"
-    elif part == whole:
-        remedy = "no axis cuts this input: its ranks work on one batch, so let all pass the same"
-    else:
-        larger = tuple(w * (w // p) if p and w != p else w for w, p in zip(whole, part, strict=True))
-        remedy = (
-            f"either pass the same batch on all ranks; or let each rank pass its own part of it, {part}; where each "
-            f"has a batch of {whole} of its own, as with DDP, parallelize with example inputs of all ranks' rows "
-            f"together, about {larger}, and each passes its own"
-        )
-    return Error(
-        "ranks pass different batches as the same one",
-        where=f"pm(...), {here!r}",
-        expected=f"the whole batch {whole}, the same on all ranks" if given.piece < 0 else f"the same part {part}",
-        got="contents differ between " + " and ".join(named(ranks) for ranks in alike[:SHOWN]),
-        remedy=remedy,
-    )
+def apart(said: Sequence[tuple[int, T]], alike: Callable[[T, T], bool]) -> list[list[int]]:
+    """The ranks that say the same of one piece, where some say something else; none if all agree on each piece."""
+    pieces: dict[int, list[tuple[T, list[int]]]] = {}
+    for rank, (piece, what) in enumerate(said):
+        known = pieces.setdefault(piece, [])
+        ranks = next((ranks for other, ranks in known if alike(other, what)), None)
+        if ranks is None:
+            known.append((what, [rank]))
+        else:
+            ranks.append(rank)
+    return next(([ranks for _, ranks in known] for known in pieces.values() if len(known) > 1), [])

@@ -10,8 +10,7 @@ optimizers, norms and averages take no mixture; so buffers are as parameters are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import TypeVar
 
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind
 from shardfx.ir.ops.pools.transfer import finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side, stepped_together
@@ -28,10 +26,12 @@ from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.store import laid_as, norm_of
 
+from .agreement.acts import Acts, backward_of
+from .agreement.held_in_common import InCommon
+from .agreement.samples import Replica
 from .dtensor_shard import DTensorShard
 from .groups import device_mesh, make_groups
 from .peer_failure import ending_together
-from .process_peers import digest, plan_text
 from .stages.stage_homes import StageHomes
 
 Tensor = torch.Tensor
@@ -49,9 +49,10 @@ class ProcessStore:
         self.states: dict[str, list[Tensor]] = {}
         self.rank = dist.get_rank()
         self._homes = StageHomes(graph, self.rank)
-        with ending_together("comparing the ranks' plans"):
-            self._agree()
+        self.acts, self.is_staged = Acts(), graph.pipeline is not None
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        holders = [self._homes.holders(given) for given in self._inputs]
+        self.in_common = InCommon(graph, self._inputs, holders, self.rank)
         self._states = [g for g in graph.inputs if g.kind is InputKind.STATE]
         self._cuts = any(_spec(given).axes for given in self._inputs)
         self._here = {given.name for given in (*self._inputs, *self._states) if self._homes.is_here(given)}
@@ -69,22 +70,6 @@ class ProcessStore:
                     self._shards[given.name] = DTensorShard.of(
                         _spec(given), type_.shape, type_.dtype, along, shown_on, self._homes.coords
                     )
-
-    def _agree(self) -> None:
-        """All ranks have made the same plan: else they would wait for one another for ever."""
-        mine = digest(plan_text(self.graph))
-        every: list[int | None] = [None] * self.mesh.size
-        dist.all_gather_object(every, mine)
-        other = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
-        if other:
-            raise Error(
-                "the ranks have made different plans",
-                where=f"ranks 0 and {other[0]}",
-                expected="the same model, mesh, hints and shapes of example inputs on all ranks",
-                got=f"{len(set(every))} different plans",
-                remedy="let nothing in the model or the hints depend on the rank; examples are of the global batch; "
-                "and make a model on meta there, with torch.device('meta'), for one that is moved loses its ties",
-            )
 
     def has_weights(self, mine: bool) -> bool:
         """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
@@ -134,14 +119,40 @@ class ProcessStore:
 
     def writes(self) -> int:
         """How often parameters were written into that all ranks hold whole."""
-        held = (self.parameters.get(name) for name in self._everywhere)
+        held = (self.parameters.get(name) for name in self.in_common.whole)
         return sum(DTensorShard.unwrap(each[0])._version for each in held if each is not None)
 
-    @cached_property
-    def _everywhere(self) -> list[str]:
-        """What every rank holds whole."""
-        size = self.mesh.size
-        return [g.name for g in self._inputs if not _spec(g).axes and len(self._homes.holders(g)) == size]
+    def stepped_by_all(self) -> Mapping[int, str]:
+        """The parameters of which all ranks hold a piece, by their ``id``; of stages, if each has some, those here."""
+        names = self.in_common.in_pieces
+        if self.is_staged:
+            names = list(self.parameters) if self.in_common.each_trains else []
+        return {id(self.parameters[name][0]): name for name in names if name in self.parameters}
+
+    def replicas(self) -> list[Replica]:
+        """What is loaded, and several ranks hold the same piece of."""
+        loaded = [(given, piece) for given, piece in self.in_common.replicated if given.name in self._loaded]
+        return [
+            Replica(
+                given.name,
+                -1 - self.rank if piece is None else piece,
+                None if piece is None else self.piece(given.name, self.rank),
+                given.value.type.dtype,
+            )
+            for given, piece in loaded
+        ]
+
+    def loaded(self, names: Collection[str]) -> None:
+        """A state dict of pieces was loaded, or a part of one: all ranks are to do that."""
+        if all(name in names for name in self.held()):
+            self.acts.begin_anew("a state dict was loaded")
+        else:
+            self.acts.note(f"{len(names)} parameters and buffers were loaded")
+
+    def handed_out(self, scale: Tensor) -> None:
+        """Gradients of all that was computed, times ``scale``, go to parameters."""
+        held = (self.parameters.get(name) for name in self.in_common.in_pieces)
+        self.acts.note(backward_of(scale, (each[0].grad for each in held if each)))
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content for a parameter, buffer or state, here or on another rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -41,6 +41,12 @@ class VirtualStore:
     def writes(self) -> int:
         """Pieces that are alike are one."""
         return 0
+
+    def handed_out(self, scale: Tensor) -> None:
+        """To all ranks at once."""
+
+    def loaded(self, names: Collection[str]) -> None:
+        """By all ranks at once."""
 
     def is_loaded(self, name: str) -> bool:
         """Whether there is content."""

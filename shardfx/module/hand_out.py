@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from shardfx.runtime.store import Store
 from .call import Call
 from .pull_back import reject_second
 
+Note = Callable[[torch.Tensor], None]
+
 
 class HandOut(torch.autograd.Function):
     """A loss whose gradients are there already: ``backward`` hands them out, and keeps none.
@@ -27,10 +29,10 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], *parameters: torch.Tensor
+        ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], note: Note, *parameters: torch.Tensor
     ) -> torch.Tensor:
         """The loss as it is, and the gradients of ``parameters`` kept for ``backward``."""
-        ctx.grads = grads
+        ctx.grads, ctx.note = grads, note
         return loss.clone()
 
     @staticmethod
@@ -52,12 +54,13 @@ class HandOut(torch.autograd.Function):
                 got="another one",
                 remedy="call pm(...) again, or keep them: loss.backward(retain_graph=True)",
             )
+        ctx.note(scale)
         if _kept_for_later():
-            return (None, None, *(g if g is None else g * scale for g in grads))
+            return (None, None, None, *(g if g is None else g * scale for g in grads))
         ctx.grads = None
         if scale.device.type == "cpu" and bool(scale == 1):
-            return (None, None, *grads)
-        return (None, None, *(g if g is None else g.mul_(scale) for g in grads))
+            return (None, None, None, *grads)
+        return (None, None, None, *(g if g is None else g.mul_(scale) for g in grads))
 
 
 def _kept_for_later() -> bool:
@@ -66,9 +69,11 @@ def _kept_for_later() -> bool:
     return known is None or bool(known())
 
 
-def hand_out(loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The loss, whose ``backward()`` gives ``grads`` to ``parameters``."""
-    return HandOut.apply(loss, grads, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+def hand_out(
+    loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[torch.Tensor], note: Note
+) -> torch.Tensor:
+    """The loss, whose ``backward()`` gives ``grads`` to ``parameters``, and notes what they are multiplied by."""
+    return HandOut.apply(loss, grads, note, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def wanting(store: Store, call: Call | None = None) -> dict[str, list[torch.Tensor]]:
@@ -125,7 +130,8 @@ def trained(
     """The loss, with its gradients ready for all that want one."""
     grads = gradients(step, call, local, wanted, results)
     tensors = leaves(wanted)
-    return hand_out(results[OutputKind.LOSS, "loss"][0], grads or [None for _ in tensors], tensors)
+    given = grads or [None for _ in tensors]
+    return hand_out(results[OutputKind.LOSS, "loss"][0], given, tensors, step.store.handed_out)
 
 
 def check_step(

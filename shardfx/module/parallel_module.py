@@ -15,6 +15,7 @@ from shardfx.compiled import Compiled
 from shardfx.ir.capture.intake.given import quiet_copies
 from shardfx.ir.capture.intake.own_loss import without_own_loss
 from shardfx.ir.errors import Error
+from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import version
 
 from .call import Reader, first_form
@@ -45,13 +46,20 @@ class ParallelModule(SteppedModule):
     """
 
     def __init__(
-        self, compiled: Compiled, place: Place, model: nn.Module, variants: Variants, optimizer: object = None
+        self,
+        compiled: Compiled,
+        place: Place,
+        peers: Peers,
+        model: nn.Module,
+        variants: Variants,
+        optimizer: object = None,
     ) -> None:
         super().__init__()
         self._compiled, self._place, self.mesh = compiled, place, compiled.after.mesh
         self.training = model.training
         self._state = ModelState(compiled, place.make_store(compiled.after), model, variants.skeleton)
-        self._peers = place.make_peers(self._state.store)
+        self._peers = peers
+        peers.holds(self._state.store)
         self._compiling = None
         self._variants, self._reader = variants, Reader(compiled.hints)
         self._watch = self._measured = None
@@ -97,6 +105,7 @@ class ParallelModule(SteppedModule):
         with quiet_copies():
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         watch(made._state)
+        made._peers.holds(made._state.store)
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
@@ -236,7 +245,7 @@ class ParallelModule(SteppedModule):
         Raises:
             Error: missing or unexpected names (unless ``strict`` is False), a wrong shape or dtype.
         """
-        with self._together("load_full_state_dict(...)"):
+        with self._together("load_full_state_dict(...)", anew=True):
             self._state.load_full(state_dict, strict)
             self._register()
 

@@ -13,10 +13,12 @@ from shardfx.hints import Hints
 from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.distributed import gloo
+from shardfx.runtime.distributed.groups import check_size
 from shardfx.runtime.distributed.peer_failure import ending_compiled
 from shardfx.runtime.distributed.stages.messages import AHEAD
 from shardfx.runtime.engine import Engine
@@ -51,6 +53,15 @@ class Place:
             )
         return replace(self, device=device)
 
+    def check(self, mesh: Mesh) -> None:
+        """Real ranks are those of ``mesh``.
+
+        Raises:
+            Error: there is another number of them.
+        """
+        if not self.virtual:
+            check_size(mesh)
+
     def make_store(self, graph: Graph) -> Store:
         """A store for the parameters and buffers of a planned graph."""
         if self.virtual:
@@ -67,13 +78,13 @@ class Place:
 
         return ProcessEngine(graph, self.device)
 
-    def make_peers(self, store: Store) -> Peers:
-        """The other ranks, to a parallel module. All of them call it alike."""
+    def make_peers(self) -> Peers:
+        """The other ranks, to a parallel module that is to be planned. All of them call it alike."""
         if self.virtual:
             return Alone()
         from shardfx.runtime.distributed.process_peers import ProcessPeers
 
-        return ProcessPeers(store.writes)
+        return ProcessPeers()
 
     def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
         """An engine that runs programs as modules, through ``torch.compile(**options)``."""

@@ -64,10 +64,10 @@ class SteppedModule(WatchedModule):
             self.optimizer.begin_counts()
 
     @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """What all ranks are asked for."""
+    def _together(self, what: str, anew: bool = False) -> Iterator[None]:
+        """What all ranks are asked for; ``anew``: it loads all that is stored."""
         with self._peers.calling():
-            self._peers.agree(what, lambda: {"runs": what})
+            self._peers.agree(what, lambda: {"runs": what}, anew=anew)
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

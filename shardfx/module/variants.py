@@ -140,9 +140,14 @@ class Variants:
         draw = int(seed_tensor()) if known is not None and known.step.draws(kinds) and not onwards else None
         late = known is not None and known.step.meets_late(kinds) and not steps and watch is None and draw is None
         told = way is not Passed.EITHER or not cuts_inputs(first.step)
-        local, drawn = peers.agree(key, words, way, draw, late and told)
-        programs = self.serving(form, call, peers, make)
         rates = [Content(name, rate, (), (), -1) for name, rate in (options or {}).items()]
+        whole = self._compares and (way is Passed.WHOLE or not cuts_inputs(first.step))
+
+        def alike() -> list[Content]:
+            return [*(contents(known.step, call, False) if known is not None and whole else []), *rates]
+
+        local, drawn = peers.agree(key, words, way, draw, late and told, alike)
+        programs = self.serving(form, call, peers, make)
         call = self._alike(programs.step, call, key, peers, local, rates)
         if onwards:
             return self._onwards(programs, call, form, Around(peers, make, watch, local), wanted)
@@ -161,6 +166,11 @@ class Variants:
             return loss
         out = model_results(programs.compiled, step, local, results)
         return loss, attach(out, refuse, tensors) if tensors else out
+
+    @property
+    def _compares(self) -> bool:
+        """Whether ranks that pass something else are to be told: else the first one's is taken."""
+        return self.hints.check_inputs != "broadcast"
 
     def _alike(
         self, step: Step, call: Call, key: Hashable, peers: Peers, local: bool, rates: Sequence[Content] = ()
@@ -217,7 +227,7 @@ class Variants:
         first, ours = self.known[0][0], self.known[0][1].compiled.after
         started = time.perf_counter()
         with said_of(first, form):
-            made = make(peers.planned(lambda: self._plan(ours, form, call), lambda plan: plan.after))
+            made = make(peers.planned(lambda: self._plan(ours, form, call), Compiled.subjects))
         self._surroundings.settle(form.state)
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))

@@ -28,6 +28,7 @@ from tests.reference import Reference, single_device
 from tests.zoo import Case, make
 
 from . import (  # noqa: F401
+    agreement_workers,
     call_workers,
     feature_workers,
     optimizer_workers,

@@ -26,3 +26,15 @@ def test_what_scripts_do_around_the_calls() -> None:
         "inputs_of_the_first_rank_are_taken",
         "ranks_of_other_lengths_are_told",
     )
+
+
+def test_what_ranks_must_agree_on() -> None:
+    on_ranks(
+        2,
+        "ranks_that_plan_otherwise_are_told_where",
+        "what_is_done_between_calls_is_compared",
+        "what_several_ranks_hold_is_compared",
+        "a_step_that_one_stage_leaves_out_is_noticed",
+        "a_batch_that_one_rank_leaves_out_is_noticed",
+        "rates_that_one_rank_changes_are_noticed",
+    )

@@ -31,6 +31,7 @@ RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops
 ONE_OP = (*GRAPHS, "ir.rules")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.arena", "ir.program.looped", "ir.program.units")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.proof")
+OF_RANKS = ("runtime.distributed.agreement", "runtime.distributed.stages")
 CLOCKS = ("ir.cost", "ir.cost.live", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir": ("ir.ops", "ir.rules", "ir.schedule"),  # the rewriter alone; the graph its schedule
@@ -92,7 +93,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
     "runtime": PROGRAMS,
     "runtime.virtual": (*PROGRAMS, "runtime"),
-    "runtime.distributed": (*PROGRAMS, "runtime", "runtime.distributed.stages", "runtime.same_host"),
+    "runtime.distributed": (*PROGRAMS, "runtime", *OF_RANKS, "runtime.same_host"),
+    "runtime.distributed.agreement": (*GRAPHS, "ir.text", "runtime", "runtime.distributed"),
     "runtime.distributed.stages": (*PROGRAMS, "runtime.distributed", "runtime.same_host"),
     "runtime.same_host": (),
     "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime", "runtime.same_host"),

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardfx.ir.capture.sources import is_user_file, source_of
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Where
+from shardfx.ir.graph import Node, Where
 
 HOOKS = {
     "_backward_hooks": "a backward hook",
@@ -76,6 +76,14 @@ def reject_module(model: nn.Module) -> None:
                 got="one of a lazy module that was not called",
                 remedy="call the model once on an example",
             )
+        if hasattr(parameter, "placements"):
+            raise Error(
+                f"{name!r} is in pieces already",
+                where=name,
+                expected="the model before fully_shard(...), parallelize_module(...) or distribute_tensor(...)",
+                got=f"a {type(parameter.data).__name__} of placements {tuple(parameter.placements)}",
+                remedy='parallelize the plain model, and cut parameters by hints: specs={"0.weight": "tp, -"}, zero=3',
+            )
         for attribute, what in PARAMETER_HOOKS.items():
             if getattr(parameter, attribute, None):
                 refuse_hook(name, what, "register it on the parameters of pm, which are other tensors")
@@ -103,6 +111,26 @@ def reject_loss(loss: Callable[..., Any] | None) -> None:
             expected="a loss of the model's results and the targets alone",
             got=", ".join(held),
             remedy="give them to the loss as targets: loss=lambda out, y, weight: F.cross_entropy(out, y, weight)",
+        )
+
+
+COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+"""The namespaces of ops that need other processes."""
+
+
+def reject_collective(node: Node) -> None:
+    """Refuse a model or loss that communicates by itself: it says what one device would compute.
+
+    Raises:
+        Error: naming the collective.
+    """
+    if getattr(node.op, "namespace", "") in COLLECTIVE:
+        raise Error(
+            "the model or its loss communicates by itself",
+            where=str(node.where),
+            expected="what one device computes of the whole batch: what ranks send follows from how values are cut",
+            got=str(node.op),
+            remedy="leave torch.distributed out of forward and loss: a mean of the loss is that of the whole batch",
         )
 
 

@@ -67,6 +67,7 @@ def check(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, A
             got="assign=True" if whole is None else "a state dict of the model itself",
             remedy="leave assign=True out" if whole is None else "pm.load_full_state_dict(...)",
         )
+    module.store.loaded(given)
     held, theirs = module.store.held(), local_metadata.get(STAMP, {})
     said = [(name, own, tuple(theirs.get(name, own)), "the piece of another rank") for name, own in held.items()]
     for key, tensor in state_dict.items():
