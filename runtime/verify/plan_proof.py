@@ -29,6 +29,7 @@ from .families import many_ranks, own_programs
 from .families.alike_ranks import AlikeRanks, alike_ranks
 from .fault import Fault
 from .first_change import named
+from .forms.as_planned import as_planned
 from .proof import every_rank
 from .proof.known import Proof
 from .proof.numbering import MESSAGES
@@ -137,6 +138,8 @@ class PlanProof:
     mesh: Mesh
     """That of the plan: its turns are none of :attr:`after`'s, where each is a rank."""
     fakes: FakeCalls = field(default_factory=ExactCalls)
+    rewrites: bool = False
+    """Programs that somebody changed are written as the plan writes them, before they are proven."""
 
     @property
     def ranks(self) -> range:
@@ -173,6 +176,22 @@ class PlanProof:
             return numbers.of_graph(proof)
         for task in self.tasks:
             self.counts["outputs"] += sum(map(self._givers, task.outputs))
+        fault, number = self._programs(proof)
+        if fault is not None and not fault.certain and any(task.changed for task in self.tasks):
+            self.rewrites = True
+            proof = every_rank.anew(proof)
+            if self._programs(proof)[0] is None:
+                fault = None
+        self.counts.update({"nodes": proof.nodes, "collectives": proof.collectives})
+        if fault is None:
+            return None
+        task = self.tasks[number]
+        if task.changed:
+            fault = named(fault, {rank: task.asked.program(self.after, rank) for rank in task.changed}, task.changed)
+        return fault if fault.certain else self._with_numbers(fault, task, numbers)
+
+    def _programs(self, proof: Proof) -> tuple[Fault | None, int]:
+        """The first fault of all programs, and of which task."""
         alike = alike_ranks(self.after) if len(self.ranks) > many_ranks.EVERY else None
         if alike is not None:
             fault, number = self._many(proof, alike)
@@ -182,13 +201,7 @@ class PlanProof:
                 fault, number = self._each(proof)  # turns are few enough for that: each is gone through in a step
         else:
             fault, number = self._each(proof)
-        self.counts.update({"nodes": proof.nodes, "collectives": proof.collectives})
-        if fault is None:
-            return None
-        task = self.tasks[number]
-        if task.changed:
-            fault = named(fault, {rank: task.asked.program(self.after, rank) for rank in task.changed}, task.changed)
-        return fault if fault.certain else self._with_numbers(fault, task, numbers)
+        return fault, number
 
     def _givers(self, output: Output) -> int:
         """How many ranks give an output."""
@@ -215,12 +228,19 @@ class PlanProof:
     def _each(self, proof: Proof) -> tuple[Fault | None, int]:
         for number, task in enumerate(self.tasks):
             given = {r: task.changed.get(r) or task.asked.program(self.after, r) for r in self.ranks}
-            sound = {r: task.sound(each) for r, each in given.items()}
+            sound = {r: self._sound(task, each) for r, each in given.items()}
             task.run(given.values(), self.fakes)
             fault = every_rank.interpret(proof, sound, task.inputs, task.outputs)
             if fault is not None:
                 return fault, number
         return None, 0
+
+    def _sound(self, task: Task, program: RankProgram) -> RankProgram:
+        """The plain form of a program, as it is proven."""
+        made = task.sound(program)
+        if not self.rewrites or program is not task.changed.get(program.rank):
+            return made
+        return as_planned(task.sound(task.asked.program(self.after, program.rank)), made, self.fakes)
 
     def _many(self, proof: Proof, alike: AlikeRanks) -> tuple[Fault | None, int]:
         def write(graph: Graph, rank: int) -> RankProgram:
@@ -249,7 +269,7 @@ class PlanProof:
         program = together or task.asked.program
         return own_programs.Asked(
             lambda rank: task.sound(program(self.after, rank), in_place=True),
-            {rank: task.sound(each) for rank, each in alone.items()},
+            {rank: self._sound(task, each) for rank, each in alone.items()},
             task.nodes,
             task.inputs,
             task.outputs,

@@ -30,7 +30,7 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.arena", "ir.program.looped", "ir.program.units")
-PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.proof")
+PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.forms", "runtime.verify.proof")
 OF_RANKS = ("runtime.distributed.agreement", "runtime.distributed.stages")
 CLOCKS = ("ir.cost", "ir.cost.live", "ir.rules", "ir.schedule", "ir.timing", "runtime", "runtime.debug", "visualize")
 SUB_PACKAGES: dict[str, tuple[str, ...]] = {
@@ -100,8 +100,9 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime", "runtime.same_host"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
     "runtime.verify": (*PROOF, "ir.oracle", "ir.oracle.running", "runtime.verify.families", "runtime.verify.sample"),
+    "runtime.verify.forms": (*PROOF, "ir.cost"),
     "runtime.verify.families": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof"),
-    "runtime.verify.proof": (*PROGRAMS, "ir.capture.forms", "ir.rules", "runtime", "runtime.verify"),
+    "runtime.verify.proof": (*PROOF, "ir.capture.forms", "runtime.verify"),
     "runtime.verify.sample": (*PROOF, "runtime.verify", "runtime.verify.families", "runtime.virtual"),
     "visualize": ("ir", "visualize.paint", "visualize.scene"),
     "visualize.scene": (*GRAPHS, "ir.cost", "ir.text"),

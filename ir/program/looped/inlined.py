@@ -43,7 +43,10 @@ def inlined(into: fx.Graph, module: fx.GraphModule, env: dict[fx.Node, Any], pat
         args: Any = fx.map_arg(node.args, env.__getitem__)
         kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
         if node.target is turns.repeat:
-            unit = attribute(module, str(args[0].target).removeprefix(path))
+            held = isinstance(args[0], fx.Node) and args[0].op == "get_attr"
+            unit = attribute(module, str(args[0].target).removeprefix(path)) if held else None
+            if not isinstance(unit, fx.GraphModule):
+                raise _not_a_call(path, node, f"turns of {node.args[0]}, which is no module of calls")
             into.erase_node(args[0])
             env[node] = _turns(into, unit, args[1:], path)
             continue

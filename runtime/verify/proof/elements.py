@@ -215,7 +215,7 @@ class Elements:
         return torch.cat([torch.empty(0, dtype=torch.int64), *map(_write, self.runs)]).reshape(self.shape)
 
     def _written(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Elements:
-        return _read(move(self.written_out()))
+        return read(move(self.written_out()))
 
 
 def _write(run: StridedRun) -> torch.Tensor:
@@ -230,7 +230,7 @@ def _written_equal(a: Sequence[StridedRun], b: Sequence[StridedRun]) -> bool:
     return size <= WRITTEN_OUT and torch.equal(torch.cat([*map(_write, a)]), torch.cat([*map(_write, b)]))
 
 
-def _read(numbers: torch.Tensor) -> Elements:
+def read(numbers: torch.Tensor) -> Elements:
     """Numbers that are written out, as runs again."""
     flat = numbers.flatten()
     if not flat.numel():
@@ -269,4 +269,4 @@ def cat(tensors: Sequence[Elements], dim: int = 0) -> Elements:
     front = Elements((shape[dim], *rest[0], *rest[1]), joined(run for t in tensors for run in t.movedim(dim, 0).runs))
     if len(front.runs) == 1:
         return front.movedim(0, dim)
-    return _read(torch.cat([t.written_out() for t in tensors], dim))
+    return read(torch.cat([t.written_out() for t in tensors], dim))

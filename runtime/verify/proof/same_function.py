@@ -10,6 +10,7 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.runtime.verify.claims import other_claim
 from shardfx.runtime.verify.decomposition import Unjustified
 from shardfx.runtime.verify.fault import Fault
+from shardfx.runtime.verify.forms.terms_by_laws import TermsByLaws
 
 from .terms import Universe, build, differing, is_sum
 
@@ -35,10 +36,20 @@ def same_function(
         universe = universe or build(before, after, book)
         if differing(universe, wanted) is not None:  # perhaps since ops of the captured program were made one
             universe = build(before, after, book, fused=True)
+        if differing(universe, wanted) is not None:
+            universe = _by_laws(before, after, book) or universe
     except Unjustified as error:
         return Fault(str(error))
     other = differing(universe, wanted)
     return universe if other is None else _blamed(universe, after, other)
+
+
+def _by_laws(before: Graph, after: Graph, book: RuleBook) -> Universe | None:
+    """The terms of both graphs in normal form; None where a dim has no size yet."""
+    values = [v for graph in (before, after) for node in graph.nodes for v in node.outs]
+    if not all(isinstance(size, int) for value in values for size in value.type.shape):
+        return None
+    return build(before, after, book, terms=TermsByLaws())
 
 
 def _blamed(universe: Universe, after: Graph, output: Output) -> Fault:

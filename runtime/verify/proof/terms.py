@@ -154,12 +154,13 @@ class Universe:
         return tuple(None if v is None else self.of[v] for v in node.results)
 
 
-def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False) -> Universe:
+def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False, terms: Terms | None = None) -> Universe:
     """The terms of the planned program, and the captured program's outputs among them.
 
     ``fused``: what the planned program does by an op that the captured one does not have is taken apart, too.
+    ``terms``: none yet, of a kind that knows more of them to be equal.
     """
-    terms = Terms()
+    terms = terms or Terms()
     of: dict[Value, int] = {given.value: terms.given(given.name, given.value.type) for given in after.inputs}
     universe = Universe(terms, of, {})
     reader = None

@@ -1,0 +1,87 @@
+"""Sums with factors, and products, of values: as sets, so that no order matters.
+
+A sum is ``constant + sum(factor * value)``, a product ``product(value) / product(value)``. Nothing is cancelled: of
+infinities and NaN ``x - x`` is not 0, and ``x / x`` not 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+Number = int | float
+DIGITS = 13
+"""Factors that differ by rounding are one: ``x / sqrt(2)`` is ``x * sqrt(0.5)``."""
+
+
+def rounded(number: Number) -> Number:
+    """A number as it is compared."""
+    return number if isinstance(number, int) else float(f"{number:.{DIGITS - 1}e}")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """``constant`` and values with their factors; a value stands twice where its factors have other signs."""
+
+    constant: Number
+    parts: tuple[tuple[int, Number], ...]
+
+    def times(self, factor: Number) -> Sum:
+        """All of it by a factor."""
+        parts = tuple((value, rounded(by * factor)) for value, by in self.parts)
+        return Sum(rounded(self.constant * factor), parts)
+
+    @property
+    def number(self) -> bool:
+        """Whether it is a number alone."""
+        return not self.parts
+
+
+def total(sums: Iterable[Sum]) -> Sum:
+    """The sum of sums."""
+    constant: Number = 0
+    parts: dict[tuple[int, bool], Number] = {}
+    for each in sums:
+        constant += each.constant
+        for value, by in each.parts:
+            key = value, by > 0
+            parts[key] = parts.get(key, 0) + by
+    return Sum(rounded(constant), tuple(sorted((value, rounded(by)) for (value, _), by in parts.items())))
+
+
+@dataclass(frozen=True)
+class Product:
+    """Values that are multiplied, each so many times, and values that this is divided by."""
+
+    over: tuple[tuple[int, int], ...]
+    under: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(over: Mapping[int, int], under: Mapping[int, int]) -> Product:
+        """In order."""
+        return Product(tuple(sorted(over.items())), tuple(sorted(under.items())))
+
+    def inverse(self) -> Product:
+        """One divided by it."""
+        return Product(self.under, self.over)
+
+    @property
+    def alone(self) -> int | None:
+        """The value, where it is nothing but that."""
+        return self.over[0][0] if not self.under and len(self.over) == 1 and self.over[0][1] == 1 else None
+
+
+def product(factors: Iterable[Product]) -> Product:
+    """The product of products."""
+    over, under = Counter[int](), Counter[int]()
+    for each in factors:
+        over.update(dict(each.over))
+        under.update(dict(each.under))
+    return Product.of(over, under)
+
+
+def plain(number: object) -> bool:
+    """Whether values may be multiplied by a number, whatever they are: what is 0 or infinite makes NaN of some."""
+    return isinstance(number, (int, float)) and math.isfinite(number) and number != 0

@@ -1,0 +1,150 @@
+"""Programs and passes that write the model otherwise are proven by laws; what is not the same is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import shardfx as sx
+from shardfx.ir import Graph, Node, Rewriter, Value
+from shardfx.passes import Context
+from tests.captures import captured_once
+
+aten = torch.ops.aten
+Call = Callable[..., Any]
+"""Writes a call of an op."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.c(x + self.b(F.gelu(self.a(x)))))
+
+
+def planned(*passes: sx.Pass) -> sx.ParallelModule:
+    torch.manual_seed(0)
+    hints = sx.Hints(
+        args=(torch.randn(8, 8),),
+        targets=(torch.randint(0, 6, (8,)),),
+        loss=F.cross_entropy,
+        specs={"args.0": "dp, -", "a.weight": "tp, -"},
+        passes=passes,
+    )
+    with captured_once("by laws"):
+        return sx.parallelize(Net(), sx.Mesh(dp=2, tp=2), hints, virtual=True)
+
+
+def gelu(call: Call, x: Any, factor: float = math.sqrt(0.5)) -> Any:
+    erf = call(aten.erf.default, call(aten.mul.Tensor, x, factor))
+    return call(aten.mul.Tensor, call(aten.mul.Tensor, x, 0.5), call(aten.add.Tensor, erf, 1))
+
+
+def turned(call: Call, a: Any, b: Any) -> Any:
+    """A product of matrices as that of both turned, the other way round."""
+    return call(aten.t.default, call(aten.mm.default, call(aten.t.default, b), call(aten.t.default, a)))
+
+
+def batched(call: Call, a: Any, b: Any) -> Any:
+    one = (call(aten.unsqueeze.default, each, 0) for each in (a, b))
+    return call(aten.squeeze.dim, call(aten.bmm.default, *one), 0)
+
+
+def scaled(call: Call, a: Any, b: Any, back: float = 0.5) -> Any:
+    return call(aten.mul.Tensor, call(aten.mm.default, call(aten.mul.Tensor, a, 2.0), b), back)
+
+
+def there_and_back(call: Call, a: Any, b: Any) -> Any:
+    made = call(aten.mm.default, a, b)
+    for op, args in ((aten.neg.default, ()), (aten.flip.default, ([0],))):
+        made = call(op, call(op, made, *args), *args)
+    return made
+
+
+Rewriting = tuple[Any, Callable[..., Any], bool]
+REWRITINGS: Mapping[str, Rewriting] = {
+    "gelu by erf": (aten.gelu.default, gelu, True),
+    "gelu by erf of another factor": (aten.gelu.default, lambda call, x: gelu(call, x, 0.7071), False),
+    "another gelu": (aten.gelu.default, lambda call, x: call(aten.gelu.default, x, approximate="tanh"), False),
+    "mm turned": (aten.mm.default, turned, True),
+    "mm turned once too often": (aten.mm.default, lambda call, a, b: turned(call, b, a), False),
+    "mm as bmm": (aten.mm.default, batched, True),
+    "mm scaled and back": (aten.mm.default, scaled, True),
+    "mm scaled and not quite back": (aten.mm.default, lambda call, a, b: scaled(call, a, b, 0.5000001), False),
+    "there and back": (aten.mm.default, there_and_back, True),
+}
+
+
+@dataclass(frozen=True)
+class Rewritten(sx.Pass):
+    """Writes the first square call of an op otherwise."""
+
+    name: ClassVar[str] = "rewritten"
+    before: ClassVar[str] = "propagate"
+    rewriting: str = ""
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        op, write, _ = REWRITINGS[self.rewriting]
+        rewriter = Rewriter(graph, context.rules)
+        node = next(each for each in graph.nodes if each.op is op and _square(each.operands))
+
+        def call(of: Any, *args: Any, **kwargs: Any) -> Value:
+            made: Node = rewriter.before(node, rewriter.call(of, *args, like=node, **kwargs))
+            return made.outs[0]
+
+        rewriter.replace(node.outs[0], write(call, *node.operands))
+        rewriter.erase(node)
+        return rewriter.apply()
+
+
+def _square(values: Any) -> bool:
+    return all(value.shape == (8, 8) for value in values)
+
+
+@pytest.mark.parametrize("name", REWRITINGS)
+def test_a_pass_that_writes_an_op_otherwise(name: str) -> None:
+    assert planned(Rewritten(name)).verify().status == ("proven" if REWRITINGS[name][2] else "refuted")
+
+
+@pytest.mark.parametrize("name", [name for name in REWRITINGS if "once too often" not in name])  # no square there
+def test_a_program_that_writes_an_op_otherwise(name: str) -> None:
+    op, write, sound = REWRITINGS[name]
+    pm = planned()
+    changed = {rank: pm.rank_module(rank) for rank in range(4)}
+    for module in changed.values():
+        node = next(each for each in module.graph.nodes if each.target is op)
+
+        def call(of: Any, *args: Any, graph: fx.Graph = module.graph, node: fx.Node = node, **kwargs: Any) -> fx.Node:
+            with graph.inserting_before(node):
+                return graph.call_function(of, args, kwargs)
+
+        node.replace_all_uses_with(write(call, *node.all_input_nodes))
+        module.graph.erase_node(node)
+        module.recompile()
+    verdict = pm.verify(changed)
+    assert bool(verdict) is sound, verdict
+    if not sound:
+        assert verdict.status == "refuted"
+
+
+def test_what_was_not_waited_for_is_no_value_yet() -> None:
+    """A copy of it, waited for, is the same by no law."""
+    pm = planned()
+    changed = {rank: pm.rank_module(rank) for rank in range(4)}
+    for module in changed.values():
+        wait = next(each for each in module.graph.nodes if "wait_tensor" in str(each.target))
+        with module.graph.inserting_before(wait):
+            early = module.graph.call_function(aten.neg.default, (wait.args[0],))
+            early = module.graph.call_function(aten.neg.default, (early,))
+        wait.replace_all_uses_with(early)
+        module.recompile()
+    assert not pm.verify(changed)
