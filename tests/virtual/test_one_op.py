@@ -165,3 +165,55 @@ def test_a_transposed_convolution_padded_by_more_than_its_stride(spec: str) -> N
     ours.backward(), theirs.backward()
     assert rel_err(ours, theirs) < 1e-12 and rel_err(given.grad, alone.grad) < 1e-10
     assert rel_err(pm.full_grads()["weight"], net.weight.grad) < 1e-10 and pm.verify()
+
+
+class Spectral(nn.Module):
+    """A diagonal state space in the frequencies: its parameters are real, and joined by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.log, self.turn = (nn.Parameter(torch.rand(4, 6, dtype=torch.float64)) for _ in range(2))
+        self.mix = nn.Parameter(torch.randn(4, 6, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = -self.log.exp() + 1j * self.turn
+        kernel = 2 * torch.einsum("hn,hnl->hl", self.mix, torch.exp(a[..., None] * torch.arange(8))).real
+        powers = torch.stack([(self.mix**k).sum(-1).imag for k in (1, 2)]).sum(0)
+        y = torch.fft.irfft(torch.fft.rfft(kernel, n=16) * torch.fft.rfft(x, n=16), n=16)[..., :8]
+        return y * powers[:, None]
+
+
+@pytest.mark.parametrize("specs", [{"args.0": "r, -, -"}, {"mix": "r, -"}, {"turn": "-, r"}], ids=str)
+def test_a_complex_number_may_be_all_that_an_op_is_given(specs: dict[str, str]) -> None:
+    """The backward of a product by 1j conjugates the number."""
+    model, alone, x = Spectral(), Spectral(), torch.randn(8, 4, 8, dtype=torch.float64)
+    pm = sx.parallelize(model, sx.Mesh(r=2), sx.Hints(args=(x,), loss=squares, specs=specs), virtual=True)
+    ours, theirs = pm(x), squares(alone(x))
+    ours.backward(), theirs.backward()
+    assert rel_err(ours, theirs) < 1e-12 and pm.verify(), pm.verify().why
+    for name, grad in pm.full_grads().items():
+        torch.testing.assert_close(grad, alone.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+
+
+OF_NOTHING: dict[str, Any] = {
+    "triangle": lambda x: x[:, torch.tril_indices(6, 6)[1][:6]],
+    "window": lambda x: x * torch.hann_window(6, dtype=x.dtype),
+    "frequencies": lambda x: x * torch.fft.fftfreq(6, dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", OF_NOTHING)
+def test_what_is_made_of_nothing_needs_no_rule(name: str) -> None:
+    """Every rank makes it whole and takes its part: nothing is said of it, and ``strict`` has nothing against it."""
+    x, layer = torch.randn(4, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return OF_NOTHING[name](self.layer(x))
+
+    beside_one_device(Made(), (x,), sx.Mesh(r=2), {"layer.weight": "r, -"})
