@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardfx.ir.capture.decomposed import DECOMPOSED
-from shardfx.ir.capture.forms.canonical import draws_nothing
+from shardfx.ir.capture.forms.random_numbers import draws_nothing
 from shardfx.ir.oracle.instance import Instance, instance
 
 MOST_ELEMENTS = 3000

@@ -253,3 +253,8 @@ class RowExchange:
         by_box = {box: k for k, box in parts}
         grid = [(by_box[cell], cell) for cell in itertools.product(*edges)]
         return grid, [len(each) for each in edges]
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor to be compared, in float64; a complex one in complex128, for in float64 it would be its real part."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

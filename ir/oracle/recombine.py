@@ -8,7 +8,7 @@ import torch
 
 from shardfx.ir.cut import Coords
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.shards import Box
+from shardfx.ir.shards import Box, wide
 from shardfx.ir.spec import Spec
 
 
@@ -78,6 +78,11 @@ def reduce(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
     return (value / len(parts) if kind == "avg" else value).to(parts[0].dtype)
 
 
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether it is a number of one byte with a point, which is stored and cast, and not computed with."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
 def rounding(tensors: Iterable[torch.Tensor | None]) -> float:
     """What the least precise of some tensors may be off by, relative to their size."""
     digits = [torch.finfo(t.dtype).eps for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
@@ -95,6 +100,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0, bou
     if a.numel() == 0:
         return True
     bound = max(bound or 0.0, rounding([a, b]))
+    a, b = wide(a), wide(b)
     finite = b[b.isfinite()]
     size = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=bound, atol=bound * max(size, scale), equal_nan=True)
@@ -102,7 +108,8 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None, scale: float = 1.0, bou
 
 def apart_at(value: torch.Tensor, whole: torch.Tensor) -> str:
     """Where two tensors of one shape are furthest apart, and the two numbers there."""
-    off = (value.to(torch.complex128) - whole.to(torch.complex128)).abs()
+    value, whole = wide(value), wide(whole)
+    off = (value - whole).abs()
     off = torch.where((value == whole) | (value.isnan() & whole.isnan()), 0.0, off.nan_to_num(torch.inf))
     at = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)] if off.dim() else []
     got, expected = value[tuple(at)].item(), whole[tuple(at)].item()
@@ -111,7 +118,8 @@ def apart_at(value: torch.Tensor, whole: torch.Tensor) -> str:
 
 def magnitude(parts: Iterable[torch.Tensor]) -> float:
     """The size of the largest element, at least 1: sums that cancel are rounded as their terms are."""
-    floats = [part[part.isfinite()] for part in parts if part.is_floating_point() or part.is_complex()]
+    floats = [wide(part) for part in parts if part.is_floating_point() or part.is_complex()]
+    floats = [part[part.isfinite()] for part in floats]
     return max([1.0, *(float(part.abs().max()) for part in floats if part.numel())])
 
 
@@ -164,7 +172,7 @@ def outcomes(
     if all(part.shape == whole.shape for part in parts):
         if all(same(part, whole) for part in parts):
             found.add("equal")
-        if whole.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not add these
+        if whole.dtype in (torch.uint16, torch.uint32, torch.uint64) or is_float8(whole.dtype):  # not added by torch
             return frozenset(found)
         if whole.dtype is not torch.bool:
             scale = magnitude(parts)

@@ -14,11 +14,12 @@ CATEGORIES = {
         *(views, slices, rearrange, rolled, lookup, scatter),
     )
 }
-"""The rules by kind of op, which is a file; ops that carry torch's pointwise tag have theirs beside them."""
+"""The rules by kind of op, which is a file; ops that carry torch's pointwise tag, and those that make tensors of
+nothing, have theirs beside them."""
 
 BUILT_IN = tuple(entry for entries in CATEGORIES.values() for entry in entries)
 
 
 def default_rules() -> RuleBook:
     """The built-in rule book."""
-    return RuleBook(BUILT_IN, pointwise.POINTWISE)
+    return RuleBook(BUILT_IN, pointwise.POINTWISE, create.MADE)

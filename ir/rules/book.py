@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.builder import makes_of_nothing
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node, Value
 
@@ -179,13 +180,15 @@ Fallback = Callable[[Any], "RuleEntry | None"]
 
 
 class RuleBook:
-    """The rules by op: for an overload, for all overloads of a name, or (pointwise ops) by torch's tag.
+    """The rules by op: for an overload, for all overloads of a name, (pointwise ops) by torch's tag, or (ops that make
+    a tensor of nothing) by torch's schema.
 
     What has none of these is asked of the fallback, if the book has one.
     """
 
-    def __init__(self, entries: Iterable[RuleEntry], pointwise: RuleEntry) -> None:
+    def __init__(self, entries: Iterable[RuleEntry], pointwise: RuleEntry, made: RuleEntry) -> None:
         self._pointwise = pointwise
+        self._made = made
         self._fallback: Fallback | None = None
         self._by_op: dict[Any, RuleEntry] = {}
         for entry in entries:
@@ -194,7 +197,7 @@ class RuleBook:
 
     def extended(self, entries: Iterable[RuleEntry]) -> RuleBook:
         """A new book in which ``entries`` stand beside these, and win."""
-        book = RuleBook((), self._pointwise)
+        book = RuleBook((), self._pointwise, self._made)
         book._by_op = dict(self._by_op)
         book._fallback = self._fallback
         for entry in entries:
@@ -215,6 +218,8 @@ class RuleBook:
             found = self._by_op.get(op.overloadpacket)
             if found is None and torch.Tag.pointwise in op.tags:
                 found = self._pointwise
+            elif found is None and makes_of_nothing(op):
+                found = self._made
         if found is None and self._fallback is not None:
             found = self._fallback(op)
         return found

@@ -195,7 +195,10 @@ def keeps_precision(source: torch.dtype, target: torch.dtype) -> bool:
     if not (source.is_floating_point or source.is_complex):
         return True
     source, target = (each.to_real() if each.is_complex else each for each in (source, target))
-    return target.is_floating_point and torch.promote_types(source, target) == target
+    if source == target or not target.is_floating_point:
+        return source == target
+    own, other = torch.finfo(source), torch.finfo(target)
+    return other.eps <= own.eps and other.max >= own.max and other.smallest_normal <= own.smallest_normal
 
 
 template = functools.cache(Template)

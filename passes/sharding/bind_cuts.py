@@ -88,12 +88,15 @@ def _named(graph: Graph, text: str, given: Any, context: Context, expander: Expa
     paths = dict.fromkeys(node.where.module for node in forward if node.where.module)
     near = [] if inside else difflib.get_close_matches(path, paths, 3, 0.5)
     said = "; ".join(f"{name}: {rule}" for name, rule in rules.items()) or "the modules that call an op"
+    remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "print(sx.trace(...)) has all ops"
+    if any(op in names_of(node.op) and matcher.fullmatch(node.where.module) for node in graph.nodes):
+        remedy = "hint the op of the forward: those of its backward follow it"
     raise Error(
         f"hint {text!r} names no op",
         where=WHERE,
         expected=f"module.path:aten.op, of one of {said}",
         got=f"{text!r}: {given!r}",
-        remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "print(sx.trace(...)) has all ops",
+        remedy=remedy,
     )
 
 

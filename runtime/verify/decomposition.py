@@ -14,6 +14,7 @@ from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import draw_slot
 from shardfx.ir.oracle.instance import bind
 from shardfx.ir.oracle.running.draws import FLOATS, Draw
+from shardfx.ir.shards import wide
 from shardfx.ir.spec import TensorType
 
 CHECKED_NUMEL = 1 << 22
@@ -89,9 +90,9 @@ def small(node: Node) -> bool:
 
 
 def widened(arg: Any) -> Any:
-    """A nest of arguments with float64 for every floating-point dtype among them."""
-    if isinstance(arg, torch.dtype) and arg.is_floating_point:
-        return torch.float64
+    """A nest of arguments with float64 for every floating-point dtype among them, and complex128 for complex ones."""
+    if isinstance(arg, torch.dtype) and (arg.is_floating_point or arg.is_complex):
+        return torch.complex128 if arg.is_complex else torch.float64
     if isinstance(arg, (list, tuple)):
         return type(arg)(widened(a) for a in arg)
     if isinstance(arg, dict):
@@ -103,10 +104,12 @@ def _random(type: TensorType, draw: Draw, random: torch.Generator, indices: int)
     """Random numbers; integers below ``indices``, as they may be indices."""
     if type.dtype.is_floating_point:
         return draw(type.shape, random)
+    if type.dtype.is_complex:
+        return torch.complex(draw(type.shape, random), draw(type.shape, random))
     if type.dtype is torch.bool:
         return torch.rand(type.shape, generator=random) < 0.5
     return torch.randint(0, max(indices, 1), type.shape, generator=random).to(type.dtype)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(wide(a), wide(b), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)

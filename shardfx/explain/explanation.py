@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from shardfx.ir.cost.call_facts import source_of
 from shardfx.ir.cost.traffic import traffic
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, op_name
+from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Phase, Value, factors_text, op_name
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleBook
@@ -199,7 +199,8 @@ class _Explainer:
         if entry is not None and entry.discovered and (made := entry.make(node)) is not None:
             rule = f", of the rule {rule_text(made)}, which was found by running the op"
         cuts = ", ".join(f"{factor} over {' and '.join(axes)}" for factor, axes in node.strategy.cuts)
-        return f"cuts {cuts}{rule}" if cuts else "cuts nothing: every rank that has the operands does the same"
+        said = f"cuts {cuts}{rule}" if cuts else "cuts nothing: every rank that has the operands does the same"
+        return said if node.pin is None else f"{said}; the hint {node.pin.by!r} says {factors_text(node.pin.cuts)}"
 
     def _trails(self, value: Value) -> tuple[Trail, ...]:
         """One trail for every axis that cuts the value, or over which it is partial."""

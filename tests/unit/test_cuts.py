@@ -161,6 +161,7 @@ def test_a_pin_wins_over_a_parameter_and_keeps_factors_whole() -> None:
     pm = equal(Product(), sx.Mesh(x=2), {":mm": "m{x} n{} k{}"}, x, {"weight": "-, x"})
     product = next(node for node in pm.after.nodes if node.pin is not None)
     assert product.strategy is not None and dict(product.strategy.cuts) == {"m": ("x",)}
+    assert "; the hint ':mm' says m{x} n{} k{}" in str(pm.explain(product.name))
 
 
 def test_explanations_and_plans_know_them() -> None:
@@ -197,6 +198,7 @@ def test_equal_blocks_are_planned_once() -> None:
         ({"fc9": "n{x}"}, "did you mean 'fc3'"),
         ({"fc1:aten.bmm": "n{x}"}, "names no op"),
         ({"conv2:relu": "d0{x}"}, "names no op"),
+        ({"conv2:convolution_backward": "n{x}"}, r"names no op(.|\n)*hint the op of the forward"),
         ({"conv1": "ci{x}"}, r"some ranks would get nothing(.|\n)*n ci! h0~p0"),
         ({"fc1": "n{y}"}, "mesh axis 'y' is unknown"),
         ({"fc1": "n{x} m{x}"}, "names axis 'x' twice"),

@@ -28,6 +28,7 @@ WRONG: dict[str, tuple[Any, tuple[Any, ...], Callable[..., Any]]] = {
     "for positive numbers": (aten.relu.default, (f(4, 6),), lambda x: x * 1),
     "but for zero": (aten.sign.default, (f(4, 6),), lambda x: x / x.abs()),
     "but for large ones": (aten.hardtanh.default, (f(4, 6), -1.0, 1.0), clipped),
+    "but for imaginary parts": (aten._conj.default, (torch.complex(f(4, 6), f(4, 6)),), lambda x: x * 1),
     "but for ties": (aten.argmax.default, (f(4, 6), 1), lambda x, dim: 5 - x.flip(1).argmax(dim)),
 }
 

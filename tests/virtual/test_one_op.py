@@ -165,3 +165,114 @@ def test_a_transposed_convolution_padded_by_more_than_its_stride(spec: str) -> N
     ours.backward(), theirs.backward()
     assert rel_err(ours, theirs) < 1e-12 and rel_err(given.grad, alone.grad) < 1e-10
     assert rel_err(pm.full_grads()["weight"], net.weight.grad) < 1e-10 and pm.verify()
+
+
+class Spectral(nn.Module):
+    """A diagonal state space in the frequencies: its parameters are real, and joined by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.log, self.turn = (nn.Parameter(torch.rand(4, 6, dtype=torch.float64)) for _ in range(2))
+        self.mix = nn.Parameter(torch.randn(4, 6, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = -self.log.exp() + 1j * self.turn
+        kernel = 2 * torch.einsum("hn,hnl->hl", self.mix, torch.exp(a[..., None] * torch.arange(8))).real
+        powers = torch.stack([(self.mix**k).sum(-1).imag for k in (1, 2)]).sum(0)
+        y = torch.fft.irfft(torch.fft.rfft(kernel, n=16) * torch.fft.rfft(x, n=16), n=16)[..., :8]
+        return y * powers[:, None]
+
+
+@pytest.mark.parametrize("specs", [{"args.0": "r, -, -"}, {"mix": "r, -"}, {"turn": "-, r"}], ids=str)
+def test_a_complex_number_may_be_all_that_an_op_is_given(specs: dict[str, str]) -> None:
+    """The backward of a product by 1j conjugates the number."""
+    model, alone, x = Spectral(), Spectral(), torch.randn(8, 4, 8, dtype=torch.float64)
+    pm = sx.parallelize(model, sx.Mesh(r=2), sx.Hints(args=(x,), loss=squares, specs=specs), virtual=True)
+    ours, theirs = pm(x), squares(alone(x))
+    ours.backward(), theirs.backward()
+    assert rel_err(ours, theirs) < 1e-12 and pm.verify(), pm.verify().why
+    for name, grad in pm.full_grads().items():
+        torch.testing.assert_close(grad, alone.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
+
+
+OF_NOTHING: dict[str, Any] = {
+    "triangle": lambda x: x[:, torch.tril_indices(6, 6)[1][:6]],
+    "window": lambda x: x * torch.hann_window(6, dtype=x.dtype),
+    "frequencies": lambda x: x * torch.fft.fftfreq(6, dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", OF_NOTHING)
+def test_what_is_made_of_nothing_needs_no_rule(name: str) -> None:
+    """Every rank makes it whole and takes its part: nothing is said of it, and ``strict`` has nothing against it."""
+    x, layer = torch.randn(4, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
+
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return OF_NOTHING[name](self.layer(x))
+
+    beside_one_device(Made(), (x,), sx.Mesh(r=2), {"layer.weight": "r, -"})
+
+
+@pytest.mark.parametrize("specs", ["-, -, r, -", "-, -, -, r"])
+def test_windows_of_what_is_infinite(specs: str) -> None:
+    """An infinite element is in its own windows alone: nothing else is multiplied by it, not by a zero either."""
+    x = torch.randn(1, 2, 6, 5, dtype=torch.float64)
+    x[0, 0, 2, 2], x[0, 1, 0, 0] = float("inf"), float("nan")
+
+    class Windows(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            windows = F.unfold(x, (2, 2), (2, 1), (1, 0))
+            return windows, F.fold(windows, (6, 5), (2, 2), (2, 1), (1, 0))
+
+    with torch.no_grad():
+        pm = sx.parallelize(Windows(), sx.Mesh(r=3), sx.Hints(args=(x,), specs={"args.0": specs}), virtual=True)
+        for ours, theirs in zip(pm(x), Windows()(x), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert pm.verify(), pm.verify().why
+
+
+@pytest.mark.parametrize("specs", [{"args.0": "r, -"}, {"weight": "r"}], ids=str)
+def test_how_far_complex_numbers_scatter(specs: dict[str, str]) -> None:
+    """The squares in a variance are those of sizes."""
+
+    class Scattered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).std(0) + torch.var_mean(x * self.weight)[0]
+
+    beside_one_device(Scattered(), (torch.randn(4, 6, dtype=torch.float64),), sx.Mesh(r=2), specs)
+
+
+class Eighths(nn.Module):
+    """A layer whose product goes through eight bits, as it is done for products of such numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.layer(x)
+        scale = h.detach().abs().max() / 448
+        few = (h / scale).to(torch.float8_e4m3fn)
+        return self.head(h + (few.float() * scale - h).detach()), few
+
+
+def test_numbers_of_eight_bits_are_cast_and_given_back() -> None:
+    """Torch neither promotes them nor asks which are finite."""
+    torch.manual_seed(0)
+    model, x = Eighths(), torch.randn(4, 8)
+    hints = sx.Hints(args=(x,), loss=lambda out: squares(out[0]), specs={"args.0": "r, -", "layer.weight": "r, -"})
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(r=2), hints, virtual=True)
+    loss, (_, few) = pm(x, with_results=True)
+    torch.testing.assert_close(loss, squares(model(x)[0]))
+    assert torch.equal(few.float(), model(x)[1].float()) and pm.verify(), pm.verify().why

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
@@ -42,6 +43,7 @@ DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = 
     "exponential_": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.25),
     "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.3), 0.3, 0.21),
     "bernoulli": (lambda x: torch.bernoulli(torch.full_like(x, 0.3)), 0.3, 0.21),
+    "rrelu": (lambda x: F.rrelu(-torch.ones_like(x), 1, 4, training=True), -2.5, 0.75),
     "bernoulli_ of a tensor": (lambda x: torch.empty_like(x).bernoulli_(torch.full_like(x, 0.3)), 0.3, 0.21),
 }
 

@@ -17,7 +17,8 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import draws, positional, with_defaults
 
 from .diagonals import within_rows
-from .random_numbers import RANDOM, seed_of
+from .lone_numbers import numbers_as_tensors
+from .random_numbers import RANDOM, draws_nothing, seed_of, unshared
 
 aten = torch.ops.aten
 
@@ -48,6 +49,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Error(f"{target} is not an op of torch", where=str(builder.where))
+    args = numbers_as_tensors(builder, target, args)
     types = types_of(node.meta.get("val"))
     if target.overloadpacket in OF_MEMORY:
         return _by_memory(builder, target, args, types, kwargs, in_order(node, str(builder.where)))
@@ -55,13 +57,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     if canonical is not None:
         return canonical(builder, target, args, kwargs, types)
     if draws(target) and not draws_nothing(target, args, kwargs):
-        raise Error(
-            f"{target} draws random numbers in a way that ranks cannot agree on",
-            where=str(builder.where),
-            expected="dropout, rand, randn, uniform_, normal_, bernoulli_, exponential_ and the like",
-            got=str(target),
-            remedy="draw the numbers outside of the model and pass them as an input",
-        )
+        raise unshared(target, str(builder.where))
     return builder.add(target, args, types, **kwargs)
 
 
@@ -102,15 +98,6 @@ def _by_memory(
         return builder.add(op, (x, *args[1:]), types, **kwargs)
     made = builder.add(op, (x, *args[1:]), **kwargs)
     return builder.add(aten.permute.default, (made, [order.index(dim) for dim in range(len(order))]), types)
-
-
-def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Attention carries a dropout probability that is mostly zero."""
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[i] if i < len(args) else kwargs.get(argument.name, 0.0)
-            return bool(given == 0.0)
-    return False
 
 
 Canonical = Callable[[GraphBuilder, Any, tuple[Any, ...], dict[str, Any], Any], Any]

@@ -9,14 +9,16 @@ ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, Value
 from shardfx.ir.ops.dropout import draw
+from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.spec import TensorType
 
 aten = torch.ops.aten
@@ -60,6 +62,26 @@ def normal(builder: GraphBuilder, type: TensorType) -> Value:
     made = builder.add(aten.mul.Tensor, (radius, builder.add(aten.cos.default, (angle,))))
     result: Value = made if dtype is type.dtype else builder.add(aten._to_copy.default, (made,), dtype=type.dtype)
     return result
+
+
+def unshared(op: Any, where: str) -> Error:
+    """The error of an op that draws in a way of which ranks cannot each make their part."""
+    return Error(
+        f"{op} draws random numbers in a way that ranks cannot agree on",
+        where=where,
+        expected="dropout, rand, randn, uniform_, normal_, bernoulli_, exponential_ and the like",
+        got=str(op),
+        remedy="draw the numbers outside of the model and pass them as an input",
+    )
+
+
+def draws_nothing(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Attention carries a dropout probability that is mostly zero."""
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[i] if i < len(args) else kwargs.get(argument.name, 0.0)
+            return bool(given == 0.0)
+    return False
 
 
 def _mixed(builder: GraphBuilder, x: Value) -> Value:
@@ -125,6 +147,17 @@ def _bernoulli(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any
     return result
 
 
+def _rrelu(builder: GraphBuilder, op: Any, args: Args, kwargs: dict[str, Any], types: Any) -> list[Value]:
+    """Below zero a slope is drawn for each element in training, and is the mean one else; the slopes are kept."""
+    given = with_defaults(op, args, kwargs)
+    x, low, high = given["self"], given["lower"], given["upper"]
+    if not given["training"]:
+        return [builder.add(aten.leaky_relu.default, (x, (low + high) / 2), types[0]), given["noise"]]
+    drawn = _affine(builder, uniform(builder, types[1]), high - low, low)
+    slopes = builder.add(aten.where.ScalarOther, (builder.add(aten.le.Scalar, (x, 0)), drawn, 1.0), types[1])
+    return [builder.add(aten.mul.Tensor, (x, slopes), types[0]), slopes]
+
+
 RANDOM: dict[Any, Callable[..., Any]] = {
     aten.rand.default: _rand,
     aten.rand_like: _rand,
@@ -137,5 +170,6 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.p: _bernoulli,
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.Tensor: _bernoulli,
+    aten.rrelu_with_noise_functional: _rrelu,
 }
 """What each op of torch's that draws becomes."""

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.capture.named.code_names import Names
 from shardfx.ir.errors import Error
+from shardfx.ir.shards import wide
 
 from .contents import STATE, Contents
 from .given import copied
@@ -112,7 +113,7 @@ def _mixed(error: RuntimeError) -> Error:
 def _other(place: int, ours: Tensor, theirs: Tensor) -> Error:
     got, expected = (f"shape {tuple(each.shape)}" for each in (ours, theirs))
     if ours.shape == theirs.shape:
-        at = (ours.double() - theirs.double()).abs().nan_to_num(nan=torch.inf).argmax()
+        at = (wide(ours) - wide(theirs)).abs().nan_to_num(nan=torch.inf).argmax()
         got, expected = (f"{each.flatten()[at].item():.6g}" for each in (ours, theirs))
     return Error(
         "the model computes something else when it is traced",
@@ -149,5 +150,5 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     if not ours.is_floating_point() and not ours.is_complex():
         return torch.equal(ours, theirs)
     bound = torch.finfo(ours.dtype).eps ** 0.5
-    scale = theirs.abs().nan_to_num(0, 0, 0).max().item() if theirs.numel() else 0.0
-    return torch.allclose(ours, theirs, rtol=bound, atol=bound * scale, equal_nan=True)
+    scale = wide(theirs).abs().nan_to_num(0, 0, 0).max().item() if theirs.numel() else 0.0
+    return torch.allclose(wide(ours), wide(theirs), rtol=bound, atol=bound * scale, equal_nan=True)

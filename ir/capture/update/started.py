@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from shardfx.ir.errors import Error
+from shardfx.ir.shards import wide
 
 from .made_groups import WHERE, Group
 from .step_trace import Traced
@@ -111,7 +112,7 @@ def _close(mine: torch.Tensor, theirs: Any) -> bool:
     if mine.shape != want.shape:
         return False
     slack = TOLERANCE if want.dtype in (torch.float64, torch.int64) else 1e-5  # torch keeps its own numbers in float32
-    return torch.allclose(mine.double(), want.double(), rtol=slack, atol=slack)
+    return torch.allclose(wide(mine), wide(want), rtol=slack, atol=slack)
 
 
 def begin(start: Start, shape: Sequence[int], dtype: torch.dtype, p: torch.Tensor) -> torch.Tensor:

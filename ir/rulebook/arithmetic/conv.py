@@ -143,21 +143,18 @@ def expand_convolution_backward(
     return gx, gw, gb
 
 
-def _each_of(x: Tensor, channels: int, kernel: Sequence[int]) -> Tensor:
-    """The weights of a convolution whose channels are the elements of each window, one by one."""
-    count = kernel[0] * kernel[1]
-    return torch.eye(count, dtype=x.dtype, device=x.device).view(count, 1, *kernel).repeat(channels, 1, 1, 1)
-
-
 def expand_im2col(
     x: Tensor, kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
-    """The elements of windows as the channels of a convolution, which knows what ranks need of a cut image."""
-    images = x if x.dim() == 4 else x.unsqueeze(0)
-    channels = images.shape[1]
-    weight = _each_of(x, channels, kernel)
-    y: Tensor = aten.convolution(images, weight, None, stride, padding, dilation, False, [0, 0], channels)
-    return y.flatten(2) if x.dim() == 4 else y.flatten(2).squeeze(0)
+    """The elements of windows, one dim after the other: so a rank that holds a part of an image knows what it needs.
+
+    Nothing is multiplied: an infinite element is in its own windows, and in its place of them.
+    """
+    y: Tensor = aten.constant_pad_nd(x, [padding[1], padding[1], padding[0], padding[0]]) if any(padding) else x
+    for dim, size, apart, step in zip((-2, -1), kernel, dilation, stride, strict=True):
+        y = y.unfold(x.dim() + dim, apart * (size - 1) + 1, step)
+        y = y[..., ::apart] if apart > 1 else y
+    return y.movedim((-2, -1), (-4, -3)).flatten(-5, -3).flatten(-2)
 
 
 def expand_col2im(
@@ -168,15 +165,17 @@ def expand_col2im(
     padding: Sequence[int],
     stride: Sequence[int],
 ) -> Tensor:
-    """Windows added up where they overlap: the transposed convolution."""
-    channels = x.shape[-2] // (kernel[0] * kernel[1])
+    """Windows added up where they overlap, one dim after the other."""
     options = list(zip(size, kernel, dilation, padding, stride, strict=True))
     places = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in options]
-    more = [n - ((c - 1) * s - 2 * p + d * (k - 1) + 1) for (n, k, d, p, s), c in zip(options, places, strict=True)]
-    images = x.reshape(-1, x.shape[-2], *places)
-    weight = _each_of(x, channels, kernel)
-    y: Tensor = aten.convolution(images, weight, None, stride, padding, dilation, True, more, channels)
-    return y if x.dim() == 3 else y.squeeze(0)
+    y: Tensor = x.unflatten(-1, places).unflatten(-3, (-1, *kernel)).movedim((-4, -3), (-2, -1))
+    for dim, (n, k, d, p, s) in reversed(list(zip((-2, -1), options, strict=True))):
+        wide = d * (k - 1) + 1
+        y = aten.slice_backward(y, [*y.shape[:-1], wide], y.dim() - 1, 0, wide, d) if d > 1 else y
+        at = x.dim() + 1 + dim
+        y = aten.unfold_backward(y, [*y.shape[:at], n + 2 * p, *y.shape[at + 1 : -1]], at, wide, s)
+        y = y.narrow(at, p, n) if p else y
+    return y
 
 
 def convolution_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:

@@ -51,6 +51,10 @@ def dropout_local(emit: Emit) -> Any:
     return emit.call(dropout, x, p, seed, number, box)
 
 
+MADE = rule((), "-> d..!", reduce=SAME)
+"""What depends on where in the result one is, and is cheap, every rank makes as a whole, and takes its part of it: all
+ops without tensors that have no other rule (``tril_indices``, ``hann_window``)."""
+
 RULES: tuple[RuleEntry, ...] = (
     rule(
         (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format),
@@ -67,7 +71,6 @@ RULES: tuple[RuleEntry, ...] = (
     ),
     rule(aten.new_empty_strided, created, linear="0>", reduce=SAME, local=new_empty_local),
     rule(aten.scalar_tensor, "->", reduce=SAME),
-    # What depends on where in the result one is, and is cheap, every rank makes as a whole.
     rule((aten.eye, aten.linspace, aten.logspace), "~, ... -> d..!", reduce=SAME),
     rule(aten.arange, "-> d", reduce=SAME, local=arange_local),
     rule(draw, "d.. -> d.."),

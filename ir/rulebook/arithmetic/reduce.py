@@ -52,7 +52,8 @@ def _var_mean(
     count = math.prod(x.shape[d] for d in dims)
     mean = torch.sum(x, dims, True) / count
     centred = x - mean
-    var = torch.sum(centred * centred, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    squares = torch.view_as_real(centred).square().sum(-1) if x.is_complex() else centred * centred
+    var = torch.sum(squares, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
     return var, mean if keepdim else mean.reshape(var.shape)
 
 

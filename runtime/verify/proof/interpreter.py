@@ -169,10 +169,9 @@ class Rank:
             self.root[node] = self.root.get(source, source)
             return self.items[source]
         facts = self.facts(source)
-        if not (
-            is_neutral(node.target, node.args, node.kwargs)
-            and all(self.proof.universe.terms.types[f.term].dtype.is_floating_point for f in facts)
-        ):
+        dtypes = {self.proof.universe.terms.types[fact.term].dtype for fact in facts}
+        whole = any(not (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes)  # numbers: they may be cast
+        if whole or not is_neutral(node.target, node.args, node.kwargs):
             return Known(why=f"the model computes no such {op_name(node.target)}")
         return self.items[source] if facts else Known(why=f"nothing is known of {source.name}")
 

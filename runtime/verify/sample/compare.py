@@ -24,7 +24,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.units.of_stages import ends_here
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import Share, is_cut
-from shardfx.ir.shards import Shards, cut_local
+from shardfx.ir.shards import Shards, cut_local, wide
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.decomposition import widened
 from shardfx.runtime.verify.fault import Fault
@@ -216,20 +216,20 @@ def _random(graph: Graph, given: Input, content: Tensor | None, random: torch.Ge
     type = given.value.type
     if given.kind is InputKind.SEED:
         return torch.tensor(1234)
-    if type.dtype.is_floating_point and given.kind is InputKind.CONSTANT and content is not None:
-        return content.double()
-    if not type.dtype.is_floating_point and content is not None:
+    continuous = type.dtype.is_floating_point or type.dtype.is_complex
+    if continuous and given.kind is InputKind.CONSTANT and content is not None:
+        return wide(content)
+    if not continuous and content is not None:
         return content.detach().clone()
     if given.kind is InputKind.CONSTANT:
         raise Error(f"constant {given.name!r} has no content", where="a graph read from text")
-    if type.dtype.is_complex:
-        raise Error("complex inputs are not drawn at random", where=given.name)
-    if not type.dtype.is_floating_point:
+    if not continuous:
         return torch.randint(0, _range(graph, given.value), type.shape, generator=random).to(type.dtype)
+    dtype = torch.complex128 if type.dtype.is_complex else torch.float64
     if given.kind in POSITIVE or (given.kind is InputKind.PARAMETER and type.ndim < 2):
-        return torch.rand(type.shape, dtype=torch.float64, generator=random) + 0.5
+        return torch.rand(type.shape, dtype=dtype, generator=random) + 0.5
     scale = (type.shape[0] / max(type.numel, 1)) ** 0.5 if given.kind is InputKind.PARAMETER else 1.0
-    return torch.randn(type.shape, dtype=torch.float64, generator=random) * scale
+    return torch.randn(type.shape, dtype=dtype, generator=random) * scale
 
 
 def _range(graph: Graph, value: Value) -> int:

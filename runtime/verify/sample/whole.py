@@ -18,7 +18,7 @@ from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rules.book import RuleBook
-from shardfx.ir.shards import cut_local
+from shardfx.ir.shards import cut_local, wide
 from shardfx.ir.spec import Spec
 from shardfx.runtime.virtual.collectives import reduce
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -125,7 +125,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
         return float("inf")
     if a.numel() == 0:
         return 0.0
-    if not a.dtype.is_floating_point:
+    if not (a.dtype.is_floating_point or a.dtype.is_complex):
         return 0.0 if torch.equal(a, b) else float("inf")
     both = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)
     scale = float(b[torch.isfinite(b)].abs().max()) if torch.isfinite(b).any() else 1.0
@@ -137,7 +137,7 @@ def apart_at(got: torch.Tensor, wanted: torch.Tensor, seed: int) -> str:
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"it is {tuple(got.shape)} of {got.dtype}, and {tuple(wanted.shape)} of {wanted.dtype} of the model"
     same = torch.isclose(got, wanted, rtol=0, atol=0, equal_nan=True)
-    apart = torch.where(same, 0.0, (got.double() - wanted.double()).abs())
+    apart = torch.where(same, 0.0, (wide(got) - wide(wanted)).abs())
     at = int(torch.nan_to_num(apart, nan=torch.inf).reshape(-1).argmax())
     place = ", ".join(map(str, torch.unravel_index(torch.tensor(at), got.shape))) if got.dim() else ""
     mine, theirs = wanted.reshape(-1)[at].item(), got.reshape(-1)[at].item()
