@@ -115,28 +115,11 @@ class ParallelModule(SteppedModule):
             Error: another dtype, which is another plan; a device that this rank's process group does not serve; or
                 programs that :meth:`use` put in, which are for the kind of device that they were made on.
         """
-        made = fn(torch.empty(0, device=self._place.device))
-        if made.dtype is not torch.empty(0).dtype:
-            raise Error(
-                "a plan is for the dtypes that it was captured in",
-                where="pm.to(dtype)",
-                expected="another device, or none",
-                got=made.dtype,
-                remedy="convert the model, then parallelize it",
-            )
-        moves = made.device.type != self._place.device.type
+        device = self._place.device_by(fn)
+        moves = device.type != self._place.device.type
         if moves:
-            self._programs.reject_changed(made.device)
-        if made.device.type == "meta":
-            raise Error(
-                "the pieces of a parallel module cannot lose their content",
-                where="pm.to(device)",
-                expected="a device that holds numbers",
-                got="meta",
-                remedy="build the model on meta, parallelize it, and load the weights by pm.load_full_state_dict(...)",
-            )
-        if moves:
-            self._place = self._place.moved(made.device)
+            self._programs.reject_changed(device)
+            self._place = self._place.moved(device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
             self._state.store.to(made.device)

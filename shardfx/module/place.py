@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,12 +37,38 @@ class Place:
     virtual: bool
     device: torch.device
 
+    def device_by(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
+        """The device to which a conversion of tensors (what ``pm.to(...)`` does to each) brings these ranks.
+
+        Raises:
+            Error: it makes another dtype of them, which is another plan.
+        """
+        before = torch.empty(0, device=self.device)
+        after = convert(before)
+        if after.dtype is not before.dtype:
+            raise Error(
+                "a plan is for the dtypes that it was captured in",
+                where="pm.to(dtype)",
+                expected="another device, or none",
+                got=after.dtype,
+                remedy="convert the model, then parallelize it",
+            )
+        return after.device
+
     def moved(self, device: torch.device) -> Place:
         """The same ranks on another device.
 
         Raises:
-            Error: a real rank's process group is for one kind of device.
+            Error: the device holds no numbers; a real rank's process group is for one kind of device.
         """
+        if device.type == "meta":
+            raise Error(
+                "the pieces of a parallel module cannot lose their content",
+                where="pm.to(device)",
+                expected="a device that holds numbers",
+                got="meta",
+                remedy="build the model on meta, parallelize it, and load the weights by pm.load_full_state_dict(...)",
+            )
         if not self.virtual:
             raise Error(
                 "real ranks stay on the device that their process group is for",

@@ -15,27 +15,23 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from shardfx.compile import capture_model
 from shardfx.compiled import Compiled
-from shardfx.gradients import product
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.named.code_names import Names
-from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
-from shardfx.ir.spec import Spec, TensorType
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import stages_as_planned
-from shardfx.plan import PlannedSpecs
 from shardfx.runtime.engine import Watch, seed_tensor
 from shardfx.runtime.peers import Content, Passed, Peers
 from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
-from .call import TARGETS, Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
+from .call import Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
+from .forms.hints_of_form import UNSTEPPED, hints_of_form
 from .forms.planned_anew import PlannedAnew, said_of
 from .hand_out import check_step, leaves, trained, wanting
 from .hand_out import gradients as gradients_of
@@ -267,7 +263,9 @@ class Variants:
         for name, parameter in self.skeleton.named_parameters():
             parameter.requires_grad_(name in form.gradients)
         model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
-        hints = self._hints(stored(first), form, call)
+        states = {each.name for each in first.of_kind(InputKind.STATE)}
+        specs = {name: spec for name, spec in stored(first).items() if name not in states}
+        hints = hints_of_form(self.hints, specs, form, call)
         if hints.pipeline is not None:
             hints = replace(hints, pipeline=replace(hints.pipeline, stages=stages_as_planned(first)))
         with torch.set_grad_enabled(bool(form.gradients) or torch.is_grad_enabled()):
@@ -275,55 +273,8 @@ class Variants:
         reject_stored_otherwise(first, made.after)
         return made
 
-    def _hints(self, ours: Mapping[str, Spec], form: Form, call: Call) -> Hints:
-        """The user's hints, for the inputs of a call."""
-        hints = self.hints
-        planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
-        states = {each.name for each in self.known[0][1].compiled.after.of_kind(InputKind.STATE)}
-        specs = {**hints.specs, **{name: spec for name, spec in ours.items() if name not in states}}
-        args, kwargs, targets = _examples(form, call, hints.guard)
-        cuts = {**planned, **hints.cuts}
-        if form.pulls:
-            specs = {name: spec for name, spec in specs.items() if not name.startswith(TARGETS)}
-            hints = replace(hints, loss=product, **UNSTEPPED)
-            return replace(hints, args=args, kwargs=kwargs, targets=targets, specs=specs, cuts=cuts)
-        if call.has_targets or not hints.targets:
-            return replace(hints, args=args, kwargs=kwargs, targets=targets, specs=specs, cuts=cuts)
-        specs = {name: spec for name, spec in specs.items() if not name.startswith(TARGETS)}
-        return replace(hints, args=args, kwargs=kwargs, targets=(), loss=None, specs=specs, cuts=cuts, **UNSTEPPED)
-
-
-UNSTEPPED: dict[str, Any] = {"optimizer": None, "clip": None}
-"""The hints of a plan that has no step."""
-
 
 def _pulled(programs: Programs) -> list[Output]:
     """The results that may have a gradient."""
     outputs = [o for o in programs.step.graph.outputs if o.kind is OutputKind.RESULT]
     return [o for o in outputs if o.value.type.dtype.is_floating_point]
-
-
-def _examples(form: Form, call: Call, real: bool) -> Any:
-    """Example inputs for a form of call: arguments by position and by name, and targets; those of the call itself if
-    they are to be real, else without content.
-
-    Raises:
-        Error: they are to be real, and are only a rank's part of them.
-    """
-    leaves, tree = pytree.tree_flatten((call.args, dict(call.kwargs), call.targets))
-    made = []
-    for name, leaf in zip(call.leaves, leaves, strict=True):
-        type = form.inputs[name]
-        if isinstance(type, TensorType):
-            if real and tuple(leaf.shape) != type.shape:
-                raise Error(
-                    "a call in a new form is an example of what the data decide, and must be whole",
-                    where="pm(...)",
-                    expected=f"{name} of shape {type.shape}",
-                    got=f"this rank's part, of shape {tuple(leaf.shape)}",
-                    remedy="call pm once with the global batch in this form",
-                )
-            made_of = leaf.detach().clone() if real else torch.empty(type.shape, dtype=type.dtype, device="meta")
-            leaf = made_of.requires_grad_(name in form.gradients)
-        made.append(leaf)
-    return pytree.tree_unflatten(made, tree)
