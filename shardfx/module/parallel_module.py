@@ -122,7 +122,7 @@ class ParallelModule(SteppedModule):
             self._place = self._place.moved(device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
-            self._state.store.to(made.device)
+            self._state.store.to(device)
             self._register()
             self._variants.renew(self._new_programs)
         return self

@@ -1,4 +1,4 @@
-"""The hints of the plan for a form of call: the user's own, with what that call is made of and what is stored already."""
+"""The hints of the plan for a form of call: the user's own, with that call's inputs and what is stored already."""
 
 from __future__ import annotations
 
