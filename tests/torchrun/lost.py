@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -57,7 +58,7 @@ def sticks(program: dict[str, Any]) -> None:
     addmm = program["_addmm"]
 
     def slow(*args: Any) -> Any:
-        time.sleep(3.5 * TIMEOUT)
+        time.sleep(2.5 * TIMEOUT)
         return addmm(*args)
 
     program["_addmm"] = slow
@@ -137,7 +138,7 @@ def planned(mode: str) -> sx.ParallelModule:
     return sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints)
 
 
-def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
+def rank_main(rank: int, port: int, mode: str, end: Connection, others: Connection) -> None:
     """A rank; in the modes between two calls rank 1 takes no step, and ends as processes do."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
@@ -155,8 +156,8 @@ def rank_main(rank: int, port: int, mode: str, end: Connection) -> None:
         end.send([time.monotonic() - started, ""])
     except sx.Error as error:
         end.send([time.monotonic() - started, str(error)])
-    if rank == 0:
-        time.sleep(3 * TIMEOUT)  # the store is here: the others ask it
+    if rank == 0 and others.poll(4 * TIMEOUT):  # the store is here: the others ask it
+        others.recv()
     os._exit(0)
 
 
@@ -170,7 +171,9 @@ class Ranks:
         context = multiprocessing.get_context("fork")
         pipes = [context.Pipe(duplex=False) for _ in range(4)]
         self._read = [read for read, _ in pipes]
-        self._ranks = [context.Process(target=rank_main, args=(r, port, mode, pipe[1])) for r, pipe in enumerate(pipes)]
+        others, self._others_ended = context.Pipe(duplex=False)
+        mine = [(rank, port, mode, write, others) for rank, (_, write) in enumerate(pipes)]
+        self._ranks = [context.Process(target=rank_main, args=given) for given in mine]
         for each in self._ranks:
             each.start()
         for _, write in pipes:
@@ -194,6 +197,10 @@ class Ranks:
                 found.append(read.recv() if read.poll(60) else [60.0, "still there"])
             except EOFError:
                 found.append(None)
+        for each in self._ranks[1:]:
+            each.join(20)
+        with suppress(BrokenPipeError):  # it has waited for long
+            self._others_ended.send(None)
         for each in self._ranks:
             each.join(20)
             each.kill()
@@ -205,6 +212,6 @@ def main(modes: list[str]) -> int:
     remember_plans()
     for mode in {"exits", "stage_raises", "compiled_stage_raises"} & {"exits", *modes}:
         planned(mode)  # which ranks inherit
-    started = {mode: Ranks(mode).wait() for mode in modes}
+    started = {mode: Ranks(mode).wait() for mode in sorted(modes, key=lambda mode: mode != "sticks")}
     print("ENDS", json.dumps({mode: ranks.ends() for mode, ranks in started.items()}))
     return 0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardfx as sx
-from shardfx.ir.cost.measuring import calibrate
+from shardfx.ir.cost.measuring import calibrate, probes
 from shardfx.runtime.distributed import gloo, groups
 from shardfx.runtime.same_host.near_group import NearGroup
 from shardfx.runtime.same_host.neighbourhood import EACH, met
@@ -206,10 +206,12 @@ def runs_compiled_and_changed(name: str, mesh: str) -> None:
 
 @worker
 def measures_links() -> None:
-    """All ranks measure one machine, the same on each, with a link that a mesh may have."""
+    """All ranks measure one machine, the same on each, with a link that a mesh may have; roughly, for what one process
+    measures is looked at in tests/unit/test_machine.py."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    calibrate.LARGEST, calibrate.GATHERED = 256, 1 << 20
+    calibrate.LARGEST, calibrate.GATHERED, calibrate.RUNS = 256, 1 << 20, 1
+    probes.RING, probes.PASSES = 1 << 18, 1
     machine = sx.Machine.measure("cpu")
     (level,) = machine.links
     assert level.name == "measured" and f"among {dist.get_world_size()} ranks" in machine.source
