@@ -29,7 +29,7 @@ ATOMS = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, 
 EXACT = frozenset(ATOMS)
 STATE = frozenset(vars(nn.Module()))
 LONG = 16
-"""Longer lists and dicts of numbers and texts are not read one by one."""
+"""Of longer lists and dicts of numbers and texts their text is not kept."""
 DEEP = 200
 PICKLED = ("func", "args", "state", "items", "entries")
 Held = list[tuple[str, Any]]
@@ -106,9 +106,10 @@ class Contents:
             return repr(value)
         if id(value) in met or depth > DEEP:
             return f"{kind.__qualname__} again"
-        met[id(value)] = value  # it is kept, so that no other object takes its place
         if _plain(value):
-            return f"{kind.__qualname__} {len(value)} {hash(repr(value))}"
+            text = repr(value)
+            return f"{kind.__qualname__} {len(value)} {text if len(value) <= LONG else hash(text)}"
+        met[id(value)] = value  # it is kept, so that no other object takes its place
         held = self.held(value)
         if isinstance(held, str):
             return held
@@ -118,6 +119,10 @@ class Contents:
     def held(self, value: Any) -> Held | str:
         """What a value holds, by name; or, of one that holds nothing, what it is."""
         kind = type(value)
+        if kind is list or kind is tuple:
+            return [("", each) for each in value]
+        if kind is dict:
+            return [(repr(key), each) for key, each in value.items()]
         if isinstance(value, torch.Tensor):
             return kind.__qualname__ if self._names is not None else f"tensor {number(value)} {_written(value)}"
         if isinstance(value, (*ATOMS, Enum)):
@@ -166,12 +171,11 @@ class Contents:
 
 
 def _plain(value: object) -> bool:
-    """Whether it is a long list, tuple or dict of numbers and texts alone."""
-    if type(value) in (list, tuple):
-        return len(value) > LONG and {*map(type, value)} <= PLAIN  # type: ignore[arg-type, call-overload]
-    if type(value) is dict:
-        return len(value) > LONG and {*map(type, value), *map(type, value.values())} <= PLAIN
-    return False
+    """Whether it is a list, tuple or dict of numbers and texts alone."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return {*map(type, value)} <= PLAIN  # type: ignore[call-overload]
+    return kind is dict and {*map(type, value), *map(type, value.values())} <= PLAIN  # type: ignore[call-overload, attr-defined]
 
 
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -201,8 +205,17 @@ def _bytes(value: Any) -> str | None:
 
 def _fields(value: object) -> dict[str, object]:
     """The attributes of an object, those in slots too."""
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    kind = type(value)
+    if kind not in SLOTS:
+        SLOTS[kind] = tuple(name for each in kind.__mro__ for name in _slots(each))
+    own = getattr(value, "__dict__", {})
+    if not SLOTS[kind]:
+        return dict(own)
+    return {name: getattr(value, name) for name in SLOTS[kind] if hasattr(value, name)} | own
+
+
+SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""The slots of classes that were met."""
 
 
 def _slots(kind: type) -> tuple[str, ...]:

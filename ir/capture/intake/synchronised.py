@@ -23,7 +23,7 @@ OWN, USUAL = nn.SyncBatchNorm.forward, _BatchNorm.forward
 def alone() -> Iterator[None]:
     """Within, a synchronised batch norm is a batch norm of what it is given, on any device; and one that keeps the mean
     of all batches (``momentum=None``) computes with their number, and does not ask what it is."""
-    nn.SyncBatchNorm.forward = _BatchNorm.forward = _batch_norm  # type: ignore[method-assign, assignment]
+    nn.SyncBatchNorm.forward = _BatchNorm.forward = _batch_norm  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -255,7 +255,7 @@ class Tree:
             return [holder]
         twin = self.twin.get_submodule(name.rpartition(".")[0])
         made = [(f"{NUMBER}{i}", Part(f"{name.rpartition('.')[0]}.{NUMBER}{i}", twin)) for i in range(count)]
-        return [holder._modules.setdefault(own, part) or part for own, part in made]
+        return [cast(Like, holder._modules.setdefault(own, part)) for own, part in made]
 
     def check(self) -> None:
         """Raise if somebody put another tensor in the place of a stored one, or changed what is watched.
