@@ -18,7 +18,7 @@ from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.oracle.instance import as_results, bind, describe
-from shardfx.ir.oracle.running.draws import as_given, draws, without_zeros
+from shardfx.ir.oracle.running.draws import as_given, beyond, draws, extremes, without_zeros
 from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
 from shardfx.ir.oracle.soundness import Execution, Executor, said
 from shardfx.ir.rules.book import RuleEntry, perform
@@ -63,7 +63,8 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
         small = small_share(node, entry, mesh)
         if small is None:
             return Answer(left_out="it could not be made small")
-        for number, each in enumerate((as_given(small.of), *draws(small.of))):
+        far = extremes(small.of) if by_another_op(node.op, entry, small.made) else beyond(small.of)
+        for number, each in enumerate((as_given(small.of), *draws(small.of), *far)):
             each = without_zeros(each, nonzero)
             for name, layout in LAYOUTS.items() if not number else AS_CUT:
                 draw = torch.Generator().manual_seed(0)
@@ -78,6 +79,13 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
                     lies = f", in a layout that is {name}" if layout is not None else ""
                     return Answer(wrong=f"on {describe(small.of.node)}{lies}: {why}")
     return Answer()
+
+
+def by_another_op(op: Any, entry: RuleEntry, made: Strategy) -> bool:
+    """Whether a rank does an op that is done element by element by calls of the rule's own; on whole values."""
+    pointwise = torch.Tag.pointwise in getattr(op, "tags", ())
+    shares = any(spec.partial for spec in (*made.operands, *made.results))
+    return pointwise and entry.local is not None and not shares
 
 
 def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:
