@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.running.draws import beyond, draws, extremes
+from shardfx.ir.oracle.running.draws import draws
 from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
 from shardfx.ir.oracle.soundness import Execution, Refutation, said, trials
 from shardfx.ir.rules.binding import Tensor
@@ -15,7 +15,7 @@ from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.rules.template import Template
 
-from .share_check import by_another_op, fails_without_numbers, undisturbed
+from .share_check import fails_without_numbers, far_out, undisturbed
 
 SECONDS = 120.0
 """For all that a rule allows on one call."""
@@ -31,8 +31,7 @@ def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[Refutati
         values = [of, *draws(of)]
         for trial in trials(rule, of.results, of.tensors):
             made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
-            far = extremes(of) if by_another_op(of.node.op, entry, made) else beyond(of)
-            why = _wrong(entry, made, [*values, *far], trial)
+            why = _wrong(entry, made, [*values, *far_out(entry, of, made)], trial)
             if why:
                 found.append(Refutation(repr(of), str(trial), why))
             if len(found) >= most:

@@ -17,7 +17,7 @@ from shardfx.ir.cut import Coords
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
-from shardfx.ir.oracle.instance import as_results, bind, describe
+from shardfx.ir.oracle.instance import Instance, as_results, bind, describe
 from shardfx.ir.oracle.running.draws import as_given, beyond, draws, extremes, without_zeros
 from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
 from shardfx.ir.oracle.soundness import Execution, Executor, said
@@ -63,8 +63,8 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
         small = small_share(node, entry, mesh)
         if small is None:
             return Answer(left_out="it could not be made small")
-        far = extremes(small.of) if by_another_op(node.op, entry, small.made) else beyond(small.of)
-        for number, each in enumerate((as_given(small.of), *draws(small.of), *far)):
+        values = as_given(small.of), *draws(small.of), *far_out(entry, small.of, small.made)
+        for number, each in enumerate(values):
             each = without_zeros(each, nonzero)
             for name, layout in LAYOUTS.items() if not number else AS_CUT:
                 draw = torch.Generator().manual_seed(0)
@@ -81,11 +81,13 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
     return Answer()
 
 
-def by_another_op(op: Any, entry: RuleEntry, made: Strategy) -> bool:
-    """Whether a rank does an op that is done element by element by calls of the rule's own; on whole values."""
-    pointwise = torch.Tag.pointwise in getattr(op, "tags", ())
-    shares = any(spec.partial for spec in (*made.operands, *made.results))
-    return pointwise and entry.local is not None and not shares
+def far_out(entry: RuleEntry, of: Instance, made: Strategy) -> Iterator[Instance]:
+    """Values that are far out, where a rank's version may be wrong there alone: if it is another op, done element by
+    element, or if operands are shares."""
+    if any(spec.partial for spec in made.operands):
+        yield from beyond(of)
+    elif entry.local is not None and torch.Tag.pointwise in getattr(of.node.op, "tags", ()):
+        yield from extremes(of)
 
 
 def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:

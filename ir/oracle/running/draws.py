@@ -80,7 +80,7 @@ def beyond(of: Instance) -> Iterator[Instance]:
     drawn = [both_signs(tuple(t.shape), generator).mul(8 * bound).to(t.dtype) for t in of.tensors]
     pairs = zip(of.tensors, drawn, strict=True)
     made = as_given(of.on([far if t.is_floating_point() or t.is_complex() else t for t, far in pairs]))
-    if bound > 1 and _gives_numbers(made):
+    if bound > 1 and _gives_numbers(made) and all(r is None or bool(r.isfinite().all()) for r in made.results):
         yield made
 
 
