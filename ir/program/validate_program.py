@@ -199,6 +199,8 @@ class _Walk:
                 expected="memory that this program made: memory.empty, or a result that nothing else needs",
                 got=into.format_node() or into.name,
             )
+        if _reads_too(node, into):
+            self._fail(f"{node.name} writes over {into.name}, which it reads", node, expected="other memory")
         slot = self.slots.get(into)
         beside = self.arena.beside(into)
         for there in (into, *beside):
@@ -284,3 +286,11 @@ class _Walk:
         )
         error.node, error.line = node.name, line
         raise error
+
+
+def _reads_too(node: fx.Node, into: fx.Node) -> bool:
+    """Whether a call takes its destination a second time, to read it, and is not done element by element."""
+    given: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), given.append)
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return given.count(into) > 1 and torch.Tag.pointwise not in tags

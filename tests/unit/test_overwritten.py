@@ -61,6 +61,34 @@ def test_what_was_gathered_beside_others_may_be_written_over_once_it_has_arrived
         validate_program(program)
 
 
+@pytest.mark.parametrize(("op", "whole"), [(aten.mm.out, False), (aten.add.out, True)])
+def test_a_call_that_reads_its_destination_is_done_element_by_element(op: torch._ops.OpOverload, whole: bool) -> None:
+    graph = fx.Graph()
+    a = graph.placeholder("a")
+    mine = graph.call_function(memory_ops.own, (a,))
+    made = graph.call_function(op, (mine, a), {"out": mine})
+    graph.output((made,))
+    value = Value(TensorType((2, 2), torch.float32))
+    inputs, outputs = (Input(InputKind.PARAMETER, "a", value),), (Output(OutputKind.GRADIENT, "a", value),)
+    program = RankProgram(0, Mesh(dp=2), graph, inputs, outputs)
+    if whole:
+        validate_program(program)
+        return
+    with pytest.raises(sx.Error, match="writes over own, which it reads"):
+        validate_program(program)
+
+
+def test_what_is_spread_lies_in_other_memory() -> None:
+    """It would be read after some of it was written over."""
+    graph = fx.Graph()
+    gathered = graph.call_function(memory_ops.own, (graph.placeholder("a"),))
+    graph.output((graph.call_function(memory_ops.spread, (gathered, gathered, [[1], [1]], 2)),))
+    value = Value(TensorType((4,), torch.float32))
+    program = RankProgram(0, Mesh(dp=2), graph, (Input(InputKind.PARAMETER, "a", value),), ())
+    with pytest.raises(sx.Error, match="writes over own, which it reads"):
+        validate_program(program)
+
+
 def test_memory_that_may_be_one_with_other_memory_meets_it() -> None:
     """And not what lies beside it."""
     program = stepped_beside(["send", "wait", "step"])

@@ -70,6 +70,32 @@ def from_zero(emit: Emit) -> object:
     return emit.call(emit.node.op, *emit.args)
 
 
+def without_nan(emit: Emit) -> object:
+    """0 where the op gives NaN."""
+    return emit.call(aten.where.ScalarOther, emit.call(aten.gt.Scalar, emit.args[0], 0), emit.args[0], 0.0)
+
+
+def halves_up(emit: Emit) -> object:
+    """Not to the even number."""
+    return emit.call(aten.floor.default, emit.call(aten.add.Tensor, emit.args[0], 0.5))
+
+
+def of_few_bits(emit: Emit) -> object:
+    """As far as 16 bits go."""
+    few = emit.call(aten._to_copy.default, emit.args[0], dtype=torch.int16)
+    return emit.call(aten._to_copy.default, emit.call(emit.node.op, few), dtype=torch.int64)
+
+
+def of_no_sign(emit: Emit) -> object:
+    """A number where the op gives NaN."""
+    return emit.call(emit.node.op, emit.call(aten.abs.default, emit.args[0]))
+
+
+def within_bounds(emit: Emit) -> object:
+    """Another one far out."""
+    return emit.call(emit.node.op, emit.call(aten.clamp.default, emit.args[0], -20, 20))
+
+
 ops = torch.ops.shardfx_tests
 COLUMNS, ROWS = "-, r", "r, -"
 WRONG: dict[str, tuple[RuleEntry, Callable[[Tensor], Tensor], str]] = {
@@ -95,6 +121,24 @@ WRONG: dict[str, tuple[RuleEntry, Callable[[Tensor], Tensor], str]] = {
         COLUMNS,
     ),
     "a share that is another": (sx.rule(aten.tanh.default, "n d -> n d", local=doubled), lambda x: x.tanh(), ROWS),
+    "wrong for NaN": (sx.rule(aten.relu.default, "n d -> n d", local=without_nan), lambda x: x.relu(), ROWS),
+    "wrong for halves": (sx.rule(aten.round.default, "n d -> n d", local=halves_up), lambda x: x.round(), ROWS),
+    "wrong for large integers": (
+        sx.rule(aten.neg.default, "n d -> n d", local=of_few_bits),
+        lambda x: (9 * x).long().neg(),
+        ROWS,
+    ),
+    "wrong for what is negative": (
+        sx.rule(aten.sqrt.default, "n d -> n d", local=of_no_sign),
+        lambda x: x.sqrt(),
+        ROWS,
+    ),
+    "wrong far out": (sx.rule(aten.exp.default, "n d -> n d", local=within_bounds), lambda x: x.exp(), ROWS),
+    "linear within bounds": (
+        sx.rule(aten.clamp.default, "n d -> n d", linear="0"),
+        lambda x: (x @ x.mT).clamp(-100, 100),
+        COLUMNS,
+    ),
     "argmax": (sx.rule(aten.argmax.default, "n d -> d", reduce="max"), lambda x: x.argmax(0), ROWS),
 }
 

@@ -15,7 +15,7 @@ from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.rules.template import Template
 
-from .share_check import fails_without_numbers, undisturbed
+from .share_check import fails_without_numbers, far_out, undisturbed
 
 SECONDS = 120.0
 """For all that a rule allows on one call."""
@@ -30,7 +30,8 @@ def wrong_trials(entry: RuleEntry, of: Instance, most: int = 3) -> list[Refutati
         found: list[Refutation] = []
         values = [of, *draws(of)]
         for trial in trials(rule, of.results, of.tensors):
-            why = _wrong(entry, strategy(rule, trial.cuts, trial.mesh, trial.partial), values, trial)
+            made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
+            why = _wrong(entry, made, [*values, *far_out(entry, of, made)], trial)
             if why:
                 found.append(Refutation(repr(of), str(trial), why))
             if len(found) >= most:

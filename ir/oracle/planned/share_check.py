@@ -17,8 +17,8 @@ from shardfx.ir.cut import Coords
 from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
-from shardfx.ir.oracle.instance import as_results, bind, describe
-from shardfx.ir.oracle.running.draws import as_given, draws, without_zeros
+from shardfx.ir.oracle.instance import Instance, as_results, bind, describe
+from shardfx.ir.oracle.running.draws import as_given, beyond, draws, extremes, without_zeros
 from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
 from shardfx.ir.oracle.soundness import Execution, Executor, said
 from shardfx.ir.rules.book import RuleEntry, perform
@@ -63,7 +63,8 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
         small = small_share(node, entry, mesh)
         if small is None:
             return Answer(left_out="it could not be made small")
-        for number, each in enumerate((as_given(small.of), *draws(small.of))):
+        values = as_given(small.of), *draws(small.of), *far_out(entry, small.of, small.made)
+        for number, each in enumerate(values):
             each = without_zeros(each, nonzero)
             for name, layout in LAYOUTS.items() if not number else AS_CUT:
                 draw = torch.Generator().manual_seed(0)
@@ -78,6 +79,15 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
                     lies = f", in a layout that is {name}" if layout is not None else ""
                     return Answer(wrong=f"on {describe(small.of.node)}{lies}: {why}")
     return Answer()
+
+
+def far_out(entry: RuleEntry, of: Instance, made: Strategy) -> Iterator[Instance]:
+    """Values that are far out, where a rank's version may be wrong there alone: if it is another op, done element by
+    element, or if operands are shares."""
+    if any(spec.partial for spec in made.operands):
+        yield from beyond(of)
+    elif entry.local is not None and torch.Tag.pointwise in getattr(of.node.op, "tags", ()):
+        yield from extremes(of)
 
 
 def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:

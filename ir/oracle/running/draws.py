@@ -5,7 +5,8 @@ A rule that is right by accident of some values (positive ones, indices that do 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,57 @@ def draws(of: Instance, seed: int = 0) -> Iterator[Instance]:
             made = as_given(of.on([_draw(t, floats, span, ordered, generator) for t in of.tensors]))
             if _gives_numbers(made):
                 yield made
+
+
+EXTREMES: tuple[tuple[float, ...], ...] = (
+    (math.nan, math.inf, -math.inf, 0.0, -0.0, 0.5, 1.5, -2.5, 1.0, -1.0),
+    (1e200, -1e200, 1e-200, 30.0, -30.0, 800.0, -800.0, 2.0**53 + 2),
+)
+FAR = (2**53 + 1, -(2**53) - 1, 2**31 + 1, -(2**31) - 1, 2**15 + 1, -(2**15) - 1, 0, 3, -3)
+
+
+def extremes(of: Instance) -> Iterator[Instance]:
+    """An instance of an op that is done element by element on values at the ends of their range, and on none: a rank's
+    version that is another op may differ from it there alone."""
+    generator = torch.Generator().manual_seed(0)
+    for floats in EXTREMES:
+        made = of.on([_of_these(t, floats, FAR, generator) for t in of.tensors])
+        if _takes(made, made.node.op, list(made.tensors)):
+            yield made
+
+
+def beyond(of: Instance) -> Iterator[Instance]:
+    """An instance on numbers beyond all that stand among its arguments: what is linear is so there, too."""
+    bound = max([1.0, *(abs(each) for each in _finite((of.node.args, dict(of.node.kwargs))))])
+    generator = torch.Generator().manual_seed(0)
+    drawn = [both_signs(tuple(t.shape), generator).mul(8 * bound).to(t.dtype) for t in of.tensors]
+    pairs = zip(of.tensors, drawn, strict=True)
+    made = as_given(of.on([far if t.is_floating_point() or t.is_complex() else t for t, far in pairs]))
+    if bound > 1 and _gives_numbers(made) and all(r is None or bool(r.isfinite().all()) for r in made.results):
+        yield made
+
+
+def _finite(arg: Any) -> Iterator[float]:
+    if isinstance(arg, (list, tuple)):
+        for each in arg:
+            yield from _finite(each)
+    elif isinstance(arg, dict):
+        yield from _finite(list(arg.values()))
+    elif isinstance(arg, (int, float)) and not isinstance(arg, bool) and abs(arg) < 1e9:
+        yield float(arg)
+
+
+def _of_these(like: Tensor, floats: Sequence[float], far: Sequence[int], generator: torch.Generator) -> Tensor:
+    if like.dtype is torch.bool or like.is_complex():
+        return like
+    if like.is_floating_point():
+        chosen = torch.tensor(floats, dtype=torch.float64)
+    else:
+        info = torch.iinfo(like.dtype)
+        chosen = torch.tensor([each for each in far if info.min <= each <= info.max])
+    rounds = -(-max(like.numel(), 1) // len(chosen))
+    order = [torch.randperm(len(chosen), generator=generator) for _ in range(rounds)]
+    return chosen[torch.cat(order)][: like.numel()].reshape(like.shape).to(like.dtype)
 
 
 def _indices_of_pool(args: tuple[Any, ...]) -> tuple[Any, ...]:
