@@ -341,31 +341,3 @@ def test_models_of_transformers(build: Callable[[], Any], tolerance: float) -> N
     other = {"input_ids": torch.full((4, 16), 7), "global_attention_mask": torch.ones(4, 16, dtype=torch.long)}
     with double(), pytest.raises(sx.Error, match=r"elsewhere(.|\n)*modeling_"):
         pm(**kwargs | {name: other[name] for name in kwargs if name in other})
-
-
-class Routed(nn.Module):
-    """Rows of an expert are added where they came from, one expert after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.experts = nn.Linear(6, 3), nn.Parameter(torch.randn(3, 6, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (share, chosen), out = self.gate(x).softmax(-1).max(-1), torch.zeros_like(x)
-        for expert in range(3):
-            (rows,) = torch.where(chosen == expert)
-            out.index_add_(0, rows, x[rows] @ self.experts[expert] * share[rows, None])
-        return out
-
-
-def test_what_is_added_in_place_is_added_once_to_the_example() -> None:
-    """The second layer chooses by what the first one gave: not by twice that."""
-    model, x = nn.Sequential(Routed(), Routed()).double(), torch.randn(9, 6, dtype=torch.float64)
-    hints = sx.Hints(args=(x,), loss=lambda out: out.sin().sum(), specs={"*.experts": "ep, -, -"}, guard=True)
-    alone = copy.deepcopy(model)
-    pm = sx.parallelize(model, sx.Mesh(ep=3), hints, virtual=True)
-    ours, theirs = pm(x), alone(x).sin().sum()
-    ours.backward(), theirs.backward()
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(pm.full_grads()["0.experts"], alone.get_parameter("0.experts").grad)
