@@ -15,13 +15,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, torch_decomp_decompositions
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -48,6 +50,19 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a model, by all their names."""
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {name: tensor for each in named for name, tensor in each}
+
+
+@cache
+def written_twice() -> dict[Any, Any]:
+    """Methods that write into a tensor and are taken apart where tensors are fake, and what they do by what gives a new
+    one: the real tensors that go along would be written into by the method, and again by its parts (``index_add_``)."""
+    found = {}
+    for op in decomposition_table:
+        name = op._schema.name.partition("::")[2] if isinstance(op, OpOverload) else ""
+        method, plain = getattr(Tensor, name, None), getattr(Tensor, name.removesuffix("_"), None)
+        if name.endswith("_") and None not in (method, plain) and torch_decomp_decompositions(op):
+            found[method] = plain
+    return found
 
 
 class NotKnown(Error):
@@ -89,6 +104,8 @@ class Decisions(TorchFunctionMode):
         if isinstance(func, OpOverload) and not any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs))):
             with _disable_current_modes():  # what real tensors compute beside the fake ones is none of what is traced
                 return func(*args, **kwargs)
+        if func in written_twice():
+            return args[0].copy_(written_twice()[func](*args, **kwargs))
         answer = ANSWERS.get(func)
         if answer is None or not any(_is_unknown(each) for each in tree_iter((args, kwargs))):
             return func(*args, **kwargs)

@@ -165,3 +165,31 @@ def test_recurrent_layers_are_none_of_a_library_of_cpus(kind: type[nn.RNNBase]) 
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(pm.full_grads()[name], parameter.grad)
     assert pm.verify()
+
+
+class Routed(nn.Module):
+    """Rows of an expert are added where they came from, one expert after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts = nn.Linear(6, 3), nn.Parameter(torch.randn(3, 6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (share, chosen), out = self.gate(x).softmax(-1).max(-1), torch.zeros_like(x)
+        for expert in range(3):
+            (rows,) = torch.where(chosen == expert)
+            out.index_add_(0, rows, x[rows] @ self.experts[expert] * share[rows, None])
+        return out
+
+
+def test_what_is_added_in_place_is_added_once_to_the_example() -> None:
+    """The second layer chooses by what the first one gave: not by twice that."""
+    model, x = nn.Sequential(Routed(), Routed()).double(), torch.randn(9, 6, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), loss=lambda out: out.sin().sum(), specs={"*.experts": "ep, -, -"}, guard=True)
+    alone = deepcopy(model)
+    pm = sx.parallelize(model, sx.Mesh(ep=3), hints, virtual=True)
+    ours, theirs = pm(x), alone(x).sin().sum()
+    ours.backward(), theirs.backward()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pm.full_grads()["0.experts"], alone.get_parameter("0.experts").grad)
