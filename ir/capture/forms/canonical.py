@@ -17,7 +17,7 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import draws, positional, with_defaults
 
 from .diagonals import within_rows
-from .random_numbers import RANDOM, seed_of
+from .random_numbers import DRAWN, RANDOM, seed_of
 
 aten = torch.ops.aten
 
@@ -40,11 +40,8 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
         return builder.env[source][index]  # type: ignore[index]
     args = torch.fx.map_arg(node.args, builder.env.__getitem__)
     args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
-    kwargs = {
-        name: arg
-        for name, arg in torch.fx.map_arg(node.kwargs, builder.env.__getitem__).items()
-        if name not in OF_A_DEVICE
-    }
+    given = torch.fx.map_arg(node.kwargs, builder.env.__getitem__)
+    kwargs = {name: arg for name, arg in given.items() if name not in OF_A_DEVICE}
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Error(f"{target} is not an op of torch", where=str(builder.where))
@@ -53,7 +50,10 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
         return _by_memory(builder, target, args, types, kwargs, in_order(node, str(builder.where)))
     canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket) or OF_OTHERS.get(op_name(target))
     if canonical is not None:
-        return canonical(builder, target, args, kwargs, types)
+        made = canonical(builder, target, args, kwargs, types)
+        if canonical in DRAWN:
+            builder.drawn[made] = (target, args, kwargs)
+        return made
     if draws(target) and not draws_nothing(target, args, kwargs):
         raise Error(
             f"{target} draws random numbers in a way that ranks cannot agree on",

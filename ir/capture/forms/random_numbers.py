@@ -139,3 +139,4 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.Tensor: _bernoulli,
 }
 """What each op of torch's that draws becomes."""
+DRAWN = frozenset(RANDOM.values())
