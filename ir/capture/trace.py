@@ -30,7 +30,7 @@ from shardfx.ir.unfolding.unfold import check_regular
 
 from .compared.as_eager import AsItIs
 from .compared.both_runs import Named
-from .compared.mended import mended
+from .compared.mended import AS_TORCH, mended
 from .convert import Names
 from .decisions import NotKnown, with_numbers
 from .forms.compute import Compute
@@ -255,7 +255,7 @@ def _trace(
             warnings.simplefilter("ignore")
             as_it_is = AsItIs(program, tensors, named, names.loss is not None, program.by_example, compute is not None)
             write = partial(write_graph, mesh=mesh, batch_parts=batch_parts)
-            graph, drawn = write(program, tensors, names=names, outcomes=outcomes)
+            graph, drawn = write(program, tensors, names=names, outcomes=outcomes, as_torch=AS_TORCH)
             difference = as_it_is.difference(graph, drawn)
             if difference is not None:
                 graph = mended(
@@ -265,6 +265,7 @@ def _trace(
                     partial(exported_of, program, tensors),
                     lambda ops: write(program, tensors, names=names, outcomes=outcomes, as_torch=ops),
                     lambda one, given: write(one, given, names=names_of_one(given)),
+                    names.loss,
                 )
         graph.notes = [each for each in (as_it_is.note, *graph.notes) if each]
         if compute is not None:

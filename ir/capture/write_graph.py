@@ -23,6 +23,7 @@ from .forms.wide_statistics import take_wide_statistics
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import reject_unknown_shapes
 from .joint.joint_graph import joint_graph
+from .joint.own_kernels import own_kernels
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss
 from .shells import Outcomes
@@ -51,7 +52,7 @@ def write_graph(
     lay_row_by_row(exported)
     own.restore(exported)
     drawn: dict[Value, Call] = {}
-    with ExitStack() as stack:
+    with ExitStack() as stack, own_kernels():
         return convert(_joint(exported, tensors, outcomes, stack), mesh, names, drawn), drawn
 
 

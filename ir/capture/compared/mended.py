@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from shardfx.ir.capture.sources import CAPTURE
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, Where
 
 from .as_eager import AsItIs, Difference
 from .both_runs import Draws
@@ -20,6 +21,9 @@ ASKS = (
     "and let it do the same in both; in transformers, masks are made in two ways: pass the one that is meant as "
     "attention_mask"
 )
+AS_TORCH: set[Any] = set()
+"""The ops that were found so: their kernels take them apart in what is captured from then on, also where nothing can
+be run."""
 
 
 def mended(
@@ -29,6 +33,7 @@ def mended(
     export: Callable[[], fx.GraphModule],
     write: Callable[[Collection[Any]], tuple[Graph, Draws]],
     one: Write,
+    loss: Where | None,
 ) -> Graph:
     """The graph of a program in which some ops are taken apart by torch's kernels. What is said of it is a note.
 
@@ -37,6 +42,7 @@ def mended(
         export: exports the program.
         write: captures it, with these ops taken apart so.
         one: captures another program.
+        loss: where the loss is written.
 
     Raises:
         Error: it is not the model, either.
@@ -44,10 +50,12 @@ def mended(
     wrong = list(wrong_ops(export(), given, one))
     if not wrong:
         raise _other(difference)
-    graph, drawn = write({each.op for each in wrong})
+    ops = {each.op for each in wrong}
+    graph, drawn = write(AS_TORCH | ops)
     left = as_it_is.difference(graph, drawn)
     if left is not None:
-        raise _wrong(wrong[0], left)
+        raise _wrong(wrong[0], loss if wrong[0].where.file == CAPTURE and loss is not None else wrong[0].where, left)
+    AS_TORCH.update(ops)
     names = ", ".join(dict.fromkeys(map(str, wrong)))
     graph.notes.append(f"{names}: what torch traces is another function than its kernel, which is taken instead")
     return graph
@@ -63,10 +71,10 @@ def _other(found: Difference) -> Error:
     )
 
 
-def _wrong(op: WrongOp, found: Difference) -> Error:
+def _wrong(op: WrongOp, where: Where, found: Difference) -> Error:
     return Error(
         f"what torch traces of {op} is another function than what it computes",
-        where="  ".join(part for part in (str(op.where), op.where.code) if part),
+        where="  ".join(part for part in (str(where), where.code) if part),
         expected=f"{op.difference.expected} as its {op.difference.name}",
         got=f"{op.difference.got}; of the model, {found.name} is {found.got} in place of {found.expected}",
         remedy="write it in other ops; or as a torch.library.custom_op with a gradient of its own, which stays one op",
