@@ -1,4 +1,5 @@
-"""Ops of the exported program that stay one op of the graph, whatever torch would make of them on some device.
+"""Ops of the exported program that stay one op of the graph, whatever torch would make of them on some device; or that
+torch's kernels take apart, and not its Python.
 
 aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
 aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
@@ -16,6 +17,7 @@ from torch._dispatch.python import no_python_dispatcher
 
 from shardfx.ir.ops.computing.rings import Ring
 from shardfx.ir.ops.fused_attention import attention
+from shardfx.ir.ops.traits import with_defaults
 
 aten = torch.ops.aten
 
@@ -147,12 +149,20 @@ KEPT: dict[Any, Callable[..., Any]] = {
 """What each op of the exported program becomes."""
 
 
+def drops_within(node: torch.fx.Node) -> bool:
+    """Whether a call drops numbers between its layers, as recurrent ones do: torch's Python forgets to (2.13)."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    given = with_defaults(node.target, node.args, node.kwargs)
+    return bool(given.get("dropout") and given.get("train"))
+
+
 def keep_whole(exported: torch.fx.GraphModule, as_torch: Collection[Any] = ()) -> None:
     """Call the ops of the graph in place of torch's composite ones; ``as_torch`` are those that its kernels take
     apart."""
     for node in exported.graph.nodes:
         first = node.all_input_nodes[:1]
-        if node.target in as_torch:
+        if node.target in as_torch or drops_within(node):
             node.target = AsTorch(node.target)
         elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
             node.target = KEPT[node.target]

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardfx as sx
 from shardfx.ir.capture import write_graph
 from shardfx.ir.capture.compared.mended import AS_TORCH
 from shardfx.ir.capture.forms import canonical
 from shardfx.ir.capture.trace import capture
+from shardfx.ir.ops.dropout import draw
 from shardfx.ir.text import print_graph
 
 MESH = sx.Mesh(dp=2)
@@ -132,6 +134,25 @@ def test_random_numbers_are_the_same_in_both(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(canonical.CANONICAL, aten.exp.default, lambda builder, op, args, kwargs, types: args[0])
     with pytest.raises(sx.Error, match=r"aten.exp is another function|aten.exp(.|\n)*loss"):
         captured(model)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_recurrent_layers_drop_between_them(kind: type[nn.RNNBase], device: str) -> None:
+    """Torch's Python form of them does not; its kernel does."""
+    x = torch.randn(3, 2, 4, device=device)
+    graph = capture(
+        kind(4, 4, 2, dropout=0.3, device=device), MESH, args=(x,), loss=lambda out: out[0].square().mean()
+    ).graph
+    assert sum(node.op is draw for node in graph.nodes) == 1 and not graph.notes
+
+
+def test_models_of_torchs_that_drop_are_captured() -> None:
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+    assert not capture(model, MESH, args=(torch.randn(2, 5, 4),), loss=torch.sum).graph.notes
+    assert not captured(Layers(lambda x: x + torch.rand_like(x.t()).t())).notes
+    again = Layers(lambda x: checkpoint(torch.tanh, x, use_reentrant=True))
+    assert not any("does not run" in note for note in captured(again).notes)
 
 
 def test_examples_that_were_computed_are_no_hindrance() -> None:

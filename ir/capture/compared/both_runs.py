@@ -36,8 +36,8 @@ class Named:
 
 
 def eager_run(program: nn.Module, given: Sequence[Tensor], named: Named, trains: bool, mode: Alike | None) -> Made:
-    """What a program makes, by torch's own autograd. Its buffers are afterwards as they were, and so is what generators
-    draw; what else its modules hold is not."""
+    """What a program makes, by torch's own autograd, which leaves its gradients with it. Its buffers are afterwards as
+    they were, and so is what generators draw; what else its modules hold is not."""
     model: nn.Module = program.get_submodule("model")
     before = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
     own = [each.detach().clone().requires_grad_(each.requires_grad) for each in given]  # which may be written into
@@ -48,15 +48,16 @@ def eager_run(program: nn.Module, given: Sequence[Tensor], named: Named, trains:
             named.aliases[name]: each for name, each in parameters.items() if each.requires_grad
         }
         trained |= {name: each for name, each in zip(named.leaves, own, strict=True) if each.requires_grad}
-        gradients: Sequence[Tensor | None] = ()
+        for each in trained.values():
+            each.grad = None
         if trains and outs[0].requires_grad and trained:
-            seed = torch.full_like(outs[0], named.seed)
-            gradients = torch.autograd.grad(outs[0], list(trained.values()), seed, allow_unused=True)
+            outs[0].backward(torch.full_like(outs[0], named.seed))
+    found = [(name, each.grad) for name, each in trained.items()]
     after = dict(model.named_buffers(remove_duplicate=False))
     results = outs[1:] if trains else outs
     made = {"loss": outs[0].detach()} if trains else {}
     made |= {f"result {number}": each.detach() for number, each in enumerate(results)}
-    made |= {f"gradient {name}": each for name, each in zip(trained, gradients, strict=False) if each is not None}
+    made |= {f"gradient {name}": each for name, each in found if each is not None}
     made |= {f"buffer {named.aliases[name]}": each.detach().clone() for name, each in after.items() if name in before}
     with torch.no_grad():
         for name, was in before.items():

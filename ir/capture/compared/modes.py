@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from shardfx.ir.capture.forms.parts_of_batch import BatchParts, NormByParts
 from shardfx.ir.capture.forms.wide_statistics import WideStatistics
@@ -69,6 +70,7 @@ class Alike(TorchDispatchMode):
         if kwargs.get("generator") is not None:
             kwargs["generator"].manual_seed(0)
         changed = args[0] if func._schema.is_mutable else None
+        args = tree_map_only(Tensor, Tensor.contiguous, args) if changed is None else args  # whose order numbers have
         if changed is None or changed.is_contiguous():
             return func(*args, **kwargs)
         changed.copy_(func(torch.empty_like(changed, memory_format=torch.contiguous_format), *args[1:], **kwargs))
@@ -83,14 +85,37 @@ def _without_dropout(func: Any, args: Any) -> list[Any]:
 ATTENTION = (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
 
 
+def plain_attention(
+    func: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *how: Any,
+    **by: Any,
+) -> Tensor:
+    """Attention without dropout, whose mask is another in every kernel."""
+    made: Tensor = func(q, k, v, attn_mask, 0.0, *how, **by)
+    return made
+
+
 class AsAsked(TorchFunctionMode):
     """Within, batch norms are what is asked for: of parts of the batch, and with statistics as wide as everywhere. And
-    attention has no dropout, whose mask is another in every kernel."""
+    attention has no dropout."""
 
     def __init__(self, parts: BatchParts) -> None:
         super().__init__()
         plain = aten.batch_norm.default
         self._normalise = WideStatistics(NormByParts(parts) if parts.count > 1 else plain)
+
+    def __enter__(self) -> Any:
+        F.scaled_dot_product_attention = partial(plain_attention, ATTENTION[0])  # which torch's own functions call
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        F.scaled_dot_product_attention = ATTENTION[0]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,10 +123,7 @@ class AsAsked(TorchFunctionMode):
             return self._batch_norm(*args, **kwargs)
         if func in (torch.batch_norm, aten.batch_norm.default):
             return self._normalise(*args, **kwargs)
-        if func in ATTENTION:
-            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
-            kwargs = {name: 0.0 if name == "dropout_p" else each for name, each in kwargs.items()}
-        return func(*args, **kwargs)
+        return plain_attention(func, *args, **kwargs) if func in ATTENTION else func(*args, **kwargs)
 
     def _batch_norm(
         self,
