@@ -26,6 +26,9 @@ MOVES = (
     aten.expand.default,
 )
 
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""An op and its arguments."""
+
 
 class GraphBuilder:
     """Writes the nodes of a graph one after the other, folding what is the same."""
@@ -37,6 +40,8 @@ class GraphBuilder:
         self.phase = Phase.FORWARD
         self.seed: Value | None = None
         self.random = 0
+        self.drawn: dict[Value, Call] = {}
+        """What stands for random numbers of torch's, and by which call torch draws them."""
         self._moves: dict[Any, Any] = {}
 
     def add(self, op: Any, args: tuple[Any, ...], types: Any = None, **kwargs: Any) -> Any:

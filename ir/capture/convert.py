@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.builder import Call, GraphBuilder
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Guard, InputKind, Output, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
@@ -47,8 +47,9 @@ class Names:
     seed_state: str = ""
 
 
-def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
-    """The IR of a traced joint graph."""
+def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names, drawn: dict[Value, Call] | None = None) -> Graph:
+    """The IR of a traced joint graph. ``drawn`` is told which of its values stand for random numbers of torch's, and by
+    which call torch draws them."""
     builder = GraphBuilder(mesh)
     output: torch.fx.Node | None = None
     constants: dict[object, Value] = {}
@@ -84,6 +85,8 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: Names) -> Graph:
     for made in builder.graph.nodes:
         reject_collective(made)
     builder.graph.rename()
+    if drawn is not None:
+        drawn.update(builder.drawn)
     return builder.graph
 
 

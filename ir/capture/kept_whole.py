@@ -1,21 +1,23 @@
-"""Ops of the exported program that stay one op of the graph, whatever torch would make of them on some device.
+"""Ops of the exported program that stay one op of the graph, whatever torch would make of them on some device; or that
+torch's kernels take apart, and not its Python.
 
 aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
 aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
 aten.pad(x, [1, 2], "circular")   ->   shardfx.ring(x, x, x, -1, 1, 2)
-aten.multilabel_margin_loss(x, y)   ->   aten.multilabel_margin_loss_forward(x, y, 1)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import no_python_dispatcher
 
 from shardfx.ir.ops.computing.rings import Ring
 from shardfx.ir.ops.fused_attention import attention
+from shardfx.ir.ops.traits import with_defaults
 
 aten = torch.ops.aten
 
@@ -127,47 +129,41 @@ def whole_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: floa
     return x
 
 
-class MultilabelMargin(torch.autograd.Function):
-    """The kernel of ``F.multilabel_margin_loss``, and its backward, each as one op."""
+class AsTorch:
+    """An op that is taken apart by torch's own kernel, as it is where nothing is traced, and not by its Python."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, reduction: int) -> Tensor:
-        """The loss."""
-        with torch._C._AutoDispatchBelowAutograd():
-            loss, is_target = aten.multilabel_margin_loss_forward.default(x, target, reduction)
-        ctx.reduction = reduction
-        ctx.save_for_backward(x, target, is_target)
-        out: Tensor = loss
-        return out
+    def __init__(self, op: Any) -> None:
+        self._op, self.__name__ = op, f"{op.__name__}_as_torch"
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradient of ``x``."""
-        x, target, is_target = ctx.saved_tensors
-        with torch._C._AutoDispatchBelowAutograd():
-            made = aten.multilabel_margin_loss_backward.default(grad, x, target, ctx.reduction, is_target)
-        return made, None, None
-
-
-def whole_multilabel_margin(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    """``F.multilabel_margin_loss``: what torch's own Python makes of it counts padded places as targets (2.13)."""
-    made: Tensor = MultilabelMargin.apply(x, target, reduction)  # type: ignore[no-untyped-call]
-    return made
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the op gives."""
+        with no_python_dispatcher():
+            return self._op(*args, **kwargs)
 
 
 KEPT: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: whole_attention,
     aten.pad.default: whole_pad,
-    aten.multilabel_margin_loss.default: whole_multilabel_margin,
     **{getattr(aten, name).vec: whole_resize(name) for name in RESIZED.split()},
 }
 """What each op of the exported program becomes."""
 
 
-def keep_whole(exported: torch.fx.GraphModule) -> None:
-    """Call the ops of the graph in place of torch's composite ones."""
+def drops_within(node: torch.fx.Node) -> bool:
+    """Whether a call drops numbers between its layers, as recurrent ones do: torch's Python forgets to (2.13)."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    given = with_defaults(node.target, node.args, node.kwargs)
+    return bool(given.get("dropout") and given.get("train"))
+
+
+def keep_whole(exported: torch.fx.GraphModule, as_torch: Collection[Any] = ()) -> None:
+    """Call the ops of the graph in place of torch's composite ones; ``as_torch`` are those that its kernels take
+    apart."""
     for node in exported.graph.nodes:
         first = node.all_input_nodes[:1]
-        if node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
+        if node.target in as_torch or drops_within(node):
+            node.target = AsTorch(node.target)
+        elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
             node.target = KEPT[node.target]
     exported.recompile()

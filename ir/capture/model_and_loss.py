@@ -75,6 +75,10 @@ class Results:
         self.checkpointed = Checkpointed()
 
 
+class Given:
+    """Stands among the leaves of arguments and targets where a tensor does."""
+
+
 class ModelAndLoss(nn.Module):
     """The model and its loss as one function of tensor leaves."""
 
@@ -92,7 +96,8 @@ class ModelAndLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._tree, self._leaves, self._targets = tree, list(leaves), targets
+        self._tree, self._targets = tree, targets
+        self._leaves = [Given if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.loss = loss
         self.results = results
         self.guard = guard
@@ -154,7 +159,7 @@ class ModelAndLoss(nn.Module):
         for name, tensor in stored(self.model).items() if self._marks else ():
             vars(tensor).update(self._marks.get(name, {}))  # those that are traced are others
         given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        leaves = [next(given) if leaf is Given else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
         args, kwargs = self._compute.inputs((args, kwargs))
         out = self._compute.results(self.model(*args, **kwargs))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,24 +28,20 @@ from shardfx.ir.spec import laid_of
 from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
-from .convert import Names, convert
+from .compared.as_eager import AsItIs
+from .compared.both_runs import Named
+from .compared.mended import AS_TORCH, mended
+from .convert import Names
 from .decisions import NotKnown, with_numbers
-from .decomposed import decompositions
 from .forms.compute import Compute
-from .forms.factored import lay_row_by_row
 from .forms.loss_scaling import LossScale
-from .forms.parts_of_batch import ONE, BatchParts, normalise_by_parts
-from .forms.wide_statistics import take_wide_statistics
+from .forms.parts_of_batch import ONE, BatchParts
 from .forms.wide_sums import sum_gradients_in
-from .intake.as_eager import check_as_eager
 from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu
 from .intake.hooks import WatchedHooks
-from .intake.own_gradients import OwnGradients
-from .intake.refusals import DataDependent, explain, reject_loss, reject_unknown_shapes
+from .intake.refusals import DataDependent, explain, reject_loss
 from .intake.surroundings import Surroundings
-from .intake.synchronised import alone, transforms_left, transforms_refused
-from .joint.joint_graph import joint_graph
-from .kept_whole import keep_whole
+from .intake.synchronised import alone, transforms_left
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .named.left_as_found import left_as_found
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
@@ -54,6 +50,7 @@ from .update.behind import Behind
 from .update.loss_scale import SCALE
 from .update.made_groups import Factory
 from .update.stepped import Update
+from .write_graph import exported_of, names_of_one, write_graph
 
 
 @dataclass(frozen=True)
@@ -270,29 +267,30 @@ def _traced(
     compute: Compute | None,
     outcomes: Outcomes | None,
 ) -> Graph:
-    """The graph of a program's forward and backward, by one trace."""
+    """The graph of a program's forward and backward, by one trace: it makes of the example what the program makes."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     around = Surroundings(program.model, program.loss)
+    named = Named(names.aliases, names.leaves, names.seed, names.seed_state, batch_parts)
     try:
-        with ExitStack() as stack, warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
+        with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
-            own = OwnGradients()
-            guarded = with_numbers() if program.guard else nullcontext()
-            with guarded, own.noting(), left_as_found(around), transforms_refused():
-                exported = torch.export.export(program, tensors, strict=False).module(check_guards=False)
-            reject_unknown_shapes(exported, program.guard)
+            as_it_is = AsItIs(program, tensors, named, names.loss is not None, program.by_example, compute is not None)
+            write = partial(write_graph, mesh=mesh, batch_parts=batch_parts)
+            graph, drawn = write(program, tensors, names=names, outcomes=outcomes, as_torch=AS_TORCH)
             with left_as_found(around):
-                unlike = check_as_eager(program, exported, tensors, program.by_example, compute is not None)
-            names = replace(names, guards=program.results.guards)
-            keep_whole(exported)
-            if batch_parts.count > 1:
-                normalise_by_parts(exported, batch_parts)
-            take_wide_statistics(exported)
-            lay_row_by_row(exported)
-            own.restore(exported)
-            graph = convert(_joint(exported, tensors, outcomes, stack), mesh, names)
-        graph.notes = [unlike] if unlike else []
+                difference = as_it_is.difference(graph, drawn)
+            if difference is not None:
+                graph = mended(
+                    difference,
+                    as_it_is,
+                    tensors,
+                    partial(exported_of, program, tensors),
+                    lambda ops: write(program, tensors, names=names, outcomes=outcomes, as_torch=ops),
+                    lambda one, given: write(one, given, names=names_of_one(given)),
+                    names.loss,
+                )
+        graph.notes = [each for each in (as_it_is.note, *graph.notes) if each]
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
         return graph
@@ -300,20 +298,3 @@ def _traced(
         raise
     except Exception as error:
         raise explain(error, program.model, program.loss, program.guard, around.tensors) from error
-
-
-def _joint(
-    exported: torch.fx.GraphModule, tensors: tuple[torch.Tensor, ...], outcomes: Outcomes | None, stack: ExitStack
-) -> torch.fx.GraphModule:
-    """The forward and the backward of an exported program, functional."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # which imports all of torch._dynamo
-
-    table = decompositions()
-    try:
-        return joint_graph(exported, tensors, table, outcomes)
-    except Exception:  # AOTAutograd writes more, or says what stands in the way of that
-        made = aot_export_joint_with_descriptors(
-            stack, exported, tensors, decompositions=table, _record_nn_module_stack=True
-        )
-    joint: torch.fx.GraphModule = made.graph_module
-    return joint

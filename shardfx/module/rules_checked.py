@@ -16,8 +16,8 @@ from shardfx.runtime.verify.verdict import Status, Verdict, text
 
 GIVEN = (
     "torch's kernels on one device",
-    "the capture: that the captured graph is the model (what was exported of one of at most 16 million elements "
-    "is run beside it on its example)",
+    "the capture: that the captured graph is the model (that of one with content and at most 16 million elements is "
+    "run beside it on its example, with gradients and buffers)",
     "that a sum in another order is the same sum",
     "op rules beyond the small shapes and values on which their shares of this plan were executed",
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from shardfx.ir.capture.compared.whole_run import run_whole
 from shardfx.ir.capture.trace import capture
 from shardfx.ir.cost.flops import FLOPS
 from shardfx.ir.graph import Graph, Node, OutputKind
@@ -19,7 +20,6 @@ from shardfx.ir.ops.traits import is_heavy, positional, with_defaults
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.unfolding.unfold import whole
-from shardfx.runtime.verify.sample.whole import run_whole
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.2}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardfx as sx
-from shardfx.ir.capture import trace
+from shardfx.ir.capture import trace, write_graph
 from shardfx.ir.capture.joint.call_writer import Beyond
 from shardfx.ir.capture.joint.joint_graph import joint_graph
 from shardfx.ir.text import print_graph
@@ -93,7 +93,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         said.append("here")
         return made
 
-    monkeypatch.setattr(trace, "joint_graph", noted)
+    monkeypatch.setattr(write_graph, "joint_graph", noted)
     return said
 
 
@@ -108,7 +108,7 @@ def texts(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *args: Any, loss: A
     def left(*_: Any) -> fx.GraphModule:
         raise Beyond("everything")
 
-    monkeypatch.setattr(trace, "joint_graph", left)
+    monkeypatch.setattr(write_graph, "joint_graph", left)
     return [*found, captured()]
 
 

@@ -29,6 +29,7 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
+CAPTURE, COMPARED = (*ONE_OP, "ir.capture.forms", "ir.capture.intake"), ("ir.capture.compared",)
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.arena", "ir.program.looped", "ir.program.units")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.forms", "runtime.verify.proof")
 OF_RANKS = ("runtime.distributed.agreement", "runtime.distributed.stages")
@@ -53,15 +54,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.cost.measuring": (*GRAPHS, "ir.cost"),
     "ir.timing": (*PROGRAMS, "ir.cost", "ir.cost.live", "ir.schedule"),
     "ir.unfolding": GRAPHS,
-    "ir.capture": (
-        *ONE_OP,
-        "ir.capture.forms",
-        "ir.capture.intake",
-        "ir.capture.joint",
-        "ir.capture.named",
-        "ir.capture.update",
-        "ir.unfolding",
-    ),
+    "ir.capture": (*CAPTURE, *COMPARED, "ir.capture.joint", "ir.capture.named", "ir.capture.update", "ir.unfolding"),
+    "ir.capture.compared": (*CAPTURE, "ir.capture", "ir.capture.named"),
     "ir.capture.forms": (*ONE_OP, "ir.capture"),
     "ir.capture.intake": (*ONE_OP, "ir.capture", "ir.capture.named"),
     "ir.capture.joint": (*ONE_OP, "ir.capture"),
@@ -103,7 +97,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.verify.forms": (*PROOF, "ir.cost"),
     "runtime.verify.families": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof"),
     "runtime.verify.proof": (*PROOF, "ir.capture.forms", "runtime.verify"),
-    "runtime.verify.sample": (*PROOF, "runtime.verify", "runtime.verify.families", "runtime.virtual"),
+    "runtime.verify.sample": (*PROOF, *COMPARED, "runtime.verify", "runtime.verify.families", "runtime.virtual"),
     "visualize": ("ir", "visualize.paint", "visualize.scene"),
     "visualize.scene": (*GRAPHS, "ir.cost", "ir.text"),
     "visualize.layout": ("ir", "visualize.scene"),

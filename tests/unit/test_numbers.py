@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.capture.compared.whole_run import run_whole
 from shardfx.ir.capture.update.numbers import FORMS, call_with_numbers
 from shardfx.ir.graph import InputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import TensorType
-from shardfx.runtime.verify.sample.whole import run_whole
 
 aten = torch.ops.aten
 NUMBER = 0.77

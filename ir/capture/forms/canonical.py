@@ -18,7 +18,7 @@ from shardfx.ir.ops.traits import draws, positional, with_defaults
 
 from .diagonals import within_rows
 from .lone_numbers import numbers_as_tensors
-from .random_numbers import RANDOM, draws_nothing, seed_of, unshared
+from .random_numbers import DRAWN, RANDOM, draws_nothing, seed_of, unshared
 
 aten = torch.ops.aten
 
@@ -41,11 +41,8 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
         return builder.env[source][index]  # type: ignore[index]
     args = torch.fx.map_arg(node.args, builder.env.__getitem__)
     args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
-    kwargs = {
-        name: arg
-        for name, arg in torch.fx.map_arg(node.kwargs, builder.env.__getitem__).items()
-        if name not in OF_A_DEVICE
-    }
+    given = torch.fx.map_arg(node.kwargs, builder.env.__getitem__)
+    kwargs = {name: arg for name, arg in given.items() if name not in OF_A_DEVICE}
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Error(f"{target} is not an op of torch", where=str(builder.where))
@@ -55,7 +52,10 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
         return _by_memory(builder, target, args, types, kwargs, in_order(node, str(builder.where)))
     canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket) or OF_OTHERS.get(op_name(target))
     if canonical is not None:
-        return canonical(builder, target, args, kwargs, types)
+        made = canonical(builder, target, args, kwargs, types)
+        if canonical in DRAWN:
+            builder.drawn[made] = (target, args, kwargs)
+        return made
     if draws(target) and not draws_nothing(target, args, kwargs):
         raise unshared(target, str(builder.where))
     return builder.add(target, args, types, **kwargs)

@@ -173,3 +173,4 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.rrelu_with_noise_functional: _rrelu,
 }
 """What each op of torch's that draws becomes."""
+DRAWN = frozenset(RANDOM.values())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.capture.compared.whole_run import Draw, run_whole
 from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, Value
 from shardfx.ir.mesh import Mesh
@@ -32,7 +33,7 @@ from shardfx.runtime.verify.first_change import where
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
 from .ranks_alike import GroupsAlike, RanksAlike
-from .whole import Draw, apart_at, distance, first_difference, run_whole
+from .whole import apart_at, distance, first_difference
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.capture.compared.whole_run import run_whole
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Graph, Input, Output
@@ -18,7 +19,7 @@ from shardfx.runtime.verify.fault import Fault
 
 from .compare import by_boxes, draw_sample, verify
 from .ranks_alike import RanksAlike, ranks_alike
-from .whole import apart_at, distance, run_whole
+from .whole import apart_at, distance
 
 MOST = 1 << 28
 """Numbers are sought where all values, those of the whole and of the ranks that are run, have no more elements."""

@@ -6,16 +6,14 @@ Run the ranks' programs beside that, join what they hold, and the first value th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, substitute
+from shardfx.ir.capture.compared.whole_run import Draw, run_whole
+from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.dropout import dropout
-from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.shards import cut_local, wide
@@ -32,51 +30,6 @@ class Difference:
     node: Node | None
     rank: int
     error: float
-
-
-Draw = Callable[[Node, tuple[Any, ...]], tuple[torch.Tensor, ...]]
-"""Draws the random mask of a node as the ranks do, box by box; gets the node and its arguments."""
-
-
-def run_whole(
-    graph: Graph,
-    inputs: Mapping[str, torch.Tensor],
-    draw: Draw | None = None,
-    only: Collection[Value] | None = None,
-) -> dict[Value, torch.Tensor]:
-    """Every value of the graph, computed on one device from whole inputs; ``only`` some, the others let go."""
-    env: dict[Value, torch.Tensor] = {}
-    dying: dict[Node, list[Value]] = {}
-    if only is not None:
-        last = {value: node for node in graph.nodes for value in (*node.outs, *node.operands)}
-        for value in last.keys() - {*only}:
-            dying.setdefault(last[value], []).append(value)
-    for given in graph.inputs:
-        env[given.value] = inputs[given.name]
-    with torch.no_grad():
-        for node in graph.nodes:
-            if isinstance(node.op, OwnOp):
-                for source, value in carried(node):
-                    env[value] = env[source]
-                _let_go(env, dying.get(node, ()))
-                continue
-            op = torch.ops.aten.reshape.default if node.op is torch.ops.aten.view.default else node.op
-            args = substitute(node.args, env.__getitem__)
-            if draw is not None and node.op is dropout:
-                out = draw(node, args)
-            else:
-                out = op(*args, **{k: substitute(a, env.__getitem__) for k, a in node.kwargs.items()})
-            results = out if isinstance(out, (tuple, list)) else [out]
-            for made, result in zip(node.results, results, strict=False):
-                if made is not None:
-                    env[made] = result
-            _let_go(env, dying.get(node, ()))
-    return env
-
-
-def _let_go(env: dict[Value, torch.Tensor], values: Iterable[Value]) -> None:
-    for value in values:
-        env.pop(value, None)
 
 
 def run_ranks(graph: Graph, rules: RuleBook, inputs: Mapping[str, torch.Tensor]) -> dict[Value, list[torch.Tensor]]:

@@ -1,0 +1,1 @@
+"""What is captured, run beside the model."""

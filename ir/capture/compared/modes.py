@@ -1,0 +1,140 @@
+"""Runs that are to be compared: by the same random numbers, and in another precision."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+from shardfx.ir.capture.forms.parts_of_batch import BatchParts, NormByParts
+from shardfx.ir.capture.forms.wide_statistics import WideStatistics
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.traits import draws
+
+aten = torch.ops.aten
+ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class Alike(TorchDispatchMode):
+    """Within, every draw of random numbers begins anew, so that those of one shape and kind are the same numbers, in
+    whatever order they are drawn, and by whatever generator; attention has no dropout.
+
+    With a ``dtype`` every floating number is of it, whatever the code says: so code that rounds is told from code that
+    is wrong.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+        self.drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.dtype is not None:
+            args, kwargs = tree_map(self.cast, (args, kwargs))
+        if draws(func):
+            out = self._drawn(func, args, kwargs)
+        elif func in (attention, attention_backward):
+            out = func(*_without_dropout(func, args), **kwargs)
+        elif func.namespace == "shardfx":  # which draws within, by a generator of its own
+            with self:
+                out = func.redispatch(ON_CPU, *args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if self.dtype is None or func._schema.is_mutable:
+            return out
+        return tree_map(self.cast, out)
+
+    def cast(self, each: Any) -> Any:
+        """A dtype, a tensor, or a number, in the dtype of this run."""
+        if self.dtype is None:
+            return each
+        if isinstance(each, float) and torch.finfo(self.dtype).max < abs(each) < math.inf:  # what a mask is filled with
+            return math.copysign(torch.finfo(self.dtype).max, each)
+        if isinstance(each, torch.dtype) and each.is_floating_point:
+            return self.dtype
+        if isinstance(each, Tensor) and each.is_floating_point() and each.dtype is not self.dtype:
+            return each.to(self.dtype)
+        return each
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.drawn = True
+        torch.manual_seed(0)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"].manual_seed(0)
+        changed = args[0] if func._schema.is_mutable else None
+        args = tree_map_only(Tensor, Tensor.contiguous, args) if changed is None else args  # whose order numbers have
+        if changed is None or changed.is_contiguous():
+            return func(*args, **kwargs)
+        changed.copy_(func(torch.empty_like(changed, memory_format=torch.contiguous_format), *args[1:], **kwargs))
+        return changed
+
+
+def _without_dropout(func: Any, args: Any) -> list[Any]:
+    names = [each.name for each in func._schema.arguments]
+    return [0.0 if name == "p" else each for name, each in zip(names, args, strict=False)]
+
+
+ATTENTION = (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
+
+
+def plain_attention(
+    func: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *how: Any,
+    **by: Any,
+) -> Tensor:
+    """Attention without dropout, whose mask is another in every kernel."""
+    made: Tensor = func(q, k, v, attn_mask, 0.0, *how, **by)
+    return made
+
+
+class AsAsked(TorchFunctionMode):
+    """Within, batch norms are what is asked for: of parts of the batch, and with statistics as wide as everywhere. And
+    attention has no dropout."""
+
+    def __init__(self, parts: BatchParts) -> None:
+        super().__init__()
+        plain = aten.batch_norm.default
+        self._normalise = WideStatistics(NormByParts(parts) if parts.count > 1 else plain)
+
+    def __enter__(self) -> Any:
+        F.scaled_dot_product_attention = partial(plain_attention, ATTENTION[0])  # which torch's own functions call
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        F.scaled_dot_product_attention = ATTENTION[0]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        if func in (torch.batch_norm, aten.batch_norm.default):
+            return self._normalise(*args, **kwargs)
+        return plain_attention(func, *args, **kwargs) if func in ATTENTION else func(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        x: Tensor,
+        mean: Tensor | None,
+        var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """``F.batch_norm``, which has other places for the same."""
+        return self._normalise(x, weight, bias, mean, var, training, momentum, eps, False)

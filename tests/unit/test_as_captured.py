@@ -1,0 +1,193 @@
+"""What capture ends with is run beside the model: loss, results, gradients and buffers; a wrong form of an op is no
+program's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardfx as sx
+from shardfx.ir.capture import write_graph
+from shardfx.ir.capture.compared.mended import AS_TORCH
+from shardfx.ir.capture.forms import canonical
+from shardfx.ir.capture.trace import capture
+from shardfx.ir.ops.dropout import draw
+from shardfx.ir.text import print_graph
+
+MESH = sx.Mesh(dp=2)
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """What is found wrong in a test is wrong in it alone."""
+    known = set(AS_TORCH)
+    yield
+    AS_TORCH.clear()
+    AS_TORCH.update(known)
+
+
+class Layers(nn.Module):
+    """Two layers, and what a function makes between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = torch.tanh, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.between = between
+        self.first, self.last = nn.Linear(4, 8, dtype=dtype), nn.Linear(8, 4, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+def captured(model: nn.Module, dtype: torch.dtype = torch.float32, **hints: Any) -> Any:
+    x, y = torch.randn(6, 4, dtype=dtype), torch.randn(6, 4, dtype=dtype)
+    return capture(model, MESH, args=(x,), loss=F.huber_loss, targets=(y,), **hints).graph
+
+
+def in_table(op: Any, form: Callable[..., Any]) -> Callable[[], dict[Any, Any]]:
+    found = write_graph.decompositions() | {op: form}
+    return lambda: found
+
+
+def twice(grad: Tensor, *given: Any) -> Tensor:
+    return 2 * torch._decomp.decomposition_table[aten.huber_loss_backward.default](grad, *given)
+
+
+def squared(x: Tensor, y: Tensor, *how: Any) -> Tensor:
+    return (x - y).square().mean()
+
+
+WRONG = {
+    "forward": (aten.huber_loss.default, squared, r"aten.huber_loss(.|\n)*its loss"),
+    "backward": (aten.huber_loss_backward.default, twice, r"aten.huber_loss (.|\n)*where: +loss(.|\n)*gradient"),
+}
+
+
+@pytest.mark.parametrize("of", WRONG)
+def test_a_form_of_torchs_that_is_another_function_is_an_error(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, form, said = WRONG[of]
+    monkeypatch.setattr(write_graph, "decompositions", in_table(op, form))
+    with pytest.raises(sx.Error, match=said):
+        captured(Layers())
+
+
+def test_an_op_that_torchs_python_takes_apart_wrongly_is_taken_apart_by_its_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And from then on, also in a model that cannot be run."""
+    op, key = aten.tensor_split.tensor_indices_or_sections, torch._C.DispatchKey.CompositeImplicitAutograd
+    monkeypatch.setitem(op.py_kernels, key, lambda x, parts, dim=0: [x[::2], x[1::2]])
+    op._dispatch_cache.clear()
+    model = Layers(lambda x: torch.cat([part * n for n, part in enumerate(x.tensor_split(torch.tensor(2)), 2)]))
+    try:
+        right = captured(model)
+        assert any("tensor_split" in note and "kernel" in note for note in right.notes)
+        again = captured(model.to("meta"))
+        assert print_graph(again).partition("inputs")[2] == print_graph(right).partition("inputs")[2]
+    finally:
+        op._dispatch_cache.clear()
+
+
+def test_an_own_form_that_is_another_function_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(canonical.CANONICAL, aten.relu.default, lambda builder, op, args, kwargs, types: args[0])
+    with pytest.raises(sx.Error, match=r"aten.relu(.|\n)*between|aten.relu(.|\n)*test_as_captured"):
+        captured(Layers(torch.relu))
+
+
+def test_a_gradient_alone_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = aten.tanh_backward.default
+    monkeypatch.setitem(canonical.CANONICAL, backward, lambda builder, op, args, kwargs, types: args[0])
+    with pytest.raises(sx.Error, match=r"aten.tanh(.|\n)*gradient args.0(.|\n)*gradient first.weight"):
+        captured(Layers())
+
+
+def test_new_content_of_buffers_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = canonical._batch_norm
+
+    def forgets(builder: Any, op: Any, args: Any, kwargs: Any, types: Any) -> Any:
+        made = whole(builder, op, args, kwargs, types)
+        return [*made[:3], args[3], made[4]]
+
+    monkeypatch.setitem(canonical.CANONICAL, aten._native_batch_norm_legit_functional, forgets)
+    with pytest.raises(sx.Error, match=r"buffer between.running_mean(.|\n)*made in"):
+        captured(Layers(nn.BatchNorm1d(8)))
+
+
+def test_random_numbers_are_the_same_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is made of them is compared."""
+    model, whole = Layers(lambda x: F.dropout(x, 0.3) * torch.rand_like(x).exp()), canonical._dropout
+    assert not captured(model).notes
+
+    def drops_more(builder: Any, op: Any, args: Any, kwargs: Any, types: Any) -> Any:
+        return whole(builder, op, (args[0], 0.4, True), kwargs, types)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(canonical.CANONICAL, aten.native_dropout, drops_more)
+        assert "aten.dropout" in captured(model).notes[0]
+    monkeypatch.setitem(canonical.CANONICAL, aten.exp.default, lambda builder, op, args, kwargs, types: args[0])
+    with pytest.raises(sx.Error, match=r"aten.exp is another function|aten.exp(.|\n)*loss"):
+        captured(model)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_recurrent_layers_drop_between_them(kind: type[nn.RNNBase], device: str) -> None:
+    """Torch's Python form of them does not; its kernel does."""
+    x = torch.randn(3, 2, 4, device=device)
+    graph = capture(
+        kind(4, 4, 2, dropout=0.3, device=device), MESH, args=(x,), loss=lambda out: out[0].square().mean()
+    ).graph
+    assert sum(node.op is draw for node in graph.nodes) == 1 and not graph.notes
+
+
+def test_models_of_torchs_that_drop_are_captured() -> None:
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+    assert not capture(model, MESH, args=(torch.randn(2, 5, 4),), loss=torch.sum).graph.notes
+    assert not captured(Layers(lambda x: x + torch.rand_like(x.t()).t())).notes
+    again = Layers(lambda x: checkpoint(torch.tanh, x, use_reentrant=True))
+    assert not any("does not run" in note for note in captured(again).notes)
+
+
+def test_examples_that_were_computed_are_no_hindrance() -> None:
+    x = torch.randn(6, 4, requires_grad=True) * 2
+    assert not capture(Layers(), MESH, args=(x,), loss=torch.mean).graph.notes
+
+
+class Attends(nn.Module):
+    """Attention, of which the gradient of the keys' bias is zero but for rounding, and a norm that cancels another
+    bias."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.norm = nn.Linear(8, 24, dtype=dtype), nn.BatchNorm1d(8, dtype=dtype)
+        self.out = nn.Linear(8, 4, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        made = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], dropout_p=0.1)[:, 0]
+        return self.out(self.norm(made.transpose(1, 2)).amax(2)).relu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_what_differs_by_rounding_is_no_difference(dtype: torch.dtype) -> None:
+    x, y = torch.randn(6, 5, 8, dtype=dtype), torch.randn(6, 4, dtype=dtype)
+    capture(Attends(dtype), MESH, args=(x,), loss=F.mse_loss, targets=(y,))
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    x = torch.randn(6, 4, requires_grad=True)
+    state = torch.get_rng_state()
+    sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean))
+    assert torch.equal(state, torch.get_rng_state())
+    assert x.grad is None and all(each.grad is None for each in model.parameters())
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
