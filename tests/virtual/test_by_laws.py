@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import shardfx as sx
 from shardfx.ir import Graph, Node, Rewriter, Value
 from shardfx.passes import Context
+from shardfx.runtime.verify.forms.forms import Unfollowed
+from shardfx.runtime.verify.forms.known_ops import empty
 from tests.captures import captured_once
 
 aten = torch.ops.aten
@@ -148,3 +150,11 @@ def test_what_was_not_waited_for_is_no_value_yet() -> None:
         wait.replace_all_uses_with(early)
         module.recompile()
     assert not pm.verify(changed)
+
+
+def test_a_call_that_cannot_be_made_is_a_verdict() -> None:
+    """Where what is no tensor stands in the place of one, behind what is written otherwise."""
+    forms = empty()
+    several = [forms.given(each, (2,), torch.float32) for each in "ab"]
+    with pytest.raises(Unfollowed):
+        forms.types(aten.neg.default, (several,), {})

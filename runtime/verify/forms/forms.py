@@ -174,7 +174,7 @@ class NormalForms(Sums):
         """What an op gives: a shape and a dtype, or a list of them.
 
         Raises:
-            Unfollowed: it gives what is no tensor.
+            Unfollowed: it gives what is no tensor, or cannot be called so.
         """
 
         def layout(value: V) -> Layout:
@@ -189,7 +189,11 @@ class NormalForms(Sums):
                 raise Unfollowed
             return None
 
-        return type_of(self.fakes.made(op, put(list(args), layout), put(dict(kwargs), layout)).results)
+        try:
+            made = self.fakes.made(op, put(list(args), layout), put(dict(kwargs), layout))
+        except DOES_NOT_RUN as error:
+            raise Unfollowed from error
+        return type_of(made.results)
 
     # ---- moving elements ------------------------------------------------------------------------------------------
 
