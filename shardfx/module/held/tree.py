@@ -254,7 +254,9 @@ class Tree:
         if count == 1:
             return [holder]
         twin = self.twin.get_submodule(name.rpartition(".")[0])
-        made = [(f"{NUMBER}{i}", Part(f"{name.rpartition('.')[0]}.{NUMBER}{i}", twin)) for i in range(count)]
+        made: list[tuple[str, Like]] = [
+            (f"{NUMBER}{i}", Part(f"{name.rpartition('.')[0]}.{NUMBER}{i}", twin)) for i in range(count)
+        ]
         return [cast(Like, holder._modules.setdefault(own, part)) for own, part in made]
 
     def check(self) -> None:
