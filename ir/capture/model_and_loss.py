@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,12 +141,14 @@ class ModelAndLoss(nn.Module):
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
-        """Within, code that asks whether it is compiled is noted, and answered."""
+        """Within, code that asks whether it is compiled is noted, and answered; torch's own is told the truth."""
         inside: Any = torch.compiler
         compiling, exporting = inside.is_compiling, inside.is_exporting
 
         def answer(of: Callable[[], bool]) -> bool:
             said = of()
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+                return said
             self.results.asked_whether_compiled |= said
             return said and not self.unasked
 

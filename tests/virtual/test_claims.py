@@ -84,9 +84,10 @@ def test_sums_and_fusions_are_proven(other: str) -> None:
 
 
 def test_what_cannot_be_followed_is_unknown() -> None:
-    """``relu(x) = max(x, 0)``: equal, in a way that no rule knows."""
-    before = GRAPH.replace("aten.add.Tensor(%1, %x)", "aten.relu(%1)")
-    after = GRAPH.replace("aten.add.Tensor(%1, %x)", "aten.clamp_min(%1, 0)")
+    """``expm1(x) = exp(x) - 1``: equal but for rounding, which no law says."""
+    before = GRAPH.replace("aten.add.Tensor(%1, %x)", "aten.expm1(%1)")
+    exp = "%3 = aten.exp(%1) : f32[8, 4]\n  %2 = aten.sub.Scalar(%3, 1)"
+    after = GRAPH.replace("%2 = aten.add.Tensor(%1, %x)", exp)
     verdict = sx.prove(before, after)
     assert not verdict and verdict.status == "unknown"
     assert verdict.fault is not None and verdict.fault.node == "2" and not verdict.fault.numbers

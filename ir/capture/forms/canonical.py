@@ -18,7 +18,7 @@ from shardfx.ir.ops.traits import draws, positional, with_defaults
 
 from .diagonals import within_rows
 from .lone_numbers import numbers_as_tensors
-from .random_numbers import DRAWN, RANDOM, draws_nothing, seed_of, unshared
+from .random_numbers import DRAWN, RANDOM, calls_of, draws_nothing, seed_of, unshared
 
 aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     if canonical is not None:
         made = canonical(builder, target, args, kwargs, types)
         if canonical in DRAWN:
-            builder.drawn[made] = (target, args, kwargs)
+            builder.drawn |= calls_of(made, target, args, kwargs)
         return made
     if draws(target) and not draws_nothing(target, args, kwargs):
         raise unshared(target, str(builder.where))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.builder import Call, GraphBuilder
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, Value
 from shardfx.ir.ops.dropout import draw
@@ -174,3 +174,14 @@ RANDOM: dict[Any, Callable[..., Any]] = {
 }
 """What each op of torch's that draws becomes."""
 DRAWN = frozenset(RANDOM.values())
+
+
+def calls_of(made: Value | list[Value], op: Any, args: Args, kwargs: dict[str, Any]) -> dict[Value, Call]:
+    """The call of torch's that each value stands for which was made of one that draws."""
+    if isinstance(made, Value):
+        return {made: (op, args, kwargs)}
+
+    def result(at: int) -> Callable[..., Any]:
+        return lambda *args, **kwargs: op(*args, **kwargs)[at]
+
+    return {each: (result(at), args, kwargs) for at, each in enumerate(made) if each not in args}

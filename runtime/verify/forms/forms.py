@@ -71,13 +71,21 @@ class NormalForms(Sums):
             if draws(op) or op._schema.is_mutable or looks_at_memory(op):
                 return self.each_apart(types())
         key = op, key_of(args), key_of(dict(kwargs))
-        if key in self._results:
+        if key in self._results and not self._lacks(self._results[key], types):
             return self._results[key]
         apart = self.apart
         made = self._call(op, args, kwargs, types)
         if self.apart == apart:  # or else something in it is drawn, and another time next time
             self._results[key] = made
         return made
+
+    def _lacks(self, made: Any, types: Types) -> bool:
+        """Whether a call was asked for fewer of its results before."""
+        return (
+            isinstance(made, list)
+            and None in made
+            and any(mine is None and other is not None for mine, other in zip(made, types(), strict=False))
+        )
 
     def _by_schema(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
         given = with_defaults(op, args, kwargs)
