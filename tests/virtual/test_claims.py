@@ -90,7 +90,7 @@ def test_what_cannot_be_followed_is_unknown() -> None:
     after = GRAPH.replace("%2 = aten.add.Tensor(%1, %x)", exp)
     verdict = sx.prove(before, after)
     assert not verdict and verdict.status == "unknown"
-    assert verdict.fault is not None and verdict.fault.node == "2" and not verdict.fault.numbers
+    assert verdict.fault is not None and verdict.fault.node == "3" and not verdict.fault.numbers
 
 
 def test_a_lost_output_of_each_kind_is_named() -> None:
