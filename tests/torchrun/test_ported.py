@@ -33,6 +33,7 @@ def run(names: list[str], folder: Path) -> None:
     AcceleratorState._reset_state(True)
 
 
+@pytest.mark.slow
 def test_a_trainer_and_a_loop_of_accelerate_train_as_on_one_device(tmp_path: Path) -> None:
     run(["accelerate_loop", "trainer"], tmp_path)
 

@@ -136,6 +136,7 @@ def test_random_numbers_are_the_same_in_both(monkeypatch: pytest.MonkeyPatch) ->
         captured(model)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_recurrent_layers_drop_between_them(kind: type[nn.RNNBase], device: str) -> None:

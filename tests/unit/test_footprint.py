@@ -91,6 +91,7 @@ def test_programs_in_which_every_value_has_memory_of_its_own_hold_what_a_run_hol
     check_footprint(lowered(pm), held_in_a_step(pm, given)[0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["sequence", "resnet", "stored"])
 def test_what_is_sent_is_what_a_run_counts(case: str) -> None:
     """By axes, in bytes, padding included."""

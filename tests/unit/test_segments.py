@@ -186,6 +186,7 @@ def left_out(node: fx.Node) -> None:
 DAMAGES = [partial(swapped, column=1), partial(swapped, column=2), other_result, other_call, left_out]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_segments_are_refused(damage: Callable[[fx.Node], None]) -> None:
     """A state, or a gradient, of another parameter; another result; another number."""

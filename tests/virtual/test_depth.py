@@ -111,6 +111,7 @@ def deep_step(kind: Callable[[], torch.nn.Module] = Block, mesh: str = "dp2tp2",
 QUICK = "two groups, zero 3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [QUICK, *(pytest.param(h, marks=pytest.mark.slow) for h in STEPPED if h != QUICK)])
 def test_the_update_of_equal_blocks_is_planned_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of = partial(torch.nn.Linear, 6, 6) if how == "products alone" else Block

@@ -86,6 +86,7 @@ BETWEEN: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", BETWEEN)
 def test_a_function_has_its_own_gradient(which: str) -> None:
     x, y = batch()

@@ -152,6 +152,7 @@ def test_so_many_turns_are_under_way_as_the_pass_says() -> None:
         plan(case, mesh, specs=specs, rank_passes=["interleave{copies=0}"])
 
 
+@pytest.mark.slow
 def test_chunks_of_a_block_side_by_side() -> None:
     """Tokens are cut where nothing hangs on the others; the chunks of one turn of the batch stand side by side."""
     torch.manual_seed(0)

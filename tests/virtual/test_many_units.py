@@ -108,6 +108,7 @@ def from_the_chunks_on(steps: Sequence[Node | Loop]) -> Callable[[Node], str]:
     return lambda node: "B0" if id(node) in back else "F0"
 
 
+@pytest.mark.slow
 def test_turns_lie_within_a_unit() -> None:
     torch.manual_seed(0)
     model: nn.Module = Language().double()

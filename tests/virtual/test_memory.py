@@ -159,6 +159,7 @@ def test_recompute_keeps_what_goes_into_a_block() -> None:
     assert again.peak < half.peak < plain.peak and again.peak < kept.peak < plain.peak
 
 
+@pytest.mark.slow
 def test_collectives_are_repeated_or_kept_and_boundaries_wait_in_slices() -> None:
     mesh, tp = sx.Mesh(dp=2, tp=2), BATCH | {"layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
     sent = {}

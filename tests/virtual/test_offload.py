@@ -120,6 +120,7 @@ def test_what_is_put_away_is_not_on_the_device() -> None:
     assert again.host < 0.2 * plain.by_category["activations"]  # what goes into the blocks alone
 
 
+@pytest.mark.slow
 def test_it_is_seen_in_pictures_reports_and_reasons(tmp_path: Path) -> None:
     pm = blocks(optimizer=adamw, offload=away())
     memory = pm.memory()

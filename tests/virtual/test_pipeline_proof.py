@@ -89,6 +89,7 @@ def test_one_line_of_ranks_is_interpreted(
     assert one_by_one.checked["outputs"] == verdict.checked["outputs"]
 
 
+@pytest.mark.slow
 def test_many_turns_are_proven_from_as_many_programs_as_few() -> None:
     few, many = (in_stages(count=count).verify() for count in (4, 32))
     assert few and many, (few, many)

@@ -63,6 +63,7 @@ def check(pm: sx.ParallelModule, model: nn.Module, x: Tensor, y: Tensor) -> None
     assert max(rel_err(grads[name], each.grad) for name, each in model.named_parameters()) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "1f1b" else slow) for n in CHUNKS])
 def test_compiled_stages_of_virtual_ranks_are_the_whole_batch(name: str) -> None:
     case = deep("mlp", 2 * CHUNKS[name], 5)

@@ -121,6 +121,7 @@ def test_a_scene_is_as_the_whole(name: str, window: tuple[int, int], scene: tupl
     check(model, planned(model, *window), image(3, *scene))
 
 
+@pytest.mark.slow
 def test_windows_of_several_sizes_and_scenes_of_several() -> None:
     torch.manual_seed(0)
     model = trained(UNet())

@@ -238,6 +238,7 @@ def test_a_users_rank_pass_runs_and_is_proven() -> None:
     assert pm.verify() and "noted" in str(pm.rank_program(0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["dropout_mlp", "hf_gpt2_dropout"])
 def test_what_runs_is_what_is_printed(name: str) -> None:
     """Of the models of the zoo that have no dropout, their training tests it."""

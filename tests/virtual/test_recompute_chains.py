@@ -149,6 +149,7 @@ def test_equal_layers_two_at_a_time() -> None:
     check_equal(pm, plain)
 
 
+@pytest.mark.slow
 def test_stages_part_what_is_made_again_together() -> None:
     """What a stage is sent stays there: nothing of the stage before is made again in it."""
     torch.manual_seed(0)

@@ -136,6 +136,7 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("rows", "gathers"), [(18, False), (16, True)], ids=["even", "uneven"])
 def test_running_sums_are_those_of_each_tile_and_of_the_tiles_before(rows: int, gathers: bool) -> None:
     """Of tiles that are not alike all is gathered, which is said."""

@@ -222,6 +222,7 @@ def slow_machine(flops: float) -> sx.Machine:
     return sx.Machine("slow", {"float64": flops}, 1e9, 1e9, sx.Machine.load("accelerator").links)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "batch", "link", "said"),
     [

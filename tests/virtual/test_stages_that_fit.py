@@ -102,6 +102,7 @@ def test_where_the_balanced_cut_is_too_much_another_one_computes_the_same() -> N
     assert pm.verify()
 
 
+@pytest.mark.slow
 def test_where_no_cut_fits_the_error_says_which_stage_and_what_would() -> None:
     with pytest.raises(sx.Error, match="a rank holds") as caught:
         planned(memory=peak(planned((1, 4))) // 2)

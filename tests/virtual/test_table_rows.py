@@ -97,6 +97,7 @@ def test_bags_and_gradients_that_are_means(mode: str, specs: dict[str, str] | No
     assert other[0].verify(), other[0].verify().why
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("specs", [None, {"emb.weight": "dp, -"}], ids=str)
 def test_a_step_brings_rows_alone(specs: dict[str, str] | None) -> None:
     """No more of a table is ever on the device, be its vocabulary cut or not."""

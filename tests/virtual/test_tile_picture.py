@@ -24,6 +24,7 @@ def unet(mesh: sx.Mesh) -> sx.ParallelModule:
     return sx.parallelize(UNet("bilinear").eval(), mesh, hints, virtual=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", [sx.Mesh(dp=2, h=2, w=2), sx.Mesh(h=3)], ids=["2x2", "3x1"])
 def test_what_is_drawn_is_what_is_sent(mesh: sx.Mesh, tmp_path: Path) -> None:
     pm = unet(mesh)

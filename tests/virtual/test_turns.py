@@ -288,6 +288,7 @@ def test_hints_that_say_nothing_sensible(hints: dict[str, Any], said: str) -> No
         in_turns(nn.Linear(6, 3), F.cross_entropy, **hints)
 
 
+@pytest.mark.slow
 def test_batch_norms_of_each_turn_are_those_of_a_loop_over_turns() -> None:
     torch.manual_seed(0)
     model = Normed().double()

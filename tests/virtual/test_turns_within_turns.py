@@ -65,6 +65,7 @@ def test_chunks_of_uneven_turns(turns: int, chunks: int, staged: bool) -> None:
     assert pm.verify()
 
 
+@pytest.mark.slow
 def test_what_has_another_size_in_each_turn_has_no_place_in_an_arena() -> None:
     model, x, y, pm = planned(sx.Mesh(pp=2, mb=T(3), chunk=T(2)), True, arena=True)
     assert abs(pm(x, y) - next_tokens(model(x), y)) < 1e-12

@@ -49,6 +49,7 @@ def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
     assert verdict and "a whole step" in str(verdict), verdict.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "feature", "bound"), [("dp2", {}, 1e-9), ("dp2tp2", {"zero": 1}, 2e-3)])
 def test_an_optimizer_that_computes_in_bfloat16(mesh: str, feature: dict[str, Any], bound: float) -> None:
     """Muon multiplies in bfloat16, whatever its parameters are: products of whole matrices are bit by bit one

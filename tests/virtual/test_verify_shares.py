@@ -97,6 +97,7 @@ class Filled(torch.nn.Module):
         return torch.stack(made).sum()
 
 
+@pytest.mark.slow
 def test_what_is_a_part_of_many_constants_is_proven_as_each_of_them() -> None:
     """On each rank all of them are one call, ``ones([4, 4, 4])``."""
     cuts = [cut for cut in itertools.product("-ab", repeat=3) if len(set(cut) - {"-"}) == 3 - cut.count("-") > 0]
