@@ -119,9 +119,9 @@ class ParallelTrainer(Trainer):
             for name, each in named.items()
             if self._data and isinstance(each, torch.Tensor) and each.dim() and each.shape[0] == rows
         }
-        planned = isinstance(self._given.specs, PlannedSpecs)
-        specs = self._given.specs if planned else {**specs, **self._given.specs}
-        hints = replace(self._given, kwargs=kwargs, targets=targets, loss=self._loss(), specs=specs)
+        given = self._given.specs
+        said = given if isinstance(given, PlannedSpecs) else {**specs, **given}
+        hints = replace(self._given, kwargs=kwargs, targets=targets, loss=self._loss(), specs=said)
         self.model.train()
         with self.compute_loss_context_manager():
             pm = parallelize(self.model, self._mesh, hints)
