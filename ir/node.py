@@ -9,7 +9,7 @@ its :class:`Strategy`: how it is computed, what it needs and gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -69,12 +69,18 @@ class Strategy:
 class Pin:
     """How somebody wants a node to be cut: the axes of some factors of its rule (none: whole), and ``by`` whom.
 
-    ``op`` is the op that this is said of where that is a part of the node's: ``aten.mm`` of an ``addmm``.
+    ``op`` is the op that this is said of where that is a part of the node's: ``aten.mm`` of an ``addmm``. ``also`` is
+    what is said of another part, or of the node itself.
     """
 
     cuts: FactorCuts
     by: str
     op: str = ""
+    also: Pin | None = None
+
+    def each(self) -> tuple[Pin, ...]:
+        """All that is said, one by one."""
+        return (replace(self, also=None), *(self.also.each() if self.also is not None else ()))
 
 
 Attr = int | float | bool | str

@@ -33,6 +33,7 @@ from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
 from .gradients import check_gradients, check_scale, check_stepped, product, reject_half
 from .hints import Hints
+from .plan import PlannedSpecs
 from .plugins import all_rules
 
 if TYPE_CHECKING:
@@ -117,7 +118,10 @@ def parallelize(
             check_gradients(module, compiled)
             check_stepped(module, compiled)
             reject_half(compiled, autocast_around())
-            return _within_budget(compiled, place)
+            compiled = _within_budget(compiled, place)
+            if isinstance(hints.specs, PlannedSpecs):
+                hints.specs.plan.check_planned(compiled)
+            return compiled
 
         place = _place(module, hints, virtual)
         peers = place.make_peers()

@@ -51,7 +51,7 @@ from shardfx.runtime.verify.claims import without_content
 
 from .compiled import Compiled
 from .hints import Hints
-from .plan import PlannedSpecs
+from .plan import PlannedSpecs, as_said
 from .plugins import as_passes, as_rank_passes
 from .schedules.accumulate import specs_in_turns, with_turns
 
@@ -241,10 +241,6 @@ def compile_model(
         if isinstance(hints.specs, PlannedSpecs):
             hints.specs.plan.check(whole(captured.graph))
         graph, context = plan_graph(captured, hints, rules, passes, on_pass)
-    if isinstance(hints.specs, PlannedSpecs):
-        others = hints.specs.plan.differences(graph)
-        if others:
-            graph.notes.append(f"{len(others)} ops came out otherwise than in the plan given: {others[0]}")
     return Compiled(hints, captured, graph, context, passes)
 
 
@@ -303,8 +299,8 @@ def own_constants(graph: Graph) -> Graph:
 
 def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
     """What the passes begin with."""
-    planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
+    hints = as_said(hints)
     each = hints.reduce == "each" or (hints.reduce == "auto" and hints.zero >= 2)
     specs = specs_in_turns(graph.mesh, hints)
-    cuts, machine = {**planned, **hints.cuts}, Machine.of(hints.machine)
-    return Context(rules, Redistribution(graph.mesh, each), specs=specs, cuts=cuts, machine=machine)
+    machine = Machine.of(hints.machine)
+    return Context(rules, Redistribution(graph.mesh, each), specs=specs, cuts=hints.cuts, machine=machine)

@@ -4,20 +4,22 @@
     >>> plan = Plan.load("plan.json")
     >>> again = sx.parallelize(model, plan.mesh, sx.Hints(args=(x,), loss=loss, targets=(y,), specs=plan.specs))
 
-``plan.specs`` has the stored placement of every input and that of every hinted value, and brings the hints on ops
-(``plan.cuts``) along: the same model then gets the same
-program. They remember their plan, so that another model or mesh is an error and no surprise; ``dict(plan.specs)`` are
-plain hints. The file is JSON; placements are in the text form of graphs::
+``plan.specs`` has the stored placement of every input and that of every hinted value. Given as hints they bring along
+what was said to come to the plan (``plan.said``, and ``plan.cuts`` on ops), and that alone is said again: a placement
+that followed from hints would decide more as a hint than it did. The same model then gets the same program; another
+model, another mesh, or other options under which an op is cut otherwise, is an error. ``dict(plan.specs)`` are plain
+hints. The file is JSON; placements are in the text form of graphs::
 
     "inputs": {"layers.0.qkv.weight": "[(3 64{tp}), 64]", "args.0": "[8{dp}, 16]"}
     "strategies": {"forward layers.0.wo aten.mm 0": "m{dp} k{tp}"}
+    "said": {"layers.*.qkv.weight": "tp, -"}
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Value, factors_text, op_name
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
@@ -32,9 +35,11 @@ from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.sharding.bind_hints import as_spec
 
 from .plan_file import PlanFields, read_plan, write_plan
+from .schedules.accumulate import specs_in_turns
 
 if TYPE_CHECKING:
     from .compiled import Compiled
+    from .hints import Hints
 
 
 class PlannedSpecs(dict[str, Spec]):
@@ -45,6 +50,19 @@ class PlannedSpecs(dict[str, Spec]):
             {name: parse_spec(text, plan.mesh)[1] for name, text in (*plan.inputs.items(), *plan.hinted.items())}
         )
         self.plan = plan
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What hints said to come to the plan, by pattern."""
+        said = self.plan.said
+        return dict(self) if said is None else {text: _read(hint, self.plan.mesh) for text, hint in said.items()}
+
+
+def as_said(hints: Hints) -> Hints:
+    """The hints with what those of a plan say in place of the plan."""
+    if not isinstance(hints.specs, PlannedSpecs):
+        return hints
+    return replace(hints, specs=hints.specs.said, cuts={**hints.specs.plan.cuts, **hints.cuts})
 
 
 @dataclass(frozen=True)
@@ -83,11 +101,36 @@ class Plan(PlanFields):
         )
 
     def differences(self, graph: Graph) -> list[str]:
-        """The ops of a planned graph that are cut otherwise than here, in words."""
+        """The ops of a planned graph that are cut otherwise than here, and inputs stored otherwise, in words."""
         there = {key: cuts_text(node) for key, node in node_keys(graph).items() if node.strategy is not None}
-        keys = dict.fromkeys([*self.strategies, *there])
-        pairs = ((key, self.strategies.get(key, "absent"), there.get(key, "absent")) for key in keys)
+        stored = _stored(graph)
+        pairs = [
+            (key, mine.get(key, "absent"), theirs.get(key, "absent"))
+            for mine, theirs in ((self.strategies, there), (self.inputs, stored))
+            for key in dict.fromkeys([*mine, *theirs])
+        ]
         return [f"{key}: {planned} in the plan, {found} here" for key, planned, found in pairs if planned != found]
+
+    def check_planned(self, compiled: Compiled) -> None:
+        """Raise if a model that was given this plan did not get it.
+
+        Raises:
+            Error: an op is cut, or an input stored, otherwise than here.
+        """
+        others = self.differences(compiled.after)
+        if not others:
+            return
+        passes = [str(each) for each in compiled.passes]
+        changed = [each for each in (*self.passes, *passes) if (each in self.passes) != (each in passes)]
+        made = f"the plan was made by shardfx {self.shardfx}, torch {self.torch}"
+        raise Error(
+            f"{len(others)} ops or inputs came out otherwise than in the plan given",
+            where="Hints(specs=plan.specs)",
+            expected=f"the plan's own; {made}",
+            got=f"{some(others)}" + (f"; passes of one alone: {some(changed)}" if changed else ""),
+            remedy="plan under the options that the plan was made with; or pass specs=dict(plan.specs), cuts=plan.cuts "
+            "to use it as plain hints, from which other strategies may follow",
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON; gives the path."""
@@ -106,10 +149,9 @@ class Plan(PlanFields):
 def make_plan(compiled: Compiled) -> Plan:
     """The plan of a compiled model (see ``ParallelModule.plan``)."""
     graph = compiled.after
-    inputs = {g.name: _text(g.value, g.value.spec) for g in graph.inputs if not g.kind.is_of_optimizer}
     return Plan(
         graph.mesh,
-        inputs,
+        _stored(graph),
         dict(_hinted(compiled)),
         _pinned(graph),
         {key: cuts_text(node) for key, node in node_keys(graph).items() if node.strategy is not None},
@@ -117,7 +159,34 @@ def make_plan(compiled: Compiled) -> Plan:
         fingerprint(compiled.before),
         version(),
         torch.__version__,
+        _said(compiled),
     )
+
+
+def _stored(graph: Graph) -> dict[str, str]:
+    """How each input is stored, as text."""
+    return {g.name: _text(g.value, g.value.spec) for g in graph.inputs if not g.kind.is_of_optimizer}
+
+
+def _said(compiled: Compiled) -> dict[str, str]:
+    """What hints say of values, by pattern: text as they have it, an exact spec as the graph's text has it."""
+    graph, given = compiled.before, as_said(compiled.hints)
+    sizes = {each.name: each.value.shape for each in graph.inputs}
+    sizes |= {name: sizes[known] for name, known in graph.aliases.items() if known in sizes}
+    sizes |= {path: values[-1].shape for path, values in module_outputs(graph).items() if path not in sizes}
+    found = {}
+    for text, hint in specs_in_turns(graph.mesh, given).items():
+        matcher = pattern(text)
+        shape = next(shape for name, shape in sizes.items() if matcher.fullmatch(name))
+        spec = as_spec(hint, graph.mesh, len(shape), text)
+        words = ", ".join(" ".join(cut.axes) or "-" for cut in spec.dims)
+        found[text] = spec.text(shape) if isinstance(hint, Spec) else words
+    return found
+
+
+def _read(text: str, mesh: Mesh) -> str | Spec:
+    """A hint as ``_said`` writes it."""
+    return parse_spec(text, mesh)[1] if text.startswith("[") else text
 
 
 def _hinted(compiled: Compiled) -> dict[str, str]:

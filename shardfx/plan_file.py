@@ -25,7 +25,8 @@ class PlanFields:
     """What a plan says.
 
     ``inputs`` and ``hinted`` are placements as text, by name; ``cuts`` the hints on ops; ``strategies`` the cuts of
-    each op's factors, by the op's key: phase, module, op, and its number among those alike.
+    each op's factors, by the op's key: phase, module, op, and its number among those alike. ``said`` is what hints
+    said of values, by pattern; None in a file of before it was kept.
     """
 
     mesh: Mesh
@@ -37,6 +38,7 @@ class PlanFields:
     fingerprint: str
     shardfx: str
     torch: str
+    said: Mapping[str, str] | None = None
 
 
 def write_plan(path: str | Path, plan: PlanFields) -> Path:
@@ -115,8 +117,10 @@ def _fields_of(content: dict[str, Any], where: str) -> PlanFields:
             fingerprint=_text_of("fingerprint", content["fingerprint"]),
             shardfx=_text_of("shardfx", content["shardfx"]),
             torch=_text_of("torch", content["torch"]),
+            said=_texts("said", content["said"]) if content.get("said") is not None else None,
         )
-        for text in (*plan.inputs.values(), *plan.hinted.values()):
+        exact = [text for text in (plan.said or {}).values() if text.startswith("[")]
+        for text in (*plan.inputs.values(), *plan.hinted.values(), *exact):
             parse_spec(text, plan.mesh)
     except Error as error:
         raise Error(

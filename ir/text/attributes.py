@@ -105,14 +105,23 @@ def _read_cuts(node: Node, line: Line, scope: ReadScope) -> None:
 
 
 def _write_pin(node: Node, scope: PrintScope) -> str | None:
-    """``pinned "fc1" n{tp} m{}``, or ``pinned "fc1:aten.mm" aten.mm: k{tp}`` where it is said of a part of the op."""
+    """``pinned "fc1" n{tp} m{}``, or ``pinned "fc1:aten.mm" aten.mm: k{tp}`` where it is said of a part of the op; with
+    commas between what is said of several."""
     if node.pin is None:
         return None
-    cuts = " ".join(_factor(factor) + write_axes(axes) for factor, axes in node.pin.cuts)
-    return f" {json.dumps(node.pin.by)}{f' {node.pin.op}:' if node.pin.op else ''} {cuts}"
+    return " " + ", ".join(map(_said, node.pin.each()))
+
+
+def _said(pin: Pin) -> str:
+    cuts = " ".join(_factor(factor) + write_axes(axes) for factor, axes in pin.cuts)
+    return f"{json.dumps(pin.by)}{f' {pin.op}:' if pin.op else ''} {cuts}"
 
 
 def _read_pin(node: Node, line: Line, scope: ReadScope) -> None:
+    node.pin = _pin(line, scope)
+
+
+def _pin(line: Line, scope: ReadScope) -> Pin:
     by = json.loads(line.take("string", "in quotes who pins it"))
     op = ""
     cuts: list[tuple[str, tuple[str, ...]]] = []
@@ -122,7 +131,7 @@ def _read_pin(node: Node, line: Line, scope: ReadScope) -> None:
             op = name
         else:
             cuts.append((name, read_axes(line, scope)))
-    node.pin = Pin(tuple(cuts), by, op)
+    return Pin(tuple(cuts), by, op, _pin(line, scope) if line.accept(",") else None)
 
 
 def _factor(name: str) -> str:

@@ -27,7 +27,7 @@ from shardfx.ir.spec import Spec
 from shardfx.passes.base import Context
 
 from .decompose import Expander
-from .pins import check_names, check_pin
+from .pins import check_names, check_pin, join
 
 WHERE = "Hints(cuts=...)"
 FACTOR = re.compile(r"\s*([^\s{}]+)\s*\{([^{}]*)\}")
@@ -50,16 +50,8 @@ def pin_nodes(graph: Graph, context: Context) -> bool:
             )
         for node, op in _named(graph, text, given, context, expander):
             pin = Pin(_cuts(given, node, op, graph, context, text), text, op)
-            if node.pin is not None and (node.pin.cuts, node.pin.op) != (pin.cuts, pin.op):
-                raise Error(
-                    f"two hints disagree on {op_name(node.op)}",
-                    where=f"hints {node.pin.by!r} and {text!r}; {node.where}",
-                    expected="one strategy for each op",
-                    got=f"{factors_text(node.pin.cuts)} and {factors_text(pin.cuts)}",
-                    remedy="make the patterns narrower",
-                )
-            node.pin = pin
             check_names(pin, graph.mesh, str(node.where))
+            node.pin = join(pin, node)
             if not op:
                 check_pin(node, context.cache.rule(node), graph.mesh, may_part=expander.can(node))
     return bool(context.cuts)
@@ -91,13 +83,25 @@ def _named(graph: Graph, text: str, given: Any, context: Context, expander: Expa
     remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "print(sx.trace(...)) has all ops"
     if any(op in names_of(node.op) and matcher.fullmatch(node.where.module) for node in graph.nodes):
         remedy = "hint the op of the forward: those of its backward follow it"
+    lacks = _lacks(given, [context.cache.rule(node) for node in inside]) if inside and not op else ""
     raise Error(
-        f"hint {text!r} names no op",
+        f"hint {text!r} names no op{lacks}",
         where=WHERE,
-        expected=f"module.path:aten.op, of one of {said}",
+        expected=f"{'factors' if lacks else 'module.path:aten.op'}, of one of {said}",
         got=f"{text!r}: {given!r}",
         remedy=remedy,
     )
+
+
+def _lacks(given: Any, rules: Sequence[ShardingRule]) -> str:
+    """What none of a module's ops has of what a hint says."""
+    if not isinstance(given, str):
+        return f" with {len(given)} operands"
+    factors = [factor for factor, _ in FACTOR.findall(given)]
+    unknown = [factor for factor in factors if not any(factor in rule.sizes for rule in rules)]
+    if unknown:
+        return f" with a factor {' or '.join(map(repr, unknown))}"
+    return f" with the factors {' and '.join(map(repr, factors))} together"
 
 
 def names_of(op: Any) -> set[str]:

@@ -18,15 +18,14 @@ from shardfx.ir.rules.sharding_rule import ShardingRule, rule_text
 
 def pinned(node: Node) -> dict[str, Cut]:
     """The cuts of the factors that are pinned, whole ones too."""
-    if node.pin is None or node.pin.op:
-        return {}
-    return {factor: Cut(axes) for factor, axes in node.pin.cuts}
+    said = [pin for pin in node.pin.each() if not pin.op] if node.pin is not None else []
+    return {factor: Cut(axes) for pin in said for factor, axes in pin.cuts}
 
 
 def must_part(node: Node, rule: ShardingRule) -> bool:
     """Whether a pin asks for something that the op can do only in parts."""
-    pin = node.pin
-    return pin is not None and (bool(pin.op) or any(axes and f in rule.whole for f, axes in pin.cuts))
+    said = node.pin.each() if node.pin is not None else ()
+    return any(pin.op or any(axes and f in rule.whole for f, axes in pin.cuts) for pin in said)
 
 
 def check_names(pin: Pin, mesh: Mesh, where: str) -> None:
@@ -53,10 +52,16 @@ def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool = False
         Error: there is no such factor, axis or piece; the factor must stay whole. It prints the op's rule.
     """
     assert node.pin is not None
-    check_names(node.pin, mesh, str(node.where))
-    where = f"hint {node.pin.by!r}; {node.where}"
+    for pin in node.pin.each():
+        if not pin.op:
+            _check(pin, node, rule, mesh, may_part)
+
+
+def _check(pin: Pin, node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool) -> None:
+    check_names(pin, mesh, str(node.where))
+    where = f"hint {pin.by!r}; {node.where}"
     said = f"{op_name(node.op)}: {rule_text(rule)}"
-    for factor, axes in node.pin.cuts:
+    for factor, axes in pin.cuts:
         got = factors_text(((factor, axes),))
         if factor not in rule.sizes:
             raise Error(f"the op has no factor {factor!r}", where=where, expected=f"a factor of {said}", got=got)
@@ -81,17 +86,47 @@ def check_pin(node: Node, rule: ShardingRule, mesh: Mesh, may_part: bool = False
             )
 
 
+def join(pin: Pin, node: Node) -> Pin:
+    """A pin and what was said of a node before, of its other parts.
+
+    Raises:
+        Error: something else was said of the same.
+    """
+    said = node.pin.each() if node.pin is not None else ()
+    for other in said:
+        if other.op == pin.op and other.cuts != pin.cuts:
+            raise _disagree(other, pin, pin.op or op_name(node.op), node)
+    for other in reversed([each for each in said if each.op != pin.op]):
+        pin = replace(pin, also=replace(other, also=pin.also))
+    return pin
+
+
+def _disagree(one: Pin, two: Pin, op: str, node: Node) -> Error:
+    return Error(
+        f"two hints disagree on {op}",
+        where=f"hints {one.by!r} and {two.by!r}; {node.where}",
+        expected="one strategy for each op",
+        got=f"{factors_text(one.cuts)} and {factors_text(two.cuts)}",
+        remedy="make the patterns narrower",
+    )
+
+
 def hand_over(pin: Pin, node: Node, parts: Iterable[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
-    """Pin the part of a node that was taken apart of which the pin is said.
+    """Pin the parts of a node that was taken apart of which the pin is said: first those that it names.
 
     Raises:
         Error: no part can be cut so.
     """
     made = list(parts)
+    for each in sorted(pin.each(), key=lambda each: not each.op):
+        _hand_over(each, node, made, rules, mesh)
+
+
+def _hand_over(pin: Pin, node: Node, made: list[Node], rules: Mapping[Node, ShardingRule], mesh: Mesh) -> None:
     named = [each for each in made if not pin.op or op_name(each.op) == pin.op]
     fitting = [each for each in named if _fits(pin, rules[each])]
     for each in fitting:
-        each.pin = replace(pin, op="")
+        each.pin = _merged(replace(pin, op=""), each)
         check_pin(each, rules[each], mesh)
     if not fitting:
         raise Error(
@@ -100,6 +135,21 @@ def hand_over(pin: Pin, node: Node, parts: Iterable[Node], rules: Mapping[Node, 
             expected=f"factors of {_rules(named or made, rules)} (! is whole)",
             got=factors_text(pin.cuts),
         )
+
+
+def _merged(pin: Pin, node: Node) -> Pin:
+    """What is said of a whole op, beside what is said of this part of it.
+
+    Raises:
+        Error: it cuts a factor otherwise.
+    """
+    if node.pin is None:
+        return pin
+    known = dict(node.pin.cuts)
+    for factor, axes in pin.cuts:
+        if known.get(factor, axes) != axes:
+            raise _disagree(node.pin, pin, op_name(node.op), node)
+    return replace(node.pin, cuts=(*node.pin.cuts, *((f, axes) for f, axes in pin.cuts if f not in known)))
 
 
 def _fits(pin: Pin, rule: ShardingRule) -> bool:

@@ -18,6 +18,7 @@ from typing import ClassVar
 from shardfx.ir.cut import Cut
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, InputKind, Node, op_name
+from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
@@ -118,6 +119,8 @@ def is_blocked(node: Node, state: Held) -> bool:
     rule = state.rules[node]
     if must_part(node, rule):
         return True
+    if node.pin is not None and not is_heavy(node):
+        return False  # its parts are other ops, of which the pin says nothing: those of a product are products
     for value, dims in zip(node.operands, rule.operands, strict=True):
         held = state.cuts.get(value)
         if held is None:

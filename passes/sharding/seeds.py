@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from shardfx.ir.cut import Cut, Part, compound
-from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Pin, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
 
@@ -112,12 +112,16 @@ def _modules(graph: Graph, axis: str) -> frozenset[str]:
     """Those whose output a hint cuts, or one of whose ops is pinned so, and all that use what they make."""
     forward = [node for node in graph.nodes if node.phase is Phase.FORWARD]
     found = {node.where.module for node in forward if any(axis in _hinted(value, graph.mesh) for value in node.outs)}
-    found |= {node.where.module for node in forward if node.pin and any(axis in axes for _, axes in node.pin.cuts)}
+    found |= {node.where.module for node in forward if node.pin and axis in _pinned(node.pin)}
     behind: set[Value] = {each.value for each in graph.inputs if axis in _hinted(each.value, graph.mesh)}
     for node in forward:
         if node.where.module in found or any(value in behind for value in node.operands):
             behind.update(node.outs)
     return frozenset(found | {node.where.module for node in forward if any(value in behind for value in node.outs)})
+
+
+def _pinned(pin: Pin) -> set[str]:
+    return {axis for each in pin.each() for _, axes in each.cuts for axis in axes}
 
 
 def _hinted(value: Value, mesh: Mesh) -> tuple[str, ...]:

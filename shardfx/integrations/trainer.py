@@ -27,6 +27,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 from shardfx.module.held.carry_over import carry_over
 from shardfx.module.parallel_module import ParallelModule
+from shardfx.plan import PlannedSpecs
 from shardfx.runtime.store import version
 
 from .accelerate import ParallelAccelerator
@@ -118,9 +119,9 @@ class ParallelTrainer(Trainer):
             for name, each in named.items()
             if self._data and isinstance(each, torch.Tensor) and each.dim() and each.shape[0] == rows
         }
-        hints = replace(
-            self._given, kwargs=kwargs, targets=targets, loss=self._loss(), specs={**specs, **self._given.specs}
-        )
+        given = self._given.specs
+        said = given if isinstance(given, PlannedSpecs) else {**specs, **given}
+        hints = replace(self._given, kwargs=kwargs, targets=targets, loss=self._loss(), specs=said)
         self.model.train()
         with self.compute_loss_context_manager():
             pm = parallelize(self.model, self._mesh, hints)

@@ -17,7 +17,6 @@ from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import comm
 from shardfx.ir.program.looped.in_turns import time_axes
 from shardfx.ir.text.printer import size_text
-from shardfx.plan import PlannedSpecs
 
 from .budget import Foresight, budget_of
 
@@ -42,7 +41,7 @@ def reduced(compiled: Compiled, foresight: Foresight) -> Compiled:
     hints, mesh = compiled.hints, compiled.after.mesh
     budget = budget_of(hints)
     trains = any(output.kind is OutputKind.GRADIENT for output in compiled.after.outputs)
-    asked = hints.reduce == "auto" and not isinstance(hints.specs, PlannedSpecs)
+    asked = hints.reduce == "auto"
     if not asked or not time_axes(mesh) or not hints.zero or not trains or budget is None:
         return compiled
     machine = Machine.of(hints.machine)

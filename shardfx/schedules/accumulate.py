@@ -23,7 +23,6 @@ from shardfx.ir.mesh import Mesh, Time
 from shardfx.ir.names import pattern
 from shardfx.ir.spec import Spec
 from shardfx.passes.sharding.bind_hints import as_spec
-from shardfx.plan import PlannedSpecs
 
 NAMES = ("mb", "micro_batch", "accumulate")
 """What the axis is called: the first of these that the mesh does not have."""
@@ -47,7 +46,7 @@ def specs_in_turns(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
     """
     leaves = leaf_names(hints.args, hints.kwargs, hints.targets)
     inputs = {name: leaf.ndim for name, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
-    axis = "" if isinstance(hints.specs, PlannedSpecs) else _unsaid(mesh, hints, inputs)
+    axis = _unsaid(mesh, hints, inputs)
     if not axis:
         return hints.specs
     specs, found = dict(hints.specs), False

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import shardfx as sx
 from shardfx.ir.graph import Graph
@@ -97,7 +98,7 @@ def test_a_plan_given_back_is_the_same_program(name: str, mesh: str, sequence: b
 
 
 def unhinted(graph: Graph) -> str:
-    """The text of a graph without hints: a plan given back hints every input."""
+    """The text of a graph without hints: a plan given back may bring more of them."""
     graph = graph.copy()
     for value in graph.values():
         value.hint, value.hinted_by = None, ""
@@ -131,14 +132,49 @@ def test_a_plan_is_for_one_model_and_one_mesh(saved: Path) -> None:
     assert small(dict(specs), x=X[:4]).plan.inputs["args.0"] == "[4{dp}, 6]"  # plain hints ask nothing
 
 
-def test_a_plan_that_comes_out_otherwise_is_a_warning(saved: Path) -> None:
+def test_a_plan_that_comes_out_otherwise_is_an_error(saved: Path) -> None:
     loaded = sx.Plan.load(saved)
     key = "forward fc1 aten.addmm 0"
     changed = replace(loaded, strategies={**loaded.strategies, key: "n{tp}"})
-    (warning,) = small(changed.specs).report().warnings
-    assert (
-        warning == f"1 ops came out otherwise than in the plan given: {key}: n{{tp}} in the plan, n{{tp}} m{{dp}} here"
-    )
+    with pytest.raises(sx.Error, match="1 ops or inputs came out otherwise than in the plan given") as caught:
+        small(changed.specs)
+    assert caught.value.got == f"{key}: n{{tp}} in the plan, n{{tp}} m{{dp}} here"
+    stored = replace(loaded, inputs={**loaded.inputs, "fc1.weight": "[8, 6]"})
+    with pytest.raises(sx.Error, match="came out otherwise"):
+        small(stored.specs)
+    assert small(dict(changed.specs))
+
+
+class Two(nn.Module):
+    """What follows from hints on it is no hint: as one, it would decide between the two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.fc1(x).tanh() @ self.fc1.weight).cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("specs", "cuts"),
+    [
+        ({"fc2.weight": "tp, -"}, {"fc2": "k{tp}"}),
+        ({}, {"fc1:addmm": "n{tp} m{dp}", ":mm": "k{dp}"}),
+        ({"args.0": "dp, -"}, {"fc1": "m{}", "fc2": ("-, dp", "dp, tp")}),
+        ({"fc*.weight": (Shard(0), Shard(1))}, {":cumsum": "d0{tp dp}"}),
+    ],
+)
+def test_what_followed_from_hints_is_no_hint(specs: dict[str, Any], cuts: dict[str, Any], tmp_path: Path) -> None:
+    def planned(specs: Any, cuts: Any) -> sx.ParallelModule:
+        hints = sx.Hints(args=(torch.randn(8, 8),), loss=F.cross_entropy, targets=(Y,), specs=specs, cuts=cuts)
+        return sx.parallelize(Two(), MESH, hints)
+
+    pm = planned(specs, cuts)
+    loaded = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))
+    for given in ({}, loaded.cuts):
+        again = planned(loaded.specs, given)
+        assert unhinted(again.after) == unhinted(pm.after) and again.plan == loaded
 
 
 def test_the_fingerprint_is_the_models_own() -> None:

@@ -32,6 +32,15 @@ class Picture(nn.Module):
         return self.second(F.interpolate(self.first(x), **self.how))
 
 
+class Resized(nn.Module):
+    def __init__(self, how: dict[str, Any]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, **self.how)
+
+
 class LastOf(nn.Module):
     """A row of each sample, counted from either end."""
 
@@ -235,6 +244,38 @@ def test_windows_of_what_is_infinite(specs: str) -> None:
         for ours, theirs in zip(pm(x), Windows()(x), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
     assert pm.verify(), pm.verify().why
+
+
+RESIZED = {
+    "area": ({"size": (6, 3)}, 5),
+    "many means": ({"mode": "area", "size": (9, 12)}, 10),
+    "antialias": ({"mode": "bilinear", "size": (5, 5), "antialias": True}, 9),
+    "copied, antialias": ({"mode": "bicubic", "size": (4, 3), "antialias": True}, 4),
+    "copied whole": ({"mode": "bilinear", "size": (4, 4), "antialias": True}, 4),
+    "copied, bilinear": ({"mode": "bilinear", "size": (4, 6), "align_corners": True}, 4),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_a_resized_picture_of_what_is_infinite(name: str) -> None:
+    """A row that lies beside those that another is made of is no part of it, not with a weight of zero either."""
+    how, size = RESIZED[name]
+    x = torch.randn(1, 2, size, size, dtype=torch.float64)
+    x[0, 0, 2, 2], x[0, 1, 0, 0] = float("inf"), float("nan")
+    weight = torch.randn(1, 2, *how["size"], dtype=torch.float64)
+    weight[0, 0, -1, 1] = float("inf")
+    model, mine = Resized({"mode": "area", **how}), x.clone().requires_grad_()
+
+    def weighed(out: Tensor, by: Tensor) -> Tensor:
+        return (out * by).sum()
+
+    weighed(model(x.requires_grad_()), weight).backward()
+    hints = sx.Hints(args=(mine,), loss=weighed, targets=(weight,), specs={"args.0": "-, -, x, -"})
+    pm = sx.parallelize(model, sx.Mesh(x=2), hints)
+    loss, out = pm(mine, weight, with_results=True)
+    loss.backward()
+    torch.testing.assert_close(out, model(x), equal_nan=True)
+    torch.testing.assert_close(mine.grad, x.grad, equal_nan=True)
 
 
 @pytest.mark.parametrize("specs", [{"args.0": "r, -"}, {"weight": "r"}], ids=str)

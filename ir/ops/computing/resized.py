@@ -34,23 +34,28 @@ NEAREST = {
     "nearest": [getattr(aten, f"upsample_nearest{n}d").default for n in (1, 2, 3)],
     "exact nearest": [getattr(aten, f"_upsample_nearest_exact{n}d").default for n in (1, 2, 3)],
 }
+COPIED = "copied"
+"""Of rows that stay as they are and are not smoothed: kernels do so dim by dim, though not backwards."""
 SHARP = -0.75
 """The one number of torch's cubic interpolation."""
 
 
 def taps(
     first: int, count: int, size: int, step: float, kind: str, dim: int, space: int, like: Tensor
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The rows of an image of ``size`` of which ``count`` rows of the result are made, in one dim of several, and the
-    weight of each; none where it is one."""
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """The rows of an image of ``size`` of which ``count`` rows of the result are made, in one dim of several, the
+    weight of each, none where it is one, and whether it is there: what is not is no zero, for a row may be inf."""
     if kind in NEAREST:
-        yield nearest(size, step, kind, dim, space, like)[first : first + count], None
+        yield nearest(size, step, kind, dim, space, like)[first : first + count], None, None
         return
     if kind in PADDED:
-        yield PADDED[kind](torch.arange(first, first + count, device=like.device) - round(step), size), None
+        yield PADDED[kind](torch.arange(first, first + count, device=like.device) - round(step), size), None, None
         return
     if kind == "mean":
         yield from averaged(first, count, size, step, like)
+        return
+    if kind == COPIED:
+        yield torch.arange(first, first + count, device=like.device), None, None
         return
     if kind in SMOOTH:
         yield from smoothed(first, count, size, step, kind, like)
@@ -63,8 +68,9 @@ def taps(
     before = place.floor().clamp(max=size - 1)
     part, row = (place - before).to(like.dtype), before.to(torch.int64)
     weights = cubic_weights(part) if cubic else [1 - part, part]
+    apart = int(cubic or step != 1)  # of the next row nothing is read where all stay as they are, were it inf
     for offset, weight in enumerate(weights, -1 if cubic else 0):
-        yield (row + offset).clamp(0, size - 1), weight
+        yield (row + apart * offset).clamp(0, size - 1), weight, None
 
 
 def nearest(size: int, step: float, kind: str, dim: int, space: int, like: Tensor) -> Tensor:
@@ -93,19 +99,19 @@ def repeated(row: Tensor, size: int) -> Tensor:
 PADDED = {"mirrored": mirrored, "repeated": repeated}
 
 
-def averaged(first: int, count: int, size: int, step: float, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+def averaged(first: int, count: int, size: int, step: float, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The rows of adaptive windows, the first of each, the second, ..., and one divided by how many there are."""
     places = round(size / step)
     rows = torch.arange(first, first + count, device=like.device)
     start = torch.div(rows * size, places, rounding_mode="floor")
     length = torch.div((rows + 1) * size + places - 1, places, rounding_mode="floor") - start
     for offset in range((size + places - 1) // places + 1):
-        yield (start + offset).clamp(max=size - 1), (offset < length).to(like.dtype) / length
+        yield (start + offset).clamp(max=size - 1), length.to(like.dtype).reciprocal(), offset < length
 
 
 def smoothed(
     first: int, count: int, size: int, step: float, kind: str, like: Tensor
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The rows around a place, the first of each, the second, ..., by a filter that is as wide as a step; of those that
     there are the weights are one."""
     reach, weigh = SMOOTH[kind]
@@ -114,10 +120,12 @@ def smoothed(
     begin = (centre - reach * wide + 0.5).to(torch.int64).clamp(min=0)
     end = (centre + reach * wide + 0.5).to(torch.int64).clamp(max=size)
     rows = [begin + offset for offset in range(2 * math.ceil(reach * wide) + 1)]
-    weights = [weigh(((row - centre + 0.5) / wide).abs()) * (row < end) for row in rows]
+    weights = [
+        weigh(((begin - centre + offset + 0.5) * (1 / wide)).abs()) * (row < end) for offset, row in enumerate(rows)
+    ]
     total = torch.stack(weights).sum(0)
     for row, weight in zip(rows, weights, strict=True):
-        yield row.clamp(max=size - 1), (weight / total).to(like.dtype)
+        yield row.clamp(max=size - 1), (weight / total).to(like.dtype), row < end
 
 
 def triangle(x: Tensor) -> Tensor:
@@ -158,18 +166,21 @@ def _resize(
 ) -> Tensor:
     for dim, (start, n, begin, count, step) in enumerate(zip(at, size, first, places, steps, strict=True), -len(at)):
         found: Tensor | None = None
-        for rows, weight in taps(begin, count, n, step, kind, dim, len(at), x):
+        this = COPIED if kind in SMOOTH and step == 1 else kind
+        for rows, weight, there in taps(begin, count, n, step, this, dim, len(at), x):
             held = (rows - start).clamp(0, x.shape[dim] - 1)
-            part = weighted(x.index_select(dim, held), weight, dim)
+            part = weighted(x.index_select(dim, held), weight, there, dim)
             found = part if found is None else found + part
         assert found is not None
         x = found
     return x
 
 
-def weighted(x: Tensor, weight: Tensor | None, dim: int) -> Tensor:
-    """``x``, each row of a dim times its weight."""
-    return x if weight is None else x * weight.reshape(-1, *[1] * (-dim - 1))
+def weighted(x: Tensor, weight: Tensor | None, there: Tensor | None, dim: int) -> Tensor:
+    """``x``, each row of a dim times its weight, and zero where it is not there."""
+    wide = [-1, *[1] * (-dim - 1)]
+    made = x if weight is None else x * weight.reshape(wide)
+    return made if there is None else made.where(there.reshape(wide), 0)
 
 
 def _resize_meta(
@@ -198,9 +209,9 @@ def _backward(
         wide = list(grad.shape)
         wide[dim] = length + 1  # what other ranks have goes into one row more
         made = grad.new_zeros(wide)
-        for rows, weight in taps(begin, grad.shape[dim], n, step, kind, dim, len(at), grad):
+        for rows, weight, there in taps(begin, grad.shape[dim], n, step, kind, dim, len(at), grad):
             beside = (rows < start) | (rows >= start + length)
-            made.index_add_(dim, (rows - start).masked_fill(beside, length), weighted(grad, weight, dim))
+            made.index_add_(dim, (rows - start).masked_fill(beside, length), weighted(grad, weight, there, dim))
         grad = made.narrow(dim, 0, length)
     return grad.contiguous()
 

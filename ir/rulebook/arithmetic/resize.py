@@ -233,9 +233,12 @@ def _steps(node: Node, x: Sequence[int], y: Sequence[int]) -> list[float]:
 
 
 def mean(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Adaptive means as products with a matrix for each dim: sums, of which each rank may have a part."""
+    """Adaptive means as sums for each dim, of which each rank may have a part. They are no products with a matrix: what
+    lies beside a window may be inf, and zero times that is NaN."""
     for dim, places in enumerate(size, -len(size)):
-        x = torch.matmul(x.transpose(dim, -1), means(x, x.shape[dim], places).t()).transpose(dim, -1)
+        inside, lengths = windows_of(x.shape[dim], places, x.device)
+        held = x.transpose(dim, -1).unsqueeze(-2)
+        x = (torch.where(inside, held, 0.0).sum(-1) / lengths).transpose(dim, -1)
     return x
 
 
@@ -244,19 +247,20 @@ def mean_backward(space: int) -> Callable[[Tensor, Tensor], Tensor]:
 
     def expand(grad: Tensor, x: Tensor) -> Tensor:
         for dim in range(-space, 0):
-            weights = means(grad, x.shape[dim], grad.shape[dim])
-            grad = torch.matmul(grad.transpose(dim, -1), weights).transpose(dim, -1)
+            inside, lengths = windows_of(x.shape[dim], grad.shape[dim], grad.device)
+            held = (grad.transpose(dim, -1) / lengths).unsqueeze(-1)
+            grad = torch.where(inside, held, 0.0).sum(-2).transpose(dim, -1)
         return grad
 
     return expand
 
 
-def means(like: Tensor, size: int, places: int) -> Tensor:
-    """The weights of each row in each mean."""
-    row, place = torch.arange(size, device=like.device), torch.arange(places, device=like.device).unsqueeze(1)
+def windows_of(size: int, places: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which rows are in each window, ``[places, size]``, and how many."""
+    row, place = torch.arange(size, device=device), torch.arange(places, device=device).unsqueeze(1)
     start = torch.div(place * size, places, rounding_mode="floor")
     end = torch.div((place + 1) * size + places - 1, places, rounding_mode="floor")
-    return ((row >= start) & (row < end)).to(like.dtype) / (end - start)
+    return (row >= start) & (row < end), (end - start).squeeze(1)
 
 
 def entries(name: str, kind: str) -> Iterator[RuleEntry]:

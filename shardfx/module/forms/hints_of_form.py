@@ -14,7 +14,7 @@ from shardfx.hints import Hints
 from shardfx.ir.errors import Error
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.module.call import TARGETS, Call, Form
-from shardfx.plan import PlannedSpecs
+from shardfx.plan import as_said
 
 UNSTEPPED: dict[str, Any] = {"optimizer": None, "clip": None}
 """The hints of a plan that has no step."""
@@ -22,11 +22,11 @@ UNSTEPPED: dict[str, Any] = {"optimizer": None, "clip": None}
 
 def hints_of_form(hints: Hints, ours: Mapping[str, Spec], form: Form, call: Call) -> Hints:
     """The user's hints, for the inputs of a call; ``ours`` is how the first plan stores parameters and buffers."""
-    planned = hints.specs.plan.cuts if isinstance(hints.specs, PlannedSpecs) else {}
+    hints = as_said(hints)
     specs = {**hints.specs, **ours}
     args, kwargs, targets = _examples(form, call, hints.guard)
     as_captured = call.has_targets or not hints.targets
-    hints = replace(hints, args=args, kwargs=kwargs, targets=targets, cuts={**planned, **hints.cuts})
+    hints = replace(hints, args=args, kwargs=kwargs, targets=targets)
     if as_captured and not form.pulls:
         return replace(hints, specs=specs)
     specs = {name: spec for name, spec in specs.items() if not name.startswith(TARGETS)}
