@@ -92,10 +92,11 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "a cache": lambda m, patch: cached_anew(),
     "the environment": lambda m, patch: patch.setenv("SCALE_OF_A_TEST", "3.0"),
     "what a function answers": lambda m, patch: patch.setattr(getcontext(), "prec", 14),
-    "an installed module": lambda m, patch: patch.setattr(torch.backends.cudnn, "benchmark", True),
+    "an installed module": lambda m, patch: torch.backends.cudnn.set_flags(_benchmark=True),
 }
 
 
+@torch.backends.cudnn.flags(benchmark=False)  # behind which they are as they were
 def test_what_is_reached_by_names_made_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Reaches().double()
