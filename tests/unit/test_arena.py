@@ -93,6 +93,7 @@ def test_the_report_says_how_large_it_is_and_could_be() -> None:
     assert pm.memory().by_category["arena"] == use.nbytes
 
 
+@pytest.mark.slow
 def test_what_is_made_in_turns_has_no_place() -> None:
     turned = small_plan(KINDS["AdamW"], sx.Mesh(dp=2), zero=1, rank_passes=[Arena(least=16)], accumulate=2)
     x, y = batches(1)[0]

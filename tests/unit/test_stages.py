@@ -239,6 +239,7 @@ def test_stages_that_need_one_another_are_named_with_two_nodes() -> None:
     assert error.remedy == "give both modules to one stage, or this one to a later stage"
 
 
+@pytest.mark.slow
 def test_a_batch_norm_over_turns_is_none_of_a_pipeline() -> None:
     model = Net(norm=nn.BatchNorm1d)
     with pytest.raises(sx.Error, match="all turns of 'mb' must have come to this place") as caught:

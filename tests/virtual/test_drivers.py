@@ -61,6 +61,7 @@ def test_a_driver_is_text_and_read_back() -> None:
     assert any(each.startswith("def forward_B0(turn, ") for each in code) and "self." not in "".join(code)
 
 
+@pytest.mark.slow
 def test_compiled_units_are_the_same_units() -> None:
     case = make("mlp3")
     pm = plan(case, sx.Mesh(dp=2), accumulate=4)

@@ -285,6 +285,7 @@ def test_a_global_that_is_called_as_an_attribute_is_none_of_the_models(
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_at_each_call_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """As an argument, and where the loss reads it; as a tensor it is an input of one program."""
     held = [1.0]

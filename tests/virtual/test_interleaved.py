@@ -129,6 +129,7 @@ def test_a_measured_step_says_which_turn_it_was(tmp_path: Any) -> None:
     assert {each.turn for each in row} == {0, 1}
 
 
+@pytest.mark.slow
 def test_programs_are_read_back() -> None:
     pm = beside(True)
     made = pm.rank_program(1)

@@ -43,6 +43,7 @@ def check(model: nn.Module, pm: sx.ParallelModule, x: Tensor, y: Tensor) -> None
     assert pm.verify().status == "proven"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["mb c, -, -", pytest.param("mb, c, -", marks=pytest.mark.slow)])
 def test_turns_within_those_of_a_pipeline(rows: str) -> None:
     check(*planned(sx.Mesh(mb=sx.Time(4), c=SIDE, pp=2, tp=2), rows, pipeline=sx.Pipeline()))

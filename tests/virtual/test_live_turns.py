@@ -47,6 +47,7 @@ def live(pm: sx.ParallelModule) -> tuple[int, ...]:
     return sx.check_schedule(pm.schedule, stages=RANKS, turns=TURNS).peaks
 
 
+@pytest.mark.slow
 def test_auto_keeps_as_many_turns_live_as_fit() -> None:
     fastest = planned("auto")[0]
     budget = max(peaks(fastest)) - 1

@@ -103,6 +103,7 @@ def test_both_pools_are_foreseen_as_a_step_holds_them(offload: tuple[sx.Offload,
     assert memory.formula.subs(sizes) == memory.peak and "put away" in str(memory)
 
 
+@pytest.mark.slow
 def test_what_is_put_away_is_not_on_the_device() -> None:
     plain = blocks(optimizer=adamw).memory()
     states = 2 * plain.by_category["parameters"]

@@ -141,6 +141,7 @@ def test_a_step_of_the_optimizer_is_in_the_programs() -> None:
     assert pm.verify()
 
 
+@pytest.mark.slow
 def test_what_came_from_another_stage_is_not_made_again() -> None:
     """Where a module that is made again lies in several stages."""
     model, (x, y) = tied(2), batch(4)

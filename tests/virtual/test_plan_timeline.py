@@ -153,6 +153,7 @@ def test_memory_is_that_of_each_rank() -> None:
     assert timeline.places == (0, 0, 1, 1)
 
 
+@pytest.mark.slow
 def test_an_update_is_behind_all_turns() -> None:
     pipeline = sx.Pipeline(schedule="interleaved", chunks=2)
     adam: Any = lambda p: torch.optim.AdamW(p)  # noqa: E731

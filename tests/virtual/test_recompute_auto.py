@@ -80,6 +80,7 @@ def test_what_costs_less_is_put_away() -> None:
     assert both.verify(), both.verify().why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "said"),
     [

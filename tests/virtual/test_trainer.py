@@ -154,6 +154,7 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
 OWN = {"compute_loss_func": lambda out, labels, num_items_in_batch: F.cross_entropy(*flat(out, labels))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param(OWN, marks=pytest.mark.slow)])
 def test_autocast_is_around_the_calls(options: dict[str, Any], tmp_path: Path) -> None:
     found = []

@@ -315,6 +315,7 @@ def test_batch_norms_of_each_turn_are_those_of_a_loop_over_turns() -> None:
     assert pm.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["dp", "-"])
 def test_a_hint_on_a_module_says_nothing_of_turns(data: str) -> None:
     """What is cut over ranks between blocks (Megatron's tokens over tp) is so in each turn."""

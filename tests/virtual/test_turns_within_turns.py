@@ -115,6 +115,7 @@ def test_turns_go_on_where_ranks_and_chunks_want_one_dim(specs: dict[str, str]) 
         torch.testing.assert_close(pm.full_grads()[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "schedule"), [(7, "1f1b"), pytest.param(8, "zb-h1", marks=pytest.mark.slow)])
 def test_turns_around_those_of_a_pipeline(rows: int, schedule: str) -> None:
     """A message has a number of both turns; some turns have fewer rows than others."""
