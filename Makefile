@@ -16,11 +16,11 @@ CODE := $(wildcard $(FOLDERS) tests examples benchmarks docs/*.py)
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 # More threads than cores make a small tensor program many times slower.
-test test-all fuzz line-coverage coverage: export OMP_NUM_THREADS := 1
+test test-all pages fuzz line-coverage coverage: export OMP_NUM_THREADS := 1
 # What one process has compiled, those beside it need not: also where images of containers say otherwise.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all fuzz lint format types bench coverage line-coverage clean
+.PHONY: help demo test test-all pages fuzz lint format types bench coverage line-coverage clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test: $(READY) ## the tests of all tiers (unit, virtual, torchrun) without the s
 
 test-all: $(READY) ## every test, the slow ones too
 	$(PYTEST) $(ARGS)
+
+pages: $(READY) ## README and docs/: what their sessions print now, links, scripts and pictures
+	$(PYTEST) tests/unit/test_docs.py $(ARGS)
 
 fuzz: $(READY) ## random models, meshes, hints and passes beside one device (2,000 cases)
 	$(BIN)/python -m tests.fuzz --cases 2000 $(ARGS)

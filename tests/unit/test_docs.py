@@ -34,6 +34,7 @@ class FeedForward(nn.Module):
         return self.down(F.relu(self.up(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_sessions_print_what_the_page_says(page: str) -> None:
     """If a change is meant: ``python -m tests.pages`` writes the page anew."""

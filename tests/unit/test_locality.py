@@ -86,7 +86,7 @@ def right(seed: int) -> bool:
 
 
 def test_windows_of_random_models_make_up_the_whole() -> None:
-    assert sum(right(seed) for seed in range(12)) > 7
+    assert sum(right(seed) for seed in range(8)) > 4
 
 
 @pytest.mark.slow

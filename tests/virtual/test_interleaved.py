@@ -63,9 +63,9 @@ def check(name: str, pm: sx.ParallelModule) -> None:
 
 
 PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gpt, tp": ("gpt_fused", {"tp": 2}, {}),
     "gpt, tokens over tp": ("gpt_fused", {"tp": 2, "sequence": True}, {}),
     "zero 3": ("gpt_fused", {"dp": 2}, {"zero": 3, "zero_min": 0}),
-    "gpt, tp": ("gpt_fused", {"tp": 2}, {}),
     "gpt, dp and tp": ("gpt_fused", {"dp": 2, "tp": 2, "sequence": True}, {}),
     "llama, tp": ("llama", {"tp": 2}, {}),
     "llama, tokens over tp": ("llama", {"tp": 2, "sequence": True}, {}),

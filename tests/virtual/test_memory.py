@@ -120,6 +120,7 @@ def blocks(mesh: sx.Mesh | None = None, specs: dict[str, str] | None = None, **h
         return sx.parallelize(Blocks(), mesh or sx.Mesh(dp=2), given)
 
 
+@pytest.mark.slow
 def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
     pm = blocks()
     memory = pm.memory()

@@ -111,6 +111,7 @@ CASES: list[tuple[str, tuple[int, int], tuple[int, int]]] = [
 LONG = ("bilinear unet", "pools", "other scales")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "window", "scene"),
     [pytest.param(*case, id=case[0], marks=[pytest.mark.slow] * (case[0] in LONG)) for case in CASES],

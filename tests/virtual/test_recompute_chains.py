@@ -84,6 +84,7 @@ def check_equal(pm: sx.ParallelModule, plain: sx.ParallelModule) -> None:
     assert pm.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [listed, *(pytest.param(each, marks=pytest.mark.slow) for each in (nested, Functional))]
 )

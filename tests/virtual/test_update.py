@@ -134,6 +134,7 @@ def test_parameters_stay_the_same_tensors() -> None:
     assert all(p._version > before[id(p)] and p.grad is None for p in pm.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_states_are_cut_and_parameters_are_there_once(level: int) -> None:
     """On level 1 parameters are whole, and nothing else is: states, the gradients of a step and what is computed."""
