@@ -52,7 +52,7 @@ class OriginalAsWas:
         self._names, self._contents = names, Contents(names)
         self._model = weakref.ref(model)
         self._was = [self._of(path, module) for path, module in model.named_modules()]
-        self._ties = _ties(model)
+        self._ties, self._parameters = _ties(model), list[int]()
 
     def __deepcopy__(self, memo: object) -> OriginalAsWas:
         return self
@@ -78,10 +78,12 @@ class OriginalAsWas:
         model = self._model()
         if model is None:
             return
+        parameters: list[int] = []
         for was in self._was:
             module = was.module()
             if module is None:
                 continue  # of which its parent says more
+            parameters += map(id, module._parameters.values())
             if type(module) is not was.kind:
                 _refuse(was, f"a {type(module).__name__}, and was a {was.kind.__name__}")
             if module._modules or was.children:
@@ -89,8 +91,9 @@ class OriginalAsWas:
             if _hooks(module) != was.hooks:
                 _refuse(was, "another hook")
             self._check_attributes(was, module)
-        if _ties(model) not in (self._ties, None):
+        if parameters != self._parameters and _ties(model) not in (self._ties, None):
             _refuse(self._was[0], "other parameters of it are one, or are not any more")
+        self._parameters = parameters  # none of which is another one, as long as these are the same
 
     def _check_children(self, was: ModuleAsWas, now: Mapping[str, nn.Module | None]) -> None:
         for name, child in now.items():
@@ -120,8 +123,9 @@ class OriginalAsWas:
 
 def _hooks(module: nn.Module) -> list[int]:
     """The numbers of a script's hooks."""
-    held = [getattr(module, kind) for kind in HOOKS]
-    return [key for each in held if each for key, hook in each.items() if type(hook) is not Watch and is_users(hook)]
+    own = vars(module)
+    held = [each for kind in HOOKS if (each := own.get(kind))]
+    return [key for each in held for key, hook in each.items() if type(hook) is not Watch and is_users(hook)]
 
 
 def _ties(model: nn.Module) -> list[int] | None:
