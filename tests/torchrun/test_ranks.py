@@ -140,6 +140,7 @@ def test_programs_compile_with_inductor(axis: str) -> None:
     on_ranks(2, f"compiles_whole:gpt_fused,{axis},inductor", timeout=500)
 
 
+@pytest.mark.slow
 def test_saved_programs_compute_the_same_alone(tmp_path: Path) -> None:
     """Programs of virtual ranks, run by torchrun without us."""
     case = make("gpt_fused")

@@ -145,6 +145,7 @@ def test_a_volume() -> None:
     check(model, planned(model, 16, 18, 20, mesh=sx.Mesh(h=2)), image(3, 30, 18, 46))
 
 
+@pytest.mark.slow
 def test_a_scene_goes_on_where_it_was(tmp_path: Path) -> None:
     class Ends:
         """An array that fails after some writes."""

@@ -104,6 +104,7 @@ def test_what_fits_is_left_alone() -> None:
     assert str(pm.after) == str(plan(make("gpt_fused"), MESHES["dp2"]).after)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("hints", "what"),
     [({}, "Hints(memory=...)"), ({"memory": "200 kB"}, "a budget of at least about")],

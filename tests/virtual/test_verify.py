@@ -26,6 +26,7 @@ def test_the_plan_of_a_case_verifies(mesh: str, name: str) -> None:
         assert verdict.checked["ranks"] == pm.mesh.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "name"),
     [
