@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfx as sx
+from shardfx.ir.capture.intake.surroundings import Surroundings
+from shardfx.ir.capture.named.left_as_found import left_as_found
 from shardfx.ir.capture.named.reached import reached
 
 from .test_calls import batch, near, parallel
@@ -227,3 +229,12 @@ def test_what_a_forward_keeps_is_left_as_it_was_found() -> None:
     with pytest.raises(sx.Error, match=r"(?s)no input, parameter or buffer.*CACHE.*empty it before parallelize"):
         parallel(model)
     CACHE.clear()
+
+
+def test_hooks_that_code_puts_in_go_with_what_says_that_they_are_there() -> None:
+    """Without its hooks, or with them twice, a model of transformers (DPT) collected other states."""
+    model = nn.Linear(2, 2)
+    with left_as_found(Surroundings(model, None)):
+        model.register_forward_hook(lambda *given: None)
+        model.ready = True
+    assert not model._forward_hooks and not hasattr(model, "ready")

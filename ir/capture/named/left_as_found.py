@@ -32,12 +32,15 @@ def left_as_found(around: Surroundings) -> Iterator[None]:
         cache.cache_clear()
     modules = [(vars(module), {n: v for n, v in vars(module).items() if n not in STATE}) for module in around.modules()]
     held = _held(around, [value for _, own in modules for value in own.values()])
+    hooks = [(own[n], dict(own[n])) for own, _ in modules for n in own if "_hooks" in n and isinstance(own[n], dict)]
     variables = [(place, name, _variable(place, name)) for place, name in around.variables()]
     try:
         yield
     finally:
         for own, was in modules:
             _put_back(own, was, STATE)
+        for each, were in hooks:
+            _put_back(each, were)  # as is what says that they are there
         for thing, content in held.values():
             _restore(thing, content)
         for place, name, value in variables:
