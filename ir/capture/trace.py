@@ -37,11 +37,12 @@ from .forms.compute import Compute
 from .forms.loss_scaling import LossScale
 from .forms.parts_of_batch import ONE, BatchParts
 from .forms.wide_sums import sum_gradients_in
+from .intake.batch_norms import alone
 from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.refusals import DataDependent, explain, reject_loss
 from .intake.surroundings import Surroundings
-from .intake.synchronised import alone, transforms_left
+from .intake.transforms import transforms_left
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .named.left_as_found import left_as_found
 from .repeats import TRACED_WHOLE, Shortened, find_repeats

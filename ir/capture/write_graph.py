@@ -23,7 +23,7 @@ from .forms.wide_statistics import take_wide_statistics
 from .intake.own_gradients import OwnGradients
 from .intake.refusals import reject_unknown_shapes
 from .intake.surroundings import Surroundings
-from .intake.synchronised import transforms_refused
+from .intake.transforms import transforms_refused
 from .joint.joint_graph import joint_graph
 from .joint.own_kernels import own_kernels
 from .kept_whole import keep_whole

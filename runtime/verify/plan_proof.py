@@ -30,9 +30,9 @@ from .families.alike_ranks import AlikeRanks, alike_ranks
 from .fault import Fault
 from .first_change import named
 from .forms.as_planned import as_planned
+from .movers import MESSAGES
 from .proof import every_rank
 from .proof.known import Proof
-from .proof.numbering import MESSAGES
 from .sample import compare, shrink_plan
 from .sample.counterexample import FAILS, Numbers, first_line
 

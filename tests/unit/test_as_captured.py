@@ -192,3 +192,15 @@ def test_nothing_of_the_users_is_changed() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert x.grad is None and all(each.grad is None for each in model.parameters())
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_what_a_trace_leaves_in_a_model_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = write_graph.exported_of
+
+    def leaving(program: Any, tensors: tuple[Tensor, ...]) -> Any:
+        made = export(program, tensors)
+        program.model.first.register_forward_hook(lambda module, given, out: 2 * out)
+        return made
+
+    monkeypatch.setattr(write_graph, "exported_of", leaving)
+    assert not captured(Layers()).notes

@@ -94,7 +94,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "runtime.debug": (*PROGRAMS, "ir.schedule", "ir.timing", "runtime", "runtime.same_host"),
     "runtime.export": (*PROGRAMS, "runtime.distributed"),
     "runtime.verify": (*PROOF, "ir.oracle", "ir.oracle.running", "runtime.verify.families", "runtime.verify.sample"),
-    "runtime.verify.forms": (*PROOF, "ir.cost"),
+    "runtime.verify.forms": (*PROOF, "runtime.verify"),
     "runtime.verify.families": (*PROGRAMS, "ir.rules", "runtime.verify", "runtime.verify.proof"),
     "runtime.verify.proof": (*PROOF, "ir.capture.forms", "runtime.verify"),
     "runtime.verify.sample": (*PROOF, *COMPARED, "runtime.verify", "runtime.verify.families", "runtime.virtual"),

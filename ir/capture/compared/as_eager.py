@@ -51,7 +51,8 @@ class AsItIs:
     """A program of a model and its loss, run on its example as it is, by torch's own autograd; once, to be compared
     with what is captured of it.
 
-    Nothing is run where weights or examples have no content. ``note`` says where the model does not run on its example
+    It is run as it is when this is made, before any trace: what tracing leaves in a model is none of it. Nothing is
+    run where weights or examples have no content. ``note`` says where the model does not run on its example
     (token ids that were never set, say). ``recast``: it is to compute in another dtype than its parameters'.
 
     Raises:
@@ -68,6 +69,7 @@ class AsItIs:
         self.runs = all(each.device.type == "cpu" and not isinstance(each, FakeTensor) for each in everything)
         if not guarded and sum(each.numel() for each in everything) > MOST:
             self.runs = False
+        self._own = copied(program, {}) if self.runs else program
 
     def difference(self, graph: Graph, drawn: Draws) -> Difference | None:
         """What of a captured graph is not what the model makes: the first, or None.
@@ -106,7 +108,7 @@ class AsItIs:
         return captured_run(graph, self._program, self._given, self._named, drawn, mode)
 
     def _run(self, mode: Alike | None) -> Made:
-        own = copied(self._program, {})
+        own = self._own
         around = Surroundings(own.get_submodule("model"), getattr(own, "loss", None))
         kept = [_attributes(own, around)]
         made = eager_run(own, self._given, self._named, self._trains, mode)
@@ -146,7 +148,7 @@ class AsItIs:
         ]
 
     def _widened(self, mode: Alike) -> Made:
-        own = copied(self._program, {}).to(torch.float64)
+        own = copied(self._own, {}).to(torch.float64)
         given = [mode.cast(each.detach()).requires_grad_(each.requires_grad) for each in self._given]
         return eager_run(own, given, self._named, self._trains, mode)
 

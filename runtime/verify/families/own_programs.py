@@ -9,8 +9,8 @@ from typing import Any
 from shardfx.ir.graph import Graph, Input, Node, Output
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.units.of_stages import ends_here, is_done
+from shardfx.runtime.verify.movers import COLLECTIVES, MESSAGES
 from shardfx.runtime.verify.proof.interpreter import HasGraph
-from shardfx.runtime.verify.proof.numbering import COLLECTIVES, MESSAGES
 
 from .family import Family, families
 from .op_code import Reading, same_numbers

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.time import handover
-from shardfx.runtime.verify.proof.numbering import MESSAGES
+from shardfx.runtime.verify.movers import MESSAGES
 
 from .family import Family, varies
 from .varying import leaves

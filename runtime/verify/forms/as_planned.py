@@ -22,10 +22,10 @@ from torch import fx
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.ops import pack
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.runtime.verify.movers import COLLECTIVES, MESSAGES, MOVERS
 
 from .forms import NormalForms, Unfollowed
 from .known_ops import empty
-from .movers import COLLECTIVES, MESSAGES, MOVERS
 from .values import key_of, values_in
 
 aten = torch.ops.aten

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from shardfx.ir.ops.traits import base_name_of, gives_alias
+from shardfx.runtime.verify.movers import ALSO, MOVERS
 from shardfx.runtime.verify.proof.elements import Elements, read
 from shardfx.runtime.verify.proof.strided_runs import by_dim
-
-from .movers import ALSO, MOVERS
 
 aten = torch.ops.aten
 

@@ -19,12 +19,13 @@ from shardfx.ir.ops import pack
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Failed, Fault, place
+from shardfx.runtime.verify.movers import ALSO, COLLECTIVES, MESSAGES, MOVERS
 
 from .calls import Calls
 from .deduction import Fact
 from .elements import Elements
 from .known import Known, Proof
-from .numbering import ALSO, COLLECTIVES, MESSAGES, MOVERS, Source
+from .numbering import Source
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -19,11 +19,12 @@ from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import op_name
 from shardfx.runtime.rendezvous import Groups, Mailbox, Request, unfit
 from shardfx.runtime.verify.fault import Failed, Fault
+from shardfx.runtime.verify.movers import MESSAGES
 
 from .elements import Elements
 from .interpreter import Asked, Rank
 from .known import Known, Proof
-from .numbering import MESSAGES, Impossible, Wrong
+from .numbering import Impossible, Wrong
 
 c10d = torch.ops._c10d_functional
 

@@ -20,7 +20,6 @@ import torch
 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.spec import Spec
-from shardfx.runtime.verify.forms.movers import ALSO, COLLECTIVES, MESSAGES, MOVERS
 
 from .deduction import Fact, Origins
 from .elements import Elements, cat
@@ -30,8 +29,6 @@ c10d = torch.ops._c10d_functional
 
 ZERO = 0
 """The source of padding."""
-
-__all__ = ["ALSO", "COLLECTIVES", "MESSAGES", "MOVERS", "ZERO", "Impossible", "Numbering", "Source", "Wrong"]
 
 
 class Wrong(Exception):

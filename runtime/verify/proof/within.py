@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import fx
 
+from shardfx.runtime.verify.movers import COLLECTIVES, MESSAGES
+
 from .interpreter import IDENTITY, Rank
-from .numbering import COLLECTIVES, MESSAGES
 
 
 class Within:

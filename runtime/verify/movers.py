@@ -9,7 +9,8 @@ import torch
 
 from shardfx.ir.ops import pack
 from shardfx.ir.ops.time import handover
-from shardfx.runtime.verify.proof.elements import Elements, cat
+
+from .proof.elements import Elements, cat
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

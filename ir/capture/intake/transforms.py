@@ -1,5 +1,5 @@
-"""What a capture has to do with the state of the process: ``SyncBatchNorm`` asks other processes for their rows, and
-what is captured has all rows there are; a transform of ``torch.func`` that fails midway is left."""
+"""Transforms of ``torch.func`` that differentiate within a forward: they are refused where they begin, and one that
+fails midway is left."""
 
 from __future__ import annotations
 
@@ -8,42 +8,10 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardfx.ir.errors import Error
-
-OWN, USUAL = nn.SyncBatchNorm.forward, _BatchNorm.forward
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Within, a synchronised batch norm is a batch norm of what it is given, on any device; and one that keeps the mean
-    of all batches (``momentum=None``) computes with their number, and does not ask what it is."""
-    nn.SyncBatchNorm.forward = _BatchNorm.forward = _batch_norm  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.forward, _BatchNorm.forward = OWN, USUAL  # type: ignore[method-assign]
-
-
-def _batch_norm(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """What a batch norm does; the factor of its running statistics is a tensor where it follows from their number."""
-    mean, variance, count = self.running_mean, self.running_var, self.num_batches_tracked
-    if self.momentum is not None or not self.training or mean is None or variance is None or count is None:
-        return USUAL(self, input)
-    self._check_input_dim(input)
-    count.add_(1)
-    of_batch = torch.zeros_like(mean), torch.zeros_like(variance)
-    made = F.batch_norm(input, *of_batch, self.weight, self.bias, True, 1.0, self.eps)
-    with torch.no_grad():
-        for kept, new in zip((mean, variance), of_batch, strict=True):
-            factor = 1.0 / count.to(kept.dtype)
-            kept.copy_(new * factor + kept * (1.0 - factor))
-    return made
 
 
 @contextmanager
