@@ -14,6 +14,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    ViewBaseAOTInput,
 )
 
 from shardfx.ir.builder import Call, GraphBuilder
@@ -117,7 +118,23 @@ def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> Va
             return begun
         seed: Value = builder.add(aten.full.default, ([], names.seed), TensorType((), type.dtype), dtype=type.dtype)
         return seed
+    if isinstance(desc, ViewBaseAOTInput):
+        raise Error(
+            "the model writes into a tensor that lies where another of its tensors lies",
+            where=_name_of(desc.base_of, names),
+            expected="buffers and inputs of their own",
+            got="a view, or the same memory",
+            remedy="register one of them, and take the view in forward; or clone the other",
+        )
     raise Error("an input of unknown kind in the captured graph", got=str(desc))
+
+
+def _name_of(desc: object, names: Names) -> str:
+    """What the user calls an input."""
+    if isinstance(desc, PlainAOTInput):
+        return names.leaves[desc.idx]
+    target = getattr(desc, "target", str(desc)).removeprefix(PREFIX)
+    return names.aliases.get(target, target)
 
 
 def _check_holds(scale: float, dtype: torch.dtype) -> None:

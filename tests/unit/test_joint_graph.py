@@ -38,6 +38,51 @@ class Tied(Model):
         self.last.weight = self.first.weight
 
 
+class Followed(nn.Module):
+    """Divides by a mean that follows its inputs'; ``how`` it is followed."""
+
+    seen: Tensor
+    count: Tensor
+
+    def __init__(self, how: Callable[[Followed, Tensor], object] | None = None) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.how = how or Followed.anew
+
+    def anew(self, x: Tensor) -> None:
+        """In steps, each of which reads what the one before wrote."""
+        with torch.no_grad():
+            self.count.add_(1)
+            self.seen.mul_(0.9).add_(x.abs().mean(0), alpha=0.1)
+            self.seen.div_(self.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x.detach() * self.seen
+        self.how(self, x)
+        return before + x / self.seen
+
+
+def of_a_view(model: Followed, x: Tensor) -> None:
+    with torch.no_grad():
+        model.seen[:2].add_(x.detach()[0, :2])
+
+
+def with_a_gradient(model: Followed, x: Tensor) -> None:
+    model.seen.add_(x.mean(0))
+
+
+def in_one_place(model: Followed, x: Tensor) -> None:
+    with torch.no_grad():
+        model.seen.add_(1)
+
+
+def beside_itself() -> Followed:
+    made = Followed(in_one_place)
+    made.register_buffer("other", made.seen.view(2, 3))
+    return made
+
+
 class Doubled(torch.autograd.Function):
     """Twice its input, with a gradient of its own."""
 
@@ -125,6 +170,9 @@ FUNCTIONAL: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Model(lambda x: F.dropout(x, 0.3) + torch.rand_like(x)),
     "of its own": lambda: Model(Doubled.apply),
     "autocast": lambda: Model(cast),
+    "batch norm": lambda: Model(nn.BatchNorm1d(6)),
+    "statistics": lambda: Model(lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True)),
+    "followed": lambda: Model(Followed()),
     "tied": Tied,
     "frozen": frozen,
 }
@@ -144,14 +192,13 @@ def test_what_is_functional_is_written_here(of: str, written: list[str], monkeyp
     [
         (part_in_place, "aten.mul_.Tensor"),
         (lambda x: torch.ones(4, 6).mul_(x.double()) * x, "in another form"),
-        (nn.BatchNorm1d(6), "aten.add_.Tensor"),
-        (lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True), "batch_norm"),
         (lambda x: torch.view_as_real(torch.fft.fft(x).conj() * 2)[..., 0], "complex"),
         (lambda x: x.as_strided((4, 6), (1, 4)), "aten.as_strided"),
         (lambda x: x @ torch.linalg.inv(x.t() @ x + torch.eye(6)), "effect"),
         (torch.sgn, "aten._efficientzerotensor"),
+        (Followed(of_a_view), "seen elsewhere"),
     ],
-    ids="a_part_in_place another_form a_batch_norm statistics conjugated as_it_lies raises zeros".split(),
+    ids="a_part_in_place another_form conjugated as_it_lies raises zeros viewed".split(),
 )
 def test_what_is_not_is_left_to_autograd(
     between: Any, why: str, written: list[str], monkeypatch: pytest.MonkeyPatch
@@ -159,6 +206,20 @@ def test_what_is_not_is_left_to_autograd(
     found, expected = texts(monkeypatch, Model(between), torch.rand(4, 6), loss=lambda y: y.square().mean())
     assert len(written) == 1 and written[0].startswith("Beyond: ") and why in written[0]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("between", "why", "said"),
+    [
+        (Followed(with_a_gradient), "has a gradient", "computes something else when it is traced"),
+        (beside_itself(), "lies where another", r"lies where another of its tensors lies[\s\S]*other"),
+    ],
+    ids="a_gradient beside".split(),
+)
+def test_buffers_that_are_more_than_that_are_refused(between: Any, why: str, said: str, written: list[str]) -> None:
+    with pytest.raises(sx.Error, match=said):
+        trace.capture(Model(between), sx.Mesh(dp=2), args=(torch.rand(4, 6),), loss=lambda y: y.square().mean())
+    assert written[0].startswith("Beyond: ") and why in written[0]
 
 
 def test_a_tensor_that_is_no_part_of_the_model_is_refused(written: list[str]) -> None:

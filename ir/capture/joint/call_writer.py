@@ -7,7 +7,7 @@ follows from its operands' forms, each asked once (:mod:`shardfx.ir.capture.shel
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ NOT_HERE = {
     aten.as_strided,
     aten.as_strided_copy,
     aten.as_strided_scatter,
-    aten.native_batch_norm,
     aten.cudnn_batch_norm,
     aten.miopen_batch_norm,
     aten._efficientzerotensor,
 }
-"""Ops that see how tensors lie in memory, of which shells have no more than strides; those that write into running
-statistics though their schemas do not say so; and zeros that are known to be, of which a product with infinity is."""
+"""Ops that see how tensors lie in memory, of which shells have no more than strides; those of libraries that write into
+running statistics though their schemas do not say so; and zeros that are known to be, of which a product with infinity
+is."""
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """By which the code's ``torch.tensor([1.0, 2.0])`` becomes a tensor of the program."""
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.inplace_view}
@@ -59,16 +59,19 @@ class CallWriter(TorchDispatchMode):
         self._shells: dict[int, Tensor] = {}
         """Of constants."""
         self._alive: list[Tensor] = []
+        self._writable: set[int] = set()
         self._viewed: set[int] = set()
         """The tensors that may lie where another one lies."""
         self._written: dict[Any, bool] = {}
         """Of ops, whether they are written as they are."""
 
-    def stand_for(self, tensor: Tensor, node: fx.Node) -> None:
-        """From now on a tensor is what a node gives."""
+    def stand_for(self, tensor: Tensor, node: fx.Node, *, writable: bool = False) -> None:
+        """From now on a tensor is what a node gives; one that the program is given may be ``writable``."""
         node.meta["val"] = tensor
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
+        if writable:
+            self._writable.add(id(tensor))
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that gives a tensor."""
@@ -95,26 +98,30 @@ class CallWriter(TorchDispatchMode):
         if func in LIFTS:
             func = aten.lift_fresh_copy.default
             self._lift(args[0])
-        changed = args[0] if func._schema.is_mutable else None
-        if changed is not None:
+        changed = self._changed(func, args, kwargs)
+        if changed:
             func = self._functional(func, changed)
         (args, kwargs), (of_args, of_kwargs) = self._given((args, kwargs))
         out = self._outcomes.of(func, args, kwargs)
         node = self._noted(self.graph.call_function(func, of_args, of_kwargs))
-        if changed is not None:
-            if Form.of(out) != Form.of(changed):
-                raise Beyond(f"{func} in place, in another form")
-            self.stand_for(changed, node)
-            return changed
+        if changed and isinstance(out, Tensor):
+            self._change(changed[0], out, node)
+            return changed[0]
         if func._schema._is_view_op():
             self._viewed.update(id(each) for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor))
         if isinstance(out, Tensor):
             self._result(out, node)
         elif isinstance(out, (list, tuple)):
             node.meta["val"] = out
+            behind = len(out) - len(changed)
             for number, each in enumerate(out):
                 if isinstance(each, Tensor):
-                    self._result(each, self._noted(self.graph.call_function(operator.getitem, (node, number))))
+                    item = self._noted(self.graph.call_function(operator.getitem, (node, number)))
+                    if number < behind:
+                        self._result(each, item)
+                    else:
+                        self._change(changed[number - behind], each, item)
+            return out[:behind]
         elif out is not None:
             raise Beyond(f"{func} gives a {type(out).__name__}")
         return out
@@ -132,16 +139,42 @@ class CallWriter(TorchDispatchMode):
             found = self._written[func, len(leaves)] = not apart
         return found
 
-    def _functional(self, func: Any, changed: Any) -> Any:
-        """The op that gives what another writes into a tensor which has no views and was made here."""
-        made = id(changed) in self._nodes and self._nodes[id(changed)].op == "call_function"
-        writes = [each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments]
-        functional = getattr(getattr(aten, func._opname[:-1], None), func._overloadname, None)
-        if not made or id(changed) in self._viewed or writes != [True] + [False] * (len(writes) - 1):
-            raise Beyond(f"{func}: what it writes into is seen elsewhere")
+    def _changed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors into which a call writes."""
+        if not func._schema.is_mutable:
+            return []
+        found = []
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            if not isinstance(given, Tensor):
+                raise Beyond(f"{func} writes into a {type(given).__name__}")
+            if id(given) in self._viewed or (id(given) not in self._writable and not self._made_here(given)):
+                raise Beyond(f"{func}: what it writes into is seen elsewhere")
+            found.append(given)
+        return found
+
+    def _made_here(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._nodes and self._nodes[id(tensor)].op == "call_function"
+
+    def _functional(self, func: Any, changed: Sequence[Tensor]) -> Any:
+        """The op that gives what another writes: in place of its result, or behind its results."""
+        in_place = len(changed) == 1 and func._opname.endswith("_")
+        name = func._opname[:-1] if in_place else f"{func._opname}_functional"
+        functional = getattr(getattr(aten, name, None), func._overloadname, None)
         if functional is None or func.namespace != "aten" or functional._schema.is_mutable:
             raise Beyond(f"{func}: no op of the same name gives what it writes")
+        more = len(functional._schema.returns) - len(func._schema.returns)
+        if more != (0 if in_place else len(changed)):
+            raise Beyond(f"{func}: {functional} gives something else")
         return functional
+
+    def _change(self, changed: Tensor, made: Tensor, node: fx.Node) -> None:
+        """From now on a tensor is what was written into it."""
+        if Form.of(made) != Form.of(changed):
+            raise Beyond(f"{node.target} in place, in another form")
+        self.stand_for(changed, node)
 
     def _given(self, arg: Any) -> tuple[Any, Any]:
         """Arguments with shells in place of constants, and with nodes in place of tensors."""

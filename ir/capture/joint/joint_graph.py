@@ -11,6 +11,7 @@ and one mode are enough. What is not known here is :class:`.call_writer.Beyond`.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
+    InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
@@ -66,6 +68,7 @@ def joint_graph(
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(writer)
         outs = pytree.tree_leaves(run.module(exported, inputs))
+        written = run.written(given)
         trained = {desc: tensor for desc, tensor in given.items() if tensor.requires_grad}
         first = outs[0] if outs and isinstance(outs[0], Tensor) else None
         if any(isinstance(each, Tensor) and each.requires_grad for each in outs[1:]):
@@ -74,8 +77,8 @@ def joint_graph(
         if trained and first is not None and first.requires_grad:
             tangent = run.tangent(first)
             gradients = run.backward(first, tangent, list(trained.values()))
-    results = [*outs, *gradients]
-    descs = [PlainAOTOutput(number) for number in range(len(outs))]
+    results = [*written.values(), *outs, *gradients]
+    descs = [*map(InputMutationAOTOutput, written), *(PlainAOTOutput(number) for number in range(len(outs)))]
     node = writer.graph.output(tuple(writer.node_of(each) if isinstance(each, Tensor) else each for each in results))
     node.meta["desc"] = (*descs, *(GradAOTOutput(desc) for desc in list(trained)[: len(gradients)]))
     writer.graph.eliminate_dead_code()
@@ -101,6 +104,8 @@ class _Run:
         self.writer, self.outcomes = writer, outcomes
         self._shells: dict[int, Tensor] = {}
         """Of parameters and buffers."""
+        self._given: dict[Any, Tensor] = {}
+        """What the program is given, by what it is."""
         self._begins: list[int] = []
         """The numbers of autograd's nodes with which calls began, and what is noted of these."""
         self._notes: list[dict[str, Any]] = []
@@ -110,14 +115,29 @@ class _Run:
         """A placeholder for a tensor; gives what stands for it."""
         shell = self._shells[id(tensor)] = self.outcomes.shell(tensor)
         self._placeholder(shell, desc)
+        self._given[desc] = tensor
         return shell
+
+    def written(self, given: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """The buffers that the program writes into, each with what it then holds.
+
+        Raises:
+            Beyond: one of them lies where something else lies that the program is given, or has a gradient.
+        """
+        found = {desc: each for desc, each in given.items() if self.writer.node_of(each).op != "placeholder"}
+        memories = Counter(tensor.untyped_storage()._cdata for tensor in self._given.values())
+        if any(memories[self._given[desc].untyped_storage()._cdata] > 1 for desc in found):
+            raise Beyond("a buffer that is written into lies where another tensor lies")
+        if any(each.requires_grad for each in found.values()):
+            raise Beyond("a buffer that is written into has a gradient")
+        return found
 
     def _placeholder(self, shell: Tensor, desc: object) -> None:
         graph = self.writer.graph
         with nullcontext() if self._last is None else graph.inserting_after(self._last):
             node = self._last = graph.placeholder(f"given_{len(graph.nodes)}")
         node.meta["desc"] = desc
-        self.writer.stand_for(shell, node)
+        self.writer.stand_for(shell, node, writable=isinstance(desc, BufferAOTInput))
 
     def module(self, module: fx.GraphModule, given: Sequence[Any], noting: bool = True) -> Any:
         """What a graph module gives for arguments; those within it are noted as what calls them."""
