@@ -75,9 +75,9 @@ def verdict(name: str, mesh: sx.Mesh, guard: bool, verify: bool) -> str:
         alone = copy.deepcopy(made.model)
         if hasattr(alone, "set_experts_implementation"):
             alone.set_experts_implementation("eager")
+        again = copy.deepcopy(alone)
         out = alone(**made.kwargs)
         torch.manual_seed(1)
-        again = copy.deepcopy(alone)
         wanted = torch.randn_like(first_result(out))
         repeated, whole = loss(again(**made.kwargs), wanted), loss(out, wanted)
         repeated.backward()

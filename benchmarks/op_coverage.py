@@ -39,6 +39,7 @@ from shardfx.ir.oracle.completeness import missing_cuts, missing_sums
 from shardfx.ir.oracle.cut_search import Choice, Oracle
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import Instance
+from shardfx.ir.oracle.running.draws import draws
 from shardfx.ir.oracle.soundness import UNDEFINED, refutations, refutations_on_draws, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
 from shardfx.ir.rules.sharding_rule import Linear
@@ -82,7 +83,7 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
     if entry is not None and rule is not None:
         tried = len(list(trials(rule, of.results, of.tensors)))
         refuted = refutations(entry, of, seed=seed) + refutations_on_draws(entry, of, seed=seed)
-    oracle = Oracle(of, seed)
+    oracle = Oracle(of, seed, also=draws(of, seed))
     cuts, sums = oracle.cuts(), [] if of.node.op.overloadpacket in UNDEFINED else oracle.linear()
     return Score(
         category(of.node.op),

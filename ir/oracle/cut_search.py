@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +64,10 @@ class Oracle:
     Args:
         trusted: whether the op checks its arguments; if not said, torch's own do where they are known to. For one that
             does not, only choices are tried under which shapes agree.
+        also: the instance on more values on which a cut must be right.
     """
 
-    def __init__(self, of: Instance, seed: int = 0, trusted: bool | None = None) -> None:
+    def __init__(self, of: Instance, seed: int = 0, trusted: bool | None = None, also: Iterable[Instance] = ()) -> None:
         self.packet = getattr(of.node.op, "overloadpacket", None)
         unchecked = self.packet in UNCHECKED or "backward" in str(of.node.op) if trusted is None else not trusted
         checked = len(of.tensors) < 2 or torch.Tag.pointwise in getattr(of.node.op, "tags", ())
@@ -81,7 +82,7 @@ class Oracle:
         self.generator = torch.Generator().manual_seed(seed)
         self.shapes = [tuple(t.shape) for t in of.tensors]
         self.results = of.kept
-        self.variants = list(variants(of, self.generator))
+        self.variants = [*variants(of, self.generator), *also]
         self._sizes: set[int] = {s for shape in self.shapes for s in shape} | {
             s for r in self.results if r is not None for s in r.shape
         }

@@ -177,7 +177,8 @@ def variants(of: Instance, draw: torch.Generator) -> Iterator[Instance]:
     """The same op on other values, where it takes them: what is right by accident is not right every time.
 
     Once smaller, once in another order (the values are still of the same range), once made afresh, once with zeros and
-    ties, once all ones: what is compared with bounds then lies on them.
+    ties, once all ones: what is compared with bounds then lies on them. Masks are other ones, unless the op refuses
+    them.
     """
 
     def smaller(t: torch.Tensor) -> torch.Tensor:
@@ -192,13 +193,12 @@ def variants(of: Instance, draw: torch.Generator) -> Iterator[Instance]:
     def coarse(t: torch.Tensor) -> torch.Tensor:
         return torch.randint(-2, 3, t.shape, generator=draw).to(t.dtype)
 
+    def sides(t: torch.Tensor) -> torch.Tensor:
+        return torch.rand(t.shape, generator=draw) < 0.5
+
     for change in (smaller, shuffled, fresh, coarse, torch.ones_like):
-        tensors = []
-        for t in of.tensors:
-            if t.is_floating_point() or t.is_complex():
-                tensors.append(change(t))
-            else:
-                tensors.append(torch.rand(t.shape, generator=draw) < 0.5 if t.dtype is torch.bool else t)
-        made = of.on(tensors)
-        if runs(made) and all(r is None or bool(torch.isfinite(r).all()) for r in made.results):
-            yield made
+        made = of.on([change(t) if t.is_floating_point() or t.is_complex() else t for t in of.tensors])
+        masked = of.on([sides(t) if t.dtype is torch.bool else t for t in made.tensors])
+        taken = next((each for each in (masked, made) if runs(each)), None)
+        if taken is not None and all(r is None or bool(torch.isfinite(r).all()) for r in taken.results):
+            yield taken

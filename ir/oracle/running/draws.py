@@ -46,14 +46,16 @@ Range = tuple[int, int]
 
 
 def draws(of: Instance, seed: int = 0) -> Iterator[Instance]:
-    """The instance on other values, as far as the op takes them and gives numbers."""
+    """The instance on other values, as far as the op takes them and gives numbers; masks as given, if no others."""
     generator = torch.Generator().manual_seed(seed)
     span = span_of(of)
     for floats in FLOATS:
         for ordered in (False, True) if any(_is_integer(t) for t in of.tensors) else (False,):
-            made = as_given(of.on([_draw(t, floats, span, ordered, generator) for t in of.tensors]))
-            if _gives_numbers(made):
-                yield made
+            drawn = [_draw(t, floats, span, ordered, generator) for t in of.tensors]
+            masks_given = [t if t.dtype is torch.bool else new for t, new in zip(of.tensors, drawn, strict=True)]
+            made = (as_given(of.on(each)) for each in (drawn, masks_given))
+            if (taken := next(filter(_gives_numbers, made), None)) is not None:
+                yield taken
 
 
 EXTREMES: tuple[tuple[float, ...], ...] = (

@@ -94,10 +94,11 @@ def segments(node: Node) -> Template:
 
 
 def segments_backward(node: Node) -> Template:
-    """The gradient is linear, whatever the reduction is."""
+    """The gradient is linear, whatever the reduction is; that of a sum or a mean does not depend on what was added."""
     data, batch, rest = _segments(node, "data")
     made, given = f"{batch} q! {rest}", ", ".join([f"{batch} s!"] * 2)
-    return template(f"{made}, {made}, {data}, {given} -> {data}", "0")
+    added = argument(node, "reduce") in ("sum", "mean")
+    return template(f"{made}, {made}, {data}, {given} -> {data}", "0|1>|2>" if added else "0")
 
 
 def _segments(node: Node, name: str) -> tuple[str, str, str]:

@@ -87,13 +87,24 @@ def masked(node: Node, at: int) -> str:
     return f"{words(dims, whole)}, {given}, ~{words(full)} -> {words(dims, whole)}"
 
 
+def masked_scatter(node: Node) -> ShardingRule | Template:
+    """``x[d..], mask[d..], source[s..] -> y[d..]``: what is put where follows from all of the mask, unless the source
+    has one element, or none."""
+    source = node.operands[2]
+    if source.type.numel > 1:
+        return untouched(node)
+    given = words(f"s{i}!" for i in range(source.type.ndim))
+    return template(f"~d.., ~d.., {given} -> d..", "0&2" if source.type.numel else "0|2>")
+
+
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two), scatter),
     rule(aten.scatter_add, scatter, local=add_once),
     rule((aten.index_put, aten._unsafe_index_put), index_put, local=add_once),
     rule(aten.index_add, index_write, local=add_once),
     rule((aten.index_copy, aten.index_fill, aten.index_reduce), index_write),
-    rule((aten.put, aten.masked_scatter, aten.masked_scatter_backward, aten.diagonal_scatter), untouched),
+    rule(aten.masked_scatter, masked_scatter),
+    rule((aten.put, aten.masked_scatter_backward, aten.diagonal_scatter), untouched),
     rule(aten._unsafe_masked_index_put_accumulate, untouched),
     packed(aten.as_strided_scatter, untouched),
 )
