@@ -87,7 +87,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8]},
     "mobilevitv2": {"image_size": 64, "patch_size": 2},
     "levit": {"image_size": 64, "patch_size": 16},
-    "textnet": {"image_size": [64, 64]},
+    **{key: {"image_size": [64, 64]} for key in ("textnet", "yolos")},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
     **{key: {"embed_dim": 24, "depths": [2, 2], "num_heads": [3, 6], "window_size": 2} for key in ("swin", "swinv2")},
     **dict.fromkeys(("hubert", "sew", "unispeech", "unispeech-sat", "wav2vec2", "wavlm", "data2vec-audio"), CONV),

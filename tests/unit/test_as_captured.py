@@ -183,6 +183,23 @@ def test_what_differs_by_rounding_is_no_difference(dtype: torch.dtype) -> None:
     capture(Attends(dtype), MESH, args=(x,), loss=F.mse_loss, targets=(y,))
 
 
+def test_a_norm_of_two_rows_rounds_as_its_kernel_does() -> None:
+    """Its gradient cancels to a hundred-thousandth; in float32 it is added up in float64, and does so exactly."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Embedding(12, 8), *(Block() for _ in range(4)), nn.BatchNorm1d(8), nn.Linear(8, 12))
+    x, y = torch.randint(1, 12, (2,)), torch.randint(12, (2,))
+    capture(model.double(), MESH, args=(x,), loss=F.cross_entropy, targets=(y,))
+
+
 def test_nothing_of_the_users_is_changed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: each.clone() for name, each in model.state_dict().items()}

@@ -102,6 +102,10 @@ def test_parts_are_equal() -> None:
     _, pm = made(mesh, specs)
     with pytest.raises(sx.Error, match=r"wants equal parts(.|\n)*drop_last=True"):
         pm(*data(7))
+    flat = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    hints = sx.Hints(args=(torch.randn(2, 3),), specs={"args.0": "dp, -"}, loss=torch.sum, batch_stats="local")
+    with pytest.raises(sx.Error, match=r"has one value per channel(.|\n)*more than 2 rows"):
+        sx.parallelize(flat, sx.Mesh(dp=2), hints)
     with pytest.raises(sx.Error, match="None, for the whole batch's, 'local' or 'turn'"):
         sx.Hints(batch_stats="rank")
 

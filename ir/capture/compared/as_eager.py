@@ -25,7 +25,7 @@ from shardfx.ir.graph import Graph, InputKind
 
 from .both_runs import Draws, Made, Named, captured_run, eager_run, said_of
 from .modes import Alike
-from .rounding import MARGIN, OF_ROUNDING, SHARE, UNKNOWN, apart, differing, is_rounding, unit, units
+from .rounding import MARGIN, OF_MOVED, OF_ROUNDING, SHARE, UNKNOWN, apart, differing, is_rounding, unit, units
 
 MODEL = "model."
 """Where the model stands in a program of it and its loss."""
@@ -104,8 +104,8 @@ class AsItIs:
             self._made[random] = self._run(Alike() if random else None)
         return self._made[random]
 
-    def _captured(self, graph: Graph, drawn: Draws, mode: Alike | None) -> Made:
-        return captured_run(graph, self._program, self._given, self._named, drawn, mode)
+    def _captured(self, graph: Graph, drawn: Draws, mode: Alike | None, moved: int | None = None) -> Made:
+        return captured_run(graph, self._program, self._given, self._named, drawn, mode, moved)
 
     def _run(self, mode: Alike | None) -> Made:
         own = self._own
@@ -130,22 +130,28 @@ class AsItIs:
         dtypes = {value.type.dtype for value in graph.values() if value.type.dtype.is_floating_point}
         share, of_rounding = {name: units.get(name, 0.0) ** UNKNOWN for name in far}, 0.0
         coarse = fine = ours
+        widened = False
         try:
             coarse = self._captured(graph, drawn, Alike(torch.float32))
             fine = ours if dtypes <= {torch.float64} else self._captured(graph, drawn, Alike(torch.float64))
             of_rounding = 1 / MARGIN
             if fine is not ours:
                 theirs = self._widened(Alike(torch.float64))
-            ours, of_rounding = fine, OF_ROUNDING
+            ours, of_rounding, widened = fine, OF_ROUNDING, True
             share = dict.fromkeys(far, unit(torch.float64) ** SHARE)
         except Exception:  # of code that takes no other precision less is known
             share = {name: units.get(name, 0.0) ** UNKNOWN for name in far}
-        return [
+        left = [
             name
             for name in far
             if not all(name in run for run in (ours, theirs, coarse, fine))
             or not is_rounding(ours[name], theirs[name], share[name], of_rounding * _most(coarse[name], fine[name]))
         ]
+        if not left or not widened or not all(name in run for name in left for run in (ours, theirs)):
+            return left
+        runs = [self._captured(graph, drawn, Alike(torch.float64), seed) for seed in (0, 1)]
+        moved = {name: OF_MOVED * max(_most(run[name], ours[name]) for run in runs) for name in left}
+        return [name for name in left if not is_rounding(ours[name], theirs[name], share[name], moved[name])]
 
     def _widened(self, mode: Alike) -> Made:
         own = copied(self._own, {}).to(torch.float64)

@@ -3,7 +3,9 @@
 Rounding moves a number by a few units of its last place, times how much of what it is the sum of cancels. How much does
 is not seen in the number: the gradient of a key's bias is zero, and its rounded one is not. So where two runs differ by
 more than a few units of what is largest, the same two runs in a wider precision are compared: what is rounding there is
-a millionth of what it was, and what is another function is as far apart as before.
+a millionth of what it was, and what is another function is as far apart as before. Kernels that add up in a wider
+precision anyway do not show it so: what still differs may do so as far as what is computed moves, a few times, when
+parameters and inputs are moved by a unit of their last place.
 """
 
 from __future__ import annotations
@@ -25,6 +27,17 @@ MARGIN = 2.0**-9
 """Of rounding that was seen once, another time there is less than this part more."""
 OF_ROUNDING = 2.0**-29 / MARGIN
 """In float64 rounding is at most this share of what it is in float32, which is 2**29 times as coarse."""
+
+OF_MOVED = 30.0
+"""What inputs moved by a rounding do to a result is its rounding to within this factor."""
+
+
+def by_a_rounding(each: Tensor, draw: torch.Generator) -> Tensor:
+    """Floating numbers, each moved by at most a unit of its last place."""
+    if not each.is_floating_point():
+        return each
+    by = torch.rand(each.shape, generator=draw, dtype=torch.float64).mul_(2.0).sub_(1.0)
+    return each * (1.0 + by.to(each.dtype) * unit(each.dtype))
 
 
 def units(graph: Graph) -> dict[Value, float]:

@@ -9,6 +9,7 @@ sent.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ class NormByParts:
         """What the op gives for each part, one behind the other.
 
         Raises:
-            Error: the parts are not equal.
+            Error: the parts are not equal, or of one row each.
         """
         if not training:
             made: Tensor = aten.batch_norm.default(x, weight, bias, mean, var, training, *how)
@@ -65,6 +66,14 @@ class NormByParts:
                 remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",
             )
         each = rows // self.parts
+        if each * math.prod(rest) < 2:
+            raise Error(
+                "a batch norm of each part of the batch has one value per channel",
+                where=f"Hints(batch_stats={'turn' if self.one_by_one else 'local'!r})",
+                expected=f"more than one, so more than {rows} rows in all",
+                got=f"{self.parts} parts of {rows} rows",
+                remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",
+            )
         beside = x.reshape(self.parts, each, channels, *rest).transpose(0, 1)
         beside = beside.reshape(each, self.parts * channels, *rest)
         own = [None if given is None else given.repeat(self.parts) for given in (weight, bias, mean, var)]
