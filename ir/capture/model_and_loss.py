@@ -24,6 +24,7 @@ from .intake.drawn_outside import draws_nothing_outside
 from .intake.given import marks_of
 from .intake.own_loss import OwnLoss
 from .intake.refusals import explain_decision, user_frame
+from .named.assigned_buffers import buffers_written_into
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ModelAndLoss(nn.Module):
         decisions = Decisions(self.model, self._stored, self.guard, tensors)
         noting = self.results.checkpointed.noting(self.model)
         try:
-            with decisions, self._compute.parameters_of(self.model), noting, self._asked():
+            with decisions, self._compute.parameters_of(self.model), noting, self._asked(), buffers_written_into(self):
                 outs = draws_nothing_outside(lambda: self._run(tensors, decisions))
         except Error as error:
             if error.where is not None:

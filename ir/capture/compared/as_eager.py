@@ -175,13 +175,13 @@ def _most(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _attributes(program: nn.Module, around: Surroundings) -> dict[str, str]:
-    """What modules hold beside parameters, buffers and modules, as text (of a tensor, that there is one); and what the
-    code reads beside these."""
+    """What modules hold beside parameters and modules, as text (of a tensor, that there is one); and what the code
+    reads beside these."""
     said = Contents(Names()).said
     own = {
         f"{path}.{name}".removeprefix(MODEL): said(value)
         for path, module in program.named_modules()
-        for name, value in vars(module).items()
+        for name, value in (vars(module) | module._buffers).items()
         if name not in STATE
     }
     return own | around.named()

@@ -41,6 +41,7 @@ def eager_run(program: nn.Module, given: Sequence[Tensor], named: Named, trains:
     they were, and so is what generators draw; what else its modules hold is not."""
     model: nn.Module = program.get_submodule("model")
     before = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
+    known = before.keys() & named.aliases.keys()  # one that had no content is no input
     own = [each.detach().clone().requires_grad_(each.requires_grad) for each in given]  # which may be written into
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with _apart(), AsAsked(named.parts), mode or nullcontext():
@@ -59,7 +60,7 @@ def eager_run(program: nn.Module, given: Sequence[Tensor], named: Named, trains:
     made = {"loss": outs[0].detach()} if trains else {}
     made |= {f"result {number}": each.detach() for number, each in enumerate(results)}
     made |= {f"gradient {name}": each for name, each in found if each is not None}
-    made |= {f"buffer {named.aliases[name]}": each.detach().clone() for name, each in after.items() if name in before}
+    made |= {f"buffer {named.aliases[name]}": each.detach().clone() for name, each in after.items() if name in known}
     with torch.no_grad():
         for name, was in before.items():
             if name in after and after[name].shape == was.shape:

@@ -25,13 +25,14 @@ MISSING = object()
 
 @contextmanager
 def left_as_found(around: Surroundings) -> Iterator[None]:
-    """Within, code may change what it reads beside parameters and buffers (``around``), and the attributes of its
+    """Within, code may change what it reads beside parameters (``around``), and the attributes and buffers of its
     modules; behind, all of that is as it was. Caches of functions are empty then, and before."""
     caches = around.caches()
     for cache in caches:
         cache.cache_clear()
     modules = [(vars(module), {n: v for n, v in vars(module).items() if n not in STATE}) for module in around.modules()]
     held = _held(around, [value for _, own in modules for value in own.values()])
+    buffers = [(module._buffers, dict(module._buffers)) for module in around.modules()]
     hooks = [(own[n], dict(own[n])) for own, _ in modules for n in own if "_hooks" in n and isinstance(own[n], dict)]
     variables = [(place, name, _variable(place, name)) for place, name in around.variables()]
     try:
@@ -39,7 +40,7 @@ def left_as_found(around: Surroundings) -> Iterator[None]:
     finally:
         for own, was in modules:
             _put_back(own, was, STATE)
-        for each, were in hooks:
+        for each, were in (*buffers, *hooks):
             _put_back(each, were)  # as is what says that they are there
         for thing, content in held.values():
             _restore(thing, content)
