@@ -129,6 +129,23 @@ def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> Va
     raise Error("an input of unknown kind in the captured graph", got=str(desc))
 
 
+def _written(desc: object, names: Names) -> Error:
+    if isinstance(desc, PlainAOTInput):
+        return Error(
+            "the model changes one of its inputs in place",
+            where=_name_of(desc, names),
+            expected="inputs that the model leaves alone",
+            remedy="clone the input inside the model first",
+        )
+    return Error(
+        "the model changes one of its parameters in place",
+        where=_name_of(desc, names),
+        expected="parameters that an optimizer changes alone",
+        remedy="compute with a new tensor (self.weight.clamp(-1, 1)), or change it behind the optimizer's step; what "
+        "has no gradient may be a buffer",
+    )
+
+
 def _name_of(desc: object, names: Names) -> str:
     """What the user calls an input."""
     if isinstance(desc, PlainAOTInput):
@@ -177,12 +194,7 @@ def _outputs(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> None:
         elif isinstance(desc, InputMutationAOTOutput):
             kind, mutated = OutputKind.BUFFER, desc.mutated_input
             if not isinstance(mutated, BufferAOTInput):
-                raise Error(
-                    "the model changes one of its inputs in place",
-                    got=str(mutated),
-                    expected="inputs that the model leaves alone",
-                    remedy="clone the input inside the model first",
-                )
+                raise _written(mutated, names)
             name = names.aliases[mutated.target.removeprefix(PREFIX)]
         else:
             continue

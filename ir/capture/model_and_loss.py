@@ -24,7 +24,7 @@ from .intake.drawn_outside import draws_nothing_outside
 from .intake.given import marks_of
 from .intake.own_loss import OwnLoss
 from .intake.refusals import explain_decision, user_frame
-from .named.assigned_buffers import buffers_written_into
+from .named.assigned_buffers import AssignedBuffers
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class ModelAndLoss(nn.Module):
         self.results = results
         self.guard = guard
         self._compute = compute or Compute()
+        self.assigned, self.exported = AssignedBuffers(), False
+        """What it replaces; whether it is traced, and so has to write into that."""
         self.unasked = False
         """Whether code that asks whether it is compiled is told that it is not."""
         own = {name: marks_of(tensor) for name, tensor in stored(model).items()}
@@ -125,8 +127,9 @@ class ModelAndLoss(nn.Module):
         """
         decisions = Decisions(self.model, self._stored, self.guard, tensors)
         noting = self.results.checkpointed.noting(self.model)
+        assigned = self.assigned.noting(self, written=self.exported)
         try:
-            with decisions, self._compute.parameters_of(self.model), noting, self._asked(), buffers_written_into(self):
+            with decisions, self._compute.parameters_of(self.model), noting, self._asked(), assigned:
                 outs = draws_nothing_outside(lambda: self._run(tensors, decisions))
         except Error as error:
             if error.where is not None:

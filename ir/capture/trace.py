@@ -276,7 +276,15 @@ def _traced(
     try:
         with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
-            as_it_is = AsItIs(program, tensors, named, names.loss is not None, program.by_example, compute is not None)
+            as_it_is = AsItIs(
+                program,
+                tensors,
+                named,
+                around,
+                trains=names.loss is not None,
+                guarded=program.by_example,
+                recast=compute is not None,
+            )
             write = partial(write_graph, mesh=mesh, batch_parts=batch_parts)
             graph, drawn = write(program, tensors, names=names, outcomes=outcomes, as_torch=AS_TORCH)
             with left_as_found(around):

@@ -61,10 +61,14 @@ def write_graph(
 
 def exported_of(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
     """What torch exports of a program, which leaves nothing in what the model's code keeps."""
-    around = Surroundings(program.model, program.loss)
-    with with_numbers() if program.guard else nullcontext(), left_as_found(around), transforms_refused():
-        made: torch.fx.GraphModule = torch.export.export(program, tensors, strict=False).module(check_guards=False)
-    return made
+    around, known = Surroundings(program.model, program.loss), len(program.assigned.names)
+    program.exported = True
+    try:
+        with with_numbers() if program.guard else nullcontext(), left_as_found(around), transforms_refused():
+            made: torch.fx.GraphModule = torch.export.export(program, tensors, strict=False).module(check_guards=False)
+    finally:
+        program.exported = False
+    return made if len(program.assigned.names) == known else exported_of(program, tensors)
 
 
 def names_of_one(given: Sequence[torch.Tensor]) -> Names:

@@ -36,6 +36,7 @@ class Inner(nn.Module):
         self.register_buffer("low", torch.arange(4.0))
         self.register_buffer("high", torch.ones(4))
         self.register_buffer("later", None)
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,12 +66,28 @@ def queued(module: Inner, x: Tensor) -> Tensor:
     return before
 
 
+def read_before(module: Inner, x: Tensor) -> Tensor:
+    """Of what the gradient needs the old one."""
+    made = x * module.low
+    module.low = module.low.lerp(made.detach().mean(0), 0.1)
+    return made
+
+
+def registered(module: Inner, x: Tensor) -> Tensor:
+    made = x * module.high
+    module.register_buffer("high", module.high * 0.9)
+    return made
+
+
 def for_this_call(module: Inner, x: Tensor) -> Tensor:
     module.later = torch.arange(4.0)
     return x * module.later
 
 
-@pytest.mark.parametrize("how", [follows, changes_places, turned, queued, for_this_call])
+HELD = [follows, changes_places, turned, queued, read_before, registered, for_this_call]
+
+
+@pytest.mark.parametrize("how", HELD)
 def test_what_is_put_in_a_buffers_place_is_what_it_then_holds(how: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model, x = Kept(how).double(), torch.randn(4, 4, dtype=torch.float64)
@@ -79,8 +96,13 @@ def test_what_is_put_in_a_buffers_place_is_what_it_then_holds(how: Callable[...,
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     assert {name: id(each) for name, each in model.inner.named_buffers()} == own
     for _ in range(3):
-        loss = alone(x).sum()
-        assert abs(pm(x).item() - loss.item()) < 1e-12
+        loss, found = alone(x).sum(), pm(x)
+        assert abs(found.item() - loss.item()) < 1e-12
+        for each, mine in ((alone, loss), (pm, found)):
+            each.zero_grad()
+            mine.backward()
+        grads = pm.full_grads()
+        assert all((grads[name] - p.grad).abs().max() < 1e-12 for name, p in alone.layer.named_parameters("layer"))
     state = pm.full_state_dict()
     for name in ("inner.low", "inner.high"):
         assert torch.equal(state[name], alone.get_buffer(name)), name
@@ -124,6 +146,54 @@ def test_what_is_no_such_buffer_is_named(how: Callable[..., Tensor], got: str, m
     with pytest.raises(sx.Error, match=rf"in a buffer's place(.|\n)*inner\.low(.|\n)*{got}"):
         sx.parallelize(given, sx.Mesh(dp=2), sx.Hints(args=(x.to("meta") if meta else x,), loss=torch.sum))
     assert all(each is own[name] for name, each in given.inner.named_buffers())
+
+
+def another_weight(module: Inner, x: Tensor) -> Tensor:
+    made = x * module.weight
+    module.weight = nn.Parameter(module.weight.detach() * 0.9)
+    return made
+
+
+def clamped(module: Inner, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.weight.clamp_(-0.5, 0.5)
+    return x * module.weight
+
+
+def changed_behind(module: Inner, x: Tensor) -> Tensor:
+    made = x * module.low
+    module.low.mul_(0.9)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (another_weight, r"something else in a parameter's place(.|\n)*inner\.weight(.|\n)*another one"),
+        (clamped, r"changes one of its parameters in place(.|\n)*inner\.weight"),
+        (changed_behind, "that its gradients need is changed in place, on one device as well"),
+    ],
+)
+def test_what_changes_on_the_way_is_named_and_left(how: Callable[..., Tensor], said: str) -> None:
+    model, x = Kept(how).double(), torch.randn(4, 4, dtype=torch.float64)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    with pytest.raises(sx.Error, match=said):
+        sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=torch.sum))
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_code_that_closes_over_a_module_is_that_modules() -> None:
+    """It was run on a copy, whose code was the given one's: this was another gradient, and the given one changed."""
+    torch.manual_seed(0)
+    model = Kept(lambda module, x: x)
+    model.layer.register_forward_hook(lambda layer, given, made: made * model.inner.weight * model.inner.high)
+    model.inner.how = lambda _, x: x + model.inner.low.mul_(0.9)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    pm = sx.parallelize(model.double(), sx.Mesh(dp=2), sx.Hints(args=(x,), loss=torch.sum), virtual=True)
+    before = torch.arange(4, dtype=torch.float64)
+    assert torch.equal(model.inner.low, before)
+    pm(x)
+    assert torch.equal(pm.full_state_dict()["inner.low"], before * 0.9)
 
 
 def remembers(module: Inner, x: Tensor) -> Tensor:

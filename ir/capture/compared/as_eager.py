@@ -10,16 +10,20 @@ gradients and buffers are compared. Where that run changes what modules hold bes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.stateless import _reparametrize_module
 
 from shardfx.ir.capture.intake.contents import STATE, Contents
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.named.code_names import Names
+from shardfx.ir.capture.named.left_as_found import left_as_found
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind
 
@@ -55,21 +59,34 @@ class AsItIs:
     run where weights or examples have no content. ``note`` says where the model does not run on its example
     (token ids that were never set, say). ``recast``: it is to compute in another dtype than its parameters'.
 
-    Raises:
-        Error: the model keeps something from call to call, or does not run in the dtype in which it is to compute.
+    ``difference`` raises that the model keeps something from call to call, or does not run in the dtype in which it is
+    to compute.
     """
 
     def __init__(
-        self, program: nn.Module, given: tuple[Tensor, ...], named: Named, trains: bool, guarded: bool, recast: bool
+        self,
+        program: nn.Module,
+        given: tuple[Tensor, ...],
+        named: Named,
+        around: Surroundings,
+        *,
+        trains: bool,
+        guarded: bool = False,
+        recast: bool = False,
     ) -> None:
         self._program, self._given, self._named, self._trains = program, given, named, trains
-        self.note, self._recast = "", recast
-        self._made: dict[bool, Made] = {}
+        self.note, self._recast, self._around = "", recast, around
+        self._theirs: Made | Exception = {}
         everything = [*program.parameters(), *program.buffers(), *given]
         self.runs = all(each.device.type == "cpu" and not isinstance(each, FakeTensor) for each in everything)
         if not guarded and sum(each.numel() for each in everything) > MOST:
             self.runs = False
-        self._own = copied(program, {}) if self.runs else program
+        if self.runs:
+            try:
+                with left_as_found(around), _stand_ins(program):
+                    self._theirs = self._run()
+            except Exception as error:  # which is said where nothing hinders the capture
+                self._theirs = error
 
     def difference(self, graph: Graph, drawn: Draws) -> Difference | None:
         """What of a captured graph is not what the model makes: the first, or None.
@@ -80,15 +97,14 @@ class AsItIs:
         if not self.runs:
             return None
         random = bool(graph.of_kind(InputKind.SEED))
-        try:
-            theirs = self._eager(random)
-        except Error:
-            raise
-        except Exception as error:
-            kind = type(error).__name__
-            if isinstance(error, RuntimeError) and self._recast and "dtype" in str(error):
-                raise _mixed(error) from error
-            self.note = f"{NOT_RUN} ({kind}: {error})"
+        theirs = self._theirs
+        if isinstance(theirs, Error):
+            raise theirs
+        if isinstance(theirs, Exception):
+            kind = type(theirs).__name__
+            if isinstance(theirs, RuntimeError) and self._recast and "dtype" in str(theirs):
+                raise _mixed(theirs) from theirs
+            self.note = f"{NOT_RUN} ({kind}: {theirs})"
             self.runs = False
             return None
         ours = self._captured(graph, drawn, Alike() if random else None)
@@ -99,24 +115,19 @@ class AsItIs:
             far = self._still(graph, drawn, ours, theirs, far, of_output)
         return self._said(graph, far[0], ours, theirs, random) if far else None
 
-    def _eager(self, random: bool) -> Made:
-        if random not in self._made:
-            self._made[random] = self._run(Alike() if random else None)
-        return self._made[random]
-
     def _captured(self, graph: Graph, drawn: Draws, mode: Alike | None, moved: int | None = None) -> Made:
         return captured_run(graph, self._program, self._given, self._named, drawn, mode, moved)
 
-    def _run(self, mode: Alike | None) -> Made:
-        own = self._own
-        around = Surroundings(own.get_submodule("model"), getattr(own, "loss", None))
-        kept = [_attributes(own, around)]
-        made = eager_run(own, self._given, self._named, self._trains, mode)
-        kept.append(_attributes(own, around))
+    def _run(self) -> Made:
+        """The program run as it is, but that it draws what the captured graph does."""
+        program, mode = self._program, Alike()
+        kept = [_attributes(program, self._around)]
+        made = eager_run(program, self._given, self._named, self._trains, mode)
+        kept.append(_attributes(program, self._around))
         if kept[0] == kept[1]:
             return made
-        again = eager_run(own, self._given, self._named, self._trains, mode)
-        kept.append(_attributes(own, around))
+        again = eager_run(program, self._given, self._named, self._trains, mode)
+        kept.append(_attributes(program, self._around))
         changed = [name for name, value in kept[1].items() if kept[0].get(name) != value]
         counts = [name for name in changed if kept[1][name] != kept[2].get(name)]
         if counts or next(differing(again, made, {}), None) is not None:
@@ -154,7 +165,7 @@ class AsItIs:
         return [name for name in left if not is_rounding(ours[name], theirs[name], share[name], moved[name])]
 
     def _widened(self, mode: Alike) -> Made:
-        own = copied(self._own, {}).to(torch.float64)
+        own = copied(self._program, {}).to(torch.float64)
         given = [mode.cast(each.detach()).requires_grad_(each.requires_grad) for each in self._given]
         return eager_run(own, given, self._named, self._trains, mode)
 
@@ -167,6 +178,21 @@ class AsItIs:
             at = int(apart(mine, other).flatten().argmax())
             got, expected = (f"{each.flatten()[at].item():.6g}" for each in (mine, other))
         return Difference(name, str(place), got, expected, random)
+
+
+@contextmanager
+def _stand_ins(program: nn.Module) -> Iterator[None]:
+    """Within, a program has parameters and buffers of its own, which may be changed and have no hooks."""
+    made: dict[int, Tensor] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        own = tensor.detach().clone()
+        return nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
+
+    names = (*program.named_parameters(remove_duplicate=False), *program.named_buffers(remove_duplicate=False))
+    tensors = {name: made.setdefault(id(each), stand_in(each)) for name, each in names}
+    with _reparametrize_module(program, tensors):
+        yield
 
 
 def _most(ours: Tensor, theirs: Tensor) -> float:

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardfx.ir.capture.forms.parts_of_batch import ONE
+from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.model_and_loss import ModelAndLoss, Results
 from shardfx.ir.capture.sources import source_of
 from shardfx.ir.graph import Graph, Where, op_name
@@ -107,7 +108,8 @@ def _tried(op: Any, args: Any, kwargs: Any, write: Write) -> Difference | None:
     program = ModelAndLoss(OneOp(op, args, kwargs), tree, leaves, weighed, 0, Results())
     named = Named(_Same(), tuple(f"args.{number}" for number in range(len(given))), 1.0, "", ONE)
     try:
-        return AsItIs(program, given, named, True, False, False).difference(*write(program, given))
+        around = Surroundings(program.model, program.loss)
+        return AsItIs(program, given, named, around, trains=True).difference(*write(program, given))
     except Exception:  # of one that cannot be captured alone nothing is known
         return None
 

@@ -232,6 +232,14 @@ def explain(
     where = user_frame(error, model)
     if FOREIGN in text:
         return _foreign(where, model, loss, kept())
+    if "modified by an inplace operation" in text:
+        return Error(
+            "a tensor that its gradients need is changed in place, on one device as well",
+            where=where,
+            expected="a change behind its last use, or a new tensor",
+            got=text[:600],
+            remedy="read a clone() of it, or change it before it is read",
+        )
     if any(words in text for words in TOO_SMALL):
         return Error(
             "an op is given too few rows or places for what it does, on one device as well",

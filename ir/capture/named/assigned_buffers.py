@@ -1,8 +1,9 @@
 """A buffer that a forward replaces is written into instead: programs have the buffers that the model had.
 
-    self.low = torch.min(self.low, x.amin())    ->    low.copy_(torch.min(low, x.amin()))
+    self.low = torch.min(self.low, x.amin())    ->    low.copy_(torch.min(low.clone(), x.amin()))
 
-Torch's export sees that for buffers of the outermost module alone, and forgets what becomes of the others.
+Torch's export sees that for buffers of the outermost module alone, and forgets what becomes of the others. What was
+read of the old one may be kept for the backward, so that a forward reads a copy of it.
 """
 
 from __future__ import annotations
@@ -16,41 +17,71 @@ from torch import Tensor, nn
 from shardfx.ir.errors import Error
 
 
-@contextmanager
-def buffers_written_into(program: nn.Module) -> Iterator[None]:
-    """Within, buffers may be replaced; behind, they are those that there were, and hold what the new ones do.
+class AssignedBuffers:
+    """Which buffers a program's forward replaces: known once it ran."""
 
-    Raises:
-        Error: a new one has another shape or dtype, or a gradient; or there is none any more.
-    """
-    modules = [(path.removeprefix("model."), each, dict(each._buffers)) for path, each in program.named_modules()]
-    left: list[tuple[str, Tensor, Tensor | None]] = []
-    try:
-        yield
-    finally:
-        for path, module, were in modules:  # what was None is looked at beside other attributes
-            now = {name: module._buffers.get(name) for name in were}
-            left += [(f"{path}.{n}", was, now[n]) for n, was in were.items() if was is not None and now[n] is not was]
-            module._buffers.update({name: was for name, was in were.items() if was is not None})
-    new = [(was, _checked(name, was, now)) for name, was, now in left]
-    # Several may have changed places, and one may be a view of what it is written into.
-    alone = len(new) == 1 and not new[0][1]._is_view()
-    for was, given in [(was, now if alone else now.clone()) for was, now in new]:
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    @contextmanager
+    def noting(self, program: nn.Module, *, written: bool) -> Iterator[None]:
+        """Within, buffers may be replaced. ``written``: behind, they are those that there were, and those of which it
+        was known hold what the new ones do.
+
+        Raises:
+            Error: a new one has another shape or dtype, or a gradient; there is none any more; or a parameter is
+                another.
+        """
+        modules = [(path, each, dict(each._buffers), dict(each._parameters)) for path, each in program.named_modules()]
+        known: list[tuple[nn.Module, str, Tensor]] = []
+        for path, module, were, _ in modules if written else ():
+            for name, was in were.items():
+                if was is not None and f"{path}.{name}" in self.names:
+                    known.append((module, name, was))
+                    module._buffers[name] = was.clone()
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        try:
+            yield
+        finally:
+            now = [(module._buffers.get(name), was) for module, name, was in known]
+            for path, module, were, own in modules:  # what was None is looked at beside other attributes
+                filled = {name: was for name, was in were.items() if was is not None}
+                found |= {f"{path}.{name}": (was, module._buffers.get(name)) for name, was in filled.items()}
+                held = dict(module._parameters)  # which may give others when they are asked for one
+                found |= {f"{path}.{n}": (p, held.get(n)) for n, p in own.items() if p is not None}
+                if written:
+                    module._buffers.update(filled)
+                    module._parameters.update(own)
+        for name, (was, given) in found.items():
+            if given is not was:
+                _check(name.removeprefix("model."), was, given)
+                self.names.add(name)
         with torch.no_grad():
-            was.copy_(given)
+            # Several may have changed places, and one may be a view of what it is written into.
+            for was, given in [(was, given.clone()) for given, was in now if given is not None]:
+                was.copy_(given)
 
 
-def _checked(name: str, was: Tensor, now: Tensor | None) -> Tensor:
-    if now is not None and (now.shape, now.dtype) == (was.shape, was.dtype) and not now.requires_grad:
-        return now
-    wanted, got = (
-        f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (was, was if now is None else now)
-    )
+def _check(name: str, was: Tensor, now: Tensor | None) -> None:
+    alike = now is not None and (now.shape, now.dtype) == (was.shape, was.dtype) and not now.requires_grad
+    if alike and not isinstance(was, nn.Parameter):
+        return
+    if isinstance(was, nn.Parameter):
+        raise Error(
+            "the model puts something else in a parameter's place",
+            where=name,
+            expected="the parameter that it has",
+            got="no such parameter" if now is None else "another one",
+            remedy="compute with the new tensor, and let an optimizer change parameters",
+        )
+    both = was, was if now is None else now
+    wanted, got = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in both)
+    got = f"{got}, with a gradient" if now is not None and now.requires_grad else got
     raise Error(
         "the model puts something else in a buffer's place",
         where=name,
         expected=f"a tensor as it was, {wanted}, without a gradient",
-        got="None, or no such buffer" if now is None else f"{got}, with a gradient" if now.requires_grad else got,
+        got="None, or no such buffer" if now is None else got,
         remedy="detach() what becomes a buffer; register it in the shape that it takes; what only this call needs is "
         "no buffer",
     )
