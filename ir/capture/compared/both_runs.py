@@ -81,7 +81,7 @@ def captured_run(
         elif each.kind is InputKind.STATE and each.name == named.seed_state:
             known[each.name] = torch.tensor(named.seed, dtype=torch.float64)
     if mode is not None:
-        known = {name: mode.cast(each) for name, each in known.items()}
+        known = {name: mode.taken(each) for name, each in known.items()}
     values = {output.value for output in graph.outputs}
     with _apart(), mode or nullcontext():
         env = run_whole(graph, known, only=values, instead=drawn)
