@@ -133,7 +133,7 @@ class Looked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         at = torch.bucketize(x.detach(), self.knots)
-        below, above = (self.heights.gather(0, (at - i).clamp(0, 4)) for i in (1, 0))
+        below, above = (self.heights.gather(0, each.clamp(0, 4)) for each in (at - 1, at))
         return torch.lerp(below, above, x.sigmoid())
 
 

@@ -12,7 +12,7 @@ from tests.mutants import MUTATIONS, Programs
 from tests.odd import ODD, mesh, run
 from tests.odd.rewrites import REWRITES, Rewritten
 
-QUICK = ("Bags", "Binary", "Kronecker", "LowRank")
+QUICK = ("Bags", "LowRank")
 """Of these the last mesh is quick."""
 FREELY = ("a copy", "an alias", "times 1", "plus 0", "by 1")
 """Rewrites that are proven wherever they stand; the others where nothing stands behind that laws do not go through."""
