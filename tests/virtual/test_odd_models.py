@@ -15,7 +15,12 @@ from tests.odd.rewrites import REWRITES, Rewritten
 QUICK = ("Bags", "LowRank")
 """Of these the last mesh is quick."""
 FREELY = ("a copy", "an alias", "times 1", "plus 0", "by 1")
-"""Rewrites that are proven wherever they stand; the others where nothing stands behind that laws do not go through."""
+"""Rewrites that are proven wherever they stand."""
+OPEN = frozenset(
+    "Binary Checkpointed Clockwork ComplexLayers Contrast FourierOperator HardTriplets LinearRecurrence Messages "
+    "ModernHopfield OneStore Redundancy RotaryComplex RungeKutta SelectiveScan Shifts SpatialTransformer".split()
+)
+"""Models of which all rewrites together are not proven yet: the verdict is unknown."""
 
 
 def case(name: str, way: str) -> object:
@@ -44,10 +49,11 @@ def planned(name: str, *passes: sx.Pass) -> sx.ParallelModule:
 @pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "Kronecker" else pytest.mark.slow) for n in ODD])
 def test_what_changes_no_value_is_no_alarm(name: str) -> None:
-    """Copies and neutral factors are proven; of turns that cancel and the like, none is said to be wrong."""
+    """Copies and neutral factors are proven; turns that cancel and the like too, or the verdict is unknown."""
     verdict = planned(name, Rewritten(FREELY, step=2)).verify()
     assert verdict, verdict
-    assert planned(name, Rewritten(tuple(REWRITES))).verify().status != "refuted"
+    verdict = planned(name, Rewritten(tuple(REWRITES))).verify()
+    assert verdict or (name in OPEN and verdict.status == "unknown"), verdict
 
 
 @pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
