@@ -260,9 +260,9 @@ class Variants:
         """
         for path, module in self.skeleton.named_modules():
             module.training = path in form.training
-        for name, parameter in self.skeleton.named_parameters():
-            parameter.requires_grad_(name in form.gradients)
         model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in form.gradients)
         states = {each.name for each in first.of_kind(InputKind.STATE)}
         specs = {name: spec for name, spec in stored(first).items() if name not in states}
         hints = hints_of_form(self.hints, specs, form, call)

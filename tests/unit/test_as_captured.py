@@ -200,6 +200,25 @@ def test_a_norm_of_two_rows_rounds_as_its_kernel_does() -> None:
     capture(model.double(), MESH, args=(x,), loss=F.cross_entropy, targets=(y,))
 
 
+class Covaries(nn.Module):
+    """What is added to all rows cancels, and in some precision to nothing at all."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.tensor([0.3, 0.1, 0.2, 0.5], dtype=torch.float64)
+        return torch.cov(self.layer(x).T, aweights=weights).abs().sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_what_cancels_to_nothing_once_is_no_difference(dtype: torch.dtype) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        capture(Covaries(dtype), MESH, args=(torch.randn(4, 6, dtype=dtype),), loss=torch.sum)
+
+
 def test_nothing_of_the_users_is_changed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: each.clone() for name, each in model.state_dict().items()}

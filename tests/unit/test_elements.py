@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardfx.ir.ops import pack
-from shardfx.runtime.verify.proof.elements import BITS, Elements, cat
+from shardfx.runtime.verify.proof.elements import BITS, Elements, cat, read
 from shardfx.runtime.verify.proof.strided_runs import joined, make_run
 
 
@@ -76,6 +76,13 @@ def test_a_box_of_a_large_value_is_one_run_through_packing_and_gathering() -> No
     got = pack.unpack_gathered(cat(sent), width, [width] * ranks, 1, [size, columns])
     assert len(got.runs) == 1
     assert got.equals(Elements.of((size, columns), 0, ((size * columns, 1),)))
+
+
+def test_rows_that_are_repeated_are_read_as_they_are_written() -> None:
+    """The last element of a row and the first of the next are a step apart, as if they were of one run."""
+    rows = Elements.of((4, 3, 6), 0, ((4, 6), (3, 0), (6, 1)))
+    again = read(rows.written_out())
+    assert again.equals(rows) and again.runs == rows.runs
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,11 @@ WANTED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, list[Tensor]
     "its input": (lambda x, y: x * F.binary_cross_entropy(y, x.sigmoid()[0]), CHANCES, [CHANCES + 1]),
     "bernoulli": (lambda x, y: x * torch.bernoulli(y), CHANCES, [CHANCES * 2]),
     "bernoulli_": (lambda x, y: x * torch.empty_like(x).bernoulli_(y), CHANCES, [-CHANCES]),
+    "cov": (
+        lambda x, y: torch.cov(x.T, fweights=y, correction=0) + x.T.corrcoef(),
+        torch.tensor([1, 2, 0, 3]),
+        [torch.tensor([1, -1, 0, 3]), torch.zeros(4, dtype=torch.int64)],
+    ),
     "_assert_async": (lambda x, y: _asserted(x, y), torch.tensor(True), [torch.tensor(False)]),
 }
 
@@ -107,7 +112,7 @@ class OfTwo(nn.Module):
         return self.function(self.layer(x), y)
 
 
-@pytest.mark.parametrize("name", ["one_hot", "binary_cross_entropy", *(slow(each) for each in list(WANTED)[2:])])
+@pytest.mark.parametrize("name", ["cov", "one_hot", *(slow(each) for each in WANTED if each not in ("cov", "one_hot"))])
 def test_what_functions_want_of_their_data_is_asked_of_each_call(name: str) -> None:
     """These are taken apart when they are traced, and their checks would be lost."""
     function, good, bad = WANTED[name]
@@ -177,6 +182,31 @@ def test_a_distribution_that_validates_its_arguments() -> None:
     assert torch.allclose(pm(x, 2 * scale), model(x, 2 * scale).mean(), rtol=0, atol=1e-12)
     with pytest.raises(sx.Error, match=r"(?s)distribution that validates.*Normal"):
         pm(x, -scale)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: torch.cov(x[0]) * x,
+        lambda x, y: torch.corrcoef(x[0]) * x,
+        pytest.param(lambda x, y: x.T.cov(aweights=y, correction=2), marks=pytest.mark.slow),
+        pytest.param(lambda x, y: torch.cov(x.T, fweights=y.round().long(), aweights=y), marks=pytest.mark.slow),
+        pytest.param(lambda x, y: torch.corrcoef(torch.complex(x, x.flip(0)).T).abs(), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")  # one row is no work to share
+def test_covariances_need_no_guard(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Torch's own code asks whether its divisor is zero."""
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 6, dtype=torch.float64), OfTwo(function)
+    y = torch.tensor([0.7, 1.2, 0.6, 2.0], dtype=torch.float64)
+    hints = sx.Hints(args=(x, y), loss=torch.sum, specs={"args.0": "dp, -"})
+    pm, alone = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True), model(x, y).sum()
+    ours = pm(x, y)
+    ours.backward(), alone.backward()
+    assert rel_err(ours, alone) < 1e-9
+    assert rel_err(pm.full_grads()["layer.weight"], model.layer.weight.grad) < 1e-9
+    assert pm.verify(), pm.verify().why
 
 
 def test_ctc_loss_is_computed_outside() -> None:

@@ -225,6 +225,8 @@ def test_another_form_of_call_is_planned_for_its_own_data() -> None:
             if weight.dim() == 2:
                 weight.fill_(0.1)  # the weights of the moment decide, not those of the capture
     model.eval(), pm.eval()
+    with torch.no_grad():  # and no gradients are planned
+        torch.testing.assert_close(pm(x), loss(model(x)))
     torch.testing.assert_close(pm(x), loss(model(x)))
     assert pm(x).shape == ()
     more = torch.randn(10, 6, dtype=F64)

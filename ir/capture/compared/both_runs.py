@@ -14,7 +14,6 @@ from shardfx.ir.capture.forms.parts_of_batch import BatchParts
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Value
 
 from .modes import Alike, AsAsked
-from .rounding import by_a_rounding
 from .whole_run import run_whole
 
 Draws = Mapping[Value, Call]
@@ -75,9 +74,8 @@ def captured_run(
     named: Named,
     drawn: Draws,
     mode: Alike | None,
-    moved: int | None = None,
 ) -> Made:
-    """What the graph makes of the same; ``moved``: of what differs from it by a rounding, another one by each seed."""
+    """What the graph makes of the same."""
     model = program.get_submodule("model")
     stored = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     known = {named.aliases[name]: each.detach() for name, each in stored}
@@ -89,10 +87,7 @@ def captured_run(
         elif each.kind is InputKind.STATE and each.name == named.seed_state:
             known[each.name] = torch.tensor(named.seed, dtype=torch.float64)
     if mode is not None:
-        known = {name: mode.cast(each) for name, each in known.items()}
-    if moved is not None:
-        draw = torch.Generator().manual_seed(moved)
-        known = {name: by_a_rounding(each, draw) for name, each in known.items()}
+        known = {name: mode.taken(each) for name, each in known.items()}
     values = {output.value for output in graph.outputs}
     with _apart(), mode or nullcontext():
         env = run_whole(graph, known, only=values, instead=drawn)

@@ -27,12 +27,12 @@ class Alike(TorchDispatchMode):
     whatever order they are drawn, and by whatever generator; attention has no dropout.
 
     With a ``dtype`` every floating number is of it, whatever the code says: so code that rounds is told from code that
-    is wrong.
+    is wrong. ``moved``: what goes in is moved by a rounding or none, otherwise for each number.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, moved: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype = dtype
+        self.dtype, self._moved = dtype, moved
         self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,9 +60,20 @@ class Alike(TorchDispatchMode):
             return math.copysign(torch.finfo(self.dtype).max, each)
         if isinstance(each, torch.dtype) and each.is_floating_point:
             return self.dtype
-        if isinstance(each, Tensor) and each.is_floating_point() and each.dtype is not self.dtype:
-            return each.to(self.dtype)
+        if isinstance(each, torch.dtype) and each.is_complex:
+            return self.dtype.to_complex()
+        if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()):
+            dtype = self.cast(each.dtype)
+            return each if each.dtype is dtype else each.to(dtype)
         return each
+
+    def taken(self, each: Tensor) -> Tensor:
+        """What goes in, as it is in this run."""
+        cast: Tensor = self.cast(each)
+        if not self._moved or not (cast.is_floating_point() or cast.is_complex()):
+            return cast
+        by = torch.randint(-1, 2, cast.shape, generator=torch.Generator().manual_seed(self._moved), device="cpu")
+        return cast * (1 + by.to(cast.dtype) * torch.finfo(cast.dtype).eps)
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.drawn = True

@@ -32,14 +32,6 @@ OF_MOVED = 30.0
 """What inputs moved by a rounding do to a result is its rounding to within this factor."""
 
 
-def by_a_rounding(each: Tensor, draw: torch.Generator) -> Tensor:
-    """Floating numbers, each moved by at most a unit of its last place."""
-    if not each.is_floating_point():
-        return each
-    by = torch.rand(each.shape, generator=draw, dtype=torch.float64).mul_(2.0).sub_(1.0)
-    return each * (1.0 + by.to(each.dtype) * unit(each.dtype))
-
-
 def units(graph: Graph) -> dict[Value, float]:
     """The unit of the last place of the coarsest floating number that each value is made of."""
     found: dict[Value, float] = {}

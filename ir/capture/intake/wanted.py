@@ -4,6 +4,7 @@ F.one_hot(i, 4)                    i is looked up in 0, 1, 2, 3: who is none of 
 F.binary_cross_entropy(p, y)       a guard: no p and no y is below 0 or above 1
 torch._assert_async(ok)            a guard: ok is not zero
 Normal(mean, scale)                a guard: what the distribution validates is valid
+torch.cov(x, fweights=n)           written out; a guard: no n is below 0, and their sum is not 0
 x.data                             x.detach()
 """
 
@@ -82,6 +83,46 @@ def _all_true(asked: Asked, func: Any, each: Tensor) -> bool:
     return True
 
 
+def _cov(
+    asked: Asked,
+    func: Any,
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Any:
+    """Torch's own code asks what the divisor holds, which nobody need know."""
+    given = [each for each in (fweights, aweights) if each is not None]
+    rows = input if input.ndim == 2 else input.reshape(1, -1)
+    if input.ndim > 2 or input.dtype == torch.bool or any(each.shape != rows.shape[1:] for each in given):
+        return func(input, correction=correction, fweights=fweights, aweights=aweights)  # which says what is wrong
+    for each in given:
+        asked.wants(each.detach() < 0, "cov, whose weights are none below 0,")
+    weight = given[0] if len(given) == 1 else given[0] * given[1] if given else None
+    total = torch.full((), rows.shape[1], device=input.device) if weight is None else weight.sum()
+    if weight is not None:
+        asked.wants(total.detach() == 0, "cov, whose weights are not all 0,")
+    mean = (rows if weight is None else rows * weight).sum(1) / total
+    rows = rows - mean.unsqueeze(1)
+    left = total - correction
+    if weight is not None and aweights is not None and correction:
+        left = total - correction * (weight * aweights).sum() / total
+    made = rows @ (rows if weight is None else rows * weight).mH
+    return (made / torch.where(left > 0, left, torch.zeros_like(left))).squeeze()
+
+
+def _corrcoef(asked: Asked, func: Any, input: Tensor) -> Any:
+    if input.ndim > 2:
+        return func(input)
+    made = _cov(asked, torch.cov, input)
+    if not made.ndim:
+        return made / made
+    spread = (made.diagonal().real if made.is_complex() else made.diagonal()).sqrt()
+    made = made / spread[:, None] / spread
+    return torch.complex(made.real.clip(-1, 1), made.imag.clip(-1, 1)) if made.is_complex() else made.clip(-1, 1)
+
+
 def _ctc(asked: Asked, func: Any, *_: Any, **__: Any) -> None:
     raise Error(
         "ctc_loss cannot be captured: how much it keeps for its backward follows from the lengths that it is given",
@@ -106,6 +147,10 @@ WANTED: Mapping[Any, Answer] = {
     Tensor.bernoulli_: _bernoulli_,
     torch._assert_async: _assert_async,
     torch._is_all_true: _all_true,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
     F.ctc_loss: _ctc,
     torch.ctc_loss: _ctc,
 }

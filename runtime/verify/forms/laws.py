@@ -116,5 +116,5 @@ COMMUTE = {
 }
 """Ops of two operands whose order does not matter; sums and products are sets anyway."""
 
-INVOLUTIONS = {aten.logical_not.default: torch.bool, aten.bitwise_not.default: None}
+INVOLUTIONS = {aten.logical_not.default: torch.bool, aten.bitwise_not.default: None, aten.neg.default: None}
 """Ops that done twice give back what they were given: of which dtype (None: of any)."""

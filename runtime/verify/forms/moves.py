@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardfx.ir.ops.computing.rings import ring
 from shardfx.ir.ops.traits import base_name_of, gives_alias
 from shardfx.runtime.verify.movers import ALSO, MOVERS
 from shardfx.runtime.verify.proof.elements import Elements, read
@@ -20,6 +21,7 @@ COPIED = {
     aten.stack.default,
     aten.flip.default,
     aten.roll.default,
+    ring,
     aten.repeat.default,
     aten.reshape.default,
     aten.view_copy.default,

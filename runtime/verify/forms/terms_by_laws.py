@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from shardfx.ir.graph import Node, Value, Where, op_name, substitute
 from shardfx.ir.ops.table import OwnOp
@@ -21,6 +21,7 @@ from .values import V
 class TermsByLaws(Terms):
     """Terms, and the value of each."""
 
+    by_arguments: ClassVar[bool] = False
     forms: NormalForms = field(default_factory=empty)
     _values: list[V] = field(default_factory=list)
     _terms: dict[V, int] = field(default_factory=dict)

@@ -231,12 +231,22 @@ def _written_equal(a: Sequence[StridedRun], b: Sequence[StridedRun]) -> bool:
 
 
 def read(numbers: torch.Tensor) -> Elements:
-    """Numbers that are written out, as runs again."""
-    flat = numbers.flatten()
+    """Numbers that are written out, as runs again: in as few as are found, within rows or beyond them."""
+    flat, size = numbers.flatten(), numbers.shape[-1] if numbers.dim() else 1
     if not flat.numel():
         return Elements(tuple(numbers.shape), ())
     step = flat[1:] - flat[:-1]
     same = (flat[1:] >> BITS) == (flat[:-1] >> BITS)
+    found = _runs(flat, step, same)
+    if len(found) > 1 and 1 < size < flat.numel():
+        by_rows = same.clone()
+        by_rows[size - 1 :: size] = False
+        found = min(found, _runs(flat, step, by_rows), key=len)
+    return Elements(tuple(numbers.shape), found)
+
+
+def _runs(flat: torch.Tensor, step: torch.Tensor, same: torch.Tensor) -> tuple[StridedRun, ...]:
+    """Numbers by the steps between them, which are steps within a run only where ``same`` says so."""
     ends = torch.nonzero((step[1:] != step[:-1]) | ~same[1:] | ~same[:-1]).flatten().add(1).tolist()
     runs, at, values, steps, alike = [], 0, flat.tolist(), step.tolist(), same.tolist()
     ends.append(len(steps))
@@ -248,7 +258,7 @@ def read(numbers: torch.Tensor) -> Elements:
         last = end if at < len(steps) and alike[at] else at
         runs.append(make_run(values[at], ((last - at + 1, steps[at] if last > at else 0),)))
         at = last + 1
-    return Elements(tuple(numbers.shape), joined(runs))
+    return joined(runs)
 
 
 def cat(tensors: Sequence[Elements], dim: int = 0) -> Elements:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,6 +41,8 @@ class Ref:
 class Terms:
     """The terms of one verification, numbered."""
 
+    by_arguments: ClassVar[bool] = True
+    """Whether calls of one op of the same operands, with other arguments, always give other terms."""
     types: list[TensorType] = field(default_factory=list)
     where: list[Where] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -180,9 +182,10 @@ def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False, term
         key = tuple(of[v] for v in node.operands)
         seen.add(made)
         asked = (SAME.get(node.op, node.op), key)
-        if (asked, made) in registered:
+        call = (asked, made, None if terms.by_arguments else frozen(substitute((node.args, node.kwargs), _no_value)))
+        if call in registered:
             continue
-        registered.add((asked, made))
+        registered.add(call)
         universe.makers.setdefault(asked, []).append(node)
         entry = book.entry(node.op)
         if entry is not None and (entry.local is not None or entry.rows is not None):
@@ -196,6 +199,10 @@ def build(before: Graph, after: Graph, book: RuleBook, fused: bool = False, term
         universe.decompositions = len(reader.checked)
     _captured(before, universe, book, seen)
     return universe
+
+
+def _no_value(_: Value) -> None:
+    """Arguments apart from the operands."""
 
 
 def _as_they_are(graph: Graph, universe: Universe) -> set[tuple[int | None, ...]]:

@@ -1,0 +1,224 @@
+"""Messages over edges, sets, segments: index_add, scatter, gather, index_put."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .odd_model import ids, normal, odd, uniform
+
+EDGES = ids(6, 2, 10)
+MLP = {"up.weight": "tp, -", "down.weight": "-, tp"}
+
+
+class TwoLayers(nn.Module):
+    """An up and a down."""
+
+    def __init__(self, inner: int = 8, width: int = 5) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+
+@odd(normal(6, 5), EDGES, targets=(normal(6, 5),), tp=MLP)
+class Messages(TwoLayers):
+    """Each node adds up what edges bring, by index_add, over its number of edges."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        start, end = edges
+        sent = F.relu(self.up(x))[start]
+        count = torch.zeros(x.shape[0], dtype=x.dtype).index_add(0, end, torch.ones_like(end, dtype=x.dtype))
+        return x + self.down(
+            torch.zeros_like(sent[:1]).expand(x.shape[0], -1).index_add(0, end, sent) / (count + 1)[:, None]
+        )
+
+
+@odd(normal(6, 5), EDGES, targets=(normal(6, 8),), dp={"args.0": "dp, -"}, tp={"lift.weight": "tp, -"})
+class EdgeSoftmax(nn.Module):
+    """Shares of edges among those that end at one node: a maximum, a sum and a division by scatter (GAT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.a = nn.Linear(5, 8, bias=False), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        (start, end), h = edges, self.lift(x)
+        score = F.leaky_relu((h @ self.a[0])[start] + (h @ self.a[1])[end], 0.2)
+        most = torch.full((x.shape[0],), -1e9, dtype=x.dtype).scatter_reduce(0, end, score.detach(), "amax")
+        score = (score - most[end]).exp()
+        whole = torch.zeros(x.shape[0], dtype=x.dtype).scatter_add(0, end, score)
+        sent = h[start] * (score / whole[end])[:, None]
+        return torch.zeros_like(h).scatter_add(0, end[:, None].expand_as(sent), sent)
+
+
+@odd(normal(4, 6, 3), targets=(normal(4, 6, 5),), tp={"edge.weight": "tp, -"})
+class NearestNeighbours(nn.Module):
+    """Edges to the two nearest points, found anew in each layer; a maximum over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edge, self.next = nn.Linear(6, 5), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.edge, self.next):
+            near = torch.cdist(x.detach(), x.detach()).topk(3, -1, largest=False).indices[..., 1:]
+            rows = torch.arange(x.shape[0])[:, None, None]
+            others = x[rows, near]
+            here = x.unsqueeze(2).expand_as(others)
+            x = layer(torch.cat((here, others - here), -1)).amax(2)
+        return x
+
+
+@odd(normal(4, 6, 5), uniform(6, 6), targets=(normal(4, 6, 5),), tp={"weights": "-, -, tp"})
+class Chebyshev(nn.Module):
+    """Polynomials of a normalized matrix, learned weights for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 5, 5))
+
+    def forward(self, x: Tensor, links: Tensor) -> Tensor:
+        links = (links + links.T) / 2
+        root = links.sum(0).rsqrt()
+        laplacian = -root[:, None] * links * root
+        terms = [x, laplacian @ x]
+        terms.append(2 * laplacian @ terms[-1] - terms[-2])
+        return torch.einsum("kbnf,kfo->bno", torch.stack(terms), self.weights)
+
+
+@odd(
+    normal(9, 5),
+    ids(4, 9),
+    targets=(normal(4, 5),),
+    dp={"args.0": "dp, -", "args.1": "dp"},
+    tp=MLP,
+    always={"guard": True},
+)
+class Segments(TwoLayers):
+    """Rows of several sets, whose sums, products with counts and means leave (deep sets)."""
+
+    def forward(self, x: Tensor, of: Tensor) -> Tensor:
+        h = self.up(x).tanh()
+        sums = torch.zeros(4, h.shape[1], dtype=h.dtype).index_add_(0, of, h)
+        count = torch.bincount(of, minlength=4).clamp(min=1).to(h.dtype)
+        return self.down(sums / count[:, None].sqrt())
+
+
+@odd(normal(7, 4), ids(5, 7), targets=(normal(5, 12),), dp={"args.0": "dp, -"})
+class ManyAggregates(nn.Module):
+    """Mean, maximum and product by scatter_reduce, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        h, at = self.lift(x), to[:, None].expand(-1, 4)
+        made = [h.new_ones(5, 4).scatter_reduce(0, at, h, kind) for kind in ("mean", "amax", "prod")]
+        return torch.cat(made, 1)
+
+
+@odd(normal(4, 6, 5), ids(6, 4, 3), targets=(normal(4, 6, 5),), dp={"args.0": "dp, -, -", "args.1": "dp, -"}, tp=MLP)
+class DepthsMixed(TwoLayers):
+    """Three tokens of each row go through a layer, and are put back; the others pass by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, tied: Tensor) -> Tensor:
+        weight = self.choose(x).squeeze(-1)
+        at = weight.topk(3, 1).indices.sort(1).values
+        chosen = x.gather(1, at[..., None].expand(-1, -1, 5))
+        done = self.down(F.gelu(self.up(chosen))) * weight.gather(1, at).sigmoid()[..., None]
+        return x.scatter_add(1, at[..., None].expand_as(done), done) + x.gather(
+            1, tied[..., None].expand(-1, -1, 5)
+        ).sum(1, keepdim=True)
+
+
+@odd(normal(4, 8), ids(8, 3), targets=(normal(4, 8),), tp={"new.weight": "tp, -"})
+class PutIn(nn.Module):
+    """Columns are overwritten and added to by index_put, index_copy, index_fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        new, out = self.new(x), x.clone()
+        out[:, 1:4] = new
+        out = out.index_put((torch.arange(x.shape[0])[:, None], at), new, accumulate=True)
+        return out.index_copy(1, torch.tensor([7, 6, 0]), new.sin()).index_fill(1, torch.tensor([5]), 0.5)
+
+
+@odd(normal(4, 5, 3), targets=(normal(4, 2),), tp={"phi.weight": "tp, -"})
+class SetPairs(nn.Module):
+    """All pairs of a set, by two expanded views, without the pairs of one with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phi, self.rho = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        pairs = torch.cat((x[:, :, None].expand(-1, n, n, -1), x[:, None].expand(-1, n, n, -1)), -1)
+        upper = torch.triu_indices(n, n, 1)
+        return self.rho(F.silu(self.phi(pairs[:, upper[0], upper[1]])).sum(1))
+
+
+@odd(normal(4, 6, 3), normal(4, 6, 3), targets=(normal(4, 6, 3),), dp={"args.0": "dp, -, -", "args.1": "dp, -, -"})
+class Equivariant(nn.Module):
+    """Points and vectors that turn with their input: distances, a gate, cross products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(1, 6), nn.SiLU(), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor, v: Tensor) -> Tensor:
+        apart = x[:, :, None] - x[:, None]
+        a, b = self.gate((apart**2).sum(-1, keepdim=True)).unbind(-1)
+        moved = (apart * a[..., None]).mean(2) + (
+            torch.linalg.cross(apart, v[:, None].expand_as(apart)) * b[..., None]
+        ).sum(2)
+        return x + moved
+
+
+@odd(ids(6, 4, 5), targets=(ids(3, 4),), loss=F.cross_entropy, tp={"table": "tp, -"})
+class HashedTable(nn.Module):
+    """Several hashes of an id look up rows that are shared, signs included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 3)
+        self.register_buffer("primes", torch.tensor([31, 101, 57]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hashed = tokens[..., None] * self.primes + 13
+        rows = F.embedding(hashed % 7, self.table)
+        sign = 1.0 - 2.0 * (hashed // 7 % 2)
+        return self.out((rows * sign[..., None]).sum((1, 2)))
+
+
+@odd(ids(10, 14), targets=(normal(4, 5),), dp={}, tp={"bag.weight": "-, tp"})
+class Bags(nn.Module):
+    """Bags of several sizes, by offsets in a buffer, with weights for each entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.share = nn.EmbeddingBag(10, 5, mode="sum"), nn.Parameter(torch.randn(14))
+        self.register_buffer("offsets", torch.tensor([0, 3, 4, 9]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.bag(tokens, self.offsets, per_sample_weights=self.share)
+
+
+@odd(normal(4, 6, 5), targets=(normal(4, 5),), tp=MLP)
+class TreeReduced(TwoLayers):
+    """Pairs are made one by one map, until one is left; what is over waits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.shape[1] > 1:
+            even = x.shape[1] // 2 * 2
+            pairs = x[:, 0:even:2] + x[:, 1:even:2].flip(-1)
+            x = torch.cat((self.down(self.up(pairs).tanh()), x[:, even:]), 1)
+        return x.squeeze(1)

@@ -1,0 +1,282 @@
+"""Weights that are made: shared, tied through views, parametrized, products of factors, from other networks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+
+from .odd_model import ids, normal, odd
+
+ROWS, GOAL = (normal(4, 6),), (normal(4, 6),)
+
+
+@odd(ids(8, 4, 5), targets=(ids(8, 4, 5),), loss=lambda out, y: F.cross_entropy(out.mT, y), tp={"table": "tp, -"})
+class TiedSlices(nn.Module):
+    """One matrix is embedding, head, and (in a slice, turned) a layer between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 6) * 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = F.embedding(tokens, self.table)
+        h = h + torch.tanh(h @ self.table[:6].T) @ self.table.view(2, 4, 6)[1, 1:3].T @ self.table[::4]
+        return h @ self.table.T
+
+
+@odd(*ROWS, targets=GOAL, tp={"store": "tp"})
+class OneStore(nn.Module):
+    """All weights are views of one flat parameter, some of the same elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = nn.Parameter(torch.randn(80) * 0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.store[:48].view(8, 6), self.store.as_strided((6, 8), (8, 1), 20)
+        bias = self.store[68:74]
+        return F.linear(F.linear(x, up).relu(), down, bias)
+
+
+@odd(*ROWS, normal(4, 3), targets=(normal(4, 2),), dp={"args.0": "dp, -", "args.1": "dp, -"}, tp={"up.weight": "tp, -"})
+class HyperNetwork(nn.Module):
+    """Each sample has weights of its own, from its context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.make = nn.Linear(3, 8), nn.Linear(8, 6 * 4 + 4 + 4 * 2 + 2)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        w, b, v, c = self.make(F.gelu(self.up(context))).split((24, 4, 8, 2), -1)
+        h = torch.baddbmm(b.unsqueeze(1), x.unsqueeze(1), w.view(-1, 6, 4)).sin()
+        return torch.einsum("bik,bkj->bj", h, v.unflatten(-1, (4, 2))) + c
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+
+class Exponential(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matrix_exp(x - x.T)
+
+
+@odd(*ROWS, targets=GOAL)
+class Parametrized(nn.Module):
+    """One weight is symmetric, one orthogonal by an exponential, one of unit rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+        parametrize.register_parametrization(self.a, "weight", Symmetric())
+        parametrize.register_parametrization(self.b, "weight", Exponential())
+        parametrizations.weight_norm(self.c)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x).relu()).relu())
+
+
+@odd(*ROWS, targets=GOAL)
+class SpectralNormed(nn.Module):
+    """A power iteration in buffers at each step of training, twice in one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu() + self.a(x.flip(0)).relu())
+
+
+@odd(*ROWS, targets=GOAL, tp={"v": "-, tp"}, more={"recompute": "**"})
+class Reflections(nn.Module):
+    """A product of Householder reflections, and a Cayley transform by solve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.skew = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.randn(6, 6) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for v in F.normalize(self.v, dim=-1):
+            x = x - 2 * torch.outer(x @ v, v)
+        a, one = self.skew - self.skew.T, torch.eye(6, dtype=x.dtype)
+        return x @ torch.linalg.solve(one + a, one - a)
+
+
+@odd(*ROWS, targets=GOAL, tp={"base.weight": "tp, -", "b": "tp, -"}, more={"zero": 3, "zero_min": 0})
+class LowRank(nn.Module):
+    """A frozen weight with two factors beside it, merged in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.base(x) + x @ self.a.T @ self.b.T * 0.5
+        return F.linear(x, self.base.weight + self.b @ self.a * 0.5, self.base.bias)
+
+
+@odd(normal(4, 8), targets=(normal(4, 12),), tp={"second": "-, -, -, tp"})
+class TensorTrain(nn.Module):
+    """A matrix of 8 by 12 from three cores, contracted at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (
+            nn.Parameter(torch.randn(shape) * 0.5) for shape in ((2, 3, 2), (2, 2, 2, 2), (2, 2, 2))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("nibc,iur,rbvs,scw->nuvw", x.view(-1, 2, 2, 2), *self.cores).flatten(1)
+
+    @property
+    def cores(self) -> tuple[Tensor, ...]:
+        return self.first, self.second, self.third
+
+
+@odd(*ROWS, targets=GOAL, tp={"a": "tp, -"})
+class Kronecker(nn.Module):
+    """A weight that is a Kronecker product, and a block diagonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(n, n)) for n in (2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.kron(self.a, self.b) @ torch.block_diag(self.c, self.c.T)
+
+
+@odd(normal(4, 7), targets=(normal(4, 7),))
+class Circulant(nn.Module):
+    """A product by transforms of an odd length, one by a gathered circulant, one by a Toeplitz matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(n)) for n in (7, 7, 13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(self.a), n=7)
+        at = torch.arange(7)
+        x = x @ self.b[(at[:, None] - at) % 7]
+        return x @ self.c.unfold(0, 7, 1).flip(0)
+
+
+@odd(normal(4, 8), targets=(normal(4, 8),), tp={"twiddle": "-, tp, -, -"})
+class Butterfly(nn.Module):
+    """Three stages of products by two, at doubled distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twiddle = nn.Parameter(torch.randn(3, 4, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage, w in enumerate(self.twiddle):
+            apart = 2**stage
+            pairs = x.view(-1, 4 // apart, 2, apart).transpose(2, 3).reshape(-1, 4, 2)
+            x = torch.einsum("bpi,pij->bpj", pairs, w).view(-1, 4 // apart, apart, 2).transpose(2, 3).reshape(-1, 8)
+        return x
+
+
+@odd(normal(5, 6), targets=(normal(5, 6),), tp={"w": "tp, -"})
+class Autoregressive(nn.Module):
+    """Masks in buffers make weights lower triangular (MADE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(12, 6)), nn.Parameter(torch.randn(6, 12))
+        degree = torch.arange(12) % 5
+        self.register_buffer("inward", (degree[:, None] >= torch.arange(6)).double())
+        self.register_buffer("outward", torch.arange(6)[:, None] > degree)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.w * self.inward).relu(), self.v * self.outward)
+
+
+class Sign(torch.autograd.Function):
+    """Signs, whose gradient goes through within one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return above[0] * (x.abs() <= 1)
+
+
+@odd(*ROWS, targets=GOAL, tp={"up": "tp, -", "down": "-, tp"})
+class Binary(nn.Module):
+    """Weights of two values, scaled by the mean of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = (Sign.apply(w) * w.abs().mean(1, keepdim=True) for w in (self.up, self.down))
+        return F.linear(F.linear(x, up).relu(), down)
+
+
+@odd(*ROWS, targets=GOAL, tp={"block.0.weight": "tp, -", "block.0.bias": "tp", "block.2.weight": "-, tp"})
+class SharedBlock(nn.Module):
+    """One block in several places of a list, a scalar for each; one parameter of no elements, one of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.layers = nn.ModuleList([self.block, nn.LayerNorm(6), self.block, self.block])
+        self.scales = nn.ParameterList([nn.Parameter(torch.tensor(0.5 + i)) for i in range(4)])
+        self.none, self.one = nn.Parameter(torch.zeros(0, 6)), nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = x + layer(x) * scale
+        return torch.cat((x, x[:0], x.new_zeros(0, 6) + self.none)) * self.one
+
+
+@odd(
+    normal(4, 5),
+    normal(4, 3),
+    targets=(normal(4, 6),),
+    dp={"args.0": "dp, -", "args.1": "dp, -"},
+    tp={"w.weight": "tp, -, -"},
+)
+class BilinearGate(nn.Module):
+    """A bilinear form, and a polynomial of it by chained products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.m = nn.Bilinear(5, 3, 6), nn.Parameter(torch.randn(2, 6, 6) * 0.3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.w(a, b)
+        return torch.linalg.multi_dot((h, self.m[0], self.m[1])) + h @ torch.linalg.matrix_power(self.m[0], 3)
+
+
+@odd(*ROWS, targets=GOAL, tp={"bank": "tp, -, -"})
+class Searched(nn.Module):
+    """A softmax over operations (DARTS), one over a bank of weights (CondConv)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.bank, self.route = (
+            nn.Parameter(torch.randn(4)),
+            nn.Parameter(torch.randn(4, 6, 6)),
+            nn.Linear(6, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.einsum("bk,kij->bij", self.route(x).sigmoid(), self.bank)
+        h = torch.einsum("bi,bij->bj", x, weights)
+        ways = torch.stack((h, h.relu(), h.tanh(), torch.zeros_like(h)))
+        return torch.tensordot(self.alpha.softmax(0), ways, dims=1)

@@ -1,0 +1,72 @@
+"""Odd models that are sound equal one device, are proven, and nothing is said of them; damaged ones are refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import shardfx as sx
+from tests.captures import captured_once
+from tests.mutants import MUTATIONS, Programs
+from tests.odd import ODD, mesh, run
+from tests.odd.rewrites import REWRITES, Rewritten
+
+QUICK = ("Bags", "LowRank")
+"""Of these the last mesh is quick."""
+FREELY = ("a copy", "an alias", "times 1", "plus 0", "by 1")
+"""Rewrites that are proven wherever they stand."""
+OPEN = frozenset(
+    "Binary Checkpointed Clockwork ComplexLayers Contrast FourierOperator HardTriplets LinearRecurrence Messages "
+    "ModernHopfield OneStore Redundancy RotaryComplex RungeKutta SelectiveScan Shifts SpatialTransformer".split()
+)
+"""Models of which all rewrites together are not proven yet: the verdict is unknown."""
+
+
+def case(name: str, way: str) -> object:
+    """A model on a mesh."""
+    quick = name in QUICK and way == list(ODD[name].ways())[-1]
+    return pytest.param(name, way, id=f"{name}@{way}", marks=() if quick else pytest.mark.slow)
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(ODD) >= 100
+
+
+@pytest.mark.parametrize(("name", "way"), [case(name, way) for name, odd in ODD.items() for way in odd.ways()])
+def test_it_equals_one_device_and_is_proven(name: str, way: str) -> None:
+    assert not run(ODD[name], way).wrong
+
+
+def planned(name: str, *passes: sx.Pass) -> sx.ParallelModule:
+    """An odd model on its last mesh."""
+    odd, given = ODD[name], ODD[name].given()
+    way = list(odd.ways())[-1]
+    with captured_once(f"odd {name}"):
+        return sx.parallelize(given.model, mesh(way), odd.hints(way, given, passes=passes), virtual=True)
+
+
+@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "Kronecker" else pytest.mark.slow) for n in ODD])
+def test_what_changes_no_value_is_no_alarm(name: str) -> None:
+    """Copies and neutral factors are proven; turns that cancel and the like too, or the verdict is unknown."""
+    verdict = planned(name, Rewritten(FREELY, step=2)).verify()
+    assert verdict, verdict
+    verdict = planned(name, Rewritten(tuple(REWRITES))).verify()
+    assert verdict or (name in OPEN and verdict.status == "unknown"), verdict
+
+
+@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "Binary" else pytest.mark.slow) for n in ODD])
+def test_damage_is_refused(name: str) -> None:
+    """Two kinds of it for each."""
+    pm = planned(name)
+    programs, done = Programs.of(pm), 0
+    for mutation in random.Random(name).sample(MUTATIONS, len(MUTATIONS)):
+        for place, damaged in programs.damaged(mutation, 1):
+            verdict = pm.verify({rank: program.module() for rank, program in damaged.items()})
+            assert not verdict, f"{mutation.name} at {place}"
+            done += 1
+        if done == 2:
+            return
+    assert done, "no kind of damage has a place"
