@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -232,11 +233,7 @@ class Numbering:
         return self.number(of_both) if of_both else None
 
     def _sent(self, tensors: Sequence[Elements], axes: Sequence[str]) -> Sequence[Elements]:
-        """The same elements as others hold them: no shares of a sum over some axes, or each member's.
-
-        Raises:
-            Wrong: they are shares of which that cannot be said.
-        """
+        """The same elements as others hold them: no shares of a sum over some axes, or each member's."""
         to = {number: self._no_shares(number, axes) for number in self.inside(tensors)}
         if all(number == whole for number, whole in to.items()):
             return tensors
@@ -261,11 +258,11 @@ class Numbering:
     def why(self, codes: Elements) -> str:
         """Why elements are none of the model's, where that is so because of what was done by hand."""
         for number in self.inside([codes]):
-            source = self.sources[number - 1][0]
-            if source.members and not any(each.of_model for each in self.sources[number - 1]):
-                return f"shares of a sum over {', '.join(source.group)} are exchanged without being added"
+            first = self.sources[number - 1][0]
+            if not any(each.of_model for each in self.sources[number - 1]) and first.members:
+                return f"shares of a sum over {', '.join(first.group)} are exchanged without being added"
             if not any(each.of_model for each in self.sources[number - 1]):
-                return f"this is {source.times:g} times a {self.universe.terms.names[source.term]}"
+                return f"this is {first.times:g} times a {self.universe.terms.names[first.term]}"
         return ""
 
     # ---- by hand ----------------------------------------------------------------------------------------------
@@ -294,24 +291,25 @@ class Numbering:
         """The sum of the rows of one dim, each of other members' shares."""
         if dims is None or len(dims) != 1 or not 1 < x.shape[x._dim(dims[0])] <= self.mesh.size:
             raise Wrong("these are no shares, one for each rank of a group")
-        rows = x.split(1, dims[0])
-        total = rows[0]
-        for row in rows[1:]:
-            total = self.added(total, row)
+        total = reduce(self.added, x.split(1, dims[0]))
         return total if keepdim else total.squeeze(dims[0])
 
     def scaled(self, x: Elements, factor: float) -> Elements:
         """The elements multiplied by a number."""
-        plain = isinstance(factor, (int, float)) and math.isfinite(factor) and factor != 0
         to = {}
         for number in self.inside([x]):
-            sources = self.sources[number - 1]
-            kinds = {kind for source in sources for _, kind in source.partial}
-            floats = all(self.universe.terms.types[source.term].dtype.is_floating_point for source in sources)
-            if not plain or not floats or not kinds <= {*LINEAR}:
+            made = [source.by(factor) for source in self.sources[number - 1]]
+            kinds = {kind for source in made for _, kind in source.partial}
+            if not kinds <= {*LINEAR} or not all(map(self._held, made)):
                 raise Wrong("this is no value of the model by a number")
-            to[number] = self.number(source.by(factor) for source in sources)
+            to[number] = self.number(made)
         return _moved(x, to)
+
+    def _held(self, source: Source) -> bool:
+        """Whether numbers of some size are still numbers of the same dtype, multiplied so."""
+        dtype = self.universe.terms.types[source.term].dtype
+        info = torch.finfo(dtype) if dtype.is_floating_point else None
+        return info is not None and info.tiny**0.5 <= abs(source.times) <= info.max**0.5
 
 
 def _moved(tensor: Elements, to: Mapping[int, int]) -> Elements:
