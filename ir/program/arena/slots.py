@@ -96,10 +96,12 @@ class Slots:
             made = node.target(*fx.map_arg(node.args, lambda _: known), **node.kwargs)
         except DOES_NOT_RUN:
             return False
-        if not isinstance(made, torch.Tensor) or not torch._C._is_alias_of(made, known):
+        alias = isinstance(made, torch.Tensor) and torch._C._is_alias_of(made, known)  # type: ignore[attr-defined]
+        if not alias:
             return False
         self._views[node] = made
-        return made.is_contiguous() and made.storage_offset() == 0 and made.nbytes == made.untyped_storage().nbytes()
+        all_of_it = made.nbytes == made.untyped_storage().nbytes()
+        return bool(all_of_it and made.is_contiguous() and made.storage_offset() == 0)
 
     def _copy(self, node: fx.Node) -> None:
         source = node.args[0] if node.args else None

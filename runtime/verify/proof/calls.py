@@ -160,7 +160,7 @@ class Calls:
         for terms, maker in self.proof.universe.written:
             if not terms <= cone.keys():
                 continue
-            wanted = [cone[self.proof.universe.of[v]] for v in maker.operands]
+            wanted: list[Sequence[tuple[fx.Node, Fact]]] = [cone[self.proof.universe.of[v]] for v in maker.operands]
             if math.prod(map(len, wanted)) > MOST_CHOICES:
                 wanted = _likely_first(wanted, maker, _tensors(node))
             for chosen in itertools.islice(itertools.product(*wanted), MOST_CHOICES):
