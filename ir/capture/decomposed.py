@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
@@ -35,7 +36,19 @@ DECOMPOSED = (
 ops."""
 
 
+def _smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
+    """Torch's gives 0 where the difference is NaN, since a sign of NaN is."""
+    each = grad / x.numel() if reduction == 1 else grad
+    difference = x - target
+    far = difference.abs() >= beta
+    return torch.where(far, each * torch.sign(difference), each * difference / beta)
+
+
+OWN: dict[Any, Callable[..., Any]] = {aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward}
+"""In the place of torch's, which are other functions than the kernels."""
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """How torch takes them apart."""
+    """How they are taken apart."""
     found: dict[Any, Callable[..., Any]] = get_decompositions(DECOMPOSED)
-    return found
+    return found | OWN

@@ -90,7 +90,7 @@ def forward_by_hand(
     """Attention op by op; ``keep`` (bool, ``[b, h, s, t]``) says what dropout leaves of the weights."""
     scores = _scores(q, k, mask, causal, scale)
     logsumexp = scores.logsumexp(-1)
-    logsumexp.masked_fill_(logsumexp == -torch.inf, 0.0)
+    logsumexp.masked_fill_(logsumexp == -torch.inf, 0.0).masked_fill_(logsumexp == torch.inf, torch.nan)  # as softmax
     weights = _kept(scores.sub_(logsumexp[..., None]).exp_(), keep, p)
     return (weights @ per_query_head(v, q).to(weights.dtype)).to(q.dtype), logsumexp
 

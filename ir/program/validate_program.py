@@ -219,7 +219,7 @@ class _Walk:
             if not self.slots.apart(other, slot):
                 self.dead.setdefault(other, node)
         if slot is not None:
-            self.slots.put(node, slot)
+            self.slots.put(node, into, slot)
 
     def _join(self, node: fx.Node) -> None:
         """The joined values lie in this memory, one behind the other, and fill it."""

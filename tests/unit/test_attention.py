@@ -244,3 +244,15 @@ def test_each_device_has_its_own_kernel(form: str) -> None:
     code = code_on(model, "cuda")
     assert "device(type='cuda')" in code and "'cpu'" not in code
     assert "flash" not in code and "shardfx.attention_backward" in code and "shardfx.attention.default" in code
+
+
+@pytest.mark.parametrize("columns", [8, 5], ids=["by a kernel", "by hand"])
+def test_a_query_that_is_infinite_is_in_every_gradient_that_it_is_in_of_torchs(columns: int) -> None:
+    q, k, v = (torch.randn(2, 4, n, m, dtype=torch.float64) for n, m in ((6, 8), (5, 8), (5, columns)))
+    q[0, 0, 1, 2] = float("inf")
+    inputs = [each.requires_grad_() for each in (q, k, v)]
+    ours, theirs = attention(q, k, v)[0], F.scaled_dot_product_attention(q, k, v)
+    grad = torch.randn_like(theirs)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+    for a, b in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)

@@ -161,6 +161,12 @@ UNEQUAL: dict[str, tuple[Any, ...]] = {
     "rand": (lambda x: torch.rand_like(x) + x, lambda x: torch.rand_like(x) + x, (x46,)),
     "empty": (lambda x: torch.empty_like(x) + x, lambda x: torch.empty_like(x) + x, (x46,)),
     "two sums odd": (lambda x: x.sum(0).sum(0), lambda x: x.sum((0, 2)), (T(4, 4, 4),)),
+    "no bias": (lambda x, w, b: torch.addmm(b, x, w, beta=0), lambda x, w, b: 0 * b + x @ w, (x46, T(6, 5), T(5))),
+    "no product": (
+        lambda x, w, b: torch.addmm(b, x, w, alpha=0),
+        lambda x, w, b: b + 0 * (x @ w),
+        (x46, T(6, 5), T(5)),
+    ),
 }
 
 

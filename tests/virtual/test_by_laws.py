@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import shardfx as sx
 from shardfx.ir import Graph, Node, Rewriter, Value
+from shardfx.ir.ops import memory_ops
 from shardfx.passes import Context
 from shardfx.runtime.verify.forms.forms import Unfollowed
 from shardfx.runtime.verify.forms.known_ops import empty
@@ -138,6 +139,25 @@ def test_a_program_that_writes_an_op_otherwise(name: str) -> None:
     assert bool(verdict) is sound, verdict
     if not sound:
         assert verdict.status == "refuted"
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_views_that_cancel_lie_where_they_are_joined(sound: bool) -> None:
+    """What is turned twice lies as it did; what is turned once, and only looks the same, does not."""
+    pm = planned()
+    changed = {rank: pm.rank_module(rank) for rank in range(4)}
+    for module in changed.values():
+        join = next(each for each in module.graph.nodes if each.target is memory_ops.join)
+        parts: Any = list(join.args[1])
+        at = next(i for i, part in enumerate(parts) if part.target is aten.mm.out)
+        with module.graph.inserting_before(join):
+            turned = module.graph.call_function(aten.t.default, (parts[at],))
+            back = (aten.t.default, (turned,)) if sound else (aten.flatten.using_ints, (turned,))
+            parts[at] = module.graph.call_function(*back)
+        join.args = (join.args[0], parts, join.args[2])
+        module.recompile()
+    verdict = pm.verify(changed)
+    assert bool(verdict) is sound, verdict.why
 
 
 def test_what_was_not_waited_for_is_no_value_yet() -> None:

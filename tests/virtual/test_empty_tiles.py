@@ -107,3 +107,17 @@ def test_a_rank_with_rows_may_not_take_itself_for_one_without() -> None:
     convolution.replace_all_uses_with(zeros)
     program.recompile()
     assert not pm.verify(modules={2: program})
+
+
+def test_a_ring_of_tiles_that_hold_little_is_proven() -> None:
+    """The last tile's rows are all three operands' in part, so that much may be what its call is made of."""
+    x, weight = torch.randn(2, 3, 6, dtype=torch.float64), torch.randn(2, 3, 11, dtype=torch.float64)
+
+    class Ring(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.pad(x, (2, 3), "circular")
+
+    hints = sx.Hints(args=(x,), loss=lambda out, by: (out * by).sum(), targets=(weight,), specs={"args.0": "-, -, x"})
+    pm = sx.parallelize(Ring(), sx.Mesh(x=3), hints, virtual=True)
+    torch.testing.assert_close(pm(x, weight), (Ring()(x) * weight).sum())
+    assert pm.verify(), pm.verify().why

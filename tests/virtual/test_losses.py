@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -165,3 +166,16 @@ def test_a_tensor_of_the_loss_that_changes_is_an_error(change: str) -> None:
         with pytest.raises(sx.Error, match=r"tensor of the loss has changed(.|\n)*pm.loss.weight"):
             each(X, Y)
     assert before.isfinite()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_a_smooth_loss_of_what_is_no_number_has_no_gradient_either(beta: float) -> None:
+    """Nor of what is infinite on both sides; it was 0, and a step went on as if nothing were wrong."""
+    x, y = torch.randn(2, 6, 5, dtype=F64)
+    hints = sx.Hints(args=(x.clone().requires_grad_(),), targets=(y,), loss=partial(F.smooth_l1_loss, beta=beta))
+    pm = sx.parallelize(nn.Identity(), sx.Mesh(r=2), replace(hints, specs={"args.0": "-, r"}), virtual=True)
+    x[0, 0], x[3, 1], y[3, 1], x[2, 2] = float("nan"), float("inf"), float("inf"), y[2, 2]
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    pm(ours, y).backward()
+    F.smooth_l1_loss(theirs, y, beta=beta).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)

@@ -317,3 +317,29 @@ def test_numbers_of_eight_bits_are_cast_and_given_back() -> None:
     loss, (_, few) = pm(x, with_results=True)
     torch.testing.assert_close(loss, squares(model(x)[0]))
     assert torch.equal(few.float(), model(x)[1].float()) and pm.verify(), pm.verify().why
+
+
+OF_ONE_TERM: dict[str, tuple[Any, float]] = {
+    "no bias": (lambda b, x, w: torch.addmm(b, x, w, beta=0), float("inf")),
+    "no bias, batches": (lambda b, x, w: torch.baddbmm(b, x[None], w[None], beta=0), float("nan")),
+    "no product": (lambda b, x, w: torch.addmm(b, x * float("inf"), w, alpha=0), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_TERM)
+def test_what_a_product_takes_zero_times_is_not_looked_at(name: str) -> None:
+    """Of what is infinite it would be NaN, where the sum is taken apart because the product's inner dim is cut."""
+    made, value = OF_ONE_TERM[name]
+    given = (
+        torch.full((6,), value, dtype=torch.float64),
+        *(torch.randn(*n, dtype=torch.float64) for n in ((4, 8), (8, 6))),
+    )
+
+    class Term(nn.Module):
+        def forward(self, b: Tensor, x: Tensor, w: Tensor) -> Tensor:
+            return torch.as_tensor(made(b, x, w))
+
+    with torch.no_grad():
+        pm = sx.parallelize(Term(), sx.Mesh(r=2), sx.Hints(args=given, specs={"args.1": "-, r"}), virtual=True)
+        torch.testing.assert_close(pm(*given), made(*given))
+    assert pm.verify(), pm.verify().why

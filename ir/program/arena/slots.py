@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.ops import pack
 from shardfx.ir.ops.traits import COPIES, is_neutral
 from shardfx.ir.program.sharing import Sharing, lies_in
@@ -34,6 +35,8 @@ class Slots:
         """Of views that may be in another order, or of some of the elements, and of ``_copies``."""
         self._copies: dict[fx.Node, Slot] = {}
         """Of what is elsewhere, and equals what fills a slot."""
+        self._views: dict[fx.Node, torch.Tensor] = {}
+        """What fills a slot, and views of it, without content: how they lie in it."""
 
     def get(self, value: fx.Node) -> Slot | None:
         """The slot that a value fills, element by element."""
@@ -43,15 +46,19 @@ class Slots:
         """The slot that holds the elements of a value, in order: it fills it, or is a copy of what does."""
         return self._exact.get(value) or self._copies.get(value)
 
-    def put(self, node: fx.Node, slot: Slot) -> None:
-        """A value that fills a slot."""
+    def put(self, node: fx.Node, into: fx.Node, slot: Slot) -> None:
+        """A value that fills a slot, written ``into`` what fills it."""
         self._exact[node] = slot
+        if into in self._views:
+            self._views[node] = self._views[into]
 
     def part(self, node: fx.Node) -> None:
         """A part of flat memory."""
         args: Any = node.args
         flat, pieces, offset, shape = args
         self._exact[node] = (flat, (pieces, offset, torch.Size(shape).numel() // max(pieces, 1)))
+        if pieces == 1:
+            self._views[node] = torch.empty(list(shape), device="meta")
 
     def unpacked(self, node: fx.Node) -> str:
         """A value that is taken of several: those that lie one behind the other in a buffer are parts of it, too.
@@ -77,7 +84,24 @@ class Slots:
         if slot is None or seen is None or node in self._exact:
             return
         in_order = seen in self._exact and slot[1][0] == 1 and node.target in IN_ORDER
+        in_order = in_order or self._turned_back(node, seen)
         (self._exact if in_order else self._within)[node] = slot
+
+    def _turned_back(self, node: fx.Node, seen: fx.Node) -> bool:
+        """Whether a view of what lies in a slot sees all of it in order: it may turn back what one before turned."""
+        known = self._views.get(seen)
+        if known is None or not isinstance(node.target, torch._ops.OpOverload) or node.all_input_nodes != [seen]:
+            return False
+        try:
+            made = node.target(*fx.map_arg(node.args, lambda _: known), **node.kwargs)
+        except DOES_NOT_RUN:
+            return False
+        alias = isinstance(made, torch.Tensor) and torch._C._is_alias_of(made, known)  # type: ignore[attr-defined]
+        if not alias:
+            return False
+        self._views[node] = made
+        all_of_it = made.nbytes == made.untyped_storage().nbytes()
+        return bool(all_of_it and made.is_contiguous() and made.storage_offset() == 0)
 
     def _copy(self, node: fx.Node) -> None:
         source = node.args[0] if node.args else None

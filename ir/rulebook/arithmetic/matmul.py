@@ -23,10 +23,11 @@ BIAS = "0&1|0&2"
 def expand_with_bias(
     bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """``addmm`` and ``baddbmm`` as a product and a sum, so that the product alone may be partial."""
+    """``addmm`` and ``baddbmm`` as a product and a sum, so that the product alone may be partial. What is taken zero
+    times is not looked at: infinities and NaN in it are in no result."""
     product = torch.matmul(a, b) if a.dim() == 2 else torch.bmm(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)
+    product = product if alpha == 1 else product * alpha if alpha else torch.zeros_like(product)
+    return product + (bias if beta == 1 else bias * beta) if beta else product
 
 
 def by_group(emit: Emit) -> Any:

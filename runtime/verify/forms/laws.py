@@ -95,7 +95,16 @@ LAWS: dict[Any, Callable[..., Tensor]] = {
 }
 """The op, and what it gives."""
 
+
+def _of_both(*tensors: Tensor, beta: float = 1, alpha: float = 1) -> bool:
+    """What is taken zero times is not looked at: infinities and NaN in it are in no result."""
+    return bool(beta and alpha)
+
+
 ONLY: dict[Any, Callable[..., bool]] = {
+    aten.addmm.default: _of_both,
+    aten.addmv.default: _of_both,
+    aten.baddbmm.default: _of_both,
     aten.lerp.Scalar: lambda a, b, weight: abs(weight) < 0.5,
     aten._softmax.default: lambda x, dim, widen: not widen,
     aten.linalg_vector_norm.default: lambda x, ord=2, *rest, dtype=None: ord == 2 and dtype is None,

@@ -33,6 +33,8 @@ OF_NOTHING = {aten.new_full.default, no_share}
 """What rules write for a rank that has nothing of a factor that is shared."""
 REACH = 8
 """How far a rule's own calls may reach from the result back to the operands, where the plan's do not reach as far."""
+MOST_CHOICES = 64
+"""Of what may be an op's operands so many choices are tried."""
 
 
 @dataclass
@@ -158,8 +160,10 @@ class Calls:
         for terms, maker in self.proof.universe.written:
             if not terms <= cone.keys():
                 continue
-            wanted = [cone[self.proof.universe.of[v]] for v in maker.operands]
-            for chosen in itertools.islice(itertools.product(*wanted), 64):
+            wanted: list[Sequence[tuple[fx.Node, Fact]]] = [cone[self.proof.universe.of[v]] for v in maker.operands]
+            if math.prod(map(len, wanted)) > MOST_CHOICES:
+                wanted = _likely_first(wanted, maker, _tensors(node))
+            for chosen in itertools.islice(itertools.product(*wanted), MOST_CHOICES):
                 found, why = self._try(node, maker, [n for n, _ in chosen], [f for _, f in chosen])
                 if (
                     found
@@ -188,7 +192,7 @@ class Calls:
             own = {axis for _, axes in made.cuts for axis in axes}
             if any(axis not in own for spec in made.results for axis in spec.partial_axes):
                 wanted = [self._known(node, self.proof.universe.of[value]) for value in maker.operands]
-                for chosen in itertools.islice(itertools.product(*wanted), 64):
+                for chosen in itertools.islice(itertools.product(*wanted), MOST_CHOICES):
                     found += self._try(node, maker, [n for n, _ in chosen], [fact for _, fact in chosen])[0]
                 continue
             like = node.all_input_nodes[:1] * len(maker.operands)
@@ -232,6 +236,18 @@ class Calls:
         names = self.proof.universe.terms.names
         target = node.target
         return f"the model computes no {op_name(target)} of ({', '.join(names[f[0].term] for f in direct)})"
+
+
+def _likely_first(
+    wanted: Sequence[Sequence[tuple[fx.Node, Fact]]], maker: Node, given: Sequence[fx.Node]
+) -> list[Sequence[tuple[fx.Node, Fact]]]:
+    """What may be each operand, in the order in which it is tried: placed as planned, given at that place, first."""
+    planned = maker.strategy.operands if maker.strategy is not None else ()
+
+    def unlikely(place: int, each: tuple[fx.Node, Fact]) -> tuple[bool, bool]:
+        return each[1].spec not in planned[place : place + 1], each[0] not in given[place : place + 1]
+
+    return [sorted(choices, key=lambda each: unlikely(place, each)) for place, choices in enumerate(wanted)]
 
 
 def _by_term(facts: Iterable[Fact]) -> dict[int, list[Fact]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from .calls import Calls
 from .deduction import Fact
 from .elements import Elements
 from .known import Known, Proof
-from .numbering import Source
+from .numbering import Numbering, Source, Wrong
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -33,6 +34,16 @@ c10d = torch.ops._c10d_functional
 IDENTITY = {aten.contiguous.default, pack.dense_last}
 MOVES: dict[Any, Callable[..., Any]] = {**ALSO, **MOVERS, operator.getitem: operator.getitem}
 
+BY_HAND: dict[Any, Callable[..., Elements]] = {
+    aten.add.Tensor: Numbering.added,
+    aten.sum.dim_IntList: Numbering.summed,
+    aten.mul.Tensor: Numbering.scaled,
+    aten.mul.Scalar: Numbering.scaled,
+    aten.div.Tensor: lambda numbering, x, by: numbering.scaled(x, 1 / by),
+    aten.div.Scalar: lambda numbering, x, by: numbering.scaled(x, 1 / by),
+    aten.neg.default: lambda numbering, x: numbering.scaled(x, -1),
+}
+"""What a program may do with shares that it has of others, and with multiples of what the model has."""
 
 Asked = tuple[fx.Node, Elements | None, Sequence[int]]
 """A collective, the tensor that goes in, and the sources of an empty one."""
@@ -159,6 +170,9 @@ class Rank:
         if item.why and target in ALSO:
             moved = self._move(node, ALSO[target])
             return item if moved.why else moved
+        if item.why and target in BY_HAND:
+            made = self._move(node, partial(BY_HAND[target], self.proof.numbering))
+            item = item if made.why else made
         return self._given_back(node) if item.why and (target in COPIES or target in NEUTRAL) else item
 
     def _given_back(self, node: fx.Node) -> Known:
@@ -216,7 +230,7 @@ class Rank:
             return Known(why=f"nothing is known of {lacking[0]}")
         try:
             made = function(*args, **kwargs)
-        except DOES_NOT_RUN as error:
+        except (Wrong, *DOES_NOT_RUN) as error:
             return Known(why=f"this cannot be done: {str(error).splitlines()[0]}")
         if isinstance(made, (list, tuple)):
             return Known(many=[Known(codes=m, hints=hints) for m in made])

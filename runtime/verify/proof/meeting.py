@@ -159,7 +159,9 @@ class LockStep:
         reduced = first.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
         after = [self.proof.numbering.without(hint, axes) for hint in hints] if reduced else hints
         after = list(dict.fromkeys([*self.proof.numbering.inside(list(dict.fromkeys(got))), *after]))
-        return {m: Known(codes=t, hints=after) for m, t in zip(members, got, strict=True) if m in self.ranks}
+        pairs = zip(members, got, strict=True)
+        why = self.proof.numbering.why
+        return {m: Known(codes=t, hints=after, why=why(t)) for m, t in pairs if m in self.ranks}
 
     def _impossible(self, what: str, rank: int, node: fx.Node) -> Failed:
         return Failed(replace(self.ranks[rank].fault(what, node), certain=True))
