@@ -129,8 +129,7 @@ def parallelize(
             compiled = peers.planned(first, Compiled.subjects)
             variants = Variants(without_weights(module), hints, build)
             pm = ParallelModule(compiled, place, peers, module, variants, optimizer)
-    watch_original(given, pm.store)
-    pm.watch_model(given)
+    pm.watch_model(given, watch_original(given, pm.store))
     return pm
 
 

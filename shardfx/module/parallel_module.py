@@ -20,10 +20,12 @@ from shardfx.runtime.store import version
 
 from .call import Reader, first_form
 from .forms.original_as_was import OriginalAsWas
+from .forms.weights_as_were import WeightsAsWere
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
 from .held.like import STATE
 from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, cut, joined
+from .held.original import Watch
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree, watch
@@ -75,9 +77,12 @@ class ParallelModule(SteppedModule):
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
 
-    def watch_model(self, model: nn.Module) -> None:
+    def watch_model(self, model: nn.Module, watch: Watch | None) -> None:
         """Have each call look whether the model that this one was made of is as it was."""
         self._tree.watched.append(OriginalAsWas(model, self._variants.names))
+        if watch is not None:
+            ranks = range(self.mesh.size) if self.this_rank is None else (self.this_rank,)
+            self._tree.watched.append(WeightsAsWere(model, self.after, self._state, ranks, watch))
 
     def _register(self) -> None:
         self._tree.register(self._state)

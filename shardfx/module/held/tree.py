@@ -16,6 +16,7 @@ from .state import ModelState
 
 if TYPE_CHECKING:
     from shardfx.module.forms.original_as_was import OriginalAsWas
+    from shardfx.module.forms.weights_as_were import WeightsAsWere
 
 
 class Part(Like):
@@ -193,7 +194,7 @@ class Tree:
         self._made: dict[int, nn.Module] = {id(model): root}
         self._grow(root, model, twin, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
-        self.watched: list[OriginalAsWas] = []
+        self.watched: list[OriginalAsWas | WeightsAsWere] = []
         """What else must be as it was."""
         self._order = {name: i for i, (name, _) in enumerate(twin.named_parameters())}
 
