@@ -120,7 +120,7 @@ class ParallelModule(SteppedModule):
             Error: another dtype, which is another plan; a device that this rank's process group does not serve; or
                 programs that :meth:`use` put in, which are for the kind of device that they were made on.
         """
-        device = self._place.device_by(fn)
+        device = self._place.device_by(fn, {t.dtype for t in (*self.parameters(), *self.buffers())})
         moves = device.type != self._place.device.type
         if moves:
             self._programs.reject_changed(device)
