@@ -37,9 +37,7 @@ class Place:
     virtual: bool
     device: torch.device
 
-    def device_by(
-        self, convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]
-    ) -> torch.device:
+    def device_by(self, convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> torch.device:
         """The device to which a conversion of tensors (what ``pm.to(...)`` does to each) brings these ranks, which
         hold tensors of some dtypes.
 

@@ -33,6 +33,7 @@ from shardfx.ir.capture.named.code_names import (
 )
 from shardfx.ir.capture.named.installed import is_installed, is_installed_module, is_ours, is_users_class
 from shardfx.ir.capture.named.of_process import answers, of_process
+from shardfx.ir.capture.named.replaced import Replaced
 
 from .contents import ATOMS, STATE, Contents, is_fixed
 from .own_loss import OwnLoss
@@ -63,6 +64,7 @@ class Surroundings:
         self._names = Names()
         self._functions = dict[int, FunctionType]()
         self._kinds = dict[type, set[str]]()
+        self._replaced = Replaced()
         self._contents = Contents(self._names, {id(module) for module in model.modules()})
         self._look()
 
@@ -81,10 +83,11 @@ class Surroundings:
         Ranks compare the number: a rank's own number or device, which its code may read, is none of the others'.
 
         Raises:
-            Error: a tensor of the loss is not as it was.
+            Error: a tensor of the loss is not as it was; a function that is installed was replaced.
         """
         if isinstance(self._of[1], OwnLoss):
             self._of[1].check()
+        self._replaced.check()
         now = tuple(self._said())
         if now not in self._states and self._states:
             self._look()  # what is new may lead to more
@@ -158,6 +161,7 @@ class Surroundings:
         model, loss = self._of
         self._add("hooks", "hooks of all modules", hooks_of_all)
         self._add("dtype", "torch.get_default_dtype()", torch.get_default_dtype)
+        self._add("replaced", "the code of functions", self._replaced.said)
         before: object = None
         while before != (now := (self._names.size, len(self._reads), len(self._functions))):
             before = now
@@ -176,6 +180,7 @@ class Surroundings:
                 for name, value in _of_class(kind, self._names).items():
                     if name in called or not isinstance(value, FunctionType):
                         self._take(value)
+        self._replaced.meet(self._functions.values(), {type(module) for module in self.modules()})
 
     def _attributes(self, thing: object, path: str) -> None:
         for name in sorted(self._names.of(thing, vars(thing).keys() - STATE)):

@@ -1,17 +1,18 @@
-"""What differentiates within a forward, or watches that: transforms of ``torch.func``, ``backward()``, hooks on tensors.
-They are refused where they begin, and a transform that fails midway is left."""
+"""What differentiates within a forward, or watches that: transforms of ``torch.func``, ``backward()``, hooks on
+tensors. They are refused where they begin, and a transform that fails midway is left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
+from shardfx.ir.capture.sources import is_user_file
 from shardfx.ir.errors import Error
 
 
@@ -39,7 +40,7 @@ def transforms_refused() -> Iterator[None]:
     """
     before = [getattr(place, name) for place, name, _ in INSIDE]
     for place, name, refusal in INSIDE:
-        setattr(place, name, partial(_refuse, refusal))
+        setattr(place, name, refusal.instead_of(getattr(place, name)))
     try:
         yield
     finally:
@@ -54,6 +55,18 @@ class Refusal(NamedTuple):
     expected: str
     got: str
     remedy: str
+    but_of_torch: bool = False
+    """Torch itself may do it: to count operations, say."""
+
+    def instead_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to stand in the place of a function, and raises this."""
+
+        def refuse(*given: Any, **named: Any) -> Any:
+            if self.but_of_torch and not is_user_file(sys._getframe(1).f_code.co_filename):
+                return function(*given, **named)
+            raise Error(self.what, expected=self.expected, got=self.got, remedy=self.remedy)
+
+        return refuse
 
 
 TRANSFORM = Refusal(
@@ -68,6 +81,7 @@ HOOK = Refusal(
     "no hooks in forward and loss: a program makes gradients, and gives those of parameters and inputs",
     "register_hook(...) of a tensor",
     "a torch.autograd.Function whose backward does it to the gradient; or look at it on one device",
+    but_of_torch=True,
 )
 BACKWARD = Refusal(
     "backward() within a forward or a loss leaves gradients where no program looks for them",
@@ -83,7 +97,3 @@ INSIDE: tuple[tuple[Any, str, Refusal], ...] = (
     (torch.Tensor, "register_post_accumulate_grad_hook", HOOK),
     (torch.autograd, "backward", BACKWARD),
 )
-
-
-def _refuse(refusal: Refusal, *given: Any, **named: Any) -> NoReturn:
-    raise Error(refusal.what, expected=refusal.expected, got=refusal.got, remedy=refusal.remedy)

@@ -100,14 +100,16 @@ def _check_class(name: str, kind: type[torch.Tensor]) -> None:
     Of installed ones those that only wrap (``tv_tensors``) have the values of plain ones."""
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     own = function not in NO_PART and is_users_class(kind)
-    if issubclass(kind, FakeTensor) or not own and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
+    if issubclass(kind, FakeTensor) or (not own and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl):
         return
     raise Error(
         f"an input is a {kind.__name__}, whose own code would be passed over",
         where="pm(...)",
         expected=f"a plain tensor as {name}",
         got=f"a {kind.__name__}, which defines {'__torch_function__' if own else '__torch_dispatch__'}",
-        remedy=f"{name}.as_subclass(torch.Tensor)" if own else f"the plain tensor that {name} stands for, "
+        remedy=f"{name}.as_subclass(torch.Tensor)"
+        if own
+        else f"the plain tensor that {name} stands for, "
         "such as .full_tensor() of a DTensor; a rank's own part may be passed as .to_local()",
     )
 
