@@ -23,6 +23,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another one": lambda pm: pm._modules.__setitem__("1", nn.GELU()),
     "cannot be changed": lambda pm: pm.__setitem__(1, nn.GELU()),
     "one module less": lambda pm: pm.__delitem__(1),
+    "a buffer": lambda pm: pm.register_buffer("seen", torch.zeros(())),
+    "a parameter of a module": lambda pm: pm[0].register_parameter("scale", nn.Parameter(torch.ones(()))),
 }
 
 
