@@ -20,6 +20,7 @@ from shardfx.runtime.store import version
 
 from .call import Reader, first_form
 from .forms.original_as_was import OriginalAsWas
+from .forms.surroundings_of_call import check_modes
 from .forms.weights_as_were import WeightsAsWere
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
@@ -149,6 +150,7 @@ class ParallelModule(SteppedModule):
             Error: inputs are not those of the capture; ranks make different calls; a rank fails.
         """
         with self._peers.calling():
+            check_modes("pm(...)")
             self._state.check_complete()
             self._tree.check()
             self._begin_counts()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -234,6 +235,39 @@ def test_tensors_and_modes_whose_own_code_would_be_passed_over() -> None:
         pm(x, y)
     with FlopCounterMode(display=False), torch.device("cpu"):
         assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
+
+
+def test_a_trace_of_a_parallel_module_is_refused() -> None:
+    x, _ = batch()
+    pm = parallel(mlp())
+    with pytest.raises(sx.Error, match=r"(?s)no part of a trace.*pm.gathered"):
+        torch.export.export(pm, (x,))
+    with pytest.raises(sx.Error, match=r"(?s)no part of a trace.*pm.gathered"):
+        make_fx(pm)(x)
+
+
+@dataclasses.dataclass
+class Batch:
+    """Arguments that torch does not look into."""
+
+    x: torch.Tensor
+
+
+class OfBatch(nn.Module):
+    """Takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, given: Batch) -> torch.Tensor:
+        return self.linear(given.x)
+
+
+def test_an_argument_that_hides_tensors_is_named() -> None:
+    x, _ = batch()
+    with pytest.raises(sx.Error, match=r"(?s)argument holds tensors.*got: +Batch.*register_dataclass\(Batch\)"):
+        parallel(OfBatch().double(), args=(Batch(x),), specs={"targets.0": "dp"})
 
 
 def test_gradients_in_a_batch_are_refused() -> None:

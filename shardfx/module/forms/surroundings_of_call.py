@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -31,7 +32,6 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
         Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one, a sparse one, one of
             a class that changes what functions do; modes that do so; hooks that change what is kept for the backward.
     """
-    check_modes("pm(...)")
     for name, leaf in tensors.items():
         if type(leaf) not in PLAIN:
             _check_class(name, type(leaf))
@@ -68,11 +68,20 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_modes(where: str) -> None:
-    """Refuse a script's modes that see each function of the model, of which a program calls none.
+    """Refuse a script's modes that see each function of the model, of which a program calls none, and a trace.
 
     Raises:
         Error: naming one.
     """
+    if torch.jit.is_tracing() or get_proxy_mode() is not None:
+        raise Error(
+            "the programs of a parallel module are no part of a trace",
+            where=f"{where}, while it is traced",
+            expected="a call with tensors",
+            got="torch.export, make_fx or torch.jit.trace",
+            remedy="trace the model itself: with pm.gathered() as model: ...; pm.rank_module(rank) is a rank's program, "
+            "and pm.save_programs(folder) writes them all",
+        )
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return
     mode = next((each for each in _get_current_function_mode_stack() if is_users_class(type(each))), None)

@@ -291,7 +291,8 @@ class Tree:
             if part is self.root and other not in was and not container and other in part._modules:
                 continue  # of a module that is put beside nothing is known, nor asked
             raise Error(
-                "the modules of a parallel module, or what they hold, were changed, and its programs are of the model as it was",
+                "modules of a parallel module, or what they hold, were changed, and its programs are of the model "
+                "as it was",
                 where=f"pm.{path} ({type(part._twin).__name__})" if path else "pm",
                 expected=f"{', '.join(was) or 'none'}",
                 got=f"{', '.join(now) or 'none'}: {other!r} is another one",
