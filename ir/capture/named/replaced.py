@@ -80,10 +80,10 @@ def _of_modules(function: FunctionType) -> Iterator[tuple[Mapping[str, object], 
         for chain in found.chains | found.called:
             holder: Any = function.__globals__.get(chain[0])
             if len(chain) > 1 and isinstance(holder, ModuleType):
-                held = reduce(_inside, chain[1:-1], holder)
+                held: object = reduce(_inside, chain[1:-1], holder)
                 if isinstance(held, ModuleType) and is_installed_module(held):
                     yield vars(held), chain[-1]
 
 
-def _inside(holder: object, name: str) -> object:
+def _inside(holder: Any, name: str) -> Any:
     return getattr(holder, name, None)

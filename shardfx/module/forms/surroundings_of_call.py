@@ -21,7 +21,7 @@ from shardfx.runtime.verify.claims import without_content
 OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
 """Whose hooks on saved tensors give back what they were given."""
 PLAIN = (torch.Tensor, nn.Parameter)
-NO_PART = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+NO_PART = (vars(torch.Tensor)["__torch_function__"].__func__, torch._C._disabled_torch_function_impl)
 """What classes have as ``__torch_function__`` that change no function."""
 
 
@@ -79,8 +79,7 @@ def check_modes(where: str) -> None:
             where=f"{where}, while it is traced",
             expected="a call with tensors",
             got="torch.export, make_fx or torch.jit.trace",
-            remedy="trace the model itself: with pm.gathered() as model: ...; pm.rank_module(rank) is a rank's program, "
-            "and pm.save_programs(folder) writes them all",
+            remedy="trace the model itself: with pm.gathered() as model: ...; pm.rank_module(rank) is a rank's program",
         )
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return
