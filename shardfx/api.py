@@ -22,6 +22,7 @@ from shardfx.memory.live_turns import scheduled
 from shardfx.memory.stages_that_fit import staged
 from shardfx.memory.when_reduced import reduced
 from shardfx.module.call import autocast_around
+from shardfx.module.forms.surroundings_of_call import check_modes
 from shardfx.module.held.original import unwatched, watch_original
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
@@ -89,6 +90,7 @@ def parallelize(
             got="a ParallelModule",
             remedy="with pm.gathered() as model: gives one with the weights of the moment",
         )
+    check_modes("parallelize(...)")
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
     given = as_module(model)
     module, loss = with_own_loss(given, hints.loss)
@@ -129,8 +131,7 @@ def parallelize(
             compiled = peers.planned(first, Compiled.subjects)
             variants = Variants(without_weights(module), hints, build)
             pm = ParallelModule(compiled, place, peers, module, variants, optimizer)
-    watch_original(given, pm.store)
-    pm.watch_model(given)
+    pm.watch_model(given, watch_original(given, pm.store))
     return pm
 
 

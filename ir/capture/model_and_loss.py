@@ -117,6 +117,11 @@ class ModelAndLoss(nn.Module):
         """Whether it is traced with the content of weights and examples."""
         return self._stored is not None
 
+    @property
+    def unseen(self) -> list[type]:
+        """The classes of arguments that hold tensors, and are none of the trees that torch knows."""
+        return [type(leaf) for leaf in self._leaves if leaf is not Given and holds_tensors(leaf)]
+
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The model's tensors, behind the loss where there is one, and behind them what guards watch. ``tensors`` are
         the leaves of arguments and targets. They have content for guards to go by, and so have the model's own; if

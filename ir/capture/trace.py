@@ -306,4 +306,5 @@ def _traced(
     except Error:
         raise
     except Exception as error:
-        raise explain(error, program.model, program.loss, program.guard, around.tensors) from error
+        asked = program.model, program.loss, program.guard, around.tensors, program.unseen
+        raise explain(error, *asked) from error

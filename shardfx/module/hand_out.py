@@ -43,7 +43,7 @@ class HandOut(torch.autograd.Function):
         Raises:
             Error: they were handed out before; or are to have gradients again.
         """
-        reject_second("a loss of pm(...)")
+        reject_second("a loss of pm(...)", above)
         (scale,) = above
         grads = ctx.grads
         if grads is None:

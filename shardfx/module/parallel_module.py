@@ -20,10 +20,13 @@ from shardfx.runtime.store import version
 
 from .call import Reader, first_form
 from .forms.original_as_was import OriginalAsWas
+from .forms.surroundings_of_call import check_modes
+from .forms.weights_as_were import WeightsAsWere
 from .held.carry_over import carry_over
 from .held.clipping import watch_norms
 from .held.like import STATE
 from .held.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, cut, joined
+from .held.original import Watch
 from .held.stamped import stamp_state_dicts
 from .held.state import ModelState
 from .held.tree import Tree, watch
@@ -75,9 +78,12 @@ class ParallelModule(SteppedModule):
         if optimizer is not None:
             carry_over(optimizer, model, self._state)
 
-    def watch_model(self, model: nn.Module) -> None:
+    def watch_model(self, model: nn.Module, watch: Watch | None) -> None:
         """Have each call look whether the model that this one was made of is as it was."""
         self._tree.watched.append(OriginalAsWas(model, self._variants.names))
+        if watch is not None:
+            ranks = range(self.mesh.size) if self.this_rank is None else (self.this_rank,)
+            self._tree.watched.append(WeightsAsWere(model, self.after, self._state, ranks, watch))
 
     def _register(self) -> None:
         self._tree.register(self._state)
@@ -115,7 +121,7 @@ class ParallelModule(SteppedModule):
             Error: another dtype, which is another plan; a device that this rank's process group does not serve; or
                 programs that :meth:`use` put in, which are for the kind of device that they were made on.
         """
-        device = self._place.device_by(fn)
+        device = self._place.device_by(fn, {t.dtype for t in (*self.parameters(), *self.buffers())})
         moves = device.type != self._place.device.type
         if moves:
             self._programs.reject_changed(device)
@@ -144,6 +150,7 @@ class ParallelModule(SteppedModule):
             Error: inputs are not those of the capture; ranks make different calls; a rank fails.
         """
         with self._peers.calling():
+            check_modes("pm(...)")
             self._state.check_complete()
             self._tree.check()
             self._begin_counts()

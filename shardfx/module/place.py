@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,23 +37,26 @@ class Place:
     virtual: bool
     device: torch.device
 
-    def device_by(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
-        """The device to which a conversion of tensors (what ``pm.to(...)`` does to each) brings these ranks.
+    def device_by(self, convert: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> torch.device:
+        """The device to which a conversion of tensors (what ``pm.to(...)`` does to each) brings these ranks, which
+        hold tensors of some dtypes.
 
         Raises:
             Error: it makes another dtype of them, which is another plan.
         """
-        before = torch.empty(0, device=self.device)
-        after = convert(before)
-        if after.dtype is not before.dtype:
-            raise Error(
-                "a plan is for the dtypes that it was captured in",
-                where="pm.to(dtype)",
-                expected="another device, or none",
-                got=after.dtype,
-                remedy="convert the model, then parallelize it",
-            )
-        return after.device
+        device = self.device
+        for dtype in sorted(dtypes, key=str):
+            after = convert(torch.empty(0, dtype=dtype, device=self.device))
+            device = after.device
+            if after.dtype is not dtype:
+                raise Error(
+                    "a plan is for the dtypes that it was captured in",
+                    where="pm.to(dtype)",
+                    expected=f"{dtype}, and another device or none",
+                    got=after.dtype,
+                    remedy="convert the model, then parallelize it",
+                )
+        return device
 
     def moved(self, device: torch.device) -> Place:
         """The same ranks on another device.

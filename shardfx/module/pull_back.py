@@ -86,16 +86,25 @@ class Onwards(torch.autograd.Function):
         Raises:
             Error: these are to have gradients again; or ``pull`` says why there are none.
         """
-        reject_second("the results of pm(...)")
+        reject_second("the results of pm(...)", above)
         return (None, None, *(ctx.pull(above) or [None for _ in ctx.needs_input_grad[2:]]))
 
 
-def reject_second(what: str) -> None:
-    """Refuse gradients of gradients.
+def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
+    """Refuse gradients of gradients, and many at once.
 
     Raises:
-        Error: the backward that is running was asked for ``create_graph``.
+        Error: the backward that is running was asked for ``create_graph``, or is of a batch of gradients.
     """
+    if any(each is not None and is_batched(each) for each in above):
+        raise Error(
+            f"the gradients of {what} are asked for in a batch, and programs compute one of them",
+            where="torch.autograd.grad(..., is_grads_batched=True), or torch.func.vmap",
+            expected="a backward for each",
+            got="a batch of gradients",
+            remedy="a loop of torch.autograd.grad(..., retain_graph=True); or transform the model itself: "
+            "with pm.gathered() as model: ...",
+        )
     if torch.is_grad_enabled():
         raise Error(
             f"the gradients of {what} have no gradients themselves",
@@ -104,6 +113,12 @@ def reject_second(what: str) -> None:
             got="create_graph=True",
             remedy="compute what needs second derivatives (a gradient penalty) on the model itself",
         )
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for many, to a ``vmap``."""
+    inside = torch._C._functorch
+    return inside.is_batchedtensor(tensor) or inside.is_legacy_batchedtensor(tensor)
 
 
 def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:

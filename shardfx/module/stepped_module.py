@@ -13,6 +13,7 @@ from shardfx.ir.errors import Error
 from shardfx.runtime.peers import Peers
 
 from .call import Reader
+from .forms.surroundings_of_call import check_modes
 from .held.clipping import checked, clip, gradients_here
 from .held.program_optimizer import ProgramOptimizer
 from .held.tree import Tree
@@ -49,6 +50,7 @@ class SteppedModule(WatchedModule):
         """
         optimizer = self.optimizer
         with self._peers.calling():
+            check_modes("pm(...)")
             self._state.check_complete()
             self._tree.check()
             optimizer.begin()

@@ -23,6 +23,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another one": lambda pm: pm._modules.__setitem__("1", nn.GELU()),
     "cannot be changed": lambda pm: pm.__setitem__(1, nn.GELU()),
     "one module less": lambda pm: pm.__delitem__(1),
+    "a buffer": lambda pm: pm.register_buffer("seen", torch.zeros(())),
+    "a parameter of a module": lambda pm: pm[0].register_parameter("scale", nn.Parameter(torch.ones(()))),
 }
 
 
@@ -134,6 +136,23 @@ def test_a_transform_that_differentiates_is_named(function: Callable[[torch.Tens
         parallel(Net(function).double())
     model = Net(lambda x: x * torch.autograd.grad(cubed(x), x, create_graph=True)[0]).double()
     same_step(parallel(copy.deepcopy(model)), model, X, Y)
+
+
+def hooked(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out.register_hook(lambda grad: grad * 2)
+    return F.cross_entropy(out, y)
+
+
+def backwards(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(out, y)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize(("loss", "what"), [(hooked, "hook on the gradient"), (backwards, r"backward\(\) within")])
+def test_what_watches_gradients_or_makes_them_in_a_loss_is_named(loss: Callable[..., Any], what: str) -> None:
+    with pytest.raises(sx.Error, match=rf"(?s){what}.*test_changed_since.py:\d+.*torch.autograd"):
+        parallel(mlp().to("meta"), loss=loss)
 
 
 def test_a_product_of_a_value_with_itself() -> None:

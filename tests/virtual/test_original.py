@@ -124,3 +124,80 @@ def test_what_cannot_be_carried_over() -> None:
         empty = nn.Sequential(nn.Linear(8, 16, dtype=F64), nn.ReLU(), nn.Linear(16, 4, dtype=F64))
     with pytest.raises(sx.Error, match="without weights"):
         parallel(empty, optimizer=torch.optim.SGD(empty.parameters()))
+
+
+# ---- what is done to the model's own weights ------------------------------------------------------------------
+
+
+def halved(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor * 0.5 if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def average(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.lerp_(torch.ones_like(p), 0.1)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "load_state_dict": lambda model: model.load_state_dict(halved(model)),
+    "assign": lambda model: model.load_state_dict(halved(model), assign=True),
+    "in place": average,
+    "p.data in place": lambda model: [p.data.mul_(0.5) for p in model.parameters()],
+    "p.data": lambda model: [setattr(p, "data", p.data * 0.5) for p in model.parameters()],
+    "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight * 0.5)),
+    "a buffer": lambda model: model[1].running_mean.fill_(1.0),
+    "another buffer": lambda model: setattr(model[1], "running_mean", torch.ones(16, dtype=F64)),
+}
+
+
+def with_statistics() -> nn.Sequential:
+    model = mlp()
+    model[1] = nn.BatchNorm1d(16, dtype=F64)
+    return model
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_weights_of_the_model_that_are_changed_are_an_error_until_they_are_loaded(mesh: str) -> None:
+    pm = parallel(model := with_statistics(), mesh)
+    for what, write in WRITES.items():
+        write(model)
+        with pytest.raises(sx.Error, match="weights were changed after parallelize"):
+            pm(X, Y)
+        pm.load_full_state_dict(model.state_dict())
+        assert near(pm(X, Y), F.cross_entropy(copy.deepcopy(model)(X), Y)), what
+        model.load_state_dict(pm.full_state_dict())  # with the statistics of that call
+        assert bool(pm.eval()(X).isfinite().all()) and pm.train()
+
+
+def test_a_model_that_goes_its_own_way_or_has_the_weights_of_the_parallel_one() -> None:
+    pm, alone = parallel(model := mlp()), copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (pm, alone))
+    for _ in range(2):
+        step(pm, ours), step(alone, theirs)
+        model.load_state_dict(pm.full_state_dict())  # to be evaluated
+        assert near(pm(X, Y), F.cross_entropy(alone(X), Y))
+    step(pm, ours)
+    WRITES["load_state_dict"](model)
+    with pytest.warns(sx.ShardfxWarning, match="given weights that are not those of the parallel module"):
+        pm(X, Y)
+    pm = parallel(model)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))  # a training of its own
+    assert near(pm(X, Y), pm(X, Y))
+
+
+def test_parameters_of_the_model_that_are_frozen_or_hooked_later() -> None:
+    pm = parallel(model := mlp())
+    model[0].requires_grad_(False)
+    with pytest.raises(sx.Error, match=r"(?s)'0.weight' of the model was made frozen.*say it of pm"):
+        pm(X, Y)
+    pm.get_submodule("0").requires_grad_(False)
+    pm(X, Y).backward()
+    assert set(pm.full_grads()) == {"2.weight", "2.bias"}
+    model.requires_grad_(False)  # a teacher
+    pm(X, Y)
+    parallel(model := mlp())
+    pm = parallel(model)
+    model[0].weight.register_hook(torch.zeros_like)
+    with pytest.raises(sx.Error, match="a hook on a parameter of the model would never be called"):
+        pm(X, Y)

@@ -253,9 +253,11 @@ def test_what_runs_is_what_is_printed(name: str) -> None:
 
 def test_another_dtype_is_another_plan() -> None:
     pm = planned(sx.Mesh(dp=2))
-    assert pm.to("cpu") is pm and pm(X, Y).isfinite()
-    with pytest.raises(sx.Error, match="dtypes that it was captured in"):
-        pm.double()
+    assert pm.to("cpu") is pm and pm.to(X.dtype) is pm and pm(X, Y).isfinite()
+    for wrong in (torch.float32, torch.float64):
+        if wrong is not X.dtype:
+            with pytest.raises(sx.Error, match="dtypes that it was captured in"):
+                pm.to(wrong)
 
 
 def test_a_plan_for_another_device_names_it() -> None:

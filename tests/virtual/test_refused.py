@@ -12,6 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardfx as sx
 
@@ -192,6 +196,85 @@ def test_transforms_of_a_parallel_module_are_refused() -> None:
     ):
         with pytest.raises(sx.Error, match="within a transform"):
             transformed()
+
+
+class Doubled(torch.Tensor):
+    """A tensor of which some functions make something else."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        return made * 2 if function is F.linear else made
+
+
+class Mode(TorchFunctionMode):
+    """Does the same to all tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made * 2 if function is F.linear else made
+
+
+class Looks(TorchDispatchMode):
+    """Looks at each op."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def test_tensors_and_modes_whose_own_code_would_be_passed_over() -> None:
+    x, y = batch()
+    pm = parallel(mlp())
+    with pytest.raises(sx.Error, match=r"(?s)an input is a Doubled.*as_subclass\(torch.Tensor\)"):
+        pm(x.as_subclass(Doubled), y)
+    with Mode(), pytest.raises(sx.Error, match=r"(?s)a mode around a call.*pm\(\.\.\.\), within Mode\(\)"):
+        pm(x, y)
+    with Mode(), pytest.raises(sx.Error, match=r"(?s)a mode around a call.*parallelize\(\.\.\.\), within Mode\(\)"):
+        parallel(mlp())
+    with Looks(), pytest.warns(sx.ShardfxWarning, match="Looks around .* sees the ops of the ranks' programs"):
+        pm(x, y)
+    with FlopCounterMode(display=False), torch.device("cpu"):
+        assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
+
+
+def test_a_trace_of_a_parallel_module_is_refused() -> None:
+    x, _ = batch()
+    pm = parallel(mlp())
+    with pytest.raises(sx.Error, match=r"(?s)no part of a trace.*pm.gathered"):
+        torch.export.export(pm, (x,))
+    with pytest.raises(sx.Error, match=r"(?s)no part of a trace.*pm.gathered"):
+        make_fx(pm)(x)
+
+
+@dataclasses.dataclass
+class Batch:
+    """Arguments that torch does not look into."""
+
+    x: torch.Tensor
+
+
+class OfBatch(nn.Module):
+    """Takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, given: Batch) -> torch.Tensor:
+        return self.linear(given.x)
+
+
+def test_an_argument_that_hides_tensors_is_named() -> None:
+    x, _ = batch()
+    with pytest.raises(sx.Error, match=r"(?s)argument holds tensors.*got: +Batch.*register_dataclass\(Batch\)"):
+        parallel(OfBatch().double(), args=(Batch(x),), specs={"targets.0": "dp"})
+
+
+def test_gradients_in_a_batch_are_refused() -> None:
+    x = batch()[0].requires_grad_()
+    out = parallel(mlp())(x).sum(0)
+    with pytest.raises(sx.Error, match=r"(?s)in a batch.*retain_graph=True"):
+        torch.autograd.grad(out, x, torch.eye(4, dtype=F64), is_grads_batched=True)
 
 
 def test_models_that_are_not_ready_or_parallel_already() -> None:

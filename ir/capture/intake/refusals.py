@@ -204,8 +204,7 @@ TOO_SMALL = (
     "Padding size should be less than the corresponding input dimension",
     "Expected more than 1 value per channel",
     "Expected more than 1 spatial element",
-)
-"""Words of torch's where a tensor is smaller than an op can take."""
+)  # words of torch's where a tensor is smaller than an op can take
 
 
 def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error | None:
@@ -222,14 +221,24 @@ def explain(
     loss: Callable[..., Any] | None,
     guarded: bool,
     kept: Callable[[], Sequence[str]] = list,
+    unseen: Sequence[type] = (),
 ) -> Error:
     """What the user did that torch.export does not take, from its own words. ``kept``: what holds tensors of all that
-    the code reads beside."""
+    the code reads beside; ``unseen``: the classes of arguments that hold some, and that torch does not look into."""
     decision = explain_decision(error, model, guarded)
     if decision is not None:
         return decision
     text = f"{type(error).__name__}: {error}"
     where = user_frame(error, model)
+    if FOREIGN in text and unseen:
+        return Error(
+            "an argument holds tensors, and torch does not look into it",
+            where=where,
+            expected="tensors, and tuples, lists, dicts and registered dataclasses of them",
+            got=", ".join(kind.__name__ for kind in unseen),
+            remedy=f"pass its tensors; or, before parallelize, torch.export.register_dataclass({unseen[0].__name__}), "
+            "or torch.utils._pytree.register_pytree_node of a class that is no dataclass",
+        )
     if FOREIGN in text:
         return _foreign(where, model, loss, kept())
     if "modified by an inplace operation" in text:

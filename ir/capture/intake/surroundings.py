@@ -9,7 +9,9 @@ installed is not looked into, but for the model's classes.
 
 from __future__ import annotations
 
+import builtins
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -31,8 +33,10 @@ from shardfx.ir.capture.named.code_names import (
     set_in_module,
     within,
 )
+from shardfx.ir.capture.named.imported import imported, reaches_its_module
 from shardfx.ir.capture.named.installed import is_installed, is_installed_module, is_ours, is_users_class
 from shardfx.ir.capture.named.of_process import answers, of_process
+from shardfx.ir.capture.named.replaced import Replaced
 
 from .contents import ATOMS, STATE, Contents, is_fixed
 from .own_loss import OwnLoss
@@ -50,6 +54,7 @@ NOT_CALLED = frozenset(
 """Methods that no operator calls; ``__init__`` is, where the code names the class."""
 HELD = (list, tuple, dict, set, frozenset, partial)
 METHODS = (FunctionType, property, classmethod, staticmethod)
+READABLE = (*ATOMS, *HELD, FunctionType, type)
 Read = Callable[[], object]
 
 
@@ -63,6 +68,7 @@ class Surroundings:
         self._names = Names()
         self._functions = dict[int, FunctionType]()
         self._kinds = dict[type, set[str]]()
+        self._replaced = Replaced()
         self._contents = Contents(self._names, {id(module) for module in model.modules()})
         self._look()
 
@@ -81,10 +87,11 @@ class Surroundings:
         Ranks compare the number: a rank's own number or device, which its code may read, is none of the others'.
 
         Raises:
-            Error: a tensor of the loss is not as it was.
+            Error: a tensor of the loss is not as it was; a function that is installed was replaced.
         """
         if isinstance(self._of[1], OwnLoss):
             self._of[1].check()
+        self._replaced.check()
         now = tuple(self._said())
         if now not in self._states and self._states:
             self._look()  # what is new may lead to more
@@ -133,7 +140,7 @@ class Surroundings:
 
     def caches(self) -> list[Any]:
         """The functions of a script that remember what they gave."""
-        return [each for each in self.walk() if hasattr(each, "cache_clear") and hasattr(each, "cache_info")]
+        return [each for each in self.walk() if callable(getattr(type(each), "cache_clear", None))]
 
     def named(self) -> dict[str, str]:
         """What there is now, by name."""
@@ -158,6 +165,7 @@ class Surroundings:
         model, loss = self._of
         self._add("hooks", "hooks of all modules", hooks_of_all)
         self._add("dtype", "torch.get_default_dtype()", torch.get_default_dtype)
+        self._add("replaced", "the code of functions", self._replaced.said)
         before: object = None
         while before != (now := (self._names.size, len(self._reads), len(self._functions))):
             before = now
@@ -176,6 +184,7 @@ class Surroundings:
                 for name, value in _of_class(kind, self._names).items():
                     if name in called or not isinstance(value, FunctionType):
                         self._take(value)
+        self._replaced.meet(self._functions.values(), {type(module) for module in self.modules()})
 
     def _attributes(self, thing: object, path: str) -> None:
         for name in sorted(self._names.of(thing, vars(thing).keys() - STATE)):
@@ -253,12 +262,16 @@ class Surroundings:
         every = {name for code in codes(function.__code__) for name in named_in(code)}
         self._names.named |= every
         names = every if "globals" in every else read_of_module(function.__code__)
-        if names_at_run_time(function).globals:
+        if names_at_run_time(function).globals or reaches_its_module(function):
             names |= {name for name, value in there.items() if isinstance(value, (*ATOMS, *HELD, FunctionType))}
-        for name in sorted(name for name in names if name in there and not name.startswith("__")):
-            self._named((id(there), name), name, partial(there.get, name))
+        for place in (vars(builtins), there):
+            kinds = object if place is there else (*ATOMS, *HELD)
+            for name in sorted(name for name in names if name[:2] != "__" and isinstance(place.get(name, self), kinds)):
+                self._named((id(place), name), name, partial(place.get, name))
         for name, read in answers(function):
             self._named((id(there), name, "of modules"), name, read)
+        for module in imported(function):
+            self._module(module)
 
     def _named(self, key: object, name: str, read: Read) -> None:
         value = read()
@@ -276,11 +289,13 @@ class Surroundings:
     def _module(self, module: ModuleType) -> None:
         """Take in what the code may read of a module of Python's: of one that is installed, its dicts alone."""
         users = not is_installed_module(module)
-        for name in sorted(self._names.named & vars(module).keys()):
+        for name in sorted(self._names.of(module, vars(module))):
             value = vars(module)[name]
+            if name[:2] == "__" or (name not in self._names.named and not isinstance(value, READABLE)):
+                continue
             if users and not isinstance(value, ModuleType):
                 self._named((id(vars(module)), name), name, partial(vars(module).get, name))
-            elif isinstance(value, Mapping) and not isinstance(value, type):
+            elif isinstance(value, Mapping) and not isinstance(value, type) and value is not sys.modules:
                 self._add((id(vars(module)), name), f"{module.__name__}.{name}", partial(dict, value))
 
     def _add(self, key: object, name: str, read: Read) -> None:

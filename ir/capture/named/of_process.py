@@ -5,6 +5,7 @@ environment."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial, reduce
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -43,8 +44,9 @@ def answers(function: FunctionType) -> Iterator[tuple[str, Read]]:
             elif len(chain) == 1:
                 continue
             value = read()
-            if value is not None and not callable(value) and not isinstance(value, CONSTANT):
-                yield ".".join(chain), read
+            if value is None or callable(value) or isinstance(value, CONSTANT) or value is sys.modules:
+                continue
+            yield ".".join(chain), read
 
 
 def _first(function: FunctionType, name: str) -> object:

@@ -38,12 +38,13 @@ def unwatched() -> Iterator[None]:
 
 class Watch:
     """What became of a model and of the parallel modules that were made of it; a hook of the model, to be asked when
-    it is called or saved. A copy of the model has one that watches nothing."""
+    it is called or saved. A copy of the model has one that watches nothing. ``trainings`` grows where
+    the model is trained itself."""
 
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None
         self._stores: weakref.WeakKeyDictionary[Store, int] = weakref.WeakKeyDictionary()
-        self._version = 0
+        self._version, self.trainings = 0, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return Watch()
@@ -63,6 +64,8 @@ class Watch:
         """The module's forward pre-hook: a call is the beginning of a training of its own, or reads its weights."""
         if not torch.compiler.is_compiling() and not (module.training and torch.is_grad_enabled()):
             self._check(module, "model(...)")
+        if module.training and not _quiet and self._model is not None and self._model() is module:
+            self.trainings += 1
 
     def saving(self, module: nn.Module, *given: Any) -> None:
         """The module's state dict pre-hook."""
@@ -98,10 +101,10 @@ def _version_of(parameters: Mapping[str, list[Any]]) -> int:
     return sum(version(p) for pieces in parameters.values() for p in pieces)
 
 
-def watch_original(model: nn.Module, store: Store) -> None:
+def watch_original(model: nn.Module, store: Store) -> Watch | None:
     """Watch a model that is parallel from now on, if there are weights that it may fall behind."""
     if not store.parameters:
-        return
+        return None
     watch = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Watch)), None)
     if watch is None or watch._model is None:
         watch = Watch()
@@ -110,12 +113,17 @@ def watch_original(model: nn.Module, store: Store) -> None:
     watch.begin(model, store)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    return watch
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer that was made before ``parallelize`` has the model's parameters, which get no gradient."""
     old = [p for group in optimizer.param_groups for p in group["params"] if p in _originals]
-    if not old or any(p.grad is not None and bool(p.grad.any()) for p in old):
+    if not old:
+        return
+    if any(p.grad is not None and bool(p.grad.any()) for p in old):
+        for p in old:
+            _originals[p].trainings += 1
         return
     if _originals[old[0]].stepped_elsewhere:
         kind = type(optimizer).__name__

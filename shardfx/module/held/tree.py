@@ -16,6 +16,7 @@ from .state import ModelState
 
 if TYPE_CHECKING:
     from shardfx.module.forms.original_as_was import OriginalAsWas
+    from shardfx.module.forms.weights_as_were import WeightsAsWere
 
 
 class Part(Like):
@@ -193,7 +194,7 @@ class Tree:
         self._made: dict[int, nn.Module] = {id(model): root}
         self._grow(root, model, twin, "")
         self.registered: list[tuple[dict[str, Any], str, torch.Tensor, str]] = []
-        self.watched: list[OriginalAsWas] = []
+        self.watched: list[OriginalAsWas | WeightsAsWere] = []
         """What else must be as it was."""
         self._order = {name: i for i, (name, _) in enumerate(twin.named_parameters())}
 
@@ -247,7 +248,7 @@ class Tree:
                 self.registered.append((place._buffers, leaf, tensor, name))
                 if name not in state.names:
                     place._non_persistent_buffers_set.add(leaf)
-        self._children = {path: dict(part._modules) for path, part in self.paths}
+        self._children = {path: _inside(part) for path, part in self.paths}
 
     def _places(self, name: str, holder: Like, count: int) -> list[Like]:
         """The modules that hold the pieces of a parameter: its own; or one for each piece, which looks like it."""
@@ -280,17 +281,18 @@ class Tree:
 
     def _check_children(self) -> None:
         for path, part in self.paths:
-            was, now = self._children[path], part._modules
+            was, now = self._children[path], _inside(part)
             if was == now:
                 continue
             other = next(
                 (n for n in was if was[n] is not now.get(n)), next((n for n in now if n not in was), "another order")
             )
             container = isinstance(part._twin, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-            if part is self.root and other not in was and not container:
+            if part is self.root and other not in was and not container and other in part._modules:
                 continue  # of a module that is put beside nothing is known, nor asked
             raise Error(
-                "the modules of a parallel module were changed, and its programs are of the model as it was",
+                "modules of a parallel module, or what they hold, were changed, and its programs are of the model "
+                "as it was",
                 where=f"pm.{path} ({type(part._twin).__name__})" if path else "pm",
                 expected=f"{', '.join(was) or 'none'}",
                 got=f"{', '.join(now) or 'none'}: {other!r} is another one",
@@ -307,3 +309,8 @@ class Tree:
             assert isinstance(inside, Like)
             holder = inside
         return holder, leaf
+
+
+def _inside(part: Like) -> dict[str, nn.Module | None]:
+    """What a module holds: the modules in it, and the names of its own tensors."""
+    return {**part._modules, **dict.fromkeys((*part._parameters, *part._buffers))}
