@@ -20,11 +20,11 @@ from shardfx.ir.graph import Guard, Where
 from .decisions import Decisions, stored
 from .forms.compute import Compute
 from .intake.checkpointed import Checkpointed
-from .intake.drawn_outside import draws_nothing_outside
+from .intake.explained import explain_decision, user_frame
 from .intake.given import marks_of
 from .intake.own_loss import OwnLoss
-from .intake.refusals import explain_decision, user_frame
 from .named.assigned_buffers import AssignedBuffers
+from .named.drawn_outside import draws_nothing_outside
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,10 @@ from .forms.loss_scaling import LossScale
 from .forms.parts_of_batch import ONE, BatchParts
 from .forms.wide_sums import sum_gradients_in
 from .intake.batch_norms import alone
+from .intake.explained import DataDependent, explain
 from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu
 from .intake.hooks import WatchedHooks
-from .intake.refusals import DataDependent, explain, reject_loss
+from .intake.refusals import reject_loss
 from .intake.surroundings import Surroundings
 from .intake.transforms import transforms_left
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source

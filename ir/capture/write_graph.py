@@ -20,8 +20,8 @@ from .decomposed import decompositions
 from .forms.factored import lay_row_by_row
 from .forms.parts_of_batch import BatchParts, normalise_by_parts
 from .forms.wide_statistics import take_wide_statistics
+from .intake.explained import reject_unknown_shapes
 from .intake.own_gradients import OwnGradients
-from .intake.refusals import reject_unknown_shapes
 from .intake.surroundings import Surroundings
 from .intake.transforms import transforms_refused
 from .joint.joint_graph import joint_graph

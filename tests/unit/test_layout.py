@@ -59,7 +59,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.capture.forms": (*ONE_OP, "ir.capture"),
     "ir.capture.intake": (*ONE_OP, "ir.capture", "ir.capture.named"),
     "ir.capture.joint": (*ONE_OP, "ir.capture"),
-    "ir.capture.named": ("ir", "ir.capture.intake"),
+    "ir.capture.named": ("ir", "ir.capture", "ir.capture.intake"),
     "ir.capture.update": (*ONE_OP, "ir.capture", "ir.capture.forms", "ir.capture.update.trial", "ir.unfolding"),
     "ir.capture.update.trial": ("ir", "ir.capture.update"),
     "ir.capture.patterns": (*ONE_OP, "ir.capture"),

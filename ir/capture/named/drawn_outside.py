@@ -13,11 +13,10 @@ from collections.abc import Callable, Hashable
 from types import FrameType
 from typing import Any, TypeVar
 
+from shardfx.ir.capture.intake.refusals import said
 from shardfx.ir.capture.sources import is_user_file
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Where
-
-from .refusals import said
 
 Made = TypeVar("Made")
 
