@@ -24,9 +24,11 @@ hypothesis.settings.load_profile("shardfx")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Rules that were discovered before, in the user's own cache, are not found; and none are left there."""
+    """Rules that were discovered before, in the user's own cache, are not found; and none are left there. The workers
+    of one run have one cache."""
+    base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
         yield
 
 

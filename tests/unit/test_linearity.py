@@ -107,7 +107,7 @@ def histogram(density: bool) -> Instance:
 BY_KEYWORD = {
     "segments, sum": (segmented("sum"), ["0"]),
     "segments, max": (segmented("max"), []),
-    "segments' gradient, sum": (segmented_backward("sum"), ["0"]),
+    "segments' gradient, sum": (segmented_backward("sum"), ["0", "1>", "2>"]),
     "segments' gradient, max": (segmented_backward("max"), ["0"]),
     "counts": (histogram(False), ["3"]),
     "densities": (histogram(True), []),

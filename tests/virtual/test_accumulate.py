@@ -62,7 +62,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")  # eight rows are too few for three turns by three ranks
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["last", "each"])
 def test_a_parameter_of_which_a_turn_reads_a_part_is_stored_in_all_of_them(reduce: str) -> None:
     """It was stored cut over turns, and the optimizer's step of it could not be placed: KeyError 'mb'."""

@@ -126,7 +126,8 @@ def test_the_update_of_equal_blocks_is_planned_once(how: str, monkeypatch: pytes
     assert not any("one by one" in note for note in short.after.notes)
 
 
-@pytest.mark.parametrize("optimizer", [decayed, pytest.param(by_layer, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [decayed, by_layer])
 def test_deep_models_are_stepped_as_on_one_device(optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Also where the optimizer tells blocks apart."""
     pm, alone = deep_step(mesh="dp2", optimizer=optimizer, clip=0.1, zero=1), chain(Block)

@@ -80,7 +80,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.one_in(len(PLANS))
+@pytest.mark.slow
 @pytest.mark.parametrize("which", PLANS)
 def test_turns_side_by_side_are_the_whole_batch(which: str) -> None:
     name, axes, hints = PLANS[which]

@@ -147,7 +147,10 @@ NUMBERS = [a_wrong_slice_in_turn_100, turn_100_skipped, a_turn_less, added_twice
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("more", [0, MANY + 200], ids=["even", "uneven"])
-@pytest.mark.parametrize(("damage", "count"), [*((each, MANY) for each in NUMBERS), (something_else_is_added, 16)])
+@pytest.mark.parametrize(
+    ("damage", "count"),
+    [*((each, MANY) for each in NUMBERS), pytest.param(something_else_is_added, 16, marks=pytest.mark.slow)],
+)
 def test_what_is_wrong_in_one_of_many_turns_is_refused(
     damage: Callable[[fx.Graph], None], count: int, more: int
 ) -> None:

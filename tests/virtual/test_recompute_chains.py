@@ -139,6 +139,7 @@ class Pairs(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_equal_layers_two_at_a_time() -> None:
     """What a function does between modules is made again, too."""
     torch.manual_seed(0)

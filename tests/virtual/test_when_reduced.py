@@ -25,7 +25,7 @@ def reduced_in_turns(pm: sx.ParallelModule) -> bool:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_it_is_what_fits(zero: int) -> None:
     last, each = (planned(zero=zero, reduce=way) for way in ("last", "each"))
     assert not reduced_in_turns(last) and reduced_in_turns(each)

@@ -1,7 +1,7 @@
 """The weights of the model that a parallel module was made of: they are not its own, and what a script does to them
 later is not done to it.
 
-    model.load_state_dict(torch.load(path))      ema.copy_(p)      model.head.requires_grad_(False)
+    model.load_state_dict(torch.load(path, weights_only=True))      ema.copy_(p)      model.head.requires_grad_(False)
 
 Where they are others than those of the parallel module, each call says so. A model that is trained itself, or evaluated
 with weights of the parallel module, goes on beside it.
