@@ -57,23 +57,12 @@ class NormByParts:
             made: Tensor = aten.batch_norm.default(x, weight, bias, mean, var, training, *how)
             return made
         rows, channels, rest = x.shape[0], x.shape[1], x.shape[2:]
-        if rows % self.parts:
-            raise Error(
-                "a batch norm of each part of the batch wants equal parts",
-                where=f"Hints(batch_stats={'turn' if self.one_by_one else 'local'!r})",
-                expected=f"a multiple of {self.parts} rows",
-                got=rows,
-                remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",
-            )
         each = rows // self.parts
+        if rows % self.parts:
+            raise self._refused("wants equal parts", f"a multiple of {self.parts} rows", f"{rows}")
         if each * math.prod(rest) < 2:
-            raise Error(
-                "a batch norm of each part of the batch has one value per channel",
-                where=f"Hints(batch_stats={'turn' if self.one_by_one else 'local'!r})",
-                expected=f"more than one, so more than {rows} rows in all",
-                got=f"{self.parts} parts of {rows} rows",
-                remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",
-            )
+            more = f"more than one, so more than {rows} rows in all"
+            raise self._refused("has one value per channel", more, f"{self.parts} parts of {rows} rows")
         beside = x.reshape(self.parts, each, channels, *rest).transpose(0, 1)
         beside = beside.reshape(each, self.parts * channels, *rest)
         own = [None if given is None else given.repeat(self.parts) for given in (weight, bias, mean, var)]
@@ -82,6 +71,15 @@ class NormByParts:
             if kept is not None and new is not None:
                 kept.copy_(self._kept(kept, new.reshape(self.parts, channels), float(how[0])))
         return out.reshape(each, self.parts, channels, *rest).transpose(0, 1).reshape(x.shape)
+
+    def _refused(self, what: str, expected: str, got: str) -> Error:
+        return Error(
+            f"a batch norm of each part of the batch {what}",
+            where=f"Hints(batch_stats={'turn' if self.one_by_one else 'local'!r})",
+            expected=expected,
+            got=got,
+            remedy="DataLoader(drop_last=True); or the whole batch's statistics: Hints(batch_stats=None)",
+        )
 
     def _kept(self, old: Tensor, by_part: Tensor, momentum: float) -> Tensor:
         """The running statistics, from what each part alone makes of the old ones."""
