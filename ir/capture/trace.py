@@ -274,6 +274,7 @@ def _traced(
 
     around = Surroundings(program.model, program.loss)
     named = Named(names.aliases, names.leaves, names.seed, names.seed_state, batch_parts)
+    as_it_is: AsItIs | None = None
     try:
         with warnings.catch_warnings(), _use_lazy_graph_module(True):  # nobody reads their code
             warnings.simplefilter("ignore")
@@ -308,4 +309,4 @@ def _traced(
         raise
     except Exception as error:
         asked = program.model, program.loss, program.guard, around.tensors, program.unseen
-        raise explain(error, *asked) from error
+        raise explain(error, *asked, as_it_is.raised if as_it_is is not None else None) from error

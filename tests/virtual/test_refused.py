@@ -283,3 +283,17 @@ def test_models_that_are_not_ready_or_parallel_already() -> None:
         parallel(nn.Sequential(nn.LazyLinear(4)))
     with pytest.raises(sx.Error, match="parallel already"):
         sx.parallelize(parallel(mlp()), sx.Mesh(dp=2), sx.Hints(args=(x,), loss=F.cross_entropy, targets=(y,)))
+
+
+def test_a_model_that_raises_on_its_example_is_said_to() -> None:
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + {"a": 1}["b"]
+
+    for model, got in ((Wrong(), "KeyError: 'b'"), (nn.Linear(5, 4), "mat1 and mat2 shapes cannot be multiplied")):
+        with pytest.raises(sx.Error, match=rf"raises on its example, on one device as well(.|\n)*{got}"):
+            sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(torch.randn(4, 4),), loss=torch.sum))

@@ -90,6 +90,11 @@ class AsItIs:
             except Exception as error:  # which is said where nothing hinders the capture
                 self._theirs = error
 
+    @property
+    def raised(self) -> Exception | None:
+        """What the model raises on its example."""
+        return self._theirs if isinstance(self._theirs, Exception) else None
+
     def difference(self, graph: Graph, drawn: Draws) -> Difference | None:
         """What of a captured graph is not what the model makes: the first, or None.
 

@@ -108,9 +108,11 @@ def explain(
     guarded: bool,
     kept: Callable[[], Sequence[str]] = list,
     unseen: Sequence[type] = (),
+    alone: Exception | None = None,
 ) -> Error:
     """What the user did that torch.export does not take, from its own words. ``kept``: what holds tensors of all that
-    the code reads beside; ``unseen``: the classes of arguments that hold some, and that torch does not look into."""
+    the code reads beside; ``unseen``: the classes of arguments that hold some, and that torch does not look into;
+    ``alone``: what the model raised before any trace."""
     decision = explain_decision(error, model, guarded)
     if decision is not None:
         return decision
@@ -131,6 +133,14 @@ def explain(
         if any(each in text for each in words):
             what = f"{what}, on one device as well"
             return Error(what, where=where, expected=expected, got=text[:600], remedy=remedy)
+    if alone is not None:
+        return Error(
+            "the model raises on its example, on one device as well",
+            where=user_frame(alone, model),
+            expected="a model that takes the example inputs",
+            got=f"{type(alone).__name__}: {alone}"[:600],
+            remedy="mend it, or give other examples: Hints(args=..., kwargs=..., targets=...)",
+        )
     return Error(
         "the model cannot be captured by torch.export",
         where=where,
