@@ -68,7 +68,7 @@ def test_logits_exist_a_chunk_at_a_time(how: str) -> None:
     assert pm.memory(0).footprint.peak.of("activations") < whole.memory(0).footprint.peak.of("activations") / 2
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 0])
 def test_a_whole_step_in_turns(zero: int) -> None:
     model, x, y = language()

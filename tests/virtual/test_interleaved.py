@@ -182,7 +182,7 @@ def test_turns_side_by_side_within_turns() -> None:
 
 
 @pytest.mark.parametrize("interleave", [False, True])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_turns_within_those_of_stages_lie_in_a_backward(interleave: bool) -> None:
     """Where they have both forward and backward in them."""
     case, reference = make("gpt_fused"), single_device(make("gpt_fused"), 1)

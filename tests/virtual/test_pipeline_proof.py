@@ -68,7 +68,7 @@ def each(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ("pp", "dp", "schedule", "chunks"),
     [
         pytest.param(4, 2, "1f1b", 1, marks=pytest.mark.slow),
-        (3, 1, "zb-h1", 1),
+        pytest.param(3, 1, "zb-h1", 1, marks=pytest.mark.slow),
         pytest.param(2, 2, "interleaved", 2, marks=pytest.mark.slow),
     ],
 )

@@ -86,6 +86,7 @@ def test_the_cut_is_the_fastest_of_all_that_fit(schedule: str) -> None:
     assert len(chosen) > 1, "the balanced cut always fits, which shows nothing"
 
 
+@pytest.mark.slow
 def test_where_the_balanced_cut_is_too_much_another_one_computes_the_same() -> None:
     free = planned()
     budget = peak(free) - 1
