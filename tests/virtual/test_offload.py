@@ -86,10 +86,13 @@ def test_five_steps_are_the_same_to_the_bit(
     "offload",
     [
         away("activations"),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (away(ahead=2), away("optimizer"), away(to="disk"))),
+        away(ahead=2),
+        away("optimizer"),
+        away(to="disk"),
     ],
     ids=lambda each: str(each[0]),
 )
+@pytest.mark.slow
 def test_both_pools_are_foreseen_as_a_step_holds_them(offload: tuple[sx.Offload, ...]) -> None:
     """Call by call, to the byte; and at most within a percent."""
     pm, x = blocks(optimizer=adamw, offload=offload), torch.randn(256, 16)
