@@ -8,26 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .odd_model import ids, normal, odd, uniform
+from .odd_model import MLP, TwoLayers, ids, normal, odd, uniform
 
 ROWS = (normal(4, 6),)
-MLP = {"up.weight": "tp, -", "down.weight": "-, tp"}
 
 
 def first(out: Tensor | tuple[Tensor, ...], *_: Tensor) -> Tensor:
     """What a model gives first is its loss."""
     return out if isinstance(out, Tensor) else out[0]
-
-
-class TwoLayers(nn.Module):
-    """An up and a down."""
-
-    def __init__(self, width: int = 6, inner: int = 8, out: int = 6) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, out)
-
-    def both(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
 
 
 @odd(*ROWS, loss=lambda out: -(out[1] - (out[0] ** 2).sum(-1) / 2).mean(), tp=MLP)

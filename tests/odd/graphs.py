@@ -6,22 +6,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .odd_model import ids, normal, odd, uniform
+from .odd_model import MLP, TwoLayers, ids, normal, odd, uniform
 
 EDGES = ids(6, 2, 10)
-MLP = {"up.weight": "tp, -", "down.weight": "-, tp"}
 
 
-class TwoLayers(nn.Module):
-    """An up and a down."""
+class OfFive(TwoLayers):
+    """An up of five, and a down to five."""
 
     def __init__(self, inner: int = 8, width: int = 5) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        super().__init__(width, inner, width)
 
 
 @odd(normal(6, 5), EDGES, targets=(normal(6, 5),), tp=MLP)
-class Messages(TwoLayers):
+class Messages(OfFive):
     """Each node adds up what edges bring, by index_add, over its number of edges."""
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ class Chebyshev(nn.Module):
     tp=MLP,
     always={"guard": True},
 )
-class Segments(TwoLayers):
+class Segments(OfFive):
     """Rows of several sets, whose sums, products with counts and means leave (deep sets)."""
 
     def forward(self, x: Tensor, of: Tensor) -> Tensor:
@@ -119,7 +117,7 @@ class ManyAggregates(nn.Module):
 
 
 @odd(normal(4, 6, 5), ids(6, 4, 3), targets=(normal(4, 6, 5),), dp={"args.0": "dp, -, -", "args.1": "dp, -"}, tp=MLP)
-class DepthsMixed(TwoLayers):
+class DepthsMixed(OfFive):
     """Three tokens of each row go through a layer, and are put back; the others pass by."""
 
     def __init__(self) -> None:
@@ -213,7 +211,7 @@ class Bags(nn.Module):
 
 
 @odd(normal(4, 6, 5), targets=(normal(4, 5),), tp=MLP)
-class TreeReduced(TwoLayers):
+class TreeReduced(OfFive):
     """Pairs are made one by one map, until one is left; what is over waits."""
 
     def forward(self, x: Tensor) -> Tensor:

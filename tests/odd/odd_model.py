@@ -161,3 +161,17 @@ def _drawn(given: Any) -> Any:
     if isinstance(given, (tuple, list)):
         return type(given)(_drawn(each) for each in given)
     return given() if callable(given) else given
+
+
+MLP = {"up.weight": "tp, -", "down.weight": "-, tp"}
+
+
+class TwoLayers(nn.Module):
+    """An up and a down."""
+
+    def __init__(self, width: int = 6, inner: int = 8, out: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, out)
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))

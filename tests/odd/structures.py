@@ -9,21 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .odd_model import flags, ids, normal, odd
+from .odd_model import MLP, TwoLayers, flags, ids, normal, odd
 
 ROWS, GOAL = (normal(4, 6),), (normal(4, 6),)
-MLP = {"up.weight": "tp, -", "down.weight": "-, tp"}
-
-
-class TwoLayers(nn.Module):
-    """An up and a down."""
-
-    def __init__(self, width: int = 6, inner: int = 8, out: int = 6) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, out)
-
-    def both(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
 
 
 class Heads(NamedTuple):

@@ -223,3 +223,21 @@ def test_ctc_loss_is_computed_outside() -> None:
     loss(pm(x), y).backward(), loss(model(x), y).backward()
     assert model.weight.grad is not None
     assert torch.allclose(pm.full_grads()["weight"], model.weight.grad, rtol=0, atol=1e-12)
+
+
+def test_masked_scatter_of_too_few_values_is_an_error_on_ranks_too() -> None:
+    """Each rank's part of the mask has one place for the one value: the whole has two, which torch refuses."""
+
+    class Put(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+            return x.masked_scatter(mask, values)
+
+    x, values = torch.zeros(2, 3, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    one, two = torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.bool)
+    one[0, 1] = two[0, 1] = two[1, 2] = True
+    hints = sx.Hints(args=(x, one, values), specs={"args.0": "r, -", "args.1": "r, -"})
+    with torch.no_grad():
+        pm = sx.parallelize(Put(), sx.Mesh(r=2), hints, virtual=True)
+        assert torch.equal(pm(x, one, values), x.masked_scatter(one, values))
+        with pytest.raises(sx.Error, match=r"[Nn]umber of elements of source"):
+            pm(x, two, values)

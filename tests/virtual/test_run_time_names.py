@@ -267,3 +267,18 @@ def test_hooks_that_code_puts_in_go_with_what_says_that_they_are_there() -> None
         model.register_forward_hook(lambda *given: None)
         model.ready = True
     assert not model._forward_hooks and not hasattr(model, "ready")
+
+
+def test_a_cache_of_a_scripts_own_decorator_is_left_empty() -> None:
+    """What it has to clear it by is an attribute of the function, not of its class."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def angles(n: int) -> torch.Tensor:
+        if n not in kept:
+            kept[n] = torch.arange(n, dtype=torch.float64)
+        return kept[n]
+
+    cached: Any = angles
+    cached.cache_clear, cached.cache_info = kept.clear, kept.__len__
+    model = nn.Linear(8, 4, dtype=torch.float64)
+    assert cached in Surroundings(model, lambda out: (out * cached(4)).sum()).caches()

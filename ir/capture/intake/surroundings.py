@@ -140,7 +140,8 @@ class Surroundings:
 
     def caches(self) -> list[Any]:
         """The functions of a script that remember what they gave."""
-        return [each for each in self.walk() if callable(getattr(type(each), "cache_clear", None))]
+        name = "cache_clear"  # of a class, or a function's own: some objects answer to any name
+        return [e for e in self.walk() if hasattr(type(e), name) or (isinstance(e, FunctionType) and name in vars(e))]
 
     def named(self) -> dict[str, str]:
         """What there is now, by name."""

@@ -8,6 +8,7 @@ read of the old one may be kept for the backward, so that a forward reads a copy
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,9 +53,12 @@ class AssignedBuffers:
                 if written:
                     module._buffers.update(filled)
                     module._parameters.update(own)
+        held_as = defaultdict[int, set[int]](set)
+        for was, given in found.values():
+            held_as[id(was)].add(id(given))
         for name, (was, given) in found.items():
             if given is not was:
-                _check(name.removeprefix("model."), was, given)
+                _check(name.removeprefix("model."), was, given, len(held_as[id(was)]) == 1)
                 self.names.add(name)
         with torch.no_grad():
             # Several may have changed places, and one may be a view of what it is written into.
@@ -62,8 +66,16 @@ class AssignedBuffers:
                 was.copy_(given)
 
 
-def _check(name: str, was: Tensor, now: Tensor | None) -> None:
+def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool) -> None:
     alike = now is not None and (now.shape, now.dtype) == (was.shape, was.dtype) and not now.requires_grad
+    if alike and not everywhere and not isinstance(was, nn.Parameter):
+        raise Error(
+            "the model puts something else in the place of a buffer that has other names too",
+            where=name,
+            expected="the same tensor under all of them",
+            got="another one under this name alone",
+            remedy="write into it under torch.no_grad() (buffer.copy_(...)), or register two buffers",
+        )
     if alike and not isinstance(was, nn.Parameter):
         return
     if isinstance(was, nn.Parameter):

@@ -88,13 +88,13 @@ def masked(node: Node, at: int) -> str:
 
 
 def masked_scatter(node: Node) -> ShardingRule | Template:
-    """``x[d..], mask[d..], source[s..] -> y[d..]``: what is put where follows from all of the mask, unless the source
-    has one element, or none."""
+    """``x[d..], mask[d..], source[s..] -> y[d..]``: what is put where follows from all of the mask, and so does whether
+    the source has enough; unless it has nothing, which each rank finds by itself."""
     source = node.operands[2]
-    if source.type.numel > 1:
+    if source.type.numel:
         return untouched(node)
     given = words(f"s{i}!" for i in range(source.type.ndim))
-    return template(f"~d.., ~d.., {given} -> d..", "0&2" if source.type.numel else "0|2>")
+    return template(f"~d.., ~d.., {given} -> d..", "0|2>")
 
 
 RULES: tuple[RuleEntry, ...] = (

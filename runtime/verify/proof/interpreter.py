@@ -231,7 +231,8 @@ class Rank:
         try:
             made = function(*args, **kwargs)
         except (Wrong, *DOES_NOT_RUN) as error:
-            return Known(why=f"this cannot be done: {str(error).splitlines()[0]}")
+            said = str(error).splitlines() or [type(error).__name__]
+            return Known(why=f"this cannot be done: {said[0]}")
         if isinstance(made, (list, tuple)):
             return Known(many=[Known(codes=m, hints=hints) for m in made])
         return Known(codes=made, hints=hints)
