@@ -10,7 +10,7 @@ Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code gener
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,7 +150,7 @@ def refute(entry: RuleEntry, rule: ShardingRule, of: Instance, trial: Trial, gen
     """Why a trial is wrong, or ""."""
     try:
         made = strategy(rule, trial.cuts, trial.mesh, trial.partial)
-        return Execution(entry, made, of, trial.mesh, generator).difference()
+        return Execution(entry, made, of, trial.mesh, hold(made, of, trial.mesh, generator)).difference()
     except Exception as error:  # whatever a kernel says of its arguments
         return said(error)
 
@@ -160,23 +160,19 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
-Layout = Callable[[torch.Tensor], torch.Tensor]
+Held = Mapping[int, Sequence[torch.Tensor]]
+"""Every rank's operands, as it holds them."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """A strategy of an op instance, executed rank by rank.
-
-    Args:
-        layout: how the ranks' pieces lie in memory: the same numbers, laid out otherwise.
-    """
+    """A strategy of an op instance, executed rank by rank on what they hold."""
 
     entry: RuleEntry
     made: Strategy
     of: Instance
     mesh: Mesh
-    generator: torch.Generator
-    layout: Layout | None = None
+    held: Held
 
     def difference(self) -> str:
         """How what the ranks compute differs from the whole op, or "".
@@ -205,14 +201,12 @@ class Execution:
 
     def ranks(self) -> dict[int, Results]:
         """Every rank's results."""
-        shares = hold(self.made, self.of, self.mesh, self.generator)
         node = self.of.node
         before, node.strategy = node.strategy, self.made
         try:
             found = {}
-            for rank, tensors in shares.items():
-                laid = [self.layout(t) for t in tensors] if self.layout is not None else tensors
-                args, kwargs = bind(node, [lay_out(t, self.entry.contiguous) for t in laid])
+            for rank, tensors in self.held.items():
+                args, kwargs = bind(node, [lay_out(t, self.entry.contiguous) for t in tensors])
                 executor = Executor(node, self.mesh, self.mesh.coords(rank), args, kwargs)
                 found[rank] = as_results(perform(self.entry, executor))
         finally:

@@ -163,6 +163,7 @@ def test_overlapping_places_are_no_proof() -> None:
     assert not verdict and "writes over" in verdict.why
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("change", "what"),
     [

@@ -70,6 +70,7 @@ WRONG = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("of", WRONG)
 def test_a_form_of_torchs_that_is_another_function_is_an_error(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, form, said = WRONG[of]
@@ -136,7 +137,7 @@ def test_random_numbers_are_the_same_in_both(monkeypatch: pytest.MonkeyPatch) ->
         captured(model)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_recurrent_layers_drop_between_them(kind: type[nn.RNNBase], device: str) -> None:
@@ -212,6 +213,7 @@ class Covaries(nn.Module):
         return torch.cov(self.layer(x).T, aweights=weights).abs().sin()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_what_cancels_to_nothing_once_is_no_difference(dtype: torch.dtype) -> None:
     for seed in range(3):

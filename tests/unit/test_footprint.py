@@ -110,6 +110,7 @@ def test_what_is_sent_is_what_a_run_counts(case: str) -> None:
 # ---- prices
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["mlp3", "dropout", "sequence", "resnet", "stored"])
 def test_the_prices_of_the_nodes_are_the_cost_of_the_program(case: str) -> None:
     pm = planned(case)

@@ -178,7 +178,7 @@ FUNCTIONAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("of", FUNCTIONAL)
 def test_what_is_functional_is_written_here(of: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(4, 6, requires_grad=True)
@@ -187,6 +187,7 @@ def test_what_is_functional_is_written_here(of: str, written: list[str], monkeyp
     assert "backward:" in found and found == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("between", "why"),
     [

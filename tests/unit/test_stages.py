@@ -94,6 +94,7 @@ def test_the_dearest_stage_costs_least(costs: list[float], count: int, firsts: l
     assert best_cut(costs, count) == firsts
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("given", "first"),
     [
@@ -132,7 +133,7 @@ def test_what_a_stage_needs_of_itself_alone_is_not_sent() -> None:
     assert all(given.at for given in graph.inputs)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_a_weight_is_updated_in_its_own_stage(made: Callable[[Any], torch.optim.Optimizer], zero: int) -> None:
@@ -198,6 +199,7 @@ DEADLOCK = "F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1"
 PATTERNS = ("emb", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "head")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "what", "got"),
     [

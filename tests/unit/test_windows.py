@@ -18,7 +18,7 @@ from shardfx.ir.graph import Node, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.comm import halo
 from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.soundness import Execution
+from shardfx.ir.oracle.soundness import Execution, hold
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.strategy import strategy
 from shardfx.ir.shards import rows_for
@@ -94,7 +94,7 @@ def difference(kind: str, seed: int) -> str | None:
     ranks = Draw(seed).randint(2, 5)  # of which some have nothing of a small image
     mesh = Mesh(a=ranks)
     made = strategy(rule, {leaders[0]: Cut(("a",))}, mesh)
-    return Execution(entry, made, of, mesh, torch.Generator().manual_seed(seed)).difference()
+    return Execution(entry, made, of, mesh, hold(made, of, mesh, torch.Generator().manual_seed(seed))).difference()
 
 
 def check(kind: str, seeds: Iterator[int], least: int) -> None:

@@ -135,6 +135,7 @@ STAGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param(how, marks=() if how == "1f1b" else pytest.mark.slow) for how in STAGED])
 def test_chunks_of_the_head_stay_behind_the_attentions(how: str) -> None:
     """In the last stage of a pipeline too: forward and backward of the chunks stand in its backward."""

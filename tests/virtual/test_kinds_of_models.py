@@ -48,6 +48,7 @@ def unchanged(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [unchanged, exported, module_of])
 def test_it_trains_as_one_device_does(kind: object) -> None:
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ def planned(given: Case, **hints: Any) -> sx.ParallelModule:
     return sx.parallelize(copy.deepcopy(given.model), sx.Mesh(dp=2), told, virtual=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "hints",
     [

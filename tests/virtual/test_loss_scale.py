@@ -57,6 +57,7 @@ def overflowing(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hints", [{"zero": 1, "zero_min": 0}, {"offload": ("optimizer",)}], ids=["zero", "offload"])
 def test_it_goes_as_that_of_a_grad_scaler(hints: dict[str, Any]) -> None:
     scale = sx.LossScale(2.0**12, interval=3)

@@ -70,7 +70,7 @@ def given(loss: Callable[..., Any]) -> sx.Hints:
     return sx.Hints(args=(X,), loss=loss, targets=(Y,), specs=CUT)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("which", LOSSES)
 def test_tensors_of_the_loss(which: str) -> None:
     loss, model = LOSSES[which], mlp()

@@ -103,6 +103,7 @@ def test_casts_do_not_wait_beside_their_masters() -> None:
     assert [node.phase.value for node in casts if node.outs[0].type.dtype == BF16] == ["forward", "forward", "backward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [None, BF16])
 def test_error_of_64_ranks(reduce: Any) -> None:
     """Sums of 64 terms in bfloat16 err in the third digit, in float32 as little as one device does."""

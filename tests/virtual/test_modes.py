@@ -66,6 +66,7 @@ def test_replicas_agree(name: str) -> None:
     assert not torch.equal(first, pm(*case.args, *case.targets))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["dropout_mlp", "resnet"])
 def test_evaluation_equals_one_device(name: str) -> None:
     case = make(name)

@@ -87,7 +87,7 @@ def beside_one_device(model: nn.Module, args: tuple[Tensor, ...], mesh: sx.Mesh,
     return [op_name(node.op) for node in pm.after.nodes]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resized_picture_is_one_op_each_way(kind: str) -> None:
     how = {"mode": kind, **KINDS[kind]}
@@ -161,6 +161,7 @@ def test_a_value_may_be_two_operands_that_are_cut_in_two_ways(name: str) -> None
     assert pm.verify(), pm.verify().why
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", ["-, x, -", "-, -, x"])
 def test_a_transposed_convolution_padded_by_more_than_its_stride(spec: str) -> None:
     """Its gradient is a convolution that reads places at the end to which no place of the input belongs."""
@@ -193,6 +194,7 @@ class Spectral(nn.Module):
         return y * powers[:, None]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("specs", [{"args.0": "r, -, -"}, {"mix": "r, -"}, {"turn": "-, r"}], ids=str)
 def test_a_complex_number_may_be_all_that_an_op_is_given(specs: dict[str, str]) -> None:
     """The backward of a product by 1j conjugates the number."""
@@ -228,6 +230,7 @@ def test_what_is_made_of_nothing_needs_no_rule(name: str) -> None:
     beside_one_device(Made(), (x,), sx.Mesh(r=2), {"layer.weight": "r, -"})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("specs", ["-, -, r, -", "-, -, -, r"])
 def test_windows_of_what_is_infinite(specs: str) -> None:
     """An infinite element is in its own windows alone: nothing else is multiplied by it, not by a zero either."""
@@ -278,6 +281,7 @@ def test_a_resized_picture_of_what_is_infinite(name: str) -> None:
     torch.testing.assert_close(mine.grad, x.grad, equal_nan=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("specs", [{"args.0": "r, -"}, {"weight": "r"}], ids=str)
 def test_how_far_complex_numbers_scatter(specs: dict[str, str]) -> None:
     """The squares in a variance are those of sizes."""

@@ -210,6 +210,7 @@ def test_a_message_that_one_rank_alone_names_otherwise(monkeypatch: pytest.Monke
     assert verdict.checked["programs read"] == 20
 
 
+@pytest.mark.slow
 def test_a_send_whose_code_does_not_meet_its_receive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where lowering is wrong of an op that stands alone."""
     call = Lowering.call

@@ -113,6 +113,7 @@ def test_what_computes_meanwhile_hides_communication() -> None:
 # ---- plans with stages
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "ranks", "turns", "chunks"), [("1f1b", 2, 4, 1), ("gpipe", 3, 5, 1), ("interleaved", 2, 4, 2)]
 )

@@ -296,6 +296,7 @@ SCHEDULED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], Callable[[Any]
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "zero"), [("betas", 1), ("momentum", 3), ("decay", 0), pytest.param("decay", 3, marks=pytest.mark.slow)]
 )

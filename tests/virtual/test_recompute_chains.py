@@ -101,6 +101,7 @@ def test_a_chain_is_made_to_fit(make: Callable[[], nn.Module]) -> None:
     check_equal(pm, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("make", "pattern"), [(listed, "features.*"), (Functional, "*")])
 def test_modules_are_made_again_together_by_hand(make: Callable[[], nn.Module], pattern: str) -> None:

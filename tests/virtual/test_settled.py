@@ -50,6 +50,7 @@ ASKED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ASKED)
 def test_what_a_model_makes_of_nothing_decides_without_a_guard(name: str) -> None:
     """Also in another form of call, and where weights and inputs have no content."""
@@ -133,6 +134,7 @@ OUTSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_random_numbers_that_are_not_torchs_are_no_constants(name: str, guard: bool) -> None:

@@ -129,7 +129,7 @@ SLOW = {name for name in WHAT if name not in ("circular", "reflect", "difference
 
 @pytest.mark.parametrize("mesh", [pytest.param("2x2", marks=pytest.mark.slow), "3x1"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WHAT])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     torch.manual_seed(0)
     pm = trained(Between(WHAT[name]), image(1, 3, 17, 13), MESHES[mesh])

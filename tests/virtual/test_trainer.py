@@ -118,6 +118,7 @@ def test_what_a_trainer_does(tmp_path: Path) -> None:
 BACK = pytest.param((ParallelTrainer, Trainer), marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kinds", [(Trainer, ParallelTrainer), BACK])
 def test_checkpoints_go_both_ways(kinds: tuple[Any, Any], tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_training_in_turns_equals_the_whole_batch_on_one_device(name: str, how: 
     assert train_beside(name, mesh, prepare=PREPARED.get(name, as_it_is), **hints).worst < make(name).tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [*(pytest.param(how, marks=slow) for how in ("dp2, 4 turns", "zero 3")), "5 turns of 8 rows"]
 )

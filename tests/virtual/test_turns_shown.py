@@ -75,6 +75,7 @@ def test_a_turn_holds_as_much_whatever_their_number(zero: int) -> None:
         assert "a turn of mb  " in str(report)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("zero", "reduce"), [(0, "last"), (0, "each"), (2, "each"), (3, "each")])
 def test_what_is_sent_is_what_ranks_send(zero: int, reduce: str) -> None:
     case = make("gpt_fused")

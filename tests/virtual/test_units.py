@@ -34,7 +34,7 @@ PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), PLANS)
 def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     case = make(name)
@@ -58,6 +58,7 @@ def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Me
     assert pm.verify()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("mesh", "hints"), [(sx.Mesh(tp=2), {}), (sx.Mesh(dp=2), {"zero": 2, "zero_min": 0})])
 def test_ranks_that_meet_do_turns_in_one_order(mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     pm = in_order("mlp3", mesh, ONE_AHEAD, **hints)
@@ -77,7 +78,7 @@ HELD: list[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), HELD)
 def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     pm = in_order(name, mesh, ORDERS[how], **hints)

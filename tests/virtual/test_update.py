@@ -168,6 +168,7 @@ class ByRows(torch.optim.Optimizer):
             p.add_(p.grad, alpha=-self.param_groups[0]["lr"] / len(p))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("factory", "traces"), [(KINDS["AdamW"], 2), (KINDS["two"], 6), (ByRows, 8)])
 def test_a_step_that_asks_for_no_shape_is_traced_once(
     factory: Any, traces: int, monkeypatch: pytest.MonkeyPatch

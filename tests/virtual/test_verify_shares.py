@@ -28,6 +28,7 @@ def planned(mesh: str, specs: dict[str, str], **hints: object) -> sx.ParallelMod
     return sx.parallelize(model, sx.Mesh(**AXES[mesh]), given)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mesh", "specs"),
     [

@@ -8,8 +8,8 @@ import torch
 
 from shardfx.ir.oracle.instance import Instance, instance
 from shardfx.ir.oracle.running.draws import draws
-from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
-from shardfx.ir.oracle.soundness import Execution, Refutation, said, trials
+from shardfx.ir.oracle.running.memory_layouts import laid_otherwise
+from shardfx.ir.oracle.soundness import Execution, Refutation, hold, said, trials
 from shardfx.ir.rules.binding import Tensor
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.strategy import strategy
@@ -49,15 +49,16 @@ def _wrong(entry: RuleEntry, made: Any, values: list[Instance], trial: Any) -> s
     if without_numbers:
         return without_numbers
     for number, each in enumerate(values):
-        for name, layout in LAYOUTS.items() if not number else AS_CUT:
-            lies = f" (pieces {name})" if layout is not None else ""
-            draw = torch.Generator().manual_seed(number)
-            try:
-                why = Execution(entry, made, each, trial.mesh, draw, layout).difference()
-            except Exception as error:  # whatever a kernel says of its arguments
-                return f"it fails on pieces{lies}: {said(error)}"
-            if why:
-                return f"{why}{lies}"
+        lies = ""
+        try:
+            held = hold(made, each, trial.mesh, torch.Generator().manual_seed(number))
+            for name, laid in [("", held), *(laid_otherwise(held) if not number else ())]:
+                lies = f" (pieces {name})" if name else ""
+                why = Execution(entry, made, each, trial.mesh, laid).difference()
+                if why:
+                    return f"{why}{lies}"
+        except Exception as error:  # whatever a kernel says of its arguments
+            return f"it fails on pieces{lies}: {said(error)}"
     return ""
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.oracle.instance import Instance, as_results, bind, describe
 from shardfx.ir.oracle.running.draws import as_given, beyond, draws, extremes, without_zeros
-from shardfx.ir.oracle.running.memory_layouts import AS_CUT, LAYOUTS
-from shardfx.ir.oracle.soundness import Execution, Executor, said
+from shardfx.ir.oracle.running.memory_layouts import laid_otherwise
+from shardfx.ir.oracle.soundness import Execution, Executor, hold, said
 from shardfx.ir.rules.book import RuleEntry, perform
 
 from .small_share import small_share, used_axes
@@ -36,6 +37,12 @@ class Answer:
 
     wrong: str = ""
     left_out: str = ""
+
+
+@cache
+def without_numbers() -> FakeTensorMode:
+    """In which tensors have shapes, dtypes and devices alone: one for all, since making one costs more than a call."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
@@ -65,19 +72,22 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
             return Answer(left_out="it could not be made small")
         values = as_given(small.of), *draws(small.of), *far_out(entry, small.of, small.made)
         for number, each in enumerate(values):
-            each = without_zeros(each, nonzero)
-            for name, layout in LAYOUTS.items() if not number else AS_CUT:
-                draw = torch.Generator().manual_seed(0)
-                try:
-                    why = Execution(entry, small.made, each, small.mesh, draw, layout).difference()
-                except Exception as error:  # whatever a kernel says of its arguments
-                    if layout is not None:
-                        continue  # it does not take such a layout: an error, and no wrong number
-                    said_so = f"on {describe(small.of.node)}: {said(error)}"
-                    return Answer(wrong=said_so) if small.as_it_stands else Answer(left_out=said_so)
+            why, lies = "", ""
+            try:
+                each = without_zeros(each, nonzero)
+                held = hold(small.made, each, small.mesh, torch.Generator().manual_seed(0))
+                why = Execution(entry, small.made, each, small.mesh, held).difference()
+            except Exception as error:  # whatever a kernel says of its arguments
+                said_so = f"on {describe(small.of.node)}: {said(error)}"
+                return Answer(wrong=said_so) if small.as_it_stands else Answer(left_out=said_so)
+            for name, laid in laid_otherwise(held) if not number and not why else ():
+                with suppress(Exception):  # a kernel that does not take such a layout: an error, and no wrong number
+                    why = Execution(entry, small.made, each, small.mesh, laid).difference()
+                lies = f", in a layout that is {name}"
                 if why:
-                    lies = f", in a layout that is {name}" if layout is not None else ""
-                    return Answer(wrong=f"on {describe(small.of.node)}{lies}: {why}")
+                    break
+            if why:
+                return Answer(wrong=f"on {describe(small.of.node)}{lies}: {why}")
     return Answer()
 
 
@@ -126,7 +136,7 @@ class RankCall:
     def results(self, device: str) -> list[Any]:
         """Its results without numbers, as if on a device."""
         pairs = zip(self.shapes, self.node.operands, strict=True)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with without_numbers():
             tensors = [torch.empty(shape, dtype=value.type.dtype, device=device) for shape, value in pairs]
             args, kwargs = bind(self.node, tensors)
             return as_results(perform(self.entry, Executor(self.node, self.mesh, self.coords, args, kwargs)))

@@ -148,20 +148,20 @@ def without_zeros(of: Instance, numbers: Collection[int]) -> Instance:
 def span_of(of: Instance) -> Range:
     """The range of the integers that the op takes: the widest that it does not refuse.
 
-    A kernel that does not check is asked by way of its decomposition; without one its integers are 0 and 1, which
-    point into every piece.
+    A kernel that does not check is asked by way of its decomposition, which may count from the end where the kernel
+    does not: of such none is negative. Without one its integers are 0 and 1, which point into every piece.
     """
     if not any(_is_integer(t) for t in of.tensors):
         return 0, 2
-    checked = of.node.op
+    checked, from_end = of.node.op, True
     if getattr(checked, "overloadpacket", None) in UNCHECKED or "backward" in str(checked):
         if checked not in decomposition_table:
             return 0, 2
-        checked = decomposition_table[checked]
+        checked, from_end = decomposition_table[checked], False
     sizes = {s for t in of.tensors for s in t.shape if s}  # of no elements there is nothing to draw
     limits = sorted(sizes | set(_numbers(of.node.args)), reverse=True)
     from_zero = [(0, end) for m in limits if m > 1 for end in (m + 1, m)]
-    for low, high in [(-m, m) for m in limits] + from_zero + [(1, m) for m in limits if m > 1]:
+    for low, high in [(-m, m) for m in limits if from_end] + from_zero + [(1, m) for m in limits if m > 1]:
         ends = torch.tensor([low, high - 1])
         if _takes(of, checked, [_ends(t, ends) if _is_integer(t) else t for t in of.tensors]):
             return low, high

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from shardfx.ir.oracle.soundness import Layout
+from shardfx.ir.oracle.soundness import Held
+
+Layout = Callable[[Tensor], Tensor]
 
 
 def permuted(t: Tensor) -> Tensor:
@@ -35,11 +37,20 @@ def expanded(t: Tensor) -> Tensor:
     return t
 
 
-AS_CUT: tuple[tuple[str, Layout | None]] = (("as cut", None),)
-LAYOUTS: Mapping[str, Layout | None] = {
-    **dict(AS_CUT),
-    "permuted": permuted,
-    "sliced": sliced,
-    "expanded": expanded,
-}
-"""The layouts by name; None leaves pieces as they are cut from the whole."""
+LAYOUTS: Mapping[str, Layout] = {"permuted": permuted, "sliced": sliced, "expanded": expanded}
+"""The layouts by name."""
+
+
+def laid_otherwise(held: Held) -> Iterator[tuple[str, Held]]:
+    """What ranks hold in each layout in which it does not lie already."""
+    tried = [_strides(held)]
+    for name, layout in LAYOUTS.items():
+        laid = {rank: [layout(t) for t in tensors] for rank, tensors in held.items()}
+        if _strides(laid) not in tried:
+            tried.append(_strides(laid))
+            yield name, laid
+
+
+def _strides(held: Held) -> list[tuple[int, ...]]:
+    laid = (zip(t.stride(), t.shape, strict=True) for tensors in held.values() for t in tensors)
+    return [tuple(step for step, size in dims if size > 1) for dims in laid]
