@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
 
 from .store import Store
@@ -25,6 +26,13 @@ Words = Callable[[], Mapping[str, str]]
 """What a rank is about to do, in words by subject; asked for where ranks differ."""
 Subjects = Mapping[str, Sequence[str]]
 """What a rank has planned, as lines by subject."""
+
+
+AROUND = "what the code reads beside its inputs"
+
+
+class OtherSurroundings(Error):
+    """Ranks come to the same call, but that their code finds other things beside its inputs than at calls before."""
 
 
 class Passed(IntEnum):
@@ -90,6 +98,7 @@ class Peers(Protocol):
             anew: what was done to parameters counts no more, for all are loaded.
 
         Raises:
+            OtherSurroundings: on all ranks, if they differ in :data:`AROUND` alone.
             Error: they are not; a rank did something else to its parameters since the last call; or a rank failed
                 before it came here.
         """

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import linecache
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from .intake.given import marks_of
 from .intake.own_loss import OwnLoss
 from .named.assigned_buffers import AssignedBuffers
 from .named.drawn_outside import draws_nothing_outside
+from .named.whether_compiled import answering
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class ModelAndLoss(nn.Module):
         noting = self.results.checkpointed.noting(self.model)
         assigned = self.assigned.noting(self, written=self.exported)
         try:
-            with decisions, self._compute.parameters_of(self.model), noting, self._asked(), assigned:
+            with decisions, self._compute.parameters_of(self.model), noting, answering(self._answer), assigned:
                 outs = draws_nothing_outside(lambda: self._run(tensors, decisions))
         except Error as error:
             if error.where is not None:
@@ -148,24 +146,10 @@ class ModelAndLoss(nn.Module):
         self.results.guards = tuple(decisions.guards)
         return (*outs, *decisions.values)
 
-    @contextmanager
-    def _asked(self) -> Iterator[None]:
-        """Within, code that asks whether it is compiled is noted, and answered; torch's own is told the truth."""
-        inside: Any = torch.compiler
-        compiling, exporting = inside.is_compiling, inside.is_exporting
-
-        def answer(of: Callable[[], bool]) -> bool:
-            said = of()
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
-                return said
-            self.results.asked_whether_compiled |= said
-            return said and not self.unasked
-
-        inside.is_compiling, inside.is_exporting = partial(answer, compiling), partial(answer, exporting)
-        try:
-            yield
-        finally:
-            inside.is_compiling, inside.is_exporting = compiling, exporting
+    def _answer(self, compiled: bool) -> bool:
+        """What code is told that asks whether it is compiled; that it did is noted."""
+        self.results.asked_whether_compiled |= compiled
+        return compiled and not self.unasked
 
     def _run(self, tensors: tuple[torch.Tensor, ...], decisions: Decisions) -> tuple[torch.Tensor, ...]:
         for name, tensor in stored(self.model).items() if self._marks else ():

@@ -19,7 +19,7 @@ import torch
 from shardfx.ir.cut import Cut, Part, compound, smallest
 from shardfx.ir.graph import Strategy
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.oracle.running.draws import draws
+from shardfx.ir.oracle.running.draws import draws, of_dtype, positive
 from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
@@ -82,9 +82,10 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
                 yield Trial(mesh, {f: Cut(("a",))})
     floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
     groups = [g for g, _ in rule.linear if g and max(g) < len(tensors)]
-    groups = [g for g in groups if all(tensors[i].is_floating_point() for i in g)]
+    groups = [g for g in groups if all(tensors[i].is_floating_point() or tensors[i].is_complex() for i in g)]
     for group in groups:
-        for kind in ("sum", "max", "min") if floats else ("sum",):
+        ordered = ("max", "min") if not any(tensors[i].is_complex() for i in group) else ()
+        for kind in ("sum", "product", *ordered) if floats else ("sum",):
             if rule.passes(kind, group) is None:
                 continue
             yield Trial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
@@ -238,7 +239,7 @@ def _split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generat
     if kind in ("max", "min"):
         return split_max(tensor, count, kind, generator)
     if kind == "product":
-        others = [torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5 for _ in range(count - 1)]
+        others = [of_dtype(positive, tuple(tensor.shape), tensor.dtype, generator) + 0.5 for _ in range(count - 1)]
         first = tensor
         for other in others:
             first = first / other

@@ -147,7 +147,8 @@ class ProcessStore:
         if all(name in names for name in self.held()):
             self.acts.begin_anew("a state dict was loaded")
         else:
-            self.acts.note(f"{len(names)} parameters and buffers were loaded")
+            some = "some" if self.is_staged else str(len(names))  # of stages a rank may hold more than another
+            self.acts.note(f"{some} parameters and buffers were loaded")
 
     def handed_out(self, scale: Tensor) -> None:
         """Gradients of all that was computed, times ``scale``, go to parameters."""

@@ -17,7 +17,7 @@ from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
-from shardfx.runtime.peers import Content, Passed
+from shardfx.runtime.peers import AROUND, Content, Passed
 from shardfx.runtime.step import Results, Step
 
 from .forms.surroundings_of_call import check_call
@@ -118,7 +118,7 @@ class Form:
         found |= {"gradients of results": "given"} if self.pulls else {}
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
-        found |= {"what the code reads beside its inputs": f"state {self.state}"} if self.state else {}
+        found |= {AROUND: f"state {self.state}"} if self.state else {}
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: Form) -> str:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,14 @@ from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.unfolding.unfold import whole
 from shardfx.passes import stages_as_planned
 from shardfx.runtime.engine import Watch, seed_tensor
-from shardfx.runtime.peers import Content, Passed, Peers
+from shardfx.runtime.peers import Content, OtherSurroundings, Passed, Peers
 from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
 from .forms.hints_of_form import UNSTEPPED, hints_of_form
 from .forms.planned_anew import PlannedAnew, said_of
+from .forms.states_as_one import StatesAsOne
 from .hand_out import check_step, leaves, trained, wanting
 from .hand_out import gradients as gradients_of
 from .held.one_store import reject_stored_otherwise, stored
@@ -65,7 +67,7 @@ class Variants:
         self.skeleton, self.hints, self.build = skeleton, hints, build
         self.fill: Fill = lambda model: model
         self._surroundings = Surroundings(skeleton, hints.loss)
-        self._anew = PlannedAnew()
+        self._anew, self._states = PlannedAnew(), StatesAsOne()
         self.known: list[tuple[Form, Programs]] = []
         """The first one, then the others, the one used last at the end."""
 
@@ -111,6 +113,23 @@ class Variants:
         Raises:
             Error: they do not; there is no loss where one is asked for; no plan for such a call; a rank fails.
         """
+        around, draw = Around(peers, make, watch, False), cache(lambda: int(seed_tensor()))
+        while True:
+            try:
+                return self._run(call, training, around, draw, with_results, options)
+            except OtherSurroundings:  # nothing was run
+                self._states.join(self._surroundings.state()[0])
+
+    def _run(
+        self,
+        call: Call,
+        training: frozenset[str],
+        around: Around,
+        draw: Callable[[], int],
+        with_results: bool,
+        options: Mapping[str, torch.Tensor] | None,
+    ) -> Any:
+        peers, make, watch, _ = around
         first = self.known[0][1]
         trains = call.has_targets and first.trains
         steps, learns = options is not None, trains and torch.is_grad_enabled()
@@ -125,6 +144,7 @@ class Variants:
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
         state, changed = self._surroundings.state()
         form = Form(training, inputs_of(call, first.step), gradients, autocast_around(), False, state, changed)
+        form = self._states.said(form)
 
         def words() -> dict[str, str]:
             watched = {"watched by": type(watch).__name__} if watch is not None else {}
@@ -133,8 +153,8 @@ class Variants:
         key = (kinds, form.key, watch is not None)
         way, known = passed(first.step, call), self._known_for(form)
         onwards = kinds is INFER and bool(wanted)
-        draw = int(seed_tensor()) if known is not None and known.step.draws(kinds) and not onwards else None
-        late = known is not None and known.step.meets_late(kinds) and not steps and watch is None and draw is None
+        mine = draw() if known is not None and known.step.draws(kinds) and not onwards else None
+        late = known is not None and known.step.meets_late(kinds) and not steps and watch is None and mine is None
         told = way is not Passed.EITHER or not cuts_inputs(first.step)
         rates = [Content(name, rate, (), (), -1) for name, rate in (options or {}).items()]
         whole = self._compares and (way is Passed.WHOLE or not cuts_inputs(first.step))
@@ -142,11 +162,11 @@ class Variants:
         def alike() -> list[Content]:
             return [*(contents(known.step, call, False) if known is not None and whole else []), *rates]
 
-        local, drawn = peers.agree(key, words, way, draw, late and told, alike)
+        local, drawn = peers.agree(key, words, way, mine, late and told, alike)
         programs = self.serving(form, call, peers, make)
         call = self._alike(programs.step, call, key, peers, local, rates)
         if onwards:
-            return self._onwards(programs, call, form, Around(peers, make, watch, local), wanted)
+            return self._onwards(programs, call, form, around._replace(local=local), wanted)
         step = programs.step
         kept = None if drawn is None else Kept(step.on_device(drawn), {})
         first.say_unused(programs, kinds)
@@ -224,7 +244,7 @@ class Variants:
         started = time.perf_counter()
         with said_of(first, form):
             made = make(peers.planned(lambda: self._plan(ours, form, call), Compiled.subjects))
-        self._surroundings.settle(form.state)
+        self._surroundings.settle(self._states.own(form))
         seconds = time.perf_counter() - started
         log.warning("planned in %.1f s for another form of call: %s", seconds, first.difference(form))
         self._anew.see(form, [known for known, _ in self.known])

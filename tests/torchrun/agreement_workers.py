@@ -243,3 +243,70 @@ def rates_that_one_rank_changes_are_noticed() -> None:
         assert "the ranks step at different rates" in error(lambda: pm.step(x, y))
     pm.optimizer.param_groups[0]["lr"] = 0.05
     pm.step(x, y)
+
+
+NOTES = {"saved": 0}
+
+
+class Noted(nn.Module):
+    """Reads a note, which leads to another program at 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.dropout = nn.Linear(6, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.dropout(x))
+        return out * 2 if NOTES["saved"] == 3 else out
+
+
+@worker
+def what_one_ranks_code_reads_may_be_its_own() -> None:
+    """As what ``save_pretrained`` writes on rank 0, if it leads to the same plan; at first calls, and at later ones, for
+    which ranks do not wait; in training, evaluation, with random numbers, and backwards of results."""
+    x, y = torch.linspace(-1, 1, 48).view(8, 6), torch.linspace(-1, 1, 32).view(8, 4)
+    rank = dist.get_rank()
+    NOTES["saved"] = 0
+    with planning_anew():
+        model = Noted()
+        pm = plan(model)
+    model.load_state_dict(pm.full_state_dict())
+    pm.dropout.eval()
+    model.dropout.eval()
+
+    def as_alone() -> None:
+        model.zero_grad(), pm.zero_grad()
+        ours, theirs = pm(x, y), F.mse_loss(model(x), y)
+        ours.backward(), theirs.backward()
+        assert rel_err(ours, theirs) < 1e-6
+        for name, grad in pm.full_grads().items():
+            assert rel_err(grad, model.get_parameter(name).grad) < 1e-6
+
+    def results() -> None:
+        model.zero_grad(), pm.zero_grad()
+        ours, theirs = pm(x), model(x)
+        ours.square().sum().backward(), theirs.square().sum().backward()
+        assert rel_err(pm.full_grads()["fc.weight"], model.fc.weight.grad) < 1e-6
+        with torch.no_grad():
+            assert rel_err(pm(x), model(x)) < 1e-6
+
+    for number, which in enumerate((0, 1, 0)):
+        for call in range(5):
+            as_alone()
+            if call in (1, 3) and rank == which:
+                NOTES["saved"] = 10 * number + call + 4
+        results()
+    pm.dropout.train()
+    pm(x, y)
+    NOTES["saved"] += 100 * rank
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, pm(x, y).item())
+    assert len({*losses}) == 1
+    was, NOTES["saved"] = NOTES["saved"], 3 if rank else NOTES["saved"]
+    with planning_anew():
+        for _ in range(2):
+            text = error(lambda: pm(x, y))
+            assert text.startswith("the ranks have made different plans"), text
+    NOTES["saved"] = was
+    pm.dropout.eval()
+    as_alone()

@@ -37,4 +37,5 @@ def test_what_ranks_must_agree_on() -> None:
         "a_step_that_one_stage_leaves_out_is_noticed",
         "a_batch_that_one_rank_leaves_out_is_noticed",
         "rates_that_one_rank_changes_are_noticed",
+        "what_one_ranks_code_reads_may_be_its_own",
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch._subclasses.fake_tensor import FakeTensor
 
 import shardfx as sx
@@ -44,13 +45,20 @@ def test_a_model_that_is_another_when_traced_is_refused(watched: str, guard: boo
     assert model.calls == 0, "the model was run, but is as it was"
 
 
-@pytest.mark.parametrize("asked", [torch.compiler.is_compiling, torch.compiler.is_exporting])
+ASKED = {
+    "torch.compiler.is_compiling": lambda: torch.compiler.is_compiling(),
+    "torch.compiler.is_exporting": lambda: torch.compiler.is_exporting(),
+    "as imported": is_compiling,
+    "as imported from dynamo": torch._dynamo.is_compiling,  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("fails", [False, True])
-def test_code_that_asks_whether_it_is_compiled_does_what_it_does_when_it_is_not(
-    asked: Callable[[], bool], fails: bool
-) -> None:
+def test_code_that_asks_whether_it_is_compiled_does_what_it_does_when_it_is_not(asked: str, fails: bool) -> None:
     def watched(x: Tensor) -> bool:
-        compiled = bool(getattr(torch.compiler, asked.__name__)())
+        assert torch.compiler.is_compiling is is_compiling, "torch.compile knows it by identity"
+        compiled = bool(ASKED[asked]())
         return compiled and (None if fails else x).shape[0] > 0  # type: ignore[union-attr]
 
     model, x = Doubles(watched).double(), torch.rand(4, 4, dtype=torch.float64)

@@ -21,7 +21,7 @@ from shardfx.ir.cut import Cut, Part, Window
 from shardfx.ir.graph import Node, Strategy, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.oracle.instance import Instance, instance
-from shardfx.ir.oracle.running.draws import FLOATS, Draw
+from shardfx.ir.oracle.running.draws import FLOATS, Draw, of_dtype
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_cuts, partial_operands, strategy
@@ -184,7 +184,7 @@ def _made(node: Node, sizes: Mapping[int, int]) -> Instance | None:
             shape = tuple(sizes.get(s, s) for s in value.shape)
             kind = value.type.dtype
             if kind.is_floating_point or kind.is_complex:
-                return floats(shape, draw).to(dtype if dtype is not None and kind.is_floating_point else kind)
+                return of_dtype(floats, shape, dtype if dtype is not None and kind.is_floating_point else kind, draw)
             return torch.randint(0, 2, shape, generator=draw).to(kind)
 
         args = substitute(tuple(number(arg) for arg in node.args), tensor)

@@ -40,6 +40,13 @@ def positive(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
     return torch.rand(shape, generator=draw, dtype=torch.float64) * 0.9 + 0.05
 
 
+def of_dtype(floats: Draw, shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+    """Numbers of a dtype; of complex ones both parts are drawn."""
+    if not dtype.is_complex:
+        return floats(shape, draw).to(dtype)
+    return torch.complex(floats(shape, draw), floats(shape, draw)).to(dtype)
+
+
 FLOATS: tuple[Draw, ...] = (both_signs, ties_and_zeros, mostly_zeros, positive)
 Range = tuple[int, int]
 """The least integer, and the one behind the largest."""
@@ -79,9 +86,10 @@ def beyond(of: Instance) -> Iterator[Instance]:
     """An instance on numbers beyond all that stand among its arguments: what is linear is so there, too."""
     bound = max([1.0, *(abs(each) for each in _finite((of.node.args, dict(of.node.kwargs))))])
     generator = torch.Generator().manual_seed(0)
-    drawn = [both_signs(tuple(t.shape), generator).mul(8 * bound).to(t.dtype) for t in of.tensors]
-    pairs = zip(of.tensors, drawn, strict=True)
-    made = as_given(of.on([far if t.is_floating_point() or t.is_complex() else t for t, far in pairs]))
+    drawn = [
+        of_dtype(both_signs, tuple(t.shape), t.dtype, generator) * 8 * bound if _is_number(t) else t for t in of.tensors
+    ]
+    made = as_given(of.on(drawn))
     if bound > 1 and _gives_numbers(made) and all(r is None or bool(r.isfinite().all()) for r in made.results):
         yield made
 
@@ -175,8 +183,8 @@ def _ends(like: Tensor, ends: Tensor) -> Tensor:
 def _draw(like: Tensor, floats: Draw, span: Range, ordered: bool, generator: torch.Generator) -> Tensor:
     """Other values; integers are shuffled, or in order, as offsets are."""
     shape = tuple(like.shape)
-    if like.is_floating_point() or like.is_complex():
-        return floats(shape, generator).to(like.dtype)
+    if _is_number(like):
+        return of_dtype(floats, shape, like.dtype, generator)
     if like.dtype is torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     made = torch.randint(*span, shape, generator=generator).flatten()
@@ -203,8 +211,12 @@ def _gives_numbers(of: Instance) -> bool:
     return not any(r is not None and r.is_floating_point() and bool(r.isnan().any()) for r in results)
 
 
+def _is_number(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
 def _is_integer(t: Tensor) -> bool:
-    return not t.is_floating_point() and not t.is_complex() and t.dtype is not torch.bool
+    return not _is_number(t) and t.dtype is not torch.bool
 
 
 def _numbers(arg: Any) -> Iterator[int]:

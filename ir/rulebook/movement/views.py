@@ -95,6 +95,7 @@ RULES: tuple[RuleEntry, ...] = (
     moves(torch.ops.prims.broadcast_in_dim, "d.. -> d@broadcast_dimensions r..", shape_arg=1),
     moves((aten.permute, aten.permute_copy), "d@dims -> d..", free=True),
     moves((aten.transpose.int, aten.transpose_copy.int, aten.t, aten.t_copy), transposed, free=True),
-    moves(aten.view_as_real, "n.. -> n.. e!"),
+    # A complex number and its two parts: what is a sum in the one form is so in the other, a product is not.
+    rule(aten.view_as_real, "n.. -> n.. e!", linear="0"),
     rule(aten.view_as_complex, "n.. e! -> n..", linear="0", contiguous=Contiguous.LAST_DIM),
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from shardfx.ir.errors import Error
-from shardfx.runtime.peers import Content, Subjects
+from shardfx.runtime.peers import AROUND, Content, OtherSurroundings, Subjects
 
 from .subjects import compared
 
@@ -50,7 +50,8 @@ def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> Error:
             remedy="let all ranks do the same between calls; pm.load_full_state_dict(...), or a checkpoint that all "
             "load, makes them the same again, and until then this is raised",
         )
-    return Error(
+    kind = OtherSurroundings if differ == [AROUND] else Error
+    return kind(
         "the ranks do not make the same call",
         where=f"rank {dist.get_rank()}; pm(...)",
         expected="the same call on all ranks: training or evaluation, mode, shapes, numbers",
