@@ -193,16 +193,24 @@ class _Run:
         return shell
 
     def backward(self, of: Tensor, tangent: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """The gradients of tensors; what autograd calls is noted as what it is the gradient of."""
+        """The gradients of tensors; what autograd calls is noted as what it is the gradient of.
+
+        Autograd's steps hold what they note by, which holds them: nobody would ever free that, and the weights in it.
+        """
         note: dict[str, Any] = {"partitioner_tag": "is_backward"}
         self.writer.meta = note
+        hooks = []
         for step in _steps(of.grad_fn):
             number = bisect_right(self._begins, step._sequence_nr()) - 1
             of_step = self._notes[number] if number >= 0 else {}
             line = {**note, "stack_trace": of_step.get("stack_trace", "")}
-            step.register_prehook(self._noting({**line, "fwd_nn_module_stack": of_step.get("nn_module_stack")}))
-            step.register_hook(self._noting(line))
-        return torch.autograd.grad([of], inputs, [tangent], allow_unused=True)
+            begun = {**line, "fwd_nn_module_stack": of_step.get("nn_module_stack")}
+            hooks += [step.register_prehook(self._noting(begun)), step.register_hook(self._noting(line))]
+        try:
+            return torch.autograd.grad([of], inputs, [tangent], allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _noting(self, note: dict[str, Any]) -> Callable[..., None]:
         def noted(*_: object) -> None:
