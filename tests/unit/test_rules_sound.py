@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -90,9 +91,11 @@ def test_the_operator_database() -> None:
         (aten.flip.default, "m n -> m n", {}, (f(4, 6), [0])),
         (aten.view.default, "(a b) c -> b (a c)", {"shape_arg": 1}, (f(6, 4), [3, 8])),
         (aten.view.default, "m n -> m n", {}, (f(4, 6), [4, 6])),
+        (aten.view_as_real.default, "m n -> m n e!", {"linear": "0", "moves_only": True}, (f(4, 6).to(torch.cfloat),)),
+        (aten.real.default, "m n -> m n", {"linear": "0", "moves_only": True}, (torch.complex(f(4, 6), f(4, 6)),)),
     ],
 )
-def test_a_wrong_rule_is_refuted(op: object, template: str, options: dict[str, str], args: tuple[object, ...]) -> None:
+def test_a_wrong_rule_is_refuted(op: object, template: str, options: dict[str, Any], args: tuple[object, ...]) -> None:
     assert refutations(rule(op, template, **options), instance(op, args))  # type: ignore[arg-type]
 
 
