@@ -262,8 +262,8 @@ class Noted(nn.Module):
 
 @worker
 def what_one_ranks_code_reads_may_be_its_own() -> None:
-    """As what ``save_pretrained`` writes on rank 0, if it leads to the same plan; at first calls, and at later ones, for
-    which ranks do not wait; in training, evaluation, with random numbers, and backwards of results."""
+    """As what ``save_pretrained`` writes on rank 0, if it leads to the same plan; at first calls, and at later ones,
+    for which ranks do not wait; in training, evaluation, with random numbers, and backwards of results."""
     x, y = torch.linspace(-1, 1, 48).view(8, 6), torch.linspace(-1, 1, 32).view(8, 4)
     rank = dist.get_rank()
     NOTES["saved"] = 0

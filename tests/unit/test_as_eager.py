@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 
 import shardfx as sx
 

@@ -26,7 +26,7 @@ def _exporting() -> bool:
     return _shardfx_exporting()  # type: ignore[name-defined, no-any-return] # noqa: F821
 
 
-ASKED: dict[str, tuple[Any, FunctionType]] = {
+ASKED: dict[str, tuple[Any, Any]] = {
     "_shardfx_compiling": (torch.compiler.is_compiling, _compiling),
     "_shardfx_exporting": (torch.compiler.is_exporting, _exporting),
 }
