@@ -156,6 +156,7 @@ class Two(nn.Module):
         return self.fc2(self.fc1(x).tanh() @ self.fc1.weight).cumsum(1)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("specs", "cuts"),

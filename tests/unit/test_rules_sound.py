@@ -28,7 +28,7 @@ from tests.zoo import CASES
 aten = torch.ops.aten
 BOOK = default_rules()
 QUICK = ("mlp3",)
-EVERY = 40
+EVERY = 80
 """Of the operator database every so many-th op is in the quick tier."""
 
 

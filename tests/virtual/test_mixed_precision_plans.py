@@ -77,6 +77,7 @@ def test_gradients_are_reduced_as_hinted(compute: Any, reduce: Any, dtype: torch
         assert gradients == {BF16} and pm.verify()
 
 
+@pytest.mark.slow
 def test_a_norm_is_taken_apart_in_few_bits() -> None:
     """Its statistics are in the dtype in which the kernel gives them, for its backward takes them so."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)), torch.randn(4, 8)

@@ -33,6 +33,7 @@ def refused(what: str, call: Callable[[], object]) -> sx.Error:
     return caught.value
 
 
+@pytest.mark.slow
 def test_who_is_in_which_group_is_a_part_of_the_program() -> None:
     pm = small_plan(in_two, DP2)
     changes: list[Callable[[list[Any]], object]] = [
@@ -162,6 +163,7 @@ def test_parameters_that_no_optimizer_has_are_told_of() -> None:
     refused("this is no optimizer", lambda: small_plan(lambda ps: [], DP2))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("buffers", [False, True])
 def test_averages_of_parameters_are_those_of_one_device(buffers: bool) -> None:
     """As many keep them: of a copy of the module, and by torch's own wrapper."""

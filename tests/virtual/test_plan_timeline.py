@@ -128,6 +128,7 @@ def test_ranks_do_what_the_schedule_says(name: str, ranks: int, turns: int, chun
         assert all(before.end <= after.start for before, after in pairwise(spans))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_the_bubble_is_that_of_equal_stages(name: str) -> None:
     """(p-1)/(m+p-1), but for the loss, and for the gradient of the input, which the first stage does not make; and less
@@ -147,6 +148,7 @@ def test_a_slow_link_is_seen() -> None:
     assert far.exposed > 0.1 * far.step
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_each_rank() -> None:
     pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})
     timeline = pm.timeline()

@@ -113,6 +113,7 @@ def test_modules_are_made_again_together_by_hand(make: Callable[[], nn.Module], 
     check_equal(pm, plain)
 
 
+@pytest.mark.slow
 def test_what_a_model_checkpoints_in_segments_is_made_again_together() -> None:
     torch.manual_seed(0)
     model = InSegments(convolutions(10)).double()

@@ -133,7 +133,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("mesh", ["2x2", *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != "2x2")])
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_tiles_train_as_the_whole_image_does(name: str, mesh: str) -> None:
     torch.manual_seed(0)
     pm = trained(NETS[name](), image(2, 3, 24, 20) if name == "unet" else image(2, 3, 21, 18), MESHES[mesh])
@@ -238,6 +238,7 @@ def test_what_a_single_row_is_made_of_is_named() -> None:
             trained(nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), last), x, MESHES["h2"])
 
 
+@pytest.mark.slow
 def test_a_map_of_fewer_rows_than_ranks_is_no_mistake_of_an_op() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 4, 4, 4), nn.Conv2d(4, 2, 2, 2), nn.Conv2d(2, 2, 1))

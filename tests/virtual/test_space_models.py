@@ -72,6 +72,7 @@ def test_a_volume_is_cut_three_ways() -> None:
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
 
+@pytest.mark.slow
 def test_a_stride_over_tiles_that_it_does_not_divide() -> None:
     """16 rows for three ranks are no blocks of two: the rows at the seams are exchanged."""
     torch.manual_seed(0)

@@ -248,6 +248,7 @@ def test_a_batch_norm_needs_all_turns_at_each_layer() -> None:
     assert "norm  test_turns.py" in str(error.value) and "batch_stats" in str(error.value)
 
 
+@pytest.mark.slow
 def test_experts_that_sort_the_tokens_of_the_batch_need_all_turns() -> None:
     with pytest.raises(sx.Error, match=r"must have come to this place") as error:
         plan(make("moe_mixtral"), sx.Mesh(dp=2), accumulate=2)

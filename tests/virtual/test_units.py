@@ -34,7 +34,7 @@ PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), PLANS)
 def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     case = make(name)

@@ -40,7 +40,7 @@ EVERY = [(kind, feature, mesh) for kind in KINDS for feature in FEATURES for mes
     ("kind", "feature", "mesh"),
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY if each not in QUICK)],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_steps_equal_one_device(kind: str, feature: str, mesh: str) -> None:
     losses, params, _ = alone(KINDS[kind], 5, FEATURES[feature].get("clip"))
     pm = small_plan(KINDS[kind], MESHES[mesh], **FEATURES[feature])
