@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 Number = int | float
 DIGITS = 13
@@ -21,17 +22,31 @@ def rounded(number: Number) -> Number:
     return number if isinstance(number, int) else float(f"{number:.{DIGITS - 1}e}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sum:
-    """``constant`` and values with their factors; a value stands twice where its factors have other signs."""
+    """``constant`` and values with their factors; a value stands twice where its factors have other signs.
+
+    It is reckoned with its factors as they are, and rounded where it is compared: what is rounded again and again ends
+    elsewhere, as twice 1/12 and 1/6.
+    """
 
     constant: Number
     parts: tuple[tuple[int, Number], ...]
 
+    @cached_property
+    def compared(self) -> tuple[Number, tuple[tuple[int, Number], ...]]:
+        """Equal for sums that are one."""
+        return rounded(self.constant), tuple(sorted((value, rounded(by)) for value, by in self.parts))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sum) and self.compared == other.compared
+
+    def __hash__(self) -> int:
+        return hash(self.compared)
+
     def times(self, factor: Number) -> Sum:
         """All of it by a factor."""
-        parts = tuple((value, rounded(by * factor)) for value, by in self.parts)
-        return Sum(rounded(self.constant * factor), parts)
+        return Sum(self.constant * factor, tuple((value, by * factor) for value, by in self.parts))
 
     @property
     def number(self) -> bool:
@@ -48,7 +63,7 @@ def total(sums: Iterable[Sum]) -> Sum:
         for value, by in each.parts:
             key = value, by > 0
             parts[key] = parts.get(key, 0) + by
-    return Sum(rounded(constant), tuple(sorted((value, rounded(by)) for (value, _), by in parts.items())))
+    return Sum(constant, tuple((value, by) for (value, _), by in sorted(parts.items())))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from shardfx.runtime.verify.proof.elements import Elements
 from shardfx.runtime.verify.proof.strided_runs import BITS
 
 from .moves import canonical, spread
-from .values import Placed, V
+from .values import Alone, Placed, V
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Atoms:
     def constant(self, number: Any, shape: Sequence[int], dtype: torch.dtype) -> V:
         """A number, everywhere."""
         if isinstance(number, (int, float)):
-            number = (torch.bool, bool(number)) if dtype is torch.bool else torch.tensor(number, dtype=dtype).item()
-        one = self.atom(("number", type(number).__name__, repr(number)), (), dtype)
+            number = torch.tensor(number, dtype=dtype).item()
+        one = self.atom(Alone.of(number), (), dtype)
         return self.value(spread(self[one].elements, shape), dtype)
 
     def __getitem__(self, of: V) -> Placed:
@@ -81,7 +81,5 @@ class Atoms:
         if len(runs) != 1 or runs[0].base & ((1 << BITS) - 1) or any(stride for _, stride in runs[0].loops):
             return None
         what = self.atoms[runs[0].source - 1] if runs[0].source else None
-        if not isinstance(what, tuple) or what[0] != "number" or value.dtype in (torch.bool,):
-            return None
-        number = {"int": int, "float": float}.get(what[1], lambda _: None)(what[2])
-        return number if number is not None and abs(number) < float("inf") else None
+        number = what.number if isinstance(what, Alone) else None
+        return number if type(number) in (int, float) and abs(number) < float("inf") else None

@@ -32,7 +32,7 @@ from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.ops.traits import COPIES, draws, positional, with_defaults
 from shardfx.ir.spec import TensorType
 
-from .arithmetic import Product, Sum, total
+from .arithmetic import Number, Product, Sum, rounded, total
 from .laws import COMMUTE, LAWS, ONLY
 from .moves import looks_at_memory, moved, moves
 from .sums import Sums
@@ -259,7 +259,7 @@ class NormalForms(Sums):
         """The values that a sum, a product or an op that is done element by element is made of, in an order in which
         like stands beside like."""
         if isinstance(what, Sum):
-            return [V(value) for value, _ in sorted(what.parts, key=lambda each: (each[1], self._like(V(each[0]))))]
+            return [V(value) for value, _ in self._ordered(what)]
         if isinstance(what, Product):
             return [
                 V(value)
@@ -267,6 +267,9 @@ class NormalForms(Sums):
                 for value, _ in sorted(side, key=lambda each: (each[1], self._like(V(each[0]))))
             ]
         return list(values_in(what.args))
+
+    def _ordered(self, what: Sum) -> list[tuple[int, Number]]:
+        return sorted(what.parts, key=lambda each: (rounded(each[1]), self._like(V(each[0]))))
 
     def _like(self, of: V) -> Any:
         """Equal for values that differ in which elements they have of what."""
@@ -276,7 +279,7 @@ class NormalForms(Sums):
     @staticmethod
     def _skeleton(what: Any) -> Any:
         if isinstance(what, Sum):
-            return "sum", what.constant, tuple(sorted(by for _, by in what.parts))
+            return "sum", rounded(what.constant), tuple(sorted(rounded(by) for _, by in what.parts))
         if isinstance(what, Product):
             return "product", *(tuple(sorted(n for _, n in side)) for side in (what.over, what.under))
         return what.op, key_of(put(what.args, lambda _: V(-1))), what.mixed
@@ -285,8 +288,7 @@ class NormalForms(Sums):
         """A sum (product, ...) like another, of other values of one shape."""
         shape = self[operands[0]].shape
         if isinstance(what, Sum):
-            ordered = sorted(what.parts, key=lambda each: (each[1], self._like(V(each[0]))))
-            found = [self.as_sum(v).times(by) for v, (_, by) in zip(operands, ordered, strict=True)]
+            found = [self.as_sum(v).times(by) for v, (_, by) in zip(operands, self._ordered(what), strict=True)]
             return self.sum(total([Sum(what.constant, ()), *found]), shape, dtype)
         if isinstance(what, Product):
             left = iter(operands)

@@ -16,7 +16,7 @@ from .arithmetic import Sum, plain, total
 from .forms import NormalForms, Types
 from .laws import COMMUTE, INVOLUTIONS, LAWS, ONLY
 from .matrices import DOTS, dot, reduced
-from .values import Each, V, put, values_in
+from .values import Alone, Each, V, put, values_in
 
 aten = torch.ops.aten
 Given = Mapping[str, Any]
@@ -214,8 +214,8 @@ def _where(forms: NormalForms, given: Given, shape: tuple[int, ...], dtype: torc
     if wide[1] == wide[2]:
         return wide[1]
     mask = forms.atoms[_only_source(forms[wide[0]].elements) - 1] if _only_source(forms[wide[0]].elements) else None  # type: ignore[index]
-    if isinstance(mask, tuple) and mask[0] == "number":
-        return wide[1] if "True" in mask[2] else wide[2]
+    if isinstance(mask, Alone):
+        return wide[1] if mask.number else wide[2]
     return forms.atom(Each(aten.where.self, tuple(wide)), shape, dtype)
 
 

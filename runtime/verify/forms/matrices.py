@@ -10,7 +10,7 @@ import torch
 
 from shardfx.runtime.verify.proof.strided_runs import BITS, by_dim
 
-from .arithmetic import Product, Sum, total
+from .arithmetic import Product, Sum, rounded, total
 from .forms import NormalForms
 from .values import Each, V
 
@@ -165,7 +165,7 @@ def _batched(forms: NormalForms, a: V | None, b: V | None, shape: Sequence[int],
     if a is None or b is None or turned[0] is None or turned[1] is None:
         return None
     (by, one), (times, other) = forms.scaled(a), forms.scaled(b)
-    if by * times != 1 and one is not None and other is not None:
+    if rounded(by * times) != 1 and one is not None and other is not None:
         factor = by * times
         made = _batched(forms, one, other, shape, dtype)
         return None if made is None else forms.sum(forms.as_sum(made).times(factor), shape, dtype)

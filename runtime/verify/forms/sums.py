@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .arithmetic import Product, Sum, plain, product
+from .arithmetic import Product, Sum, plain, product, rounded
 from .atoms import Atoms
 from .values import V
 
@@ -26,7 +26,7 @@ class Sums(Atoms):
         """The value of a sum."""
         if of.number:
             return self.constant(of.constant, shape, dtype)
-        if of.constant == 0 and len(of.parts) == 1 and of.parts[0][1] == 1:
+        if of.constant == 0 and len(of.parts) == 1 and rounded(of.parts[0][1]) == 1:
             return V(of.parts[0][0])
         return self.atom(of, shape, dtype)
 
@@ -52,7 +52,7 @@ class Sums(Atoms):
             return self.sum(Sum(factor, ()), first.shape, first.dtype) if not found else self._plain(over, under)
         alone = whole.alone
         value = V(alone) if alone is not None else self.atom(whole, first.shape, first.dtype)
-        return self.sum(self.as_sum(value).times(factor), first.shape, first.dtype) if factor != 1 else value
+        return self.sum(self.as_sum(value).times(factor), first.shape, first.dtype) if rounded(factor) != 1 else value
 
     def _plain(self, over: Sequence[V], under: Sequence[V]) -> V:
         """The same where its factors, multiplied, are none to reckon with."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardfx.runtime.verify.proof.elements import Elements
+
+from .arithmetic import rounded
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,19 @@ class Each:
     op: Any
     args: tuple[Any, ...]
     mixed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A number: as it is, and as it is compared."""
+
+    number: Any = field(compare=False)
+    compared: tuple[str, str]
+
+    @staticmethod
+    def of(number: Any) -> Alone:
+        """Of 1, 1.0 and True, and of 0.0 and -0.0, none is another one."""
+        return Alone(number, (type(number).__name__, repr(rounded(number) if isinstance(number, float) else number)))
 
 
 def key_of(arg: Any) -> Any:
