@@ -49,6 +49,11 @@ class Sum:
         return Sum(self.constant * factor, tuple((value, by * factor) for value, by in self.parts))
 
     @property
+    def values(self) -> list[int]:
+        """The numbers of the values."""
+        return [value for value, _ in self.parts]
+
+    @property
     def number(self) -> bool:
         """Whether it is a number alone."""
         return not self.parts
@@ -77,6 +82,11 @@ class Product:
     def of(over: Mapping[int, int], under: Mapping[int, int]) -> Product:
         """In order."""
         return Product(tuple(sorted(over.items())), tuple(sorted(under.items())))
+
+    @property
+    def values(self) -> list[int]:
+        """The numbers of the values."""
+        return [value for value, _ in (*self.over, *self.under)]
 
     def inverse(self) -> Product:
         """One divided by it."""

@@ -11,8 +11,9 @@ import torch
 from shardfx.runtime.verify.proof.elements import Elements
 from shardfx.runtime.verify.proof.strided_runs import BITS
 
+from .arithmetic import Product, Sum
 from .moves import canonical, spread
-from .values import Alone, Placed, V
+from .values import Alone, Each, Placed, V, values_in
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Atoms:
     """What each atom is, by number from 1."""
     _numbers: dict[Any, int] = field(default_factory=dict)
     _atoms: dict[Any, int] = field(default_factory=dict)
+    _built: dict[tuple[V, int], str] = field(default_factory=dict)
     apart: int = 0
     """How many values there are that equal nothing else."""
 
@@ -83,3 +85,23 @@ class Atoms:
         what = self.atoms[runs[0].source - 1] if runs[0].source else None
         number = what.number if isinstance(what, Alone) else None
         return number if type(number) in (int, float) and abs(number) < float("inf") else None
+
+    def sources(self, of: V) -> list[int]:
+        """The atoms whose elements a value has, by number."""
+        return sorted({run.source for run in self[of].elements.runs if run.source})
+
+    def built(self, of: V, depth: int = 3) -> str:
+        """Of what a value is made, so many ops deep: which ops, and not of which values, and in which order."""
+        if (of, depth) not in self._built:
+            atoms = [self.atoms[source - 1] for source in self.sources(of)]
+            self._built[of, depth] = " ".join(sorted({self._built_of(each, depth) for each in atoms}))
+        return self._built[of, depth]
+
+    def _built_of(self, what: Any, depth: int) -> str:
+        if isinstance(what, Sum | Product):
+            inside = [V(value) for value in what.values]
+        else:
+            inside = list(values_in(what.args if isinstance(what, Each) else what))
+        within = sorted(self.built(each, depth - 1) for each in inside) if depth else []
+        name = what.op if isinstance(what, Each) else what[:2] if isinstance(what, tuple) else type(what)
+        return f"{name if not isinstance(name, tuple) else [e for e in name if not isinstance(e, V)]}{within}"

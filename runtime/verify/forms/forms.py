@@ -266,15 +266,15 @@ class NormalForms(Sums):
                 for side in (what.over, what.under)
                 for value, _ in sorted(side, key=lambda each: (each[1], self._like(V(each[0]))))
             ]
-        return list(values_in(what.args))
+        found = list(values_in(what.args))
+        return sorted(found, key=self._like) if what.op in COMMUTE and not what.mixed else found
 
     def _ordered(self, what: Sum) -> list[tuple[int, Number]]:
         return sorted(what.parts, key=lambda each: (rounded(each[1]), self._like(V(each[0]))))
 
     def _like(self, of: V) -> Any:
-        """Equal for values that differ in which elements they have of what."""
-        value = self[of]
-        return str(value.dtype), sorted({run.source for run in value.elements.runs if run.source}), of.number
+        """Equal for values that differ in which elements they have of what; near one another, if of what is alike."""
+        return str(self[of].dtype), self.built(of), self.sources(of), of.number
 
     @staticmethod
     def _skeleton(what: Any) -> Any:
