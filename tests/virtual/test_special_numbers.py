@@ -82,3 +82,12 @@ def test_the_gradient_of_a_product_is_chosen_by_its_numbers(name: str) -> None:
         for at, number in among.items():
             data[at] = number
         check(data)
+
+
+@pytest.mark.parametrize("of", [lambda x: x.mean(1), lambda x: (x - 3).abs().mean()], ids=["rows", "all"])
+def test_a_mean_of_half_numbers_whose_sum_is_beyond_their_range(of: Callable[[Tensor], Tensor]) -> None:
+    x = torch.linspace(100, 3000, 256).view(4, 64).to(torch.float16)
+    with torch.no_grad():
+        pm = sx.parallelize(Done(of), sx.Mesh(r=2), sx.Hints((x,), specs={"args.0": "-, r"}))
+        torch.testing.assert_close(pm(x), of(x), rtol=2e-3, atol=0)
+    assert pm.verify(), pm.verify().why
