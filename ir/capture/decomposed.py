@@ -40,11 +40,32 @@ def _smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction:
     """Torch's gives 0 where the difference is NaN, since a sign of NaN is."""
     each = grad / x.numel() if reduction == 1 else grad
     difference = x - target
-    far = difference.abs() >= beta
-    return torch.where(far, each * torch.sign(difference), each * difference / beta)
+    near = torch.where(difference >= beta, each, each * difference / beta)
+    return torch.where(difference <= -beta, -each, near)
 
 
-OWN: dict[Any, Callable[..., Any]] = {aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward}
+def _soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
+    """Torch's takes a sigmoid, and the kernel a quotient, which is none where its exponential is infinite."""
+    z = torch.exp(-target * x)
+    norm = 1 / x.numel() if reduction == 1 and x.numel() else 1.0
+    return target * z * -norm / (z + 1) * grad
+
+
+def _binary_cross_entropy_backward(
+    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """Torch's divides by no less than 1e-12 in the dtype of the numbers, and the kernel than that in float32."""
+    made = grad * (x - target) / torch.clamp(x * (1 - x), min=LEAST_VARIANCE)
+    made = made if weight is None else made * weight
+    return made / x.numel() if reduction == 1 else made
+
+
+LEAST_VARIANCE = torch.tensor(1e-12, dtype=torch.float32).item()
+OWN: dict[Any, Callable[..., Any]] = {
+    aten.smooth_l1_loss_backward.default: _smooth_l1_loss_backward,
+    aten.binary_cross_entropy_backward.default: _binary_cross_entropy_backward,
+    aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
+}
 """In the place of torch's, which are other functions than the kernels."""
 
 

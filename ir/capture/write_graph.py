@@ -24,6 +24,7 @@ from .intake.explained import reject_unknown_shapes
 from .intake.own_gradients import OwnGradients
 from .intake.surroundings import Surroundings
 from .intake.transforms import transforms_refused
+from .joint.chosen_gradients import write_all_choices
 from .joint.joint_graph import joint_graph
 from .joint.own_kernels import own_kernels
 from .kept_whole import keep_whole
@@ -49,6 +50,7 @@ def write_graph(
     reject_unknown_shapes(exported, program.guard)
     names = replace(names, guards=program.results.guards)
     keep_whole(exported, as_torch)
+    write_all_choices(exported)
     if batch_parts.count > 1:
         normalise_by_parts(exported, batch_parts)
     take_wide_statistics(exported)

@@ -96,6 +96,13 @@ def within_bounds(emit: Emit) -> object:
     return emit.call(emit.node.op, emit.call(aten.clamp.default, emit.args[0], -20, 20))
 
 
+def by_zeros(emit: Emit) -> object:
+    """A product with zeros where the op leaves out."""
+    start, _ = emit.result_bounds(0, 1)
+    ones = emit.call(aten.full.default, list(emit.result_shape(0)), 1.0, dtype=torch.float64)
+    return emit.call(aten.mul.Tensor, emit.args[0], emit.call(aten.tril.default, ones, -start))
+
+
 ops = torch.ops.shardfx_tests
 COLUMNS, ROWS = "-, r", "r, -"
 WRONG: dict[str, tuple[RuleEntry, Callable[[Tensor], Tensor], str]] = {
@@ -134,6 +141,7 @@ WRONG: dict[str, tuple[RuleEntry, Callable[[Tensor], Tensor], str]] = {
         ROWS,
     ),
     "wrong far out": (sx.rule(aten.exp.default, "n d -> n d", local=within_bounds), lambda x: x.exp(), ROWS),
+    "left out by zeros": (sx.rule(aten.tril.default, "n! d -> n! d", local=by_zeros), lambda x: x.tril(), COLUMNS),
     "linear within bounds": (
         sx.rule(aten.clamp.default, "n d -> n d", linear="0"),
         lambda x: (x @ x.mT).clamp(-100, 100),

@@ -19,7 +19,7 @@ from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.oracle.instance import Instance, as_results, bind, describe
-from shardfx.ir.oracle.running.draws import as_given, beyond, draws, extremes, without_zeros
+from shardfx.ir.oracle.running.draws import as_given, beyond, draws, extremes, not_finite, without_zeros
 from shardfx.ir.oracle.running.memory_layouts import laid_otherwise
 from shardfx.ir.oracle.soundness import Execution, Executor, hold, said
 from shardfx.ir.rules.book import RuleEntry, perform
@@ -92,12 +92,14 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
 
 
 def far_out(entry: RuleEntry, of: Instance, made: Strategy) -> Iterator[Instance]:
-    """Values that are far out, where a rank's version may be wrong there alone: if it is another op, done element by
-    element, or if operands are shares."""
+    """Values that are far out, where a rank's version may be wrong there alone: if it is another op, or the op on other
+    rows, or if operands are shares."""
     if any(spec.partial for spec in made.operands):
         yield from beyond(of)
     elif entry.local is not None and torch.Tag.pointwise in getattr(of.node.op, "tags", ()):
         yield from extremes(of)
+    elif entry.local is not None or entry.rows is not None:
+        yield from not_finite(of)
 
 
 def fails_without_numbers(node: Node, entry: RuleEntry, mesh: Mesh) -> str:

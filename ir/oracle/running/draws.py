@@ -82,6 +82,19 @@ def extremes(of: Instance) -> Iterator[Instance]:
             yield made
 
 
+def not_finite(of: Instance) -> Iterator[Instance]:
+    """An instance with one number that is infinite, or none, in one of its operands: a rank's version may multiply by
+    a zero what the op leaves out, or add up what it does not look at."""
+    for i, tensor in enumerate(of.tensors):
+        for number, at in zip((math.inf, math.nan, -math.inf), (0.5, 1.0, 0.0), strict=True):
+            if tensor.is_floating_point() and tensor.numel():
+                changed = tensor.clone()
+                changed[tuple(min(int(at * size), size - 1) for size in tensor.shape)] = number
+                made = as_given(of.on([changed if i == j else each for j, each in enumerate(of.tensors)]))
+                if _takes(made, made.node.op, list(made.tensors)):
+                    yield made
+
+
 def beyond(of: Instance) -> Iterator[Instance]:
     """An instance on numbers beyond all that stand among its arguments: what is linear is so there, too."""
     bound = max([1.0, *(abs(each) for each in _finite((of.node.args, dict(of.node.kwargs))))])

@@ -15,6 +15,7 @@ from shardfx.ir.rules.template import Template, template
 
 prims = torch.ops.prims
 aten = torch.ops.aten
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -36,8 +37,11 @@ def _softmax_backward(grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: to
 
 
 def _mean(x: torch.Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The sum is as wide as within a kernel: of 16 bits it may be beyond their range, where the mean is not."""
     dims = list(range(x.dim())) if not dim and dim != 0 else [dim] if isinstance(dim, int) else list(dim)
-    return torch.sum(x, dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
+    made = x.dtype if dtype is None else dtype
+    summed = torch.sum(x, dims, keepdim, dtype=torch.float32 if made in NARROW else made)
+    return (summed / math.prod(x.shape[d] for d in dims)).to(made)
 
 
 def _var(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""Numbers and gradients of what is zero, infinite or no number at all, beside those of one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfx as sx
+
+F64 = torch.float64
+
+
+class Done(nn.Module):
+    """What a function makes of its inputs."""
+
+    def __init__(self, of: Callable[..., Any]) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, *given: Tensor) -> Tensor:
+        made: Tensor = self.of(*given)
+        return made
+
+
+def weighed(out: Tensor, weight: Tensor) -> Tensor:
+    made = (out * weight).sum()
+    return made.real + 2 * made.imag if made.is_complex() else made
+
+
+def planned(of: Callable[..., Any], example: tuple[Tensor, ...], **specs: str) -> Callable[..., None]:
+    """A check of numbers and gradients beside one device's, on other data than the plan's."""
+    given = tuple(each.clone().requires_grad_(each.dtype.is_floating_point or each.is_complex()) for each in example)
+    out = of(*example)
+    weight = torch.linspace(-1, 2, out.numel(), dtype=F64).to(out.dtype).view_as(out)
+    cut = {name.replace("_", "."): spec for name, spec in specs.items()}
+    pm = sx.parallelize(Done(of), sx.Mesh(r=2), sx.Hints(given, loss=weighed, targets=(weight,), specs=cut))
+
+    def check(*data: Tensor) -> None:
+        pairs = list(zip(data, given, strict=True))
+        ours, theirs = ([each.clone().requires_grad_(like.requires_grad) for each, like in pairs] for _ in range(2))
+        loss, made = pm(*ours, weight, with_results=True)
+        alone = of(*theirs)
+        loss.backward()
+        weighed(alone, weight).backward()
+        torch.testing.assert_close(made, alone, rtol=1e-10, atol=1e-12, equal_nan=True)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+    return check
+
+
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda x: x.prod(),
+    "along a dim": lambda x: x.prod(1),
+    "kept": lambda x: x.prod(0, keepdim=True),
+    "complex": lambda x: torch.complex(x, x * 2).prod(1),
+}
+AMONG: dict[str, dict[tuple[int, int], float]] = {
+    "a zero": {(1, 2): 0.0},
+    "two zeros": {(1, 2): 0.0, (1, 4): 0.0},
+    "none": {(1, 2): math.nan},
+    "none and a zero": {(1, 2): math.nan, (1, 0): 0.0},
+    "none and two zeros": {(1, 2): math.nan, (1, 0): 0.0, (3, 1): 0.0},
+    "infinite": {(2, 2): math.inf},
+    "far": {(0, 0): 1e200, (0, 3): 1e200},
+    "near": {(0, 0): 1e-200, (0, 3): 1e-200},
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_gradient_of_a_product_is_chosen_by_its_numbers(name: str) -> None:
+    """The plan is made for numbers without zeros, and a trace has one formula."""
+    x = torch.randn(4, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
+    check = planned(PRODUCTS[name], (x,), args_0="-, r")
+    for among in AMONG.values():
+        data = x.clone()
+        for at, number in among.items():
+            data[at] = number
+        check(data)
+
+
+@pytest.mark.parametrize("of", [lambda x: x.mean(1), lambda x: (x - 3).abs().mean()], ids=["rows", "all"])
+def test_a_mean_of_half_numbers_whose_sum_is_beyond_their_range(of: Callable[[Tensor], Tensor]) -> None:
+    x = torch.linspace(100, 3000, 256).view(4, 64).to(torch.float16)
+    with torch.no_grad():
+        pm = sx.parallelize(Done(of), sx.Mesh(r=2), sx.Hints((x,), specs={"args.0": "-, r"}))
+        torch.testing.assert_close(pm(x), of(x), rtol=2e-3, atol=0)
+    assert pm.verify(), pm.verify().why
