@@ -84,7 +84,8 @@ class Atoms:
             return None
         what = self.atoms[runs[0].source - 1] if runs[0].source else None
         number = what.number if isinstance(what, Alone) else None
-        return number if type(number) in (int, float) and abs(number) < float("inf") else None
+        known = isinstance(number, (int, float)) and not isinstance(number, bool)
+        return number if known and abs(number) < float("inf") else None
 
     def sources(self, of: V) -> list[int]:
         """The atoms whose elements a value has, by number."""
