@@ -84,8 +84,9 @@ class Atoms:
             return None
         what = self.atoms[runs[0].source - 1] if runs[0].source else None
         number = what.number if isinstance(what, Alone) else None
-        known = isinstance(number, (int, float)) and not isinstance(number, bool)
-        return number if known and abs(number) < float("inf") else None
+        if not isinstance(number, (int, float)) or isinstance(number, bool):
+            return None
+        return number if abs(number) < float("inf") else None
 
     def sources(self, of: V) -> list[int]:
         """The atoms whose elements a value has, by number."""
