@@ -92,13 +92,13 @@ def check_share(node: Node, entry: RuleEntry, mesh: Mesh, nonzero: Collection[in
 
 
 def far_out(entry: RuleEntry, of: Instance, made: Strategy) -> Iterator[Instance]:
-    """Values that are far out, where a rank's version may be wrong there alone: if it is another op, or the op on other
-    rows, or if operands are shares."""
+    """Values that are far out, where a rank's version may be wrong there alone: if it is another op, or if operands are
+    shares. Not of rules by rows: there a kernel may take a row of NaN zero times that a rank does not have."""
     if any(spec.partial for spec in made.operands):
         yield from beyond(of)
     elif entry.local is not None and torch.Tag.pointwise in getattr(of.node.op, "tags", ()):
         yield from extremes(of)
-    elif entry.local is not None or entry.rows is not None:
+    elif entry.local is not None and entry.rows is None:
         yield from not_finite(of)
 
 
