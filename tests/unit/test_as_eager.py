@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 import shardfx as sx
+from shardfx.ir.capture.named.whether_compiled import answering
 
 MESH = sx.Mesh(dp=2)
 
@@ -64,6 +66,29 @@ def test_code_that_asks_whether_it_is_compiled_does_what_it_does_when_it_is_not(
     model, x = Doubles(watched).double(), torch.rand(4, 4, dtype=torch.float64)
     pm = sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=torch.mean))
     assert torch.allclose(pm(x), model(x).mean(), rtol=0, atol=1e-12)
+
+
+def test_each_capture_is_answered_by_itself() -> None:
+    """One within another, and others in threads of their own; afterwards torch's functions are as they were."""
+    code, said, inner = is_compiling.__code__, [], threading.Event()
+
+    def other() -> None:
+        said.append(is_compiling())
+        with answering(lambda _: True):
+            said.append(is_compiling())
+            inner.set()
+        said.append(is_compiling())
+
+    with answering(lambda _: True), answering(lambda _: False):
+        assert not is_compiling()
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inner.wait(10)
+        with answering(lambda _: True):
+            assert is_compiling() and torch.compiler.is_exporting()
+        assert not is_compiling()
+        thread.join()
+    assert said == [False, True, False] and not is_compiling() and is_compiling.__code__ is code
 
 
 class Counts(nn.Module):

@@ -157,7 +157,6 @@ class Two(nn.Module):
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("specs", "cuts"),
     [

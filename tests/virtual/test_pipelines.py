@@ -264,7 +264,6 @@ def test_a_rank_holds_what_a_run_holds(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "live"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
 def test_so_many_turns_are_live_as_the_schedule_says(name: str, live: list[int]) -> None:
     model, (x, y) = tied(4), batch(8)

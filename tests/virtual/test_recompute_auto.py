@@ -225,7 +225,6 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("part", [1.0, 0.5])
 def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_made_again(part: float) -> None:
     """What is summed for the loss alone is summed last: no layer was a stretch then, and nothing was chosen."""

@@ -76,11 +76,11 @@ def write_all_choices(exported: torch.fx.GraphModule) -> None:
     for module in exported.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                if node.target in CHOSEN and _has_gradient(node.args[0]):
+                if node.target in CHOSEN and _may_have_gradient(node.args[0]):
                     node.target = CHOSEN[node.target]
             module.recompile()
 
 
-def _has_gradient(of: Any) -> bool:
+def _may_have_gradient(of: Any) -> bool:
     x = of.meta.get("val") if isinstance(of, torch.fx.Node) else None
     return x is not None and (x.is_floating_point() or x.is_complex())

@@ -25,7 +25,7 @@ class Sums(Atoms):
     def sum(self, of: Sum, shape: Sequence[int], dtype: torch.dtype) -> V:
         """The value of a sum."""
         if of.number:
-            return self.constant(of.constant, shape, dtype)
+            return self.constant(rounded(of.constant), shape, dtype)
         if of.constant == 0 and len(of.parts) == 1 and rounded(of.parts[0][1]) == 1:
             return V(of.parts[0][0])
         return self.atom(of, shape, dtype)

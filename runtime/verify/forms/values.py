@@ -10,8 +10,6 @@ import torch
 
 from shardfx.runtime.verify.proof.elements import Elements
 
-from .arithmetic import rounded
-
 
 @dataclass(frozen=True)
 class V:
@@ -45,15 +43,15 @@ class Each:
 
 @dataclass(frozen=True)
 class Alone:
-    """A number: as it is, and as it is compared."""
+    """A number: as it is, and as it is compared. Of 1, 1.0 and True, and of 0.0 and -0.0, none is another one."""
 
     number: Any = field(compare=False)
-    compared: tuple[str, str]
+    compared: Any
 
     @staticmethod
     def of(number: Any) -> Alone:
-        """Of 1, 1.0 and True, and of 0.0 and -0.0, none is another one."""
-        return Alone(number, (type(number).__name__, repr(rounded(number) if isinstance(number, float) else number)))
+        """Compared to the last digit."""
+        return Alone(number, key_of(number))
 
 
 def key_of(arg: Any) -> Any:
