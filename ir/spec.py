@@ -73,6 +73,19 @@ def laid_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return found if strides == strides_of(tensor.shape, found) else ()
 
 
+def lying(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A copy that has these strides; several elements may stand in one place."""
+    tensor, strides = tensor.detach(), tuple(strides)
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    if strides == strides_of(tensor.shape, laid_of(made)):
+        return made.copy_(tensor)
+    places = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for count, stride in zip(tensor.shape, strides, strict=True):
+        places = places[..., None] + torch.arange(count, device=tensor.device) * stride
+    made.as_strided((int(places.max()) + 1,) if tensor.numel() else (0,), (1,))[places] = tensor
+    return made
+
+
 def laid(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """A tensor whose dims lie so: itself where they do, or a copy."""
     strides = strides_of(tensor.shape, dims)

@@ -120,6 +120,11 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
 
 def product(out: Any, *given: torch.Tensor) -> torch.Tensor:
     """The loss of a plan for given gradients of the results: their product with the results, which is pulled back."""
-    leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    pairs = zip(leaves, given, strict=True)
-    return torch.stack([(result * above).sum().to(torch.float32) for result, above in pairs]).sum()
+    leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor) and is_pulled(leaf.dtype)]
+    sums = [(result * above.conj()).sum() for result, above in zip(leaves, given, strict=True)]
+    return torch.stack([(each.real if each.is_complex() else each).to(torch.float32) for each in sums]).sum()
+
+
+def is_pulled(dtype: torch.dtype) -> bool:
+    """Whether results of a dtype may have a gradient."""
+    return dtype.is_floating_point or dtype.is_complex

@@ -80,7 +80,8 @@ class Given:
 
 
 class ModelAndLoss(nn.Module):
-    """The model and its loss as one function of tensor leaves."""
+    """The model and its loss as one function of tensor leaves; ``one`` has for each the first that is the same one,
+    where the code asks."""
 
     def __init__(
         self,
@@ -93,12 +94,13 @@ class ModelAndLoss(nn.Module):
         guard: bool = False,
         compute: Compute | None = None,
         real: bool = True,
+        one: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self._tree, self._targets = tree, targets
         self._leaves = [Given if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.loss = loss
+        self.loss, self._one = loss, one
         self.results = results
         self.guard = guard
         self._compute = compute or Compute()
@@ -129,7 +131,7 @@ class ModelAndLoss(nn.Module):
             Error: what the code does depends on the data, and there are no guards.
         """
         decisions = Decisions(self.model, self._stored, self.guard, tensors)
-        noting = self.results.checkpointed.noting(self.model)
+        noting = self.results.checkpointed.noting(self.model, self.exported)
         assigned = self.assigned.noting(self, written=self.exported)
         try:
             with decisions, self._compute.parameters_of(self.model), noting, answering(self._answer), assigned:
@@ -154,7 +156,7 @@ class ModelAndLoss(nn.Module):
     def _run(self, tensors: tuple[torch.Tensor, ...], decisions: Decisions) -> tuple[torch.Tensor, ...]:
         for name, tensor in stored(self.model).items() if self._marks else ():
             vars(tensor).update(self._marks.get(name, {}))  # those that are traced are others
-        given = iter(tensors)
+        given = iter([tensors[first] for first in self._one] or tensors)
         leaves = [next(given) if leaf is Given else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
         args, kwargs = self._compute.inputs((args, kwargs))

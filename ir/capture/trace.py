@@ -39,12 +39,13 @@ from .forms.parts_of_batch import ONE, BatchParts
 from .forms.wide_sums import sum_gradients_in
 from .intake.batch_norms import alone
 from .intake.explained import DataDependent, explain
-from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu
+from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu, which_are_one
 from .intake.hooks import WatchedHooks
 from .intake.refusals import reject_loss
 from .intake.surroundings import Surroundings
 from .intake.transforms import transforms_left
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
+from .named.code_names import asks_which
 from .named.left_as_found import left_as_found
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 from .shells import Outcomes
@@ -165,6 +166,7 @@ def _capture(
             expected="the global batch as tensors (fake ones will do)",
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
+    places = which_are_one(tensors)
     with ExitStack() as stack:
         stack.enter_context(alone())
         stack.enter_context(transforms_left())
@@ -180,9 +182,10 @@ def _capture(
         if compute is not None:
             compute.check(traced)
         results = Results()
+        one = places if places and asks_which(Surroundings(traced, loss).names.named) else ()
 
         def program(model: nn.Module) -> ModelAndLoss:
-            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute, real)
+            return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute, real, one)
 
         short = Shortened(traced)
         scale = compute.scale if compute is not None else None

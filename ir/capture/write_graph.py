@@ -21,6 +21,7 @@ from .forms.factored import lay_row_by_row
 from .forms.parts_of_batch import BatchParts, normalise_by_parts
 from .forms.wide_statistics import take_wide_statistics
 from .intake.explained import reject_unknown_shapes
+from .intake.given import each_in_its_place
 from .intake.own_gradients import OwnGradients
 from .intake.surroundings import Surroundings
 from .intake.transforms import transforms_refused
@@ -64,10 +65,11 @@ def write_graph(
 def exported_of(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
     """What torch exports of a program, which leaves nothing in what the model's code keeps."""
     around, known = Surroundings(program.model, program.loss), len(program.assigned.names)
+    given = tuple(map(each_in_its_place, tensors)) if program.guard else tensors
     program.exported = True
     try:
         with with_numbers() if program.guard else nullcontext(), left_as_found(around), transforms_refused():
-            made: torch.fx.GraphModule = torch.export.export(program, tensors, strict=False).module(check_guards=False)
+            made: torch.fx.GraphModule = torch.export.export(program, given, strict=False).module(check_guards=False)
     finally:
         program.exported = False
     return made if len(program.assigned.names) == known else exported_of(program, tensors)

@@ -20,6 +20,7 @@ from shardfx.ir.spec import TensorType
 from shardfx.runtime.peers import AROUND, Content, Passed
 from shardfx.runtime.step import Results, Step
 
+from .forms.asked_of_inputs import NOTHING, Asked, Asks
 from .forms.surroundings_of_call import check_call
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
@@ -85,7 +86,8 @@ class Form:
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
     around the call. ``pulls``: the targets are gradients of the results. ``state`` is the number of the state
-    in which is what the code reads beside its inputs, and ``changed`` what of it is not as it was first.
+    in which is what the code reads beside its inputs, and ``changed`` what of it is not as it was first;
+    ``asked`` what the code asks of the tensors themselves.
     """
 
     training: frozenset[str]
@@ -95,6 +97,7 @@ class Form:
     pulls: bool = False
     state: int = 0
     changed: tuple[str, ...] = ()
+    asked: Asked = NOTHING
 
     def serves(self, other: Form) -> bool:
         """Whether programs for this form can do a call of another: one without targets, or with fewer gradients."""
@@ -105,7 +108,7 @@ class Form:
 
     @property
     def _around(self) -> Hashable:
-        return self.training, self.autocast, self.pulls, self.state
+        return self.training, self.autocast, self.pulls, self.state, self.asked
 
     @property
     def key(self) -> Hashable:
@@ -119,6 +122,7 @@ class Form:
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
         found |= {AROUND: f"state {self.state}"} if self.state else {}
+        found |= self.asked.words
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: Form) -> str:
@@ -137,6 +141,7 @@ class Form:
             found.append(f"under torch.autocast({dtypes})" if dtypes else "not under torch.autocast")
         if self.state != other.state:
             found.append(f"another value of {', '.join(other.changed[:3])}, which the code reads")
+        found += [*self.asked.differences(other.asked)][:3]
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
         return "; ".join(found) or "no targets"
 
@@ -156,13 +161,15 @@ def kind_of(leaf: object) -> object:
     return (type(leaf).__name__, repr(leaf)) if isinstance(leaf, PLAIN) else Thing(leaf, attributes(leaf))
 
 
-def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, bool]) -> Form:
+def first_form(hints: Hints, training: frozenset[str], trainable: Mapping[str, bool], asks: Asks) -> Form:
     """What the first programs are made for: the example inputs, and the model as it was."""
     named = leaf_names(hints.args, hints.kwargs, hints.targets)
     wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     wanting |= {name for name, wants in trainable.items() if wants}
     inputs = {name: kind_of(leaf) for name, leaf in named}
-    return Form(training, inputs, frozenset(wanting), autocast_around())
+    tensors = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+    asked = asks.of_call(tensors, inputs, lambda: wanting)
+    return Form(training, inputs, frozenset(wanting), autocast_around(), asked=asked)
 
 
 def autocast_around() -> tuple[tuple[str, torch.dtype], ...]:

@@ -73,7 +73,7 @@ class ParallelModule(SteppedModule):
         self._tree = Tree(self, model, variants.skeleton)
         self._register()
         stamp_state_dicts(self)
-        first = first_form(compiled.hints, self._tree.training, self._state.trainable)
+        first = first_form(compiled.hints, self._tree.training, self._state.trainable, variants.asks)
         variants.begin(first, self._new_programs(compiled), self._state.filled)
         if optimizer is not None:
             carry_over(optimizer, model, self._state)

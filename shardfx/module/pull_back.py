@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from shardfx.gradients import is_pulled
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
 from shardfx.runtime.step import Kept, Step
@@ -124,7 +125,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
     """The model's results, with a gradient that ``pull`` gives to ``tensors``."""
     leaves, tree = pytree.tree_flatten(out)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and is_pulled(leaf.dtype)]
     if places:
         made = Onwards.apply(pull, [leaves[i] for i in places], *tensors)  # type: ignore[no-untyped-call]
         for i, tensor in zip(places, made, strict=True):

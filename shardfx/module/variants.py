@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from shardfx.compile import capture_model
 from shardfx.compiled import Compiled
+from shardfx.gradients import is_pulled
 from shardfx.hints import Hints
 from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.named.code_names import Names
@@ -32,6 +33,7 @@ from shardfx.runtime.step import Kept, Step
 from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
+from .forms.asked_of_inputs import Asks
 from .forms.hints_of_form import UNSTEPPED, hints_of_form
 from .forms.planned_anew import PlannedAnew, said_of
 from .forms.states_as_one import StatesAsOne
@@ -80,6 +82,11 @@ class Variants:
     def names(self) -> Names:
         """What the code of the model and its loss names."""
         return self._surroundings.names
+
+    @property
+    def asks(self) -> Asks:
+        """What the code asks of tensors beside their types."""
+        return Asks.of(self.names.named)
 
     @property
     def all(self) -> list[Programs]:
@@ -143,7 +150,9 @@ class Variants:
             gradients = frozenset(wanting(first.step.store))
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
         state, changed = self._surroundings.state()
-        form = Form(training, inputs_of(call, first.step), gradients, autocast_around(), False, state, changed)
+        inputs = inputs_of(call, first.step)
+        asked = self.asks.of_call(call.tensors, inputs, lambda: wanting(first.step.store, call))
+        form = Form(training, inputs, gradients, autocast_around(), False, state, changed, asked)
         form = self._states.said(form)
 
         def words() -> dict[str, str]:
@@ -282,7 +291,7 @@ class Variants:
             module.training = path in form.training
         model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in form.gradients)
+            parameter.requires_grad_(name in form.gradients | form.asked.trainable)
         states = {each.name for each in first.of_kind(InputKind.STATE)}
         specs = {name: spec for name, spec in stored(first).items() if name not in states}
         hints = hints_of_form(self.hints, specs, form, call)
@@ -297,4 +306,4 @@ class Variants:
 def _pulled(programs: Programs) -> list[Output]:
     """The results that may have a gradient."""
     outputs = [o for o in programs.step.graph.outputs if o.kind is OutputKind.RESULT]
-    return [o for o in outputs if o.value.type.dtype.is_floating_point]
+    return [o for o in outputs if is_pulled(o.value.type.dtype)]

@@ -189,6 +189,15 @@ def test_what_a_model_checkpoints_is_made_again(which: str, count: int) -> None:
     assert not [each for each in kept._compiled.passes if each.name == "recompute"]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_within_another_one(reentrant: bool) -> None:
+    def within(layer: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, torch.sin(x), use_reentrant=False).cos()  # type: ignore[no-any-return]
+
+    model = Deep(lambda layer, x: checkpoint(partial(within, layer), x, use_reentrant=reentrant), 2).double()
+    same_step(parallel(copy.deepcopy(model)), model, *batch())
+
+
 def test_a_checkpoint_without_a_module_is_said() -> None:
     pm = parallel(Deep(lambda layer, x: checkpoint(torch.sin, layer(x), use_reentrant=False), 2).double())
     assert any("checkpoints calls no module" in note for note in pm.after.notes)

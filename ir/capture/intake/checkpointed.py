@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,22 +33,20 @@ class Checkpointed:
         self.others = False
 
     @contextmanager
-    def noting(self, model: nn.Module) -> Iterator[None]:
+    def noting(self, model: nn.Module, traced: bool) -> Iterator[None]:
         """Within, checkpoints that the model's code makes are noted; of several runs those of the first, which leaves
-        no block out."""
-        if self.calls or self.others:
-            yield
-            return
+        no block out. Those that are ``traced`` keep nothing: what they do to keep it is no part of the model."""
         inside: Any = torchs
         generator, function = inside._checkpoint_without_reentrant_generator, inside.CheckpointFunction
         paths = {id(each): path for path, each in model.named_modules()}
+        called_in = nullcontext if self.calls or self.others else partial(self._called, paths=paths)
 
         def noted(called: Any, *rest: Any, **options: Any) -> Iterator[None]:
-            with self._called(called, paths):
-                yield from generator(called, *rest, **options)
+            with called_in(called):
+                yield from (None,) if traced else generator(called, *rest, **options)
 
         def applied(called: Any, *rest: Any) -> Any:
-            with self._called(called, paths):
+            with called_in(called):
                 return function.apply(called, *rest)
 
         inside._checkpoint_without_reentrant_generator = noted

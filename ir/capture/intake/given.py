@@ -79,7 +79,7 @@ def without_weights(model: nn.Module) -> nn.Module:
     attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in STATE)
     memo: dict[int, object] = {id(value): value for value in attributes if is_apart(value)}
     for tensor in (*model.parameters(), *model.buffers()):
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = marked(nn.Parameter(made, tensor.requires_grad) if is_parameter else made, tensor)
     return copied(model, memo)
@@ -177,6 +177,20 @@ def on_cpu(
     return model, distinct
 
 
+def which_are_one(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each example the first that is the same tensor; none, if all are others."""
+    first: dict[int, int] = {}
+    found = tuple(first.setdefault(id(each), number) for number, each in enumerate(tensors))
+    return found if len(first) < len(found) else ()
+
+
+def each_in_its_place(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor; if several of its elements share a place in memory, a copy: torch traces no numbers of these."""
+    if not any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor
+    return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)
+
+
 @contextmanager
 def no_log_of_failures() -> Iterator[None]:
     """What fake tensors refuse, or do not know, is an error that says so: torch need not log it as well."""
@@ -229,7 +243,7 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake CPU tensor in place of one that is elsewhere; any other as it is."""
     if tensor.device.type == "cpu":
         return tensor
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     is_parameter = isinstance(tensor, nn.Parameter)
     made = FakeTensor(mode, empty, torch.device("cpu"), requires_grad=tensor.requires_grad, _is_param=is_parameter)
     return marked(made, tensor)

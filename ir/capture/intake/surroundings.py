@@ -41,7 +41,7 @@ from shardfx.ir.capture.named.replaced import Replaced
 from .contents import ATOMS, STATE, Contents, is_fixed
 from .own_loss import OwnLoss
 
-ASKS_FOR_GRADIENTS = frozenset(("is_grad_enabled", "requires_grad"))
+ASKS_FOR_GRADIENTS = frozenset(("is_grad_enabled", "requires_grad", "grad_fn", "is_leaf"))
 """What code names that does one thing where gradients are wanted, and maybe another where they are not."""
 FUNCTIONS = 1000
 """So many functions are followed into one another."""

@@ -14,6 +14,8 @@ from torch import nn
 
 from .reached import reached
 
+WHICH = "is"
+"""Stands among the names of code that asks which of some values are one."""
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 SET: dict[type, frozenset[str]] = {}
 
@@ -113,7 +115,24 @@ def set_in_module(code: CodeType) -> frozenset[str]:
 @cache
 def named_in(code: CodeType) -> frozenset[str]:
     """What code names, as a name or in a text (``"a"``, ``"a.b"``), alone or in a tuple of them."""
-    return frozenset((*code.co_names, *_texts(code.co_consts)))
+    return frozenset((*code.co_names, *_texts(code.co_consts), *([WHICH] if _asks_which(code) else ())))
+
+
+def asks_which(named: Collection[str]) -> bool:
+    """Whether code that names these asks which of some values are one."""
+    return not {WHICH, "id", "is_set_to"}.isdisjoint(named)
+
+
+def _asks_which(code: CodeType) -> bool:
+    """Whether code asks if a value is another one (``a is b``, ``a in (b, c)``), none of which it names itself."""
+    before = ""
+    for each in get_instructions(code):
+        if each.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
+            return True
+        if each.opname == "CONTAINS_OP" and before in ("BUILD_LIST", "BUILD_TUPLE", "BUILD_SET"):
+            return True
+        before = each.opname
+    return False
 
 
 def _texts(constants: Collection[object]) -> Iterator[str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 
 from shardfx.gradients import product
@@ -43,7 +42,7 @@ def _examples(form: Form, call: Call, real: bool) -> Any:
         Error: they are to be real, and are only a rank's part of them.
     """
     leaves, tree = pytree.tree_flatten((call.args, dict(call.kwargs), call.targets))
-    made = []
+    made, examples = [], form.asked.examples()
     for name, leaf in zip(call.leaves, leaves, strict=True):
         type = form.inputs[name]
         if isinstance(type, TensorType):
@@ -55,7 +54,6 @@ def _examples(form: Form, call: Call, real: bool) -> Any:
                     got=f"this rank's part, of shape {tuple(leaf.shape)}",
                     remedy="call pm once with the global batch in this form",
                 )
-            made_of = leaf.detach().clone() if real else torch.empty(type.shape, dtype=type.dtype, device="meta")
-            leaf = made_of.requires_grad_(name in form.gradients)
+            leaf = examples.make(name, type, leaf if real else None, name in form.gradients | form.asked.trainable)
         made.append(leaf)
     return pytree.tree_unflatten(made, tree)
