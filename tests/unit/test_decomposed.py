@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -51,12 +50,9 @@ def others() -> Iterator[tuple[Any, ...]]:
         yield aten.logsumexp.default, rows, [1]
         for p in (0, 1, 2, 3, 0.5, -1, math.inf, -math.inf) if values else (0, 2):
             yield aten.linalg_vector_norm.default, rows, p, [1]
-        yield from ((op.correction, rows, [1]) for op in (aten.var, aten.std))
 
 
-@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 def test_what_is_taken_apart_at_capture_is_the_op() -> None:
-    """But for the mean beside a variance, which of what is infinite hangs on its place in a row."""
     table, tried = decompositions(), set()
     for op, *args in (*losses(), *others()):
         tried.add(op.overloadpacket)
@@ -65,4 +61,4 @@ def test_what_is_taken_apart_at_capture_is_the_op() -> None:
             if isinstance(b, Tensor) and b.numel():
                 said = partial("{}, {}: {}".format, op, args[2:])
                 torch.testing.assert_close(a, b, rtol=1e-10, atol=0, equal_nan=True, msg=said)
-    assert {*DECOMPOSED} - tried == {aten.var_mean, aten.std_mean}
+    assert tried >= {*DECOMPOSED}

@@ -91,3 +91,32 @@ def test_a_mean_of_half_numbers_whose_sum_is_beyond_their_range(of: Callable[[Te
         pm = sx.parallelize(Done(of), sx.Mesh(r=2), sx.Hints((x,), specs={"args.0": "-, r"}))
         torch.testing.assert_close(pm(x), of(x), rtol=2e-3, atol=0)
     assert pm.verify(), pm.verify().why
+
+
+DEVIATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "std": lambda x: x.std(1),
+    "all": lambda x: torch.std(x, correction=2),
+    "std_mean": lambda x: torch.cat(torch.std_mean(x, 1)),
+    "var": lambda x: x.var(1, unbiased=False),
+    "var_mean": lambda x: torch.cat(torch.var_mean(x, 1)),
+}
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("spec", ["dp, -", "-, dp"])
+@pytest.mark.parametrize("name", DEVIATIONS)
+def test_deviations_of_numbers_whose_squares_are_out_of_range(name: str, spec: str) -> None:
+    of = DEVIATIONS[name]
+    torch.manual_seed(0)
+    ranges = {torch.float16: (300, 3e4, 1e-5), torch.bfloat16: (1e20,), torch.float32: (1e20, 1e-25), F64: (1, 1e150)}
+    for dtype, scales in ranges.items():
+        whole = torch.randn(4, 8, dtype=F64).clamp(-1, 1)
+        pm = sx.parallelize(Done(of), sx.Mesh(dp=2), sx.Hints((whole.to(dtype),), specs={"args.0": spec}), virtual=True)
+        for scale in scales:
+            x = (whole * scale).to(dtype)
+            near = torch.finfo(dtype).eps * 4
+            torch.testing.assert_close(pm(x), of(x), rtol=near, atol=near * scale, equal_nan=True)
+        if dtype == F64:
+            for each in (math.inf, -math.inf, math.nan):
+                x = whole.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(each, dtype=F64))
+                torch.testing.assert_close(pm(x), of(x), equal_nan=True)

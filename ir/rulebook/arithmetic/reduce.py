@@ -48,17 +48,42 @@ def _var(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, k
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
+def _std(x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> torch.Tensor:
+    return _std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
 def _var_mean(
     x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In two passes: the mean, then the centred squares; both are sums, that may be partial."""
+    wide = x.float() if x.dtype in NARROW else x
+    var, mean = _two_passes(wide, dim, correction, keepdim)
+    return (var.to(x.dtype), mean.to(x.dtype)) if wide is not x else (var, mean)
+
+
+def _std_mean(
+    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The squares of numbers whose deviation has the dtype's range may be beyond it."""
+    wide = x if x.dtype == torch.float64 else x.to(torch.complex128 if x.is_complex() else torch.float64)
+    var, mean = _two_passes(wide, dim, correction, keepdim)
+    std = torch.sqrt(var)
+    return (std.to(x.real.dtype if x.is_complex() else x.dtype), mean.to(x.dtype)) if wide is not x else (std, mean)
+
+
+def _two_passes(
+    x: torch.Tensor, dim: Any, correction: float | None, keepdim: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean, then the centred squares; both are sums, that may be partial. Kernels go through the numbers once, and
+    have no mean of what is infinite."""
     dims = list(range(x.dim())) if not dim else list(dim)
     count = math.prod(x.shape[d] for d in dims)
     mean = torch.sum(x, dims, True) / count
     centred = x - mean
     squares = torch.view_as_real(centred).square().sum(-1) if x.is_complex() else centred * centred
-    var = torch.sum(squares, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
-    return var, mean if keepdim else mean.reshape(var.shape)
+    degrees = max(count - (1 if correction is None else correction), 0)
+    var = torch.sum(squares, dims, keepdim) / degrees
+    mean = mean if keepdim else mean.reshape(var.shape)
+    return var, torch.where(torch.isnan(var), torch.nan, mean) if degrees and not x.is_complex() else mean
 
 
 def _prims_var(x: torch.Tensor, dims: Any, correction: float | None = 1, *, output_dtype: Any = None) -> torch.Tensor:
@@ -146,6 +171,8 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0", identity="k", expand=_mean),
     rule(aten.var.correction, DOWN_WHOLE, expand=_var),
     rule(aten.var_mean.correction, DOWN_WHOLE, expand=_var_mean),
+    rule(aten.std.correction, DOWN_WHOLE, expand=_std),
+    rule(aten.std_mean.correction, DOWN_WHOLE, expand=_std_mean),
     rule(prims.var, "d.. k@dims! -> d..", expand=_prims_var),
     rule(aten.cumsum, ALONG, linear="0", identity="k", expand=ByPieces(_cumsum, dims=_along, apart=True)),
     rule((aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort), ALONG, identity="k"),
