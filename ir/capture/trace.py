@@ -11,7 +11,7 @@ weights may be fake, or on ``meta``, and examples may be fake.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,9 @@ from shardfx.ir.spec import laid_of
 from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
+from .carried.between_forms import between_forms, trained_by
+from .carried.earlier import Earlier
+from .carried.two_calls import Called, reject_carried
 from .compared.as_eager import AsItIs
 from .compared.both_runs import Named
 from .compared.mended import AS_TORCH, mended
@@ -61,7 +64,7 @@ class Captured:
 
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
     is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints, by
-    call.
+    call. ``keeps``: the model's code changes what it holds beside buffers.
     """
 
     graph: Graph
@@ -71,6 +74,7 @@ class Captured:
     aliases: Mapping[str, str]
     update: Update | None = None
     checkpointed: tuple[tuple[str, ...], ...] = ()
+    keeps: bool = False
 
 
 def capture(
@@ -88,6 +92,7 @@ def capture(
     scheduled: Sequence[str] = (),
     batch_parts: BatchParts = ONE,
     compute: Compute | None = None,
+    behind: Sequence[Earlier] = (),
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
@@ -101,12 +106,13 @@ def capture(
         guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
         batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.forms.parts_of_batch`).
         compute: in which dtype the model computes, and its gradients are summed (see :mod:`.forms.compute`).
+        behind: the calls in other forms for which it was captured before.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
     """
     given = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
-    further = (optimizer, clip, scheduled, batch_parts, compute)
+    further = (optimizer, clip, scheduled, batch_parts, compute, behind)
     try:
         return _capture(*given, guard, *further)
     except DataDependent as error:
@@ -151,6 +157,7 @@ def _capture(
     scheduled: Sequence[str],
     batch_parts: BatchParts,
     compute: Compute | None,
+    behind: Sequence[Earlier],
     real: bool = True,
 ) -> Captured:
     """``real``: what guards go by is what weights and examples hold, not only what the model makes itself."""
@@ -166,10 +173,8 @@ def _capture(
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
     with ExitStack() as stack:
-        stack.enter_context(alone())
-        stack.enter_context(transforms_left())
-        stack.enter_context(no_library_of_cpus())
-        stack.enter_context(no_log_of_failures())
+        for each in (alone(), transforms_left(), no_library_of_cpus(), no_log_of_failures()):
+            stack.enter_context(each)
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
         with with_numbers() if guard else nullcontext():
@@ -192,9 +197,8 @@ def _capture(
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = Names(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
-        trace = partial(
-            _trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute, outcomes=short.outcomes
-        )
+        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
+        trace = partial(trace, outcomes=short.outcomes, trained=trained_by(behind))
         graph, note = trace(program(short.model), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
@@ -202,14 +206,15 @@ def _capture(
         except Irregular as error:
             graph = trace(program(traced), tuple(tensors))
             note = f"{TRACED_WHOLE} ({error.what})"
+        kept = between_forms(Called(program(traced), tensors), behind)
     hooks.check()
     _name_ties(graph, aliases)
     known = {**params, **buffers, **dict(zip(names, tensors, strict=True))}
     for given in graph.inputs:
         content = given.constant if given.constant is not None else known.get(given.name)
         given.laid = laid_of(content) if content is not None else ()
-    behind = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
-    graph, update, apart = behind.write(graph, dict(traced.named_parameters()))
+    step = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
+    graph, update, apart = step.write(graph, dict(traced.named_parameters()))
     guards = _decisions(graph)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     count = batch_parts.count
@@ -217,8 +222,8 @@ def _capture(
     asked = results.checkpointed
     again = asked.patterns(traced, {node.where.module for node in graph.nodes})
     unsaid = NO_MODULE if asked.others and loss is not None else ""
-    graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
-    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again)
+    graph.notes = [each for each in (*graph.notes, *kept, note, apart, said, parts, unsaid) if each]
+    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again, results.keeps)
 
 
 NO_MODULE = (
@@ -268,6 +273,7 @@ def _traced(
     batch_parts: BatchParts,
     compute: Compute | None,
     outcomes: Outcomes | None,
+    trained: Collection[str],
 ) -> Graph:
     """The graph of a program's forward and backward, by one trace: it makes of the example what the program makes."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -301,7 +307,8 @@ def _traced(
                     lambda one, given: write(one, given, names=names_of_one(given)),
                     names.loss,
                 )
-        graph.notes = [each for each in (as_it_is.note, *graph.notes) if each]
+        unknown = reject_carried(Called(program, tensors), around, trained=trained) if program.results.keeps else ""
+        graph.notes = [each for each in (as_it_is.note, unknown, *graph.notes) if each]
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
         return graph

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
@@ -21,6 +21,7 @@ from torch import fx, nn
 from shardfx.compile import capture_model
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
+from shardfx.ir.capture.carried.earlier import Earlier
 from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.named.code_names import Names
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
@@ -41,7 +42,13 @@ from .held.one_store import reject_stored_otherwise, stored
 from .programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
 from .pull_back import AsItWas, attach, pulling, refuse, reject_part, reject_without_loss
 
-Build = Callable[[nn.Module, Hints], Compiled]
+
+class Build(Protocol):
+    """Plans a model for hints, behind the calls that there are plans for."""
+
+    def __call__(self, model: nn.Module, hints: Hints, behind: Sequence[Earlier] = ()) -> Compiled: ...
+
+
 Fill = Callable[[nn.Module], nn.Module]
 """Gives a module without weights those that it has at the moment."""
 Make = Callable[[Compiled], Programs]
@@ -289,9 +296,15 @@ class Variants:
         if hints.pipeline is not None:
             hints = replace(hints, pipeline=replace(hints.pipeline, stages=stages_as_planned(first)))
         with torch.set_grad_enabled(bool(form.gradients) or torch.is_grad_enabled()):
-            made = self.build(model, hints)
+            made = self.build(model, hints, [_earlier(*known) for known in self.known])
         reject_stored_otherwise(first, made.after)
         return made
+
+
+def _earlier(form: Form, programs: Programs) -> Earlier:
+    """The call that programs were captured for."""
+    hints, keeps = programs.compiled.hints, programs.compiled.captured.keeps
+    return Earlier(hints.args, hints.kwargs, hints.targets, hints.loss, form.training, form.gradients, keeps)
 
 
 def _pulled(programs: Programs) -> list[Output]:
