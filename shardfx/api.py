@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardfx.ir.capture.carried.earlier import Earlier
 from shardfx.ir.capture.intake.given import as_module, without_weights
 from shardfx.ir.capture.intake.own_loss import with_own_loss
 from shardfx.ir.cost.measuring import calibrate
@@ -104,10 +105,10 @@ def parallelize(
         torch.enable_grad(),
     ):  # a training step is planned wherever this is called
 
-        def build(model: nn.Module, hints: Hints) -> Compiled:
+        def build(model: nn.Module, hints: Hints, behind: Sequence[Earlier] = ()) -> Compiled:
             asked = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(asked):  # which a model may ask
-                made = compile_model(model, described, hints, all_rules(hints.rules))
+                made = compile_model(model, described, hints, all_rules(hints.rules), behind=behind)
                 made = _within_budget(made, place)
                 if hints.loss is not product and asked:
                     check_gradients(model, made)

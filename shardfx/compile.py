@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import groupby
@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from shardfx.ir.capture.carried.earlier import Earlier
 from shardfx.ir.capture.forms.compute import Compute
 from shardfx.ir.capture.forms.parts_of_batch import ONE, BatchParts
 from shardfx.ir.capture.model_and_loss import leaf_names
@@ -179,8 +180,10 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def capture_model(model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, hints: Hints) -> Captured:
-    """Capture ``model`` for the examples of the hints."""
+def capture_model(
+    model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, hints: Hints, behind: Sequence[Earlier] = ()
+) -> Captured:
+    """Capture ``model`` for the examples of the hints, ``behind`` calls in other forms."""
     return capture(
         model,
         mesh,
@@ -194,6 +197,7 @@ def capture_model(model: nn.Module | torch.export.ExportedProgram, mesh: Mesh, h
         scheduled=hints.scheduled,
         batch_parts=batch_parts(mesh, hints),
         compute=Compute.of(hints.compute),
+        behind=behind,
     )
 
 
@@ -229,12 +233,14 @@ def compile_model(
     hints: Hints,
     rules: RuleBook,
     on_pass: Callable[[Pass, Graph], None] | None = None,
+    behind: Sequence[Earlier] = (),
 ) -> Compiled:
-    """Capture ``model`` and run the passes. Links that the mesh does not state are those of the machine."""
+    """Capture ``model``, ``behind`` calls in other forms, and run the passes. Links that the mesh does not state are
+    those of the machine."""
     passes, mesh = default_passes(hints), Machine.of(hints.machine).connect(mesh)
     mesh = with_turns(mesh, hints)
     with no_collection():
-        captured = capture_model(model, mesh, hints)
+        captured = capture_model(model, mesh, hints, behind)
         said = as_checkpointed(captured, hints)
         if said is not hints:
             hints, passes = said, default_passes(said)

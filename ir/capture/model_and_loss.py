@@ -70,6 +70,8 @@ class Results:
     leaves: tuple[Any, ...]
     guards: tuple[Guard, ...] = ()
     asked_whether_compiled = False
+    keeps = False
+    """Whether it changes what it holds, beside buffers."""
 
     def __init__(self) -> None:
         self.checkpointed = Checkpointed()
@@ -103,9 +105,11 @@ class ModelAndLoss(nn.Module):
         self.loss, self._one = loss, one
         self.results = results
         self.guard = guard
-        self._compute = compute or Compute()
+        self.compute = compute or Compute()
         self.assigned, self.exported = AssignedBuffers(), False
         """What it replaces; whether it is traced, and so has to write into that."""
+        self.at_end: Callable[[], object] = tuple
+        """Called behind the model and its loss."""
         self.unasked = False
         """Whether code that asks whether it is compiled is told that it is not."""
         own = {name: marks_of(tensor) for name, tensor in stored(model).items()}
@@ -134,7 +138,7 @@ class ModelAndLoss(nn.Module):
         noting = self.results.checkpointed.noting(self.model, self.exported)
         assigned = self.assigned.noting(self, written=self.exported)
         try:
-            with decisions, self._compute.parameters_of(self.model), noting, answering(self._answer), assigned:
+            with decisions, self.compute.parameters_of(self.model), noting, answering(self._answer), assigned:
                 outs = draws_nothing_outside(lambda: self._run(tensors, decisions))
         except Error as error:
             if error.where is not None:
@@ -145,6 +149,7 @@ class ModelAndLoss(nn.Module):
             if found is None:
                 raise
             raise found from error
+        self.at_end()
         self.results.guards = tuple(decisions.guards)
         return (*outs, *decisions.values)
 
@@ -159,8 +164,8 @@ class ModelAndLoss(nn.Module):
         given = iter([tensors[first] for first in self._one] or tensors)
         leaves = [next(given) if leaf is Given else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
-        args, kwargs = self._compute.inputs((args, kwargs))
-        out = self._compute.results(self.model(*args, **kwargs))
+        args, kwargs = self.compute.inputs((args, kwargs))
+        out = self.compute.results(self.model(*args, **kwargs))
         flat, tree = pytree.tree_flatten(out)
         self.results.tree = tree
         self.results.leaves = tuple(map(_result, flat))

@@ -11,7 +11,7 @@ weights may be fake, or on ``meta``, and examples may be fake.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,9 @@ from shardfx.ir.spec import laid_of
 from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
+from .carried.between_forms import between_forms, trained_by
+from .carried.earlier import Earlier
+from .carried.two_calls import Called, reject_carried
 from .compared.as_eager import AsItIs
 from .compared.both_runs import Named
 from .compared.mended import AS_TORCH, mended
@@ -47,6 +50,7 @@ from .intake.transforms import transforms_left
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
 from .named.code_names import asks_which
 from .named.left_as_found import left_as_found
+from .named.ties import aliases_of, name_ties
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
 from .shells import Outcomes
 from .update.behind import Behind
@@ -62,7 +66,7 @@ class Captured:
 
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
     is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints, by
-    call.
+    call. ``keeps``: the model's code changes what it holds beside buffers.
     """
 
     graph: Graph
@@ -72,6 +76,7 @@ class Captured:
     aliases: Mapping[str, str]
     update: Update | None = None
     checkpointed: tuple[tuple[str, ...], ...] = ()
+    keeps: bool = False
 
 
 def capture(
@@ -89,6 +94,7 @@ def capture(
     scheduled: Sequence[str] = (),
     batch_parts: BatchParts = ONE,
     compute: Compute | None = None,
+    behind: Sequence[Earlier] = (),
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
@@ -102,12 +108,13 @@ def capture(
         guard: what depends on the data is as it is for the examples, and watched by guards (see :mod:`.decisions`).
         batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.forms.parts_of_batch`).
         compute: in which dtype the model computes, and its gradients are summed (see :mod:`.forms.compute`).
+        behind: the calls in other forms for which it was captured before.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
     """
     given = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
-    further = (optimizer, clip, scheduled, batch_parts, compute)
+    further = (optimizer, clip, scheduled, batch_parts, compute, behind)
     try:
         return _capture(*given, guard, *further)
     except DataDependent as error:
@@ -152,6 +159,7 @@ def _capture(
     scheduled: Sequence[str],
     batch_parts: BatchParts,
     compute: Compute | None,
+    behind: Sequence[Earlier],
     real: bool = True,
 ) -> Captured:
     """``real``: what guards go by is what weights and examples hold, not only what the model makes itself."""
@@ -168,17 +176,15 @@ def _capture(
         )
     places = which_are_one(tensors)
     with ExitStack() as stack:
-        stack.enter_context(alone())
-        stack.enter_context(transforms_left())
-        stack.enter_context(no_library_of_cpus())
-        stack.enter_context(no_log_of_failures())
+        for each in (alone(), transforms_left(), no_library_of_cpus(), no_log_of_failures()):
+            stack.enter_context(each)
         reject_loss(loss)
         hooks = WatchedHooks(as_module(model))
         with with_numbers() if guard else nullcontext():
             traced, tensors = on_cpu(hooks.model, tensors, stack, guard and real)
         params = dict(traced.named_parameters(remove_duplicate=False))
         buffers = dict(traced.named_buffers(remove_duplicate=False))
-        aliases = _aliases({**params, **buffers})
+        aliases = aliases_of({**params, **buffers})
         if compute is not None:
             compute.check(traced)
         results = Results()
@@ -195,9 +201,8 @@ def _capture(
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = Names(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
-        trace = partial(
-            _trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute, outcomes=short.outcomes
-        )
+        trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
+        trace = partial(trace, outcomes=short.outcomes, trained=trained_by(behind))
         graph, note = trace(program(short.model), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
@@ -205,14 +210,15 @@ def _capture(
         except Irregular as error:
             graph = trace(program(traced), tuple(tensors))
             note = f"{TRACED_WHOLE} ({error.what})"
+        kept = between_forms(Called(program(traced), tensors), behind)
     hooks.check()
-    _name_ties(graph, aliases)
+    name_ties(graph, aliases)
     known = {**params, **buffers, **dict(zip(names, tensors, strict=True))}
     for given in graph.inputs:
         content = given.constant if given.constant is not None else known.get(given.name)
         given.laid = laid_of(content) if content is not None else ()
-    behind = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
-    graph, update, apart = behind.write(graph, dict(traced.named_parameters()))
+    step = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
+    graph, update, apart = step.write(graph, dict(traced.named_parameters()))
     guards = _decisions(graph)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
     count = batch_parts.count
@@ -220,30 +226,14 @@ def _capture(
     asked = results.checkpointed
     again = asked.patterns(traced, {node.where.module for node in graph.nodes})
     unsaid = NO_MODULE if asked.others and loss is not None else ""
-    graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
-    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again)
+    graph.notes = [each for each in (*graph.notes, *kept, note, apart, said, parts, unsaid) if each]
+    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again, results.keeps)
 
 
 NO_MODULE = (
     "a function that the model checkpoints calls no module, and what it makes is kept: Hints(recompute=...) says by "
     "modules what is made again"
 )
-
-
-def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """For every name the first name of the same tensor (itself, mostly)."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
-
-
-def _name_ties(graph: Graph, aliases: Mapping[str, str]) -> None:
-    """Say on each input by which other names the model has it."""
-    others: dict[str, list[str]] = {}
-    for name, first in aliases.items():
-        if name != first:
-            others.setdefault(first, []).append(name)
-    for given in graph.inputs:
-        given.aliases = tuple(others.get(given.name, ()))
 
 
 def _trace(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...], **how: Any) -> Graph:
@@ -271,6 +261,7 @@ def _traced(
     batch_parts: BatchParts,
     compute: Compute | None,
     outcomes: Outcomes | None,
+    trained: Collection[str],
 ) -> Graph:
     """The graph of a program's forward and backward, by one trace: it makes of the example what the program makes."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -304,7 +295,8 @@ def _traced(
                     lambda one, given: write(one, given, names=names_of_one(given)),
                     names.loss,
                 )
-        graph.notes = [each for each in (as_it_is.note, *graph.notes) if each]
+        unknown = reject_carried(Called(program, tensors), around, trained=trained) if program.results.keeps else ""
+        graph.notes = [each for each in (as_it_is.note, unknown, *graph.notes) if each]
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
         return graph

@@ -66,12 +66,13 @@ def exported_of(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...]) -> tor
     """What torch exports of a program, which leaves nothing in what the model's code keeps."""
     around, known = Surroundings(program.model, program.loss), len(program.assigned.names)
     given = tuple(map(each_in_its_place, tensors)) if program.guard else tensors
-    program.exported = True
-    try:
-        with with_numbers() if program.guard else nullcontext(), left_as_found(around), transforms_refused():
+    with with_numbers() if program.guard else nullcontext(), left_as_found(around) as found, transforms_refused():
+        program.exported, program.at_end = True, found.look  # torch itself puts some of it back
+        try:
             made: torch.fx.GraphModule = torch.export.export(program, given, strict=False).module(check_guards=False)
-    finally:
-        program.exported = False
+        finally:
+            program.exported, program.at_end = False, tuple
+    program.results.keeps = found.changed
     return made if len(program.assigned.names) == known else exported_of(program, tensors)
 
 

@@ -111,6 +111,11 @@ class Form:
         return self.training, self.autocast, self.pulls, self.state, self.asked
 
     @property
+    def trainable(self) -> frozenset[str]:
+        """What has ``requires_grad`` where programs are captured for this form."""
+        return self.gradients | self.asked.trainable
+
+    @property
     def key(self) -> Hashable:
         """The same for equal forms."""
         return frozenset(self.inputs.items()), self.gradients, self._around

@@ -34,6 +34,7 @@ from shardfx.runtime.verify.verdict import Verdict, together
 
 from .call import Call, Form, autocast_around, contents, cuts_inputs, inputs_of, model_results, passed
 from .forms.asked_of_inputs import Asks
+from .forms.earlier_calls import Build, earlier_call
 from .forms.hints_of_form import UNSTEPPED, hints_of_form
 from .forms.planned_anew import PlannedAnew, said_of
 from .forms.states_as_one import StatesAsOne
@@ -43,7 +44,6 @@ from .held.one_store import reject_stored_otherwise, stored
 from .programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
 from .pull_back import AsItWas, attach, pulling, refuse, reject_part, reject_without_loss
 
-Build = Callable[[nn.Module, Hints], Compiled]
 Fill = Callable[[nn.Module], nn.Module]
 """Gives a module without weights those that it has at the moment."""
 Make = Callable[[Compiled], Programs]
@@ -291,14 +291,14 @@ class Variants:
             module.training = path in form.training
         model = self.fill(self.skeleton) if self.hints.guard else self.skeleton
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in form.gradients | form.asked.trainable)
+            parameter.requires_grad_(name in form.trainable)
         states = {each.name for each in first.of_kind(InputKind.STATE)}
         specs = {name: spec for name, spec in stored(first).items() if name not in states}
         hints = hints_of_form(self.hints, specs, form, call)
         if hints.pipeline is not None:
             hints = replace(hints, pipeline=replace(hints.pipeline, stages=stages_as_planned(first)))
         with torch.set_grad_enabled(bool(form.gradients) or torch.is_grad_enabled()):
-            made = self.build(model, hints)
+            made = self.build(model, hints, [earlier_call(known, programs.compiled) for known, programs in self.known])
         reject_stored_otherwise(first, made.after)
         return made
 

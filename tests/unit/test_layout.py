@@ -29,7 +29,8 @@ FOLDERS = ("shardfx", *MAY_IMPORT)
 
 RULES, GRAPHS = ("ir", "ir.rules"), ("ir", "ir.ops", "ir.ops.computing", "ir.ops.pools", "ir.ops.time")
 ONE_OP = (*GRAPHS, "ir.rules")
-CAPTURE, COMPARED = (*ONE_OP, "ir.capture.forms", "ir.capture.intake"), ("ir.capture.compared",)
+CAPTURE = (*ONE_OP, "ir.capture.forms", "ir.capture.intake")
+COMPARED = ("ir.capture.compared", "ir.capture.carried")
 PROGRAMS = (*GRAPHS, "ir.program", "ir.program.arena", "ir.program.looped", "ir.program.units")
 PROOF = (*PROGRAMS, "ir.cost", "ir.rules", "runtime", "runtime.verify.forms", "runtime.verify.proof")
 OF_RANKS = ("runtime.distributed.agreement", "runtime.distributed.stages")
@@ -55,7 +56,8 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.timing": (*PROGRAMS, "ir.cost", "ir.cost.live", "ir.schedule"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (*CAPTURE, *COMPARED, "ir.capture.joint", "ir.capture.named", "ir.capture.update", "ir.unfolding"),
-    "ir.capture.compared": (*CAPTURE, "ir.capture", "ir.capture.named"),
+    "ir.capture.compared": (*CAPTURE, *COMPARED, "ir.capture", "ir.capture.named"),
+    "ir.capture.carried": (*CAPTURE, *COMPARED, "ir.capture", "ir.capture.named"),
     "ir.capture.forms": (*ONE_OP, "ir.capture"),
     "ir.capture.intake": (*ONE_OP, "ir.capture", "ir.capture.named"),
     "ir.capture.joint": (*ONE_OP, "ir.capture"),

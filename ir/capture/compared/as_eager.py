@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 
-from shardfx.ir.capture.intake.contents import STATE, Contents
+from shardfx.ir.capture.carried.two_calls import attributes, keeps
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.capture.intake.surroundings import Surroundings
-from shardfx.ir.capture.named.code_names import Names
 from shardfx.ir.capture.named.left_as_found import left_as_found
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind
@@ -31,8 +30,6 @@ from .both_runs import Draws, Made, Named, captured_run, eager_run, said_of
 from .modes import Alike
 from .rounding import MARGIN, OF_MOVED, OF_ROUNDING, SHARE, UNKNOWN, apart, differing, is_rounding, unit, units
 
-MODEL = "model."
-"""Where the model stands in a program of it and its loss."""
 MOST = 2**24
 """Elements stored and given: of a larger model a run costs more than its capture, and its user is spared it, unless
 it is traced with numbers, which is a run already."""
@@ -128,17 +125,17 @@ class AsItIs:
     def _run(self) -> Made:
         """The program run as it is, but that it draws what the captured graph does."""
         program, mode = self._program, Alike()
-        kept = [_attributes(program, self._around)]
+        kept = [attributes(program, self._around)]
         made = eager_run(program, self._given, self._named, self._trains, mode)
-        kept.append(_attributes(program, self._around))
+        kept.append(attributes(program, self._around))
         if kept[0] == kept[1]:
             return made
         again = eager_run(program, self._given, self._named, self._trains, mode)
-        kept.append(_attributes(program, self._around))
+        kept.append(attributes(program, self._around))
         changed = [name for name, value in kept[1].items() if kept[0].get(name) != value]
         counts = [name for name in changed if kept[1][name] != kept[2].get(name)]
         if counts or next(differing(again, made, {}), None) is not None:
-            raise _keeps(counts or changed)
+            raise keeps(counts or changed, "another value after each call on the same input", program, self._around)
         return made
 
     def _still(
@@ -207,30 +204,6 @@ def _stand_ins(program: nn.Module) -> Iterator[None]:
 def _most(ours: Tensor, theirs: Tensor) -> float:
     far = apart(ours, theirs)
     return far.max().item() if far.numel() else 0.0
-
-
-def _attributes(program: nn.Module, around: Surroundings) -> dict[str, str]:
-    """What modules hold beside parameters and modules, as text (of a tensor, that there is one); and what the code
-    reads beside these."""
-    said = Contents(Names()).said
-    own = {
-        f"{path}.{name}".removeprefix(MODEL): said(value)
-        for path, module in program.named_modules()
-        for name, value in (vars(module) | module._buffers).items()
-        if name not in STATE
-    }
-    return own | around.named()
-
-
-def _keeps(names: list[str]) -> Error:
-    return Error(
-        "the model keeps something from call to call",
-        where=", ".join(names),
-        expected="a forward that changes no attributes of modules, or none that the next call sees",
-        got="another value after each call on the same input",
-        remedy="make it a buffer: self.register_buffer(name, torch.tensor(0)), and self.name.add_(1) in forward; or "
-        "hand it in as an argument, and give it back with the results",
-    )
 
 
 def _mixed(error: RuntimeError) -> Error:

@@ -205,13 +205,15 @@ def _bytes(value: Any) -> str | None:
 
 def _fields(value: object) -> dict[str, object]:
     """The attributes of an object, those in slots too."""
-    kind = type(value)
+    slots, own = slots_of(type(value)), getattr(value, "__dict__", {})
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | own
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The slots of a class."""
     if kind not in SLOTS:
         SLOTS[kind] = tuple(name for each in kind.__mro__ for name in _slots(each))
-    own = getattr(value, "__dict__", {})
-    if not SLOTS[kind]:
-        return dict(own)
-    return {name: getattr(value, name) for name in SLOTS[kind] if hasattr(value, name)} | own
+    return SLOTS[kind]
 
 
 SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()

@@ -54,6 +54,6 @@ def _examples(form: Form, call: Call, real: bool) -> Any:
                     got=f"this rank's part, of shape {tuple(leaf.shape)}",
                     remedy="call pm once with the global batch in this form",
                 )
-            leaf = examples.make(name, type, leaf if real else None, name in form.gradients | form.asked.trainable)
+            leaf = examples.make(name, type, leaf if real else None, name in form.trainable)
         made.append(leaf)
     return pytree.tree_unflatten(made, tree)

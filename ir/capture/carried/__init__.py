@@ -1,0 +1,1 @@
+"""What a model carries from call to call."""

@@ -1,0 +1,44 @@
+"""Does a model carry something from a call to one in another form: of another size, in evaluation?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.utils._pytree as pytree
+
+from shardfx.ir.capture.intake.surroundings import Surroundings
+from shardfx.ir.capture.model_and_loss import ModelAndLoss, Results
+
+from .earlier import Earlier
+from .two_calls import Called, reject_carried
+
+
+def trained_by(forms: Sequence[Earlier]) -> frozenset[str]:
+    """The names of what calls train."""
+    return frozenset(name for each in forms if each.loss is not None for name in each.gradients)
+
+
+def between_forms(call: Called, forms: Sequence[Earlier]) -> list[str]:
+    """Notes, where it is not known whether a call and those in other ``forms`` carry something from one to another.
+
+    Raises:
+        Error: they do.
+    """
+    program, notes = call.program, list[str]()
+    trained = trained_by(forms)
+    for form in forms:
+        leaves, tree = pytree.tree_flatten((form.args, dict(form.kwargs), form.targets))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        further = Results(), program.guard, program.compute, program.by_example
+        other = ModelAndLoss(program.model, tree, leaves, form.loss, len(form.targets), *further)
+        around = Surroundings(program.model, form.loss if form.loss is not None else program.loss)
+        earlier = Called(other, given, form)
+        if form.keeps:
+            notes.append(reject_carried(call, around, earlier, trained))
+            if program.loss is not None and not trained:  # now there is something that changes between its calls
+                own = program.model.named_parameters()
+                notes.append(reject_carried(earlier, around, None, {name for name, each in own if each.requires_grad}))
+        if program.results.keeps:
+            notes.append(reject_carried(earlier, around, call, trained))
+    return [each for each in notes if each]

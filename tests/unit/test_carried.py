@@ -1,0 +1,256 @@
+"""What a model carries from call to call beside its buffers is an error, also where nothing can be run; what is the
+same at each call may be kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardfx as sx
+
+MESH = sx.Mesh(dp=2)
+Code = Callable[[Any, Tensor], Tensor]
+
+
+class Slotted:
+    """Has no dict."""
+
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+
+class Net(nn.Module):
+    """A layer, what was kept, and code that does something with both."""
+
+    def __init__(self, code: Code, kept: object) -> None:
+        super().__init__()
+        self.fc, self.kept, self.seen = nn.Linear(4, 4), kept, False
+        self.register_buffer("centre", torch.ones(4))
+        self.register_buffer("later", None)
+        self.code = code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(self, x)
+
+
+def mean_of_first(net: Any, x: Tensor) -> Tensor:
+    net.kept = x.mean() if net.kept is None else net.kept
+    return net.fc(x) - net.kept
+
+
+def view_of_first(net: Any, x: Tensor) -> Tensor:
+    net.kept = x[0] if net.kept is None else net.kept
+    return net.fc(x) - net.kept
+
+
+def noise_of_first(net: Any, x: Tensor) -> Tensor:
+    net.kept = torch.randn(4) if net.kept is None else net.kept
+    return net.fc(x) + net.kept
+
+
+def by_key(net: Any, x: Tensor) -> Tensor:
+    if len(x) not in net.kept:
+        net.kept[len(x)] = x.detach().abs().max()
+    return net.fc(x) / net.kept[len(x)]
+
+
+def buffer_once(net: Any, x: Tensor) -> Tensor:
+    if not net.seen:
+        net.centre.copy_(x.detach().mean(0))
+        net.seen = True
+    return net.fc(x - net.centre)
+
+
+def of_a_buffer_that_is_written(net: Any, x: Tensor) -> Tensor:
+    net.kept = net.centre * 2 if net.kept is None else net.kept
+    net.centre.mul_(1.5)
+    return net.fc(x) * net.kept
+
+
+def weight_once(net: Any, x: Tensor) -> Tensor:
+    net.kept = (net.fc.weight * 2).detach() if net.kept is None else net.kept
+    return net.fc(x) + x @ net.kept
+
+
+def other_gradient(net: Any, x: Tensor) -> Tensor:
+    y = net.fc(x)
+    z = y.detach() if net.seen else y
+    net.seen = True
+    return y * z
+
+
+def counted(net: Any, x: Tensor) -> Tensor:
+    net.kept += 1
+    return net.fc(x) * (2.0 if net.kept > 10 else 1.0)
+
+
+def appended(net: Any, x: Tensor) -> Tensor:
+    net.kept.append(net.fc(x).detach())
+    return net.fc(x) + sum(net.kept)
+
+
+def flag_in_a_list(net: Any, x: Tensor) -> Tensor:
+    y = net.fc(x) * (2.0 if net.kept[0] else 1.0)
+    net.kept[0] = 1
+    return y
+
+
+def slot(net: Any, x: Tensor) -> Tensor:
+    net.kept.mean = x.mean().detach() if net.kept.mean is None else net.kept.mean
+    return net.fc(x) * net.kept.mean
+
+
+def advanced(net: Any, x: Tensor) -> Tensor:
+    return net.fc(x) * float(next(net.kept))
+
+
+def empty_buffer(net: Any, x: Tensor) -> Tensor:
+    net.later = x.detach().mean(0) if net.later is None else net.later
+    return net.fc(x) - net.later
+
+
+CARRIED: dict[str, tuple[Code, Callable[[], object], str]] = {
+    "the mean of the first batch": (mean_of_first, lambda: None, "kept"),
+    "a view of the first batch": (view_of_first, lambda: None, "kept"),
+    "a noise drawn once": (noise_of_first, lambda: None, "kept"),
+    "something of the first batch by its size": (by_key, dict, "kept"),
+    "whether a buffer was filled": (buffer_once, lambda: None, "seen"),
+    "what a buffer was": (of_a_buffer_that_is_written, lambda: None, "kept"),
+    "what a weight was": (weight_once, lambda: None, "kept"),
+    "whether it has a gradient": (other_gradient, lambda: None, "seen"),
+    "a count": (counted, int, "kept"),
+    "a list of what there was": (appended, list, "kept"),
+    "a flag in a list": (flag_in_a_list, lambda: [0], "kept"),
+    "a flag in an array": (flag_in_a_list, lambda: np.zeros(1), "kept"),
+    "a slot": (slot, Slotted, "kept"),
+    "an iterator": (advanced, itertools.count, "kept"),
+    "a buffer that was none": (empty_buffer, lambda: None, "later"),
+}
+
+
+def mean_of(out: Tensor) -> Tensor:
+    return (out * out).mean()
+
+
+@pytest.mark.parametrize("case", CARRIED)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_carried_from_call_to_call_is_named(case: str, device: str) -> None:
+    code, kept, name = CARRIED[case]
+    with torch.device(device):
+        model, x = Net(code, kept()), torch.rand(8, 4)
+    with pytest.raises(
+        sx.Error, match=rf"from call to call(.|\n)*where: +{name}: .*test_carried(.|\n)*register_buffer"
+    ):
+        sx.parallelize(model, MESH, sx.Hints(args=(x,), loss=mean_of))
+    assert vars(model)["seen"] is False and model.later is None
+
+
+def test_with_guards_too() -> None:
+    with pytest.raises(sx.Error, match="from call to call"):
+        sx.parallelize(Net(mean_of_first, None), MESH, sx.Hints(args=(torch.rand(8, 4),), loss=mean_of, guard=True))
+
+
+# ---- what may be kept
+
+
+def mask_by_size(net: Any, x: Tensor) -> Tensor:
+    if len(x) not in net.kept:
+        net.kept[len(x)] = torch.arange(len(x)).float()[:, None]
+    return net.fc(x) + net.kept[len(x)]
+
+
+def longest_mask(net: Any, x: Tensor) -> Tensor:
+    if net.kept is None or len(net.kept) < len(x):
+        net.kept = torch.ones(len(x), len(x)).tril()
+    return net.kept[: len(x), : len(x)] @ net.fc(x)
+
+
+def angles_of_a_buffer(net: Any, x: Tensor) -> Tensor:
+    if net.kept is None or len(net.kept) < len(x):
+        net.kept = torch.outer(torch.arange(len(x)).float(), net.centre).cos()
+    return net.fc(x) * net.kept[: len(x)]
+
+
+def shown(net: Any, x: Tensor) -> Tensor:
+    net.kept = net.fc(x)
+    return net.kept * 2
+
+
+def losses_of_this_call(net: Any, x: Tensor) -> Tensor:
+    net.kept.clear()
+    net.kept.append(net.fc(x).pow(2).mean())
+    return net.fc(x) + sum(net.kept)
+
+
+def mode(net: Any, x: Tensor) -> Tensor:
+    net.kept = "training" if net.training else "evaluation"
+    return net.fc(x) * (2 if net.kept == "training" else 1)
+
+
+KEPT: dict[str, tuple[Code, Callable[[], object]]] = {
+    "a mask by its size": (mask_by_size, dict),
+    "the longest mask": (longest_mask, lambda: None),
+    "angles made of a buffer": (angles_of_a_buffer, lambda: None),
+    "what it computed, for others": (shown, lambda: None),
+    "losses of this call": (losses_of_this_call, list),
+    "in which mode it is": (mode, str),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_is_the_same_at_each_call_may_be_kept(case: str) -> None:
+    """In all forms of call."""
+    code, kept = KEPT[case]
+    model, ours = Net(code, kept()), Net(code, kept())
+    ours.load_state_dict(model.state_dict())
+    pm = sx.parallelize(ours, MESH, sx.Hints(args=(torch.rand(8, 4),), loss=mean_of))
+    for rows in (8, 4, 8):
+        x = torch.rand(rows, 4)
+        assert torch.allclose(pm(x), mean_of(model(x)))
+    pm.eval(), model.eval()
+    with torch.no_grad():
+        assert torch.allclose(pm(x), mean_of(model(x)))
+
+
+# ---- from one form of call to another
+
+
+def size_of_first(net: Any, x: Tensor) -> Tensor:
+    net.kept = len(x) if net.kept is None else net.kept
+    return net.fc(x) / net.kept
+
+
+def of_training(net: Any, x: Tensor) -> Tensor:
+    if net.training:
+        net.kept = x.detach().mean(0)
+    return net.fc(x) if net.kept is None else net.fc(x) - net.kept
+
+
+def once_evaluated(net: Any, x: Tensor) -> Tensor:
+    net.seen = net.seen or not net.training
+    return net.fc(x) * (2 if net.seen else 1)
+
+
+def weight_of_first_evaluation(net: Any, x: Tensor) -> Tensor:
+    if net.training:
+        return net.fc(x)
+    net.kept = net.fc.weight.detach() * 1.0 if net.kept is None else net.kept
+    return x @ net.kept.T + net.fc.bias
+
+
+@pytest.mark.parametrize("code", [size_of_first, of_training, once_evaluated, weight_of_first_evaluation])
+def test_what_is_carried_to_a_call_in_another_form_is_named(code: Code) -> None:
+    pm = sx.parallelize(Net(code, None), MESH, sx.Hints(args=(torch.rand(8, 4),), loss=mean_of))
+    pm(torch.rand(8, 4)).backward()
+    if code is not size_of_first:
+        pm.eval()
+    with torch.no_grad(), pytest.raises(sx.Error, match=r"from call to call(.|\n)*(kept|seen)(.|\n)*the call differs"):
+        pm(torch.rand(8 if pm.training is False else 4, 4))
