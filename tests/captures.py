@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 
 import shardfx as sx
 import shardfx.compile
+from shardfx.ir.capture.carried.earlier import Earlier
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured
 
@@ -40,16 +41,22 @@ def captured_once(name: str) -> Iterator[None]:
     """
     capture = shardfx.compile.capture_model
 
-    def once(model: nn.Module | torch.export.ExportedProgram, mesh: sx.Mesh, hints: sx.Hints) -> Captured:
+    def once(
+        model: nn.Module | torch.export.ExportedProgram,
+        mesh: sx.Mesh,
+        hints: sx.Hints,
+        behind: Sequence[Earlier] = (),
+    ) -> Captured:
         examples = leaf_names(hints.args, hints.kwargs, hints.targets)
         alike = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for _, leaf in examples) and hints.batch_stats is None
         if hints.guard or not alike or not isinstance(model, nn.Module) or _is_changed(model):
-            return capture(model, mesh, hints)
+            return capture(model, mesh, hints, behind)
         given = tuple((each, _key(leaf)) for each, leaf in examples)
         asked = (hints.loss, hints.optimizer, hints.clip, hints.compute)
         key = (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())
-        if key not in KNOWN:
-            KNOWN[key] = capture(model, mesh, hints)
+        kept = key in KNOWN and bool(behind) and KNOWN[key].keeps
+        if key not in KNOWN or kept or any(each.keeps for each in behind):
+            KNOWN[key] = capture(model, mesh, hints, behind)
         graph = shardfx.compile.own_constants(KNOWN[key].graph.copy())
         graph.mesh = mesh
         return replace(KNOWN[key], graph=graph)
