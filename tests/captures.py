@@ -54,10 +54,9 @@ def captured_once(name: str) -> Iterator[None]:
         given = tuple((each, _key(leaf)) for each, leaf in examples)
         asked = (hints.loss, hints.optimizer, hints.clip, hints.compute)
         key = (name, shardfx.compile.capture, asked, _content(model), given, _surroundings())
-        if key not in KNOWN:
-            KNOWN[key] = capture(model, mesh, hints)
-        if behind and (KNOWN[key].keeps or any(each.keeps for each in behind)):
-            return capture(model, mesh, hints, behind)
+        kept = key in KNOWN and bool(behind) and KNOWN[key].keeps
+        if key not in KNOWN or kept or any(each.keeps for each in behind):
+            KNOWN[key] = capture(model, mesh, hints, behind)
         graph = shardfx.compile.own_constants(KNOWN[key].graph.copy())
         graph.mesh = mesh
         return replace(KNOWN[key], graph=graph)

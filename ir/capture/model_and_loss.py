@@ -22,6 +22,7 @@ from .intake.given import marks_of
 from .intake.own_loss import OwnLoss
 from .named.assigned_buffers import AssignedBuffers
 from .named.drawn_outside import draws_nothing_outside
+from .named.left_as_found import Found
 from .named.whether_compiled import answering
 
 
@@ -108,8 +109,8 @@ class ModelAndLoss(nn.Module):
         self.compute = compute or Compute()
         self.assigned, self.exported = AssignedBuffers(), False
         """What it replaces; whether it is traced, and so has to write into that."""
-        self.at_end: Callable[[], object] = tuple
-        """Called behind the model and its loss."""
+        self.found: Callable[[], Found] | None = None
+        """Notes what the code finds, when it is called, so that it is seen what it keeps."""
         self.unasked = False
         """Whether code that asks whether it is compiled is told that it is not."""
         own = {name: marks_of(tensor) for name, tensor in stored(model).items()}
@@ -137,6 +138,7 @@ class ModelAndLoss(nn.Module):
         decisions = Decisions(self.model, self._stored, self.guard, tensors)
         noting = self.results.checkpointed.noting(self.model, self.exported)
         assigned = self.assigned.noting(self, written=self.exported)
+        held = self.found() if self.found is not None else None
         try:
             with decisions, self.compute.parameters_of(self.model), noting, answering(self._answer), assigned:
                 outs = draws_nothing_outside(lambda: self._run(tensors, decisions))
@@ -149,7 +151,8 @@ class ModelAndLoss(nn.Module):
             if found is None:
                 raise
             raise found from error
-        self.at_end()
+        if held is not None:
+            self.results.keeps = held.changed
         self.results.guards = tuple(decisions.guards)
         return (*outs, *decisions.values)
 

@@ -210,7 +210,7 @@ def _capture(
         except Irregular as error:
             graph = trace(program(traced), tuple(tensors))
             note = f"{TRACED_WHOLE} ({error.what})"
-        kept = between_forms(Called(program(traced), tensors), behind)
+        between_forms(Called(program(traced), tensors), behind)
     hooks.check()
     name_ties(graph, aliases)
     known = {**params, **buffers, **dict(zip(names, tensors, strict=True))}
@@ -226,7 +226,7 @@ def _capture(
     asked = results.checkpointed
     again = asked.patterns(traced, {node.where.module for node in graph.nodes})
     unsaid = NO_MODULE if asked.others and loss is not None else ""
-    graph.notes = [each for each in (*graph.notes, *kept, note, apart, said, parts, unsaid) if each]
+    graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
     return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again, results.keeps)
 
 
@@ -295,8 +295,9 @@ def _traced(
                     lambda one, given: write(one, given, names=names_of_one(given)),
                     names.loss,
                 )
-        unknown = reject_carried(Called(program, tensors), around, trained=trained) if program.results.keeps else ""
-        graph.notes = [each for each in (as_it_is.note, unknown, *graph.notes) if each]
+        if program.results.keeps:
+            reject_carried(Called(program, tensors), around, trained=trained)
+        graph.notes = [each for each in (as_it_is.note, *graph.notes) if each]
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
         return graph

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from .joint.joint_graph import joint_graph
 from .joint.own_kernels import own_kernels
 from .kept_whole import keep_whole
 from .model_and_loss import ModelAndLoss
-from .named.left_as_found import left_as_found
+from .named.left_as_found import Found, left_as_found
 from .shells import Outcomes
 
 
@@ -66,13 +67,12 @@ def exported_of(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...]) -> tor
     """What torch exports of a program, which leaves nothing in what the model's code keeps."""
     around, known = Surroundings(program.model, program.loss), len(program.assigned.names)
     given = tuple(map(each_in_its_place, tensors)) if program.guard else tensors
-    with with_numbers() if program.guard else nullcontext(), left_as_found(around) as found, transforms_refused():
-        program.exported, program.at_end = True, found.look  # torch itself puts some of it back
+    with with_numbers() if program.guard else nullcontext(), left_as_found(around), transforms_refused():
+        program.exported, program.found = True, partial(Found, around)  # torch itself puts some of it back
         try:
             made: torch.fx.GraphModule = torch.export.export(program, given, strict=False).module(check_guards=False)
         finally:
-            program.exported, program.at_end = False, tuple
-    program.results.keeps = found.changed
+            program.exported, program.found = False, None
     return made if len(program.assigned.names) == known else exported_of(program, tensors)
 
 

@@ -19,13 +19,13 @@ def trained_by(forms: Sequence[Earlier]) -> frozenset[str]:
     return frozenset(name for each in forms if each.loss is not None for name in each.gradients)
 
 
-def between_forms(call: Called, forms: Sequence[Earlier]) -> list[str]:
-    """Notes, where it is not known whether a call and those in other ``forms`` carry something from one to another.
+def between_forms(call: Called, forms: Sequence[Earlier]) -> None:
+    """Raise if a call and those in other ``forms`` carry something from one to another.
 
     Raises:
-        Error: they do.
+        Error: they do, or it cannot be known whether they do.
     """
-    program, notes = call.program, list[str]()
+    program = call.program
     trained = trained_by(forms)
     for form in forms:
         leaves, tree = pytree.tree_flatten((form.args, dict(form.kwargs), form.targets))
@@ -35,10 +35,9 @@ def between_forms(call: Called, forms: Sequence[Earlier]) -> list[str]:
         around = Surroundings(program.model, form.loss if form.loss is not None else program.loss)
         earlier = Called(other, given, form)
         if form.keeps:
-            notes.append(reject_carried(call, around, earlier, trained))
+            reject_carried(call, around, earlier, trained)
             if program.loss is not None and not trained:  # now there is something that changes between its calls
                 own = program.model.named_parameters()
-                notes.append(reject_carried(earlier, around, None, {name for name, each in own if each.requires_grad}))
+                reject_carried(earlier, around, None, {name for name, each in own if each.requires_grad})
         if program.results.keeps:
-            notes.append(reject_carried(earlier, around, call, trained))
-    return [each for each in notes if each]
+            reject_carried(earlier, around, call, trained)

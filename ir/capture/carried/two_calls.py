@@ -25,6 +25,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from shardfx.ir.capture.decisions import with_numbers
 from shardfx.ir.capture.intake.contents import STATE, Contents
+from shardfx.ir.capture.intake.explained import user_frame
 from shardfx.ir.capture.intake.refusals import said
 from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.model_and_loss import ModelAndLoss
@@ -61,32 +62,41 @@ class Gave:
     kept: dict[str, str]
 
 
+class Seen(NamedTuple):
+    """What a call gives alone, and behind another one, or what it raises there. ``changed`` is what that one changed,
+    with what went into it; ``counts`` what of it this one changed again."""
+
+    alone: Gave
+    behind: Gave | Exception
+    changed: Mapping[str, set[str]]
+    counts: Sequence[str]
+
+
 def reject_carried(
     call: Called, around: Surroundings, behind: Called | None = None, trained: Collection[str] = ()
-) -> str:
-    """A note, where this cannot be known.
+) -> None:
+    """Raise if a call gives something else behind another one than alone.
 
     Args:
         behind: the call in front of it, if that is one in another form.
         trained: the names of parameters that change between calls, beside those that this one trains.
 
     Raises:
-        Error: behind another call it gives something else than alone.
+        Error: it does, or it cannot be known whether it does.
     """
-    guarded = call.program.by_example
+    guarded = call.program.guard
     with ExitStack() as stack:
         stack.enter_context(with_numbers() if guarded else nullcontext())
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if guarded else None, static_shapes=True)
         stack.enter_context(mode)
         calls = Calls(mode, call, behind or call, around, trained)
         stack.enter_context(_reparametrize_module(call.program, calls.own))
+        stack.enter_context(calls.terms)
         try:
-            stack.enter_context(calls.terms)
-            alone = calls.alone()
+            seen = calls.run()
         except Exception as error:  # which the capture did not meet
-            return f"what the model keeps from call to call is not known ({type(error).__name__}: {error})"
-        calls.compare(alone)
-    return ""
+            raise _unknown(error, call.program.model) from error
+        calls.compare(seen)
 
 
 class Calls:
@@ -108,43 +118,41 @@ class Calls:
         if call.program.loss is not None or behind.program.loss is not None:
             self._changing |= {name for name, each in self.own.items() if each.requires_grad}
 
-    def alone(self) -> Gave:
-        """What the call gives when there was none; and it is seen which buffers the one in front of it writes into."""
+    def run(self) -> Seen:
+        """Run the call, behind the other one and alone."""
         for each in (self._behind, self._call) if self._call is not self._behind else ():
             with left_as_found(self._around):
                 self._run(each, FIRST)  # and it is known which buffers it replaces
         with left_as_found(self._around):
-            before = self._begin(FIRST)
-            self._run(self._behind, FIRST)
+            kept, before = self._kept(), self._begin(FIRST)
+            first = self._run(self._behind, FIRST)
             self._changing |= {name for name, each in before.items() if self._held(name) != each}
+            names = [n for n, text in first.kept.items() if kept.get(n) != text and MODEL + n not in self.own]
+            changed, numbers = {name: self._inputs_of(name) for name in names}, self._attributes()
+            try:
+                behind: Gave | Exception = self._second()
+            except Exception as error:
+                behind = error
+            now = self._attributes()
         with left_as_found(self._around):
-            return self._second()
+            alone = self._second()
+        return Seen(alone, behind, changed, [name for name in changed if numbers.get(name) != now.get(name)])
 
-    def compare(self, alone: Gave) -> None:
+    def compare(self, seen: Seen) -> None:
         """Raise if the call gives something else behind the other one.
 
         Raises:
             Error: it does.
         """
-        with left_as_found(self._around):
-            kept = self._kept()
-            self._begin(FIRST)
-            first = self._run(self._behind, FIRST)
-            names = [n for n, text in first.kept.items() if kept.get(n) != text and MODEL + n not in self.own]
-            changed = {name: self._inputs_of(name) for name in names}
-            numbers = self._attributes()
-            try:
-                second = self._second()
-            except Exception as error:
-                got = f"{type(error).__name__}: {error}"[:300]
-                raise self._error(changed, changed, f"a call behind another one raises {got}") from error
-            now = self._attributes()
-            counts = [name for name in changed if numbers.get(name) != now.get(name)]
+        alone, behind, changed, counts = seen
+        if isinstance(behind, Exception):
+            got = f"{type(behind).__name__}: {behind}"[:300]
+            raise self._error(changed, changed, f"a call behind another one raises {got}") from behind
         if counts and self._call is self._behind:
             raise self._error(counts, changed, "another value after each call on the same input")
-        other = self._difference(alone, second)
+        other = self._difference(alone, behind)
         if other:
-            blamed = self._blamed(other, second, changed)
+            blamed = self._blamed(other, behind, changed)
             way = "another one" if self._call is self._behind else "one in another form"
             raise self._error(blamed, changed, f"another {other} in a call behind {way} than in a first call")
 
@@ -265,6 +273,16 @@ def keeps(names: Sequence[str], got: str, program: nn.Module, around: Surroundin
         got=got,
         remedy="make it a buffer: self.register_buffer(name, torch.tensor(0)), and self.name.add_(1) in forward; or "
         "hand it in as an argument, and give it back with the results",
+    )
+
+
+def _unknown(error: Exception, model: nn.Module) -> Error:
+    return Error(
+        "the model changes what it holds, and it cannot be known whether the next call sees it",
+        where=user_frame(error, model),
+        expected="a forward that changes no attributes of modules, or that runs without numbers once more",
+        got=f"{type(error).__name__}: {error}"[:300],
+        remedy="hold what is the same at each call before parallelize, as a buffer, and leave the rest out",
     )
 
 

@@ -17,7 +17,7 @@ from .held_things import Dict, Thing, Variable, held_things
 
 
 @contextmanager
-def left_as_found(around: Surroundings) -> Iterator[Found]:
+def left_as_found(around: Surroundings) -> Iterator[None]:
     """Within, code may change what it reads beside parameters (``around``), and the attributes and buffers of its
     modules; behind, all of that is as it was. Caches of functions are empty then, and before."""
     caches = around.caches()
@@ -25,7 +25,7 @@ def left_as_found(around: Surroundings) -> Iterator[Found]:
         cache.cache_clear()
     found = Found(around)
     try:
-        yield found
+        yield
     finally:
         found.put_back()
         for cache in caches:
@@ -36,8 +36,6 @@ class Found:
     """What code was found with: the attributes and buffers of its modules, what these and variables hold."""
 
     def __init__(self, around: Surroundings) -> None:
-        self.changed = False
-        """Whether it was seen to be something else."""
         modules = [*around.modules()]
         own = [(name, value) for each in modules for name, value in vars(each).items()]
         self._things: list[Thing] = [Dict(vars(each), STATE) for each in modules]
@@ -46,12 +44,12 @@ class Found:
         self._things += [Dict(value) for name, value in own if "_hooks" in name and isinstance(value, dict)]
         self._things += [Variable(place, name) for place, name in around.variables()]
 
-    def look(self) -> None:
-        """See whether it is something else now."""
-        self.changed = self.changed or any(each.differs() for each in self._things)
+    @property
+    def changed(self) -> bool:
+        """Whether it is something else now."""
+        return any(each.differs() for each in self._things)
 
     def put_back(self) -> None:
         """Have everything as it was."""
-        self.look()
         for each in self._things:
             each.put_back()
