@@ -24,6 +24,45 @@ class Kept(nn.Module):
         return out
 
 
+class Views(nn.Module):
+    """Gives views of a buffer that it writes into later."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.view = nn.Linear(4, 4), view
+        self.register_buffer("held", torch.arange(8.0).view(2, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        held = self.get_buffer("held")
+        seen = self.view(held)
+        held.mul_(2)[:, 1].add_(1)
+        return self.layer(x), seen
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda held: held,
+    "a row": lambda held: held[0],
+    "transposed": lambda held: held.t()[1:].detach(),
+    "a copy": lambda held: held[0].clone(),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_results_that_are_views_of_what_is_written_later(view: str, device: str) -> None:
+    model = Views(VIEWS[view])
+    with torch.device(device):
+        ours = Views(VIEWS[view])
+    pm = sx.parallelize(ours, sx.Mesh(dp=2), sx.Hints((torch.ones(4, 4),), specs={"args.0": "dp, -"}), virtual=True)
+    pm.load_full_state_dict(model.state_dict())
+    for rows in (4, 4, 6):
+        x = torch.rand(rows, 4)
+        for one, other in zip(pm(x), model(x), strict=True):
+            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(pm.full_state_dict()["held"], model.get_buffer("held"))
+
+
 class Inner(nn.Module):
     """Two buffers, one that is to come, and what a function makes of them."""
 

@@ -140,6 +140,7 @@ def mean_of(out: Tensor) -> Tensor:
     return (out * out).mean()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CARRIED)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_is_carried_from_call_to_call_is_named(case: str, device: str) -> None:
@@ -205,6 +206,7 @@ KEPT: dict[str, tuple[Code, Callable[[], object]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", KEPT)
 def test_what_is_the_same_at_each_call_may_be_kept(case: str) -> None:
     """In all forms of call."""
@@ -246,6 +248,7 @@ def weight_of_first_evaluation(net: Any, x: Tensor) -> Tensor:
     return x @ net.kept.T + net.fc.bias
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("code", [size_of_first, of_training, once_evaluated, weight_of_first_evaluation])
 def test_what_is_carried_to_a_call_in_another_form_is_named(code: Code) -> None:
     pm = sx.parallelize(Net(code, None), MESH, sx.Hints(args=(torch.rand(8, 4),), loss=mean_of))

@@ -58,7 +58,9 @@ def eager_run(program: nn.Module, given: Sequence[Tensor], named: Named, trains:
     after = dict(model.named_buffers(remove_duplicate=False))
     results = outs[1:] if trains else outs
     made = {"loss": outs[0].detach()} if trains else {}
-    made |= {f"result {number}": each.detach() for number, each in enumerate(results)}
+    written = {_memory(each) for each in after.values()}  # what lies there is about to be as it was
+    own_memory = (each.detach().clone() if _memory(each) in written else each.detach() for each in results)
+    made |= {f"result {number}": each for number, each in enumerate(own_memory)}
     made |= {f"gradient {name}": each for name, each in found if each is not None}
     made |= {f"buffer {named.aliases[name]}": each.detach().clone() for name, each in after.items() if name in known}
     with torch.no_grad():
@@ -95,6 +97,10 @@ def captured_run(
     made = {said_of(output): env[output.value] for output in graph.outputs if output.kind in COMPARED}
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return {f"buffer {named.aliases[name]}": each for name, each in buffers.items()} | made
+
+
+def _memory(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 COMPARED = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GRADIENT, OutputKind.BUFFER)
