@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardfx.ir.capture.decisions import with_numbers
 from shardfx.ir.capture.intake.contents import STATE, Contents
@@ -33,6 +34,7 @@ from shardfx.ir.capture.named.code_names import Names, codes, led_to
 from shardfx.ir.capture.named.left_as_found import left_as_found
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Where
+from shardfx.ir.spec import lying
 
 from .earlier import Earlier
 from .how_made import Place, Terms
@@ -164,7 +166,9 @@ class Calls:
             with self._mode:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         else:
-            made = self._mode.from_tensor(tensor.detach(), static_shapes=True)
+            with _disable_current_modes():  # else it is a fake one already, without its numbers
+                real = tensor.detach() if isinstance(tensor, nn.Parameter) else lying(tensor, tensor.stride())
+            made = self._mode.from_tensor(real, static_shapes=True)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
@@ -192,7 +196,7 @@ class Calls:
     def _gave(self, call: Called, name: str) -> Gave:
         """What a call gives, and which gradients."""
         program, given, _ = call
-        fakes = [self._fake(each.detach().clone().requires_grad_(each.requires_grad)) for each in given]
+        fakes = [self._fake(each) for each in given]
         self.terms.give({f"{name} input {number}": each for number, each in enumerate(fakes)})
         was, program.exported = program.exported, True
         try:
