@@ -202,8 +202,8 @@ def _as(dtype: torch.dtype) -> Answer:
     return lambda asked, func, tensor: asked.number(tensor.to(dtype))
 
 
-def _truth(asked: Decisions, func: Any, tensor: Tensor) -> Any:
-    return asked.number(tensor if tensor.dtype == torch.bool else tensor.ne(0))
+def _truth(asked: Decisions, func: Any, input: Tensor) -> Any:
+    return asked.number(input if input.dtype == torch.bool else input.ne(0))
 
 
 def _assert(asked: Decisions, func: Any, condition: Tensor, message: str) -> None:
@@ -214,12 +214,18 @@ def _list(asked: Decisions, func: Any, tensor: Tensor) -> Any:
     return asked.decide(tensor)
 
 
+def _array(asked: Decisions, func: Any, tensor: Tensor, **_: Any) -> Any:
+    held = asked.decide(tensor)
+    with _disable_current_modes():
+        return torch.tensor(held, dtype=tensor.dtype).reshape(tensor.shape).numpy()
+
+
 def _contains(asked: Decisions, func: Any, tensor: Tensor, element: Any) -> Any:
     return asked.decide((tensor == element).any())
 
 
-def _equal(asked: Decisions, func: Any, a: Tensor, b: Tensor) -> Any:
-    return a.shape == b.shape and asked.decide((a == b).all())
+def _equal(asked: Decisions, func: Any, input: Tensor, other: Tensor) -> Any:
+    return input.shape == other.shape and asked.decide((input == other).all())
 
 
 def _allclose(asked: Decisions, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +282,7 @@ def _bincount(asked: Decisions, func: Any, input: Tensor, weights: Tensor | None
 
 
 def _sized(asked: Decisions, func: Any, *args: Any, **kwargs: Any) -> Any:
-    own = [args[0]] if isinstance(args[0], Tensor) and args[0].ndim else []
+    own = [each for each in args[:1] if isinstance(each, Tensor) and each.ndim]
     rest = tree_map_only(Tensor, asked.plain, args[len(own) :])
     return func(*own, *rest, **tree_map_only(Tensor, asked.plain, kwargs))
 
@@ -293,6 +299,7 @@ ANSWERS: Mapping[Any, Answer] = {
     **_functions("__bool__ is_nonzero", _truth),
     **_functions("_assert", _assert),
     **_functions("tolist", _list),
+    **_functions("numpy", _array),
     **_functions("__contains__", _contains),
     **_functions("equal", _equal),
     **_functions("allclose", _allclose),

@@ -9,6 +9,7 @@ aten.pad(x, [1, 2], "circular")   ->   shardfx.ring(x, x, x, -1, 1, 2)
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def whole_attention(
     dims = query.dim()
     q, k, v = (_with_heads(t, dims) for t in (query, key, value))
     lead = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
-    q, k, v = (_broadcast(t, lead).reshape(-1, *t.shape[-3:]) for t in (q, k, v))
+    q, k, v = (_broadcast(t, lead).reshape(prod(lead), *t.shape[-3:]) for t in (q, k, v))
     if not enable_gqa and not (k.shape[1] == v.shape[1] and k.shape[1] in (1, q.shape[1])):
         heads = max(t.shape[1] for t in (q, k, v))
         q, k, v = (t.expand(-1, heads, -1, -1) for t in (q, k, v))
@@ -73,7 +74,7 @@ def _mask(mask: Tensor, dims: int, lead: Sequence[int]) -> Tensor:
     if mask.dim() <= 2:
         return mask if mask.dim() == 2 else mask.unsqueeze(0)
     if dims > 4 and mask.dim() >= 4:
-        return _broadcast(mask, lead).reshape(-1, *mask.shape[-3:])
+        return _broadcast(mask, lead).reshape(prod(lead), *mask.shape[-3:])
     return mask.unsqueeze(-3 if dims == 3 else 0) if mask.dim() == 3 else mask
 
 

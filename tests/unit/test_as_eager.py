@@ -177,3 +177,28 @@ def test_a_model_that_does_not_run_in_another_dtype_is_refused() -> None:
     hints = sx.Hints(args=(torch.randn(4, 4, dtype=torch.float64),), compute=torch.float32)
     with pytest.raises(sx.Error, match="does not run in the dtype in which it is to compute"):
         sx.parallelize(Centred(), MESH, hints)
+
+
+class ByName(nn.Module):
+    """Calls functions that something stands in for while the model is run, by the names of what they take."""
+
+    def __init__(self, takes: str) -> None:
+        super().__init__()
+        self.fc, self.takes = nn.Linear(4, 4), takes
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        kept = {"running_mean": self.mean, "running_var": self.var, "training": True, "momentum": 0.1, "eps": 1e-5}
+        if self.takes == "attention":
+            return torch.nn.functional.scaled_dot_product_attention(query=h[None], key=h[None], value=h[None])
+        if self.takes == "norm":
+            return torch.nn.functional.batch_norm(input=h, **kept)
+        return torch.batch_norm(input=h, weight=None, bias=None, cudnn_enabled=False, **kept)
+
+
+@pytest.mark.parametrize("takes", ["attention", "norm", "op"])
+def test_functions_that_are_called_by_names_are_compared_too(takes: str) -> None:
+    pm = sx.parallelize(ByName(takes), MESH, sx.Hints(args=(torch.rand(4, 4),), loss=torch.mean))
+    assert "was not compared" not in str(pm.report())

@@ -132,3 +132,21 @@ def test_a_saved_program_needs_torch_alone(kind: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     value = float(run.stdout)
     assert abs(value - loss(model(*inputs(torch.float64))).item()) < (1e-10 if kind == "bool" else torch.inf)
+
+
+def test_attention_to_nothing_is_nothing() -> None:
+    class ToNone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)[:, None]
+            return q + F.scaled_dot_product_attention(q, q[:, :, :0], q[:, :, :0])
+
+    torch.manual_seed(0)
+    model, x = ToNone(), torch.randn(4, 6, 8)
+    hints = sx.Hints(args=(x,), loss=torch.sum, specs={"args.0": "dp, -, -", "q.weight": "tp, -"})
+    pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints, virtual=True)
+    torch.testing.assert_close(pm(x), model(x).sum())
+    assert pm.verify()

@@ -98,22 +98,22 @@ ATTENTION = (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.d
 
 def plain_attention(
     func: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     *how: Any,
     **by: Any,
 ) -> Tensor:
     """Attention without dropout, whose mask is another in every kernel."""
-    made: Tensor = func(q, k, v, attn_mask, 0.0, *how, **by)
+    made: Tensor = func(query, key, value, attn_mask, 0.0, *how, **by)
     return made
 
 
 class AsAsked(TorchFunctionMode):
     """Within, batch norms are what is asked for: of parts of the batch, and with statistics as wide as everywhere. And
-    attention has no dropout."""
+    attention has no dropout. What stands in for a function of torch's takes its names, as well as its places."""
 
     def __init__(self, parts: BatchParts) -> None:
         super().__init__()
@@ -133,14 +133,14 @@ class AsAsked(TorchFunctionMode):
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         if func in (torch.batch_norm, aten.batch_norm.default):
-            return self._normalise(*args, **kwargs)
+            return self._batch_norm_op(*args, **kwargs)
         return plain_attention(func, *args, **kwargs) if func in ATTENTION else func(*args, **kwargs)
 
     def _batch_norm(
         self,
-        x: Tensor,
-        mean: Tensor | None,
-        var: Tensor | None,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         training: bool = False,
@@ -148,4 +148,20 @@ class AsAsked(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         """``F.batch_norm``, which has other places for the same."""
-        return self._normalise(x, weight, bias, mean, var, training, momentum, eps, False)
+        return self._normalise(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
+
+    def _batch_norm_op(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        """``torch.batch_norm``."""
+        how = (training, momentum, eps, cudnn_enabled)
+        return self._normalise(input, weight, bias, running_mean, running_var, *how)

@@ -60,11 +60,15 @@ DATA_DEPENDENT = (
     "Could not guard",
     "_local_scalar_dense",
     "nonzero",
+    "non-nested SymInt",
+    ".numpy() is not supported",
     "u0",
 )
 IN_WORDS = {
     "GuardOnDataDependent": "a branch by, or a number of, what a tensor holds: ",
     "DataDependentOutput": "a number that a tensor holds: ",
+    "non-nested SymInt": "a number that a tensor holds, as a member of a set or a key: ",
+    ".numpy() is not supported": "what a tensor holds, as an array: ",
     "DynamicOutputShape": "a result whose shape follows from what a tensor holds: ",
 }
 FOREIGN = "convert all Tensors to FakeTensors"

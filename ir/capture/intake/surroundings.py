@@ -23,6 +23,7 @@ from torch import nn
 
 from shardfx.ir.capture.named.code_names import (
     Names,
+    Once,
     cell_of,
     codes,
     led_to,
@@ -35,7 +36,7 @@ from shardfx.ir.capture.named.code_names import (
 )
 from shardfx.ir.capture.named.imported import imported, reaches_its_module
 from shardfx.ir.capture.named.installed import is_installed, is_installed_module, is_ours, is_users_class
-from shardfx.ir.capture.named.of_process import answers, of_process
+from shardfx.ir.capture.named.of_process import answers, hooks_of_all, of_process
 from shardfx.ir.capture.named.replaced import Replaced
 
 from .contents import ATOMS, STATE, Contents, is_fixed
@@ -68,6 +69,7 @@ class Surroundings:
         self._names = Names()
         self._functions = dict[int, FunctionType]()
         self._kinds = dict[type, set[str]]()
+        self._met = Once()
         self._replaced = Replaced()
         self._contents = Contents(self._names, {id(module) for module in model.modules()})
         self._look()
@@ -170,6 +172,7 @@ class Surroundings:
         before: object = None
         while before != (now := (self._names.size, len(self._reads), len(self._functions))):
             before = now
+            self._met.clear()  # a module or class is looked at once in a round: names met later make another one
             for kind in {type(module) for module in model.modules()}:
                 self._class(kind, ("forward", "__call__"))
             for path, module in model.named_modules():
@@ -231,6 +234,8 @@ class Surroundings:
 
     def _class(self, kind: type, begin: Iterable[str]) -> None:
         """Take in the functions of a class that a call of these leads to, and what the class itself holds."""
+        if not self._met.take((kind, frozenset(begin))):
+            return
         self._names.named.update(begin)
         for function in led_to(kind, begin):
             self._meet(function, owned=True)
@@ -289,6 +294,8 @@ class Surroundings:
 
     def _module(self, module: ModuleType) -> None:
         """Take in what the code may read of a module of Python's: of one that is installed, its dicts alone."""
+        if not self._met.take(id(module)):
+            return
         users = not is_installed_module(module)
         for name in sorted(self._names.of(module, vars(module))):
             value = vars(module)[name]
@@ -301,12 +308,6 @@ class Surroundings:
 
     def _add(self, key: object, name: str, read: Read) -> None:
         self._reads.setdefault(key, (name, read))
-
-
-def hooks_of_all() -> str:
-    """The numbers of the hooks that every module of this process calls."""
-    named = ("forward_pre", "forward", "backward_pre", "backward")
-    return str([list(getattr(nn.modules.module, f"_global_{name}_hooks")) for name in named])
 
 
 def _of_class(kind: type, names: Names) -> dict[str, object]:

@@ -48,11 +48,22 @@ class Names:
             self.kinds = (*self.kinds, kind)
 
 
+class Once(set[object]):
+    """What was met already."""
+
+    def take(self, thing: object) -> bool:
+        """Whether it is met for the first time."""
+        before = len(self)
+        self.add(thing)
+        return len(self) > before
+
+
 def led_to(kind: type, begin: Iterable[str] = ("forward", "__call__")) -> list[FunctionType]:
     """The functions of a class that a call of it, or of its methods ``begin``, leads to."""
     names, front, met = set[str](), [*begin], dict[FunctionType, None]()
+    there = {name: held for each in (*_upwards(type(kind)), *_upwards(kind)) for name, held in vars(each).items()}
     while front:
-        held = inspect.getattr_static(kind, front.pop(), None)
+        held = there.get(front.pop())
         for function in within(getattr(held, "fget", held)):
             if function not in met and getattr(nn.Module, function.__name__, None) is not function:
                 met[function] = None
@@ -60,6 +71,11 @@ def led_to(kind: type, begin: Iterable[str] = ("forward", "__call__")) -> list[F
                 front += used - names
                 names |= used
     return list(met)
+
+
+def _upwards(kind: type) -> Iterator[type]:
+    """A class behind those that it is made of, so that what it holds itself comes last."""
+    return reversed(kind.__mro__)
 
 
 def set_by_calls(kind: type) -> frozenset[str]:

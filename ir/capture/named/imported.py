@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dis import get_instructions
+from functools import cache
 from importlib.util import resolve_name
 from types import CodeType, FunctionType, ModuleType
 
@@ -50,8 +51,13 @@ def _names(function: FunctionType, package: str) -> Iterator[str]:
         yield from _imports(code, package)
 
 
-def _imports(code: CodeType, package: str) -> Iterator[str]:
+@cache
+def _imports(code: CodeType, package: str) -> frozenset[str]:
     """The names of modules that code imports, and of those that may be in them."""
+    return frozenset(_imported_by(code, package))
+
+
+def _imported_by(code: CodeType, package: str) -> Iterator[str]:
     level, name = 0, ""
     last: list[object] = []
     for each in get_instructions(code):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import sys
 import sysconfig
 import weakref
+from functools import cache
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 INSTALLED = tuple({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "purelib", "platlib")})
 """Where code lies of which globals and closures are not looked at: no script changes those."""
+
+
+SHARED = ("site-packages", "dist-packages")
+"""The names of folders that nobody's script is in: of this Python, of the one below, of a user."""
 
 
 def is_installed(code: CodeType) -> bool:
@@ -18,7 +26,27 @@ def is_installed(code: CodeType) -> bool:
 
 def is_installed_file(path: str) -> bool:
     """The same of a file."""
-    return path.startswith(INSTALLED)
+    return path.startswith(INSTALLED) or _came_with_a_package(path)
+
+
+@cache
+def _came_with_a_package(path: str) -> bool:
+    """Whether a file was put elsewhere that Python imports from: by ``pip install --target``, beneath a venv."""
+    folders = [folder for folder in {*map(os.path.abspath, sys.path)} if path.startswith(os.path.join(folder, ""))]
+    return any(path.startswith(_put_into(folder)) for folder in folders)
+
+
+@cache
+def _put_into(folder: str) -> tuple[str, ...]:
+    """What of a folder was installed there: all of a shared one, else what the records of packages name."""
+    if os.path.basename(folder) in SHARED:
+        return (os.path.join(folder, ""),)
+    put = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with record.open(encoding="utf-8", newline="") as lines:
+            rows = [row[0].split("/") for row in csv.reader(lines) if row and row[0]]
+        put |= {(parts[0], len(parts) > 1) for parts in rows if parts[0] != ".."}
+    return tuple(os.path.join(folder, name, "") if inside else os.path.join(folder, name) for name, inside in put)
 
 
 def is_installed_module(module: ModuleType) -> bool:

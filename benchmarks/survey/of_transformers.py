@@ -1,21 +1,22 @@
-"""The models of the survey: architectures of transformers as data, each made tiny and random, with inputs for it."""
+"""Architectures of transformers as data, each made tiny and random, with inputs for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from benchmarks.survey.samples import BATCH, Sample, in_float64
+
 FLOAT32 = ("xglm", "fsmt", "mra")
 """Architectures that do not take float64: some constant of theirs is float32."""
-BATCH, LENGTH, VOCABULARY, IMAGE = 4, 16, 96, 32
+LENGTH, VOCABULARY, IMAGE = 16, 96, 32
 
 TEXT = """albert bert bert-generation big_bird biogpt bitnet bloom camembert codegen cohere cohere2 convbert cpmant
 ctrl data2vec-text deberta deberta-v2 decision_transformer deepseek_v2 deepseek_v3 diffllama distilbert doge electra
@@ -37,7 +38,7 @@ speech_to_text moonshine"""
 BOTH = "altclip blip chinese_clip clip clipseg git groupvit llava paligemma siglip vilt"
 FAMILIES = {"text": TEXT, "pairs": PAIRS, "vision": VISION, "audio": AUDIO, "both": BOTH}
 NAMES = {name: family for family, names in FAMILIES.items() for name in names.split()}
-"""Every architecture of the survey, and which inputs it takes."""
+"""Every architecture, and which inputs it takes."""
 
 TINY: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size"), VOCABULARY),
@@ -103,14 +104,6 @@ HEADS = {
 """Which head an architecture gets: the first that it has, else none."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A model with one batch of inputs."""
-
-    model: nn.Module
-    kwargs: Mapping[str, Any]
-
-
 def small(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields by which a configuration becomes a tiny one, those of its parts too."""
     made: dict[str, Any] = {}
@@ -143,12 +136,10 @@ def sample(name: str) -> Sample:
     config_class = CONFIG_MAPPING[name]
     config = config_class(**{**small(config_class()), **OWN.get(name, {})})
     torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
     model = class_of(name)(config).train()
     kwargs = INPUTS[NAMES[name]](config)
-    if name not in FLOAT32:
-        model = model.double()
-        kwargs = {key: x.double() if x.is_floating_point() else x for key, x in kwargs.items()}
-    return Sample(model, kwargs)
+    return Sample(model, kwargs) if name in FLOAT32 else in_float64(model, kwargs)
 
 
 # ---- inputs
