@@ -97,8 +97,6 @@ def reject_carried(
         try:
             seen = calls.run()
         except Exception as error:  # which the capture did not meet
-            if call.program.by_example:  # then it was run twice on its example, at least
-                return
             raise _unknown(error, call.program.model) from error
         calls.compare(seen)
 
