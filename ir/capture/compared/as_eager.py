@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 
-from shardfx.ir.capture.carried.two_calls import attributes, keeps
+from shardfx.ir.capture.carried.kept import attributes, keeps
 from shardfx.ir.capture.intake.given import copied
 from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.named.left_as_found import left_as_found
