@@ -49,6 +49,8 @@ def argument_key(arg: Any, key: Callable[[Value], Hashable]) -> Hashable:
         return arg  # type: ignore[no-any-return]
     if isinstance(arg, (list, tuple)):
         return tuple([argument_key(each, key) for each in arg])
+    if isinstance(arg, (float, complex)):
+        return type(arg), repr(arg)  # nan is none other than nan, and 0.0 is not -0.0
     return type(arg), arg if isinstance(arg, Hashable) else repr(arg)
 
 

@@ -34,6 +34,12 @@ def node(op: Any, *args: Any, **kwargs: Any) -> Any:
     return Rewriter(given).call(op, *(values.get(arg, arg) if isinstance(arg, str) else arg for arg in args), **kwargs)
 
 
+def test_constants_that_floats_say_are_equal_or_not() -> None:
+    """NaN is the same constant as NaN, and zero is another one than its negative."""
+    assert alike(node(aten.mul.Scalar, "x", float("nan"))) == alike(node(aten.mul.Scalar, "x", float("inf") * 0))
+    assert alike(node(aten.mul.Scalar, "x", 0.0)) != alike(node(aten.mul.Scalar, "x", -0.0))
+
+
 def test_nodes_of_one_op_types_and_constants_are_alike() -> None:
     assert alike(node(aten.add.Tensor, "x", "y")) == alike(node(aten.add.Tensor, "x", "x"))
     assert alike(node(aten.sum.dim_IntList, "x", [0])) == alike(node(aten.sum.dim_IntList, "y", (0,)))

@@ -25,6 +25,7 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.alike import argument_key, type_of
 from shardfx.ir.ops.time import turns
 from shardfx.ir.program.units.unit_order import order_of
 
@@ -114,7 +115,7 @@ class _Merge:
             return _each(lambda a, b: self._step(place, a, b, 0), depth, first, other)
         if _is_number(first) and _is_number(other) and place[-1] != "size":
             return other - first
-        if first != other:
+        if argument_key(first, type_of) != argument_key(other, type_of):
             raise self._other(self.nodes[place[0]], f"{first!r}", f"{other!r}")
         return 0
 

@@ -83,7 +83,7 @@ def _two_passes(
     degrees = max(count - (1 if correction is None else correction), 0)
     var = torch.sum(squares, dims, keepdim) / degrees
     mean = mean if keepdim else mean.reshape(var.shape)
-    return var, torch.where(torch.isnan(var), torch.nan, mean) if degrees and not x.is_complex() else mean
+    return var, torch.where(torch.isnan(var), var, mean) if degrees and not x.is_complex() else mean
 
 
 def _prims_var(x: torch.Tensor, dims: Any, correction: float | None = 1, *, output_dtype: Any = None) -> torch.Tensor:
