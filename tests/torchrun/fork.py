@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ import shardfx.api
 import tests.plans
 from shardfx.compile import compile_model
 from shardfx.compiled import Compiled
+from shardfx.ir.capture.carried.earlier import Earlier
 from shardfx.ir.capture.model_and_loss import leaf_names
 from tests.plans import MESHES, plan, stored_specs
 from tests.reference import Reference, single_device
@@ -57,7 +59,9 @@ def remember_plans() -> None:
     """Let ``parallelize`` capture equal models with equal hints on equal meshes once; ranks inherit what is known."""
     known: dict[str, Compiled] = {}
 
-    def compile_once(model: nn.Module, mesh: sx.Mesh, hints: sx.Hints, *rest: object) -> Compiled:
+    def compile_once(
+        model: nn.Module, mesh: sx.Mesh, hints: sx.Hints, *rest: object, behind: Sequence[Earlier] = ()
+    ) -> Compiled:
         shapes = [(n, t.shape, t.dtype) for n, t in model.state_dict().items()]
         key = repr(
             (
@@ -71,8 +75,8 @@ def remember_plans() -> None:
                 [getattr(hints, name) for name in OTHERS],
             )
         )
-        if key not in known:
-            known[key] = compile_model(model, mesh, hints, *rest)  # type: ignore[arg-type]
+        if key not in known or known[key].captured.keeps or any(each.keeps for each in behind):
+            known[key] = compile_model(model, mesh, hints, *rest, behind=behind)  # type: ignore[arg-type]
         return known[key]
 
     shardfx.api.compile_model = compile_once  # type: ignore[assignment]
