@@ -73,6 +73,11 @@ def laid_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return found if strides == strides_of(tensor.shape, found) else ()
 
 
+def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the tensor does, gaps and all."""
+    return lying(tensor, tensor.stride()) if tensor.layout is torch.strided else tensor.detach().clone()
+
+
 def lying(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """A copy that has these strides; several elements may stand in one place."""
     tensor, strides = tensor.detach(), tuple(strides)

@@ -42,13 +42,13 @@ from .forms.parts_of_batch import ONE, BatchParts
 from .forms.wide_sums import sum_gradients_in
 from .intake.batch_norms import alone
 from .intake.explained import DataDependent, explain
-from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu, which_are_one
+from .intake.given import as_module, no_library_of_cpus, no_log_of_failures, on_cpu
 from .intake.hooks import WatchedHooks
 from .intake.refusals import reject_loss
 from .intake.surroundings import Surroundings
 from .intake.transforms import transforms_left
 from .model_and_loss import ModelAndLoss, Results, leaf_names, loss_source
-from .named.code_names import asks_which
+from .named.code_names import one_where_asked
 from .named.left_as_found import left_as_found
 from .named.ties import aliases_of, name_ties
 from .repeats import TRACED_WHOLE, Shortened, find_repeats
@@ -174,7 +174,7 @@ def _capture(
             expected="the global batch as tensors (fake ones will do)",
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
-    places = which_are_one(tensors)
+    own = tensors
     with ExitStack() as stack:
         for each in (alone(), transforms_left(), no_library_of_cpus(), no_log_of_failures()):
             stack.enter_context(each)
@@ -188,7 +188,8 @@ def _capture(
         if compute is not None:
             compute.check(traced)
         results = Results()
-        one = places if places and asks_which(Surroundings(traced, loss).names.named) else ()
+        around = Surroundings(traced, loss)
+        one = one_where_asked(own, around.names.named)
 
         def program(model: nn.Module) -> ModelAndLoss:
             return ModelAndLoss(model, tree, leaves, loss, len(targets), results, guard, compute, real, one)
@@ -196,7 +197,7 @@ def _capture(
         short = Shortened(traced)
         scale = compute.scale if compute is not None else None
         if fold:
-            with left_as_found(Surroundings(traced, loss)):
+            with left_as_found(around):
                 short = find_repeats(traced, tensors, lambda model, given: program(model)(*given), aliases)
         adapts = isinstance(scale, LossScale)
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0

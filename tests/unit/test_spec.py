@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from shardfx.ir.cut import WHOLE, Cut, Part, bounds, chunk, compound, project
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh, Time
-from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.spec import Spec, TensorType, as_it_lies
 
 MESH = Mesh(a=2, b=3, c=2, t=Time(2), one=1)
 
@@ -260,3 +260,15 @@ def test_parse() -> None:
     with pytest.raises(Error, match="'dp' is used twice") as caught:
         Spec.parse("dp, dp", mesh, where="hint 'w'")
     assert caught.value.got == "'dp, dp'"
+
+
+def test_a_copy_lies_as_its_tensor() -> None:
+    """Dense in any order, with gaps, with elements that share a place, of no elements; and what has no strides."""
+    box = torch.arange(60.0).reshape(3, 4, 5)
+    views = (box, box.permute(2, 0, 1), box[:, ::2], box[0, 0].expand(3, 5), torch.arange(9.0).unfold(0, 3, 1), box[:0])
+    for tensor in (*views, torch.tensor(3.0), box.to(torch.complex64)):
+        made = as_it_lies(tensor)
+        assert torch.equal(made, tensor) and made.stride() == tensor.stride()
+        assert made.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(as_it_lies(sparse).to_dense(), sparse.to_dense())

@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 
 from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.model_and_loss import ModelAndLoss, Results
+from shardfx.ir.capture.named.code_names import one_where_asked
 
 from .earlier import Earlier
 from .two_calls import Called, reject_carried
@@ -28,11 +29,19 @@ def between_forms(call: Called, forms: Sequence[Earlier]) -> None:
     program = call.program
     trained = trained_by(forms)
     for form in forms:
+        if not form.keeps and not program.results.keeps:
+            continue
         leaves, tree = pytree.tree_flatten((form.args, dict(form.kwargs), form.targets))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        further = Results(), program.guard, program.compute, program.by_example
-        other = ModelAndLoss(program.model, tree, leaves, form.loss, len(form.targets), *further)
         around = Surroundings(program.model, form.loss if form.loss is not None else program.loss)
+        further = (
+            Results(),
+            program.guard,
+            program.compute,
+            program.by_example,
+            one_where_asked(given, around.names.named),
+        )
+        other = ModelAndLoss(program.model, tree, leaves, form.loss, len(form.targets), *further)
         earlier = Called(other, given, form)
         if form.keeps:
             reject_carried(call, around, earlier, trained)

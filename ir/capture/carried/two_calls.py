@@ -27,7 +27,7 @@ from shardfx.ir.capture.intake.surroundings import Surroundings
 from shardfx.ir.capture.model_and_loss import ModelAndLoss
 from shardfx.ir.capture.named.left_as_found import left_as_found
 from shardfx.ir.errors import Error
-from shardfx.ir.spec import lying
+from shardfx.ir.spec import as_it_lies
 
 from .earlier import Earlier
 from .how_made import Place, Terms
@@ -158,7 +158,7 @@ class Calls:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         else:
             with _disable_current_modes():  # else it is a fake one already, without its numbers
-                real = tensor.detach() if isinstance(tensor, nn.Parameter) else lying(tensor, tensor.stride())
+                real = tensor.detach() if isinstance(tensor, nn.Parameter) else as_it_lies(tensor)
             made = self._mode.from_tensor(real, static_shapes=True)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, tensor.requires_grad)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardfx.ir.builder import Call
 from shardfx.ir.capture.forms.parts_of_batch import BatchParts
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Value
-from shardfx.ir.spec import lying
+from shardfx.ir.spec import as_it_lies
 
 from .modes import Alike, AsAsked
 from .whole_run import run_whole
@@ -42,7 +42,7 @@ def eager_run(program: nn.Module, given: Sequence[Tensor], named: Named, trains:
     model: nn.Module = program.get_submodule("model")
     before = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
     known = before.keys() & named.aliases.keys()  # one that had no content is no input
-    own = [lying(each, each.stride()).requires_grad_(each.requires_grad) for each in given]  # which may be written into
+    own = [as_it_lies(each).requires_grad_(each.requires_grad) for each in given]  # which may be written into
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with _apart(), AsAsked(named.parts), mode or nullcontext():
         outs = program(*own)

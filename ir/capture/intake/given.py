@@ -177,15 +177,10 @@ def on_cpu(
     return model, distinct
 
 
-def which_are_one(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each example the first that is the same tensor; none, if all are others."""
-    first: dict[int, int] = {}
-    found = tuple(first.setdefault(id(each), number) for number, each in enumerate(tensors))
-    return found if len(first) < len(found) else ()
-
-
 def each_in_its_place(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor; if several of its elements share a place in memory, a copy: torch traces no numbers of these."""
+    if tensor.layout is not torch.strided:
+        return tensor
     if not any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return tensor
     return tensor.detach().contiguous().requires_grad_(tensor.requires_grad)

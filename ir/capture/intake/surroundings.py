@@ -234,7 +234,8 @@ class Surroundings:
 
     def _class(self, kind: type, begin: Iterable[str]) -> None:
         """Take in the functions of a class that a call of these leads to, and what the class itself holds."""
-        if not self._met.take((kind, frozenset(begin))):
+        begin = frozenset(begin)
+        if not self._met.take((kind, begin)):
             return
         self._names.named.update(begin)
         for function in led_to(kind, begin):

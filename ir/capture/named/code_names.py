@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dis import get_instructions
 from functools import cache
 from types import CodeType, FunctionType
@@ -137,6 +137,13 @@ def named_in(code: CodeType) -> frozenset[str]:
 def asks_which(named: Collection[str]) -> bool:
     """Whether code that names these asks which of some values are one."""
     return not {WHICH, "id", "is_set_to"}.isdisjoint(named)
+
+
+def one_where_asked(given: Sequence[object], named: Collection[str]) -> tuple[int, ...]:
+    """For each of some values the first that is the same one; none, if all are others, or the code does not ask."""
+    first: dict[int, int] = {}
+    found = tuple([first.setdefault(id(each), number) for number, each in enumerate(given)])
+    return found if len(first) < len(found) and asks_which(named) else ()
 
 
 def _asks_which(code: CodeType) -> bool:
