@@ -16,11 +16,11 @@ CODE := $(wildcard $(FOLDERS) tests examples benchmarks docs/*.py)
 PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 # More threads than cores make a small tensor program many times slower.
-test test-all pages fuzz line-coverage coverage: export OMP_NUM_THREADS := 1
+test test-long test-all pages fuzz line-coverage coverage: export OMP_NUM_THREADS := 1
 # What one process has compiled, those beside it need not: also where images of containers say otherwise.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-long test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all pages fuzz lint format types bench coverage line-coverage clean
+.PHONY: help demo test test-long test-all pages fuzz lint format types bench coverage line-coverage clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,8 +28,11 @@ help: ## show this list
 demo: $(READY) ## parallelize a model, prove it, draw it
 	$(BIN)/shardfx demo $(ARGS)
 
-test: $(READY) ## the tests of all tiers (unit, virtual, torchrun) without the slow ones
-	$(PYTEST) -m "not slow" $(ARGS)
+test: $(READY) ## the quick tests of all tiers (unit, virtual, torchrun)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
+
+test-long: $(READY) ## those that take a second or more, and are not slow
+	$(PYTEST) -m "long and not slow" $(ARGS)
 
 test-all: $(READY) ## every test, the slow ones too
 	$(PYTEST) $(ARGS)
@@ -61,7 +64,7 @@ bench: $(READY) ## the benchmarks
 coverage: $(READY) ## soundness and completeness of the rules over PyTorch's operator database, DTensor beside them
 	$(BIN)/python -m benchmarks.op_coverage $(ARGS)
 
-line-coverage: $(READY) ## line and branch coverage of the quick tests, also in htmlcov/
+line-coverage: $(READY) ## line and branch coverage of the tests that CI runs, also in htmlcov/
 	$(PYTEST) -m "not slow" $(addprefix --cov=,$(FOLDERS)) --cov-report=term:skip-covered --cov-report=html $(ARGS)
 
 clean: ## remove what was built, but not .venv

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.torchrun.launch import on_ranks
 
 
@@ -28,6 +30,7 @@ def test_what_scripts_do_around_the_calls() -> None:
     )
 
 
+@pytest.mark.long
 def test_what_ranks_must_agree_on() -> None:
     on_ranks(
         2,

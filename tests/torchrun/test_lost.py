@@ -34,6 +34,7 @@ def others(found: list[End]) -> list[str]:
     return texts
 
 
+@pytest.mark.long
 def test_a_rank_that_is_gone(ends: dict[str, list[End]]) -> None:
     assert ends["exits"][1] is None
     for text in others(ends["exits"]):

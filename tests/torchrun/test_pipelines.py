@@ -9,6 +9,7 @@ import pytest
 from tests.torchrun.launch import on_ranks
 
 
+@pytest.mark.long
 def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
     on_ranks(
         2,

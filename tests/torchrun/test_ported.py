@@ -38,6 +38,7 @@ def test_a_trainer_and_a_loop_of_accelerate_train_as_on_one_device(tmp_path: Pat
     run(["accelerate_loop", "trainer"], tmp_path)
 
 
+@pytest.mark.long
 def test_the_script_that_porting_shows_trains_the_same(tmp_path: Path) -> None:
     trained = []
     for which in ("0", "1"):

@@ -31,6 +31,7 @@ def test_a_model_of_others_trains_like_one_device() -> None:
     )
 
 
+@pytest.mark.long
 def test_calling_and_checkpoints(tmp_path: Path) -> None:
     on_ranks(
         4,
@@ -44,6 +45,7 @@ def test_calling_and_checkpoints(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_optimizers_of_ones_own() -> None:
     on_ranks(
         4,
@@ -60,6 +62,7 @@ def test_optimizers_of_ones_own_on_all_plans() -> None:
         on_ranks(4, *(f"{call}:{name}" for name in ("megatron", "crossed", "tp")))
 
 
+@pytest.mark.long
 def test_whole_steps(tmp_path: Path) -> None:
     on_ranks(
         2,
@@ -95,6 +98,7 @@ def test_checkpoints_move_between_all_plans(tmp_path: Path) -> None:
     on_ranks(4, f"checkpoints_move_between_plans:{tmp_path},all")
 
 
+@pytest.mark.long
 def test_mistakes_and_programs(tmp_path: Path) -> None:
     on_ranks(
         2,
@@ -113,6 +117,7 @@ def test_neighbours() -> None:
     on_ranks(3, "neighbours_do_what_gloo_does")
 
 
+@pytest.mark.long
 def test_programs_run_as_they_are_printed() -> None:
     on_ranks(
         2,

@@ -58,6 +58,7 @@ def test_nothing_that_is_never_there_together_needs_room_of_its_own() -> None:
     assert pack(blocks).nbytes == at_once(blocks) == 192
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.one_in(3)
 def test_steps_are_the_same_to_the_bit_and_proven(zero: int) -> None:
@@ -74,6 +75,7 @@ def test_steps_are_the_same_to_the_bit_and_proven(zero: int) -> None:
     assert parse_program(str(program), pm.after).graph.nodes.__len__() == len(program.graph.nodes)
 
 
+@pytest.mark.long
 def test_a_backward_of_ones_own_gives_gradients_that_lie_elsewhere() -> None:
     plain, pm = (small_plan(None, sx.Mesh(dp=2, tp=2), rank_passes=each) for each in ([], [Arena(least=16)]))
     for x, y in batches(2):
@@ -84,6 +86,7 @@ def test_a_backward_of_ones_own_gives_gradients_that_lie_elsewhere() -> None:
     assert slots(pm.rank_program(0)) and pm.verify()
 
 
+@pytest.mark.long
 def test_the_report_says_how_large_it_is_and_could_be() -> None:
     _, pm = arena_plans(1)
     use = use_of_arena(pm.rank_program(0))
@@ -108,6 +111,7 @@ def test_what_is_made_in_turns_has_no_place() -> None:
     assert torch.equal(cut.step(x, y), small_plan(KINDS["AdamW"], units, specs=specs).step(x, y)) and cut.verify()
 
 
+@pytest.mark.long
 def test_two_that_are_needed_at_once_do_not_lie_in_the_same_place() -> None:
     """Each place is moved onto each other one: what is refused is just what overlaps while both are needed."""
     _, pm = arena_plans(1)
@@ -152,6 +156,7 @@ def refused(program: RankProgram) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_overlapping_places_are_no_proof() -> None:
     _, pm = arena_plans(1)
     module = pm.rank_module(0)
@@ -163,6 +168,7 @@ def test_overlapping_places_are_no_proof() -> None:
     assert not verdict and "writes over" in verdict.why
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("change", "what"),
@@ -179,6 +185,7 @@ def test_a_place_lies_in_its_arena(change: Any, what: str) -> None:
     assert what in refused(program)
 
 
+@pytest.mark.long
 def test_nothing_leaves_in_an_arena() -> None:
     program = arena_plans(1)[1].rank_program(0)
     share = Sharing(program.graph.nodes)
@@ -198,6 +205,7 @@ def test_an_arena_is_a_switch_of_the_hints() -> None:
     assert str(small_plan(None, sx.Mesh(dp=2), arena=True).rank_program(0)).count("memory.arena") <= 1
 
 
+@pytest.mark.long
 def test_what_lies_in_it_at_the_peak_is_named() -> None:
     memory = plan(make("mlp3"), MESHES["dp2"], rank_passes=[Arena(least=16)]).memory()
     inside = [held for held in memory.at_peak if held.category == "arena"]

@@ -70,6 +70,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("of", WRONG)
 def test_a_form_of_torchs_that_is_another_function_is_an_error(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +80,7 @@ def test_a_form_of_torchs_that_is_another_function_is_an_error(of: str, monkeypa
         captured(Layers())
 
 
+@pytest.mark.long
 def test_an_op_that_torchs_python_takes_apart_wrongly_is_taken_apart_by_its_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -96,12 +98,14 @@ def test_an_op_that_torchs_python_takes_apart_wrongly_is_taken_apart_by_its_kern
         op._dispatch_cache.clear()
 
 
+@pytest.mark.long
 def test_an_own_form_that_is_another_function_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(canonical.CANONICAL, aten.relu.default, lambda builder, op, args, kwargs, types: args[0])
     with pytest.raises(sx.Error, match=r"aten.relu(.|\n)*between|aten.relu(.|\n)*test_as_captured"):
         captured(Layers(torch.relu))
 
 
+@pytest.mark.long
 def test_a_gradient_alone_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = aten.tanh_backward.default
     monkeypatch.setitem(canonical.CANONICAL, backward, lambda builder, op, args, kwargs, types: args[0])
@@ -109,6 +113,7 @@ def test_a_gradient_alone_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         captured(Layers())
 
 
+@pytest.mark.long
 def test_new_content_of_buffers_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = canonical._batch_norm
 
@@ -121,6 +126,7 @@ def test_new_content_of_buffers_is_compared(monkeypatch: pytest.MonkeyPatch) -> 
         captured(Layers(nn.BatchNorm1d(8)))
 
 
+@pytest.mark.long
 def test_random_numbers_are_the_same_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is made of them is compared."""
     model, whole = Layers(lambda x: F.dropout(x, 0.3) * torch.rand_like(x).exp()), canonical._dropout
@@ -137,6 +143,7 @@ def test_random_numbers_are_the_same_in_both(monkeypatch: pytest.MonkeyPatch) ->
         captured(model)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -149,6 +156,7 @@ def test_recurrent_layers_drop_between_them(kind: type[nn.RNNBase], device: str)
     assert sum(node.op is draw for node in graph.nodes) == 1 and not graph.notes
 
 
+@pytest.mark.long
 def test_models_of_torchs_that_drop_are_captured() -> None:
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
     assert not capture(model, MESH, args=(torch.randn(2, 5, 4),), loss=torch.sum).graph.notes

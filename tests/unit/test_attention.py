@@ -189,6 +189,7 @@ class Block(nn.Module):
         return x + F.scaled_dot_product_attention(h, h, h, dropout_p=0.2)
 
 
+@pytest.mark.long
 def test_repeated_blocks_draw_by_numbers_of_their_own() -> None:
     """Blocks that were left out and put back are as if each had been traced; a backward has its forward's number."""
     model = nn.Sequential(nn.Sequential(*(Block() for _ in range(9))))

@@ -93,6 +93,7 @@ LEFT_OUT = [Repeat("blocks", 2, DEPTH - 4)]
 """The last block is not like the one before it where all use a value with a gradient: it begins the sum."""
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("variant", "training"),
@@ -168,6 +169,7 @@ class Various(nn.Module):
         return x + a * b.topk(1, -1).values
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("reshapes", [False, True])
 def test_calls_of_every_kind_are_taped(reshapes: bool) -> None:
@@ -223,6 +225,7 @@ SEQUENCE = {**MEGATRON, "blocks.*.norm": "-, tp, -"}
 STORED = {**MEGATRON, "blocks.*.up.weight": "tp dp, -", "blocks.*.down.weight": "dp, tp"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("specs", "variant"),
     [
@@ -271,6 +274,7 @@ class LookedAt(sx.Pass):
         return False
 
 
+@pytest.mark.long
 @captured_once("test_blocks")
 def test_somebodys_own_pass_sees_all_blocks() -> None:
     hints = sx.Hints(**given(True), specs=MEGATRON, passes=[LookedAt()])  # type: ignore[arg-type]

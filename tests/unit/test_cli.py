@@ -47,6 +47,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "small_target.py"
 
 
+@pytest.mark.long
 def test_plan_reports_draws_and_saves(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--mesh", "dp=2,tp=2", "--draw", "pictures", "--every-pass", "--save", "plan.json"]
     options += ["--machine", "h100-dgx"]
@@ -110,6 +111,7 @@ def test_meshes_as_text() -> None:
     assert parse_mesh("mb=Time(2, interleave=True),tp=2") == sx.Mesh(mb=sx.Time(2, interleave=True), tp=2)
 
 
+@pytest.mark.long
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shardfx", "passes"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -94,6 +94,7 @@ def can_be_made(step: Step, source: Spec, shape: Sequence[int]) -> bool:
 # ---- laws --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @given(cases())
 def test_the_steps_lead_to_the_target(case: Case) -> None:
     shape, source, target = case

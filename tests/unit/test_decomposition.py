@@ -42,6 +42,7 @@ def test_one_that_is_right_for_some_numbers_alone_is_refused(
         justified(instance(op, args).node, decomposition)
 
 
+@pytest.mark.long
 def test_those_of_the_rule_book_are_the_op() -> None:
     nodes = [(of.node, BOOK.entry(of.node.op)) for of in picked()]
     apart = [(node, entry.expand) for node, entry in nodes if entry is not None and entry.expand]

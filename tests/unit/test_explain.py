@@ -32,6 +32,7 @@ def op_of(pm: sx.ParallelModule, module: str, op: str) -> str:
     return f"%{next(found).name}"
 
 
+@pytest.mark.long
 def test_a_parameter_and_its_gradient(pm: sx.ParallelModule) -> None:
     weight, gradient = pm.explain("layers.0.proj.weight").entries
     assert weight.title == "parameter %layers.0.proj.weight : f64[48, 48{tp}]"
@@ -96,6 +97,7 @@ def test_communication_explains_itself(pm: sx.ParallelModule) -> None:
     assert "reduce_scatter over tp sends 12.3 kB per rank" in text and "is needed as" in text
 
 
+@pytest.mark.long
 def test_the_reasons_of_a_text_are_those_of_its_graph(pm: sx.ParallelModule) -> None:
     read = parse_graph(print_graph(pm.after, reasons=True))
     names = [*(given.name for given in read.inputs), *(f"%{node.name}" for node in read.nodes), "layers.1"]
@@ -113,6 +115,7 @@ def test_every_op_ends_at_a_hint(pm: sx.ParallelModule) -> None:
             assert "the hint" in found.because[-1].text, (node, found)
 
 
+@pytest.mark.long
 def test_batch_norm_taken_apart_says_so() -> None:
     pm = plan(make("resnet"), MESHES["dp2"])
     text = str(pm.explain("bn"))

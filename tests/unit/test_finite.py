@@ -76,6 +76,7 @@ def on_kinds(of: Instance) -> Iterator[Instance]:
         yield made
 
 
+@pytest.mark.long
 def test_what_is_said_of_results_holds() -> None:
     found = [why for of in picked() for made in on_kinds(of) if (why := wrong(made))]
     assert not found, "\n".join(found[:20])

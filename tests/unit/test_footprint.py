@@ -73,6 +73,7 @@ def planned(case: str) -> sx.ParallelModule:
     return plan(given, MESHES[mesh], **hints | specs)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_every_call_holds_what_a_run_holds(case: str) -> None:
@@ -91,6 +92,7 @@ def test_programs_in_which_every_value_has_memory_of_its_own_hold_what_a_run_hol
     check_footprint(lowered(pm), held_in_a_step(pm, given)[0])
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["sequence", "resnet", "stored"])
 def test_what_is_sent_is_what_a_run_counts(case: str) -> None:

@@ -40,6 +40,7 @@ def test_a_shared_folder_of_another_python_is_installed_where_it_is_imported_fro
     assert not is_installed_file(str(elsewhere / "kit" / "one.py"))
 
 
+@pytest.mark.long
 def test_a_script_of_many_files_that_know_each_other_is_looked_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,6 +236,7 @@ def test_a_loss_without_gradients_has_no_backward(written: list[str], monkeypatc
     assert written == ["here"] and "backward:" not in found and found == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["hf_gpt2_dropout", "hf_t5", "hf_vit", "moe_qwen3", "unet"])
 @pytest.mark.one_in(5)
 def test_models_of_the_zoo_are_written_here(model: str, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def test_what_the_list_scheduler_makes_keeps_to_its_bound_and_is_no_deadlock() -
         assert all(peak <= most for peak, most in zip(report.peaks, live, strict=True)), f"seed {seed}"
 
 
+@pytest.mark.long
 def test_auto_is_never_longer_than_a_known_schedule() -> None:
     shorter = 0
     for seed in range(30):

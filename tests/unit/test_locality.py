@@ -85,6 +85,7 @@ def right(seed: int) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_windows_of_random_models_make_up_the_whole() -> None:
     assert sum(right(seed) for seed in range(8)) > 4
 

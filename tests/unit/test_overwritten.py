@@ -107,6 +107,7 @@ def test_gradients_of_biases_travel_with_those_of_weights(level: int) -> None:
     assert {node.kwargs["dim"] for node in scattered} == {0}
 
 
+@pytest.mark.long
 def test_new_parameters_are_written_where_they_belong_out_of_what_was_gathered() -> None:
     """And stand nowhere else before."""
     pm = small_plan(KINDS["AdamW"], Mesh(dp=2), zero=1)

@@ -17,6 +17,7 @@ from tests.zoo import CASES, make
 QUICK = ("mlp3", "dropout_mlp")
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_the_rest_of_the_pipeline_makes_the_same_of_a_text(name: str) -> None:

@@ -77,6 +77,7 @@ def tied() -> Case:
     return Case("tied", Tied(), (tokens,), {}, F.cross_entropy, (tokens.flatten(),), specs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "sequence"),
     [
@@ -156,6 +157,7 @@ class Two(nn.Module):
         return self.fc2(self.fc1(x).tanh() @ self.fc1.weight).cumsum(1)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("specs", "cuts"),

@@ -58,6 +58,7 @@ def test_the_packages_of_the_docs_pass_their_own_tests(installed: Path) -> None:
     assert "10 passed" in run.stdout
 
 
+@pytest.mark.long
 def test_the_command_line_lists_installed_passes(
     installed: Path, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,7 @@ def test_golden_texts(case: str) -> None:
     assert made(case) == (FOLDER / f"{case}.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt_fused", "resnet", "dropout_mlp"])
 def test_the_text_of_a_program_is_read_back(name: str) -> None:
     pm = plan(make(name), sx.Mesh(dp=2, tp=2))
@@ -145,6 +146,7 @@ def test_gradients_that_share_memory_are_copied() -> None:
     assert len({t.untyped_storage().data_ptr() for t in (first, second, third, a)}) == 4
 
 
+@pytest.mark.long
 def test_products_are_computed_into_their_bucket() -> None:
     case = make("gpt_fused")
     text = str(plan(case, sx.Mesh(dp=2)).rank_program(0))

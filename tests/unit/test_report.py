@@ -78,6 +78,7 @@ def measured_peak(program: RankProgram) -> int:
     return live.peak
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
@@ -95,6 +96,7 @@ def test_the_peak_is_what_a_run_holds(name: str, mesh: sx.Mesh) -> None:
         assert replay(program).peak.nbytes == measured_peak(program)
 
 
+@pytest.mark.long
 def test_memory_by_category(pm: sx.ParallelModule) -> None:
     memory = pm.report().memory
     named = {given.name: given.value for given in pm.after.inputs}
@@ -245,6 +247,7 @@ def deep(layers: int) -> str:
     return "\n".join([*lines, "outputs:", f"  result results.0 = %{last}"])
 
 
+@pytest.mark.long
 def test_a_deep_program_is_replayed_once_per_distinct_call() -> None:
     """The time goes with the number of nodes alone: 4 times as many take about 4 times as long, and not 16."""
     seconds = []

@@ -123,6 +123,7 @@ def test_bubbles_are_those_of_the_papers(ranks: int, turns: int) -> None:
     assert max(checked("dualpipev", ranks, turns).simulation.waits) == ranks - 1 <= (ranks - 1) * (3 + 2 - 3)
 
 
+@pytest.mark.long
 def test_no_random_schedule_is_a_deadlock_under_blocking_sends() -> None:
     for seed in range(500):
         schedule, stages, turns = drawn(seed)

@@ -115,6 +115,7 @@ HINTS: list[dict[str, Any]] = [{"zero": 1}, {"zero": 3}, {"clip": 0.1}]
 MORE = [(kind, hints) for kind in ("AdamW", "momentum") for hints in HINTS]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("kind", "hints"), [*((kind, {}) for kind in ALL), *MORE], ids=str)
 def test_steps_are_the_same_in_segments(kind: str, hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +187,7 @@ def left_out(node: fx.Node) -> None:
 DAMAGES = [partial(swapped, column=1), partial(swapped, column=2), other_result, other_call, left_out]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_segments_are_refused(damage: Callable[[fx.Node], None]) -> None:

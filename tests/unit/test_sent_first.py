@@ -33,6 +33,7 @@ def behind(program: RankProgram, unit: str) -> int:
     return sum(node.target is turns.add_product for node in nodes[max(sends, default=end) : end])
 
 
+@pytest.mark.long
 def test_products_for_weights_stand_behind_the_send_and_nothing_more_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     made = programs(16)
     monkeypatch.setattr(of_stages, "sent_first", lambda steps, *_: list(steps))
@@ -43,6 +44,7 @@ def test_products_for_weights_stand_behind_the_send_and_nothing_more_is_held(mon
         assert replay(mine).peak.nbytes <= 1.01 * replay(other).peak.nbytes
 
 
+@pytest.mark.long
 def test_halves_are_actions_of_their_own() -> None:
     for rank, each in enumerate(programs(8, "zb-h1")):
         assert behind(each, f"I{rank}") == 0

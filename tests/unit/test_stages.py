@@ -133,6 +133,7 @@ def test_what_a_stage_needs_of_itself_alone_is_not_sent() -> None:
     assert all(given.at for given in graph.inputs)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("made", [torch.optim.AdamW, torch.optim.Adafactor])
@@ -169,6 +170,7 @@ def test_a_buffer_that_only_counts_is_beside_its_module() -> None:
 # ---- turns of a pipeline
 
 
+@pytest.mark.long
 def test_turns_cut_the_batch_where_no_hint_says_so() -> None:
     pm = planned()
     assert [str(pm.after.input(name).value.spec) for name in ("args.0", "targets.0")] == ["[.{mb}, .]", "[.{mb}]"]
@@ -177,6 +179,7 @@ def test_turns_cut_the_batch_where_no_hint_says_so() -> None:
     assert str(pm.after.input("args.0").value.spec) == "[.{dp,mb}, .]"
 
 
+@pytest.mark.long
 def test_a_schedule_is_a_name_a_text_or_a_function() -> None:
     text = "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1"
     mesh = sx.Mesh(pp=2, mb=T(2))
@@ -275,6 +278,7 @@ def test_validation_names_what_is_used_where_it_is_not() -> None:
     assert "pp = " in str(caught.value.expected)
 
 
+@pytest.mark.long
 def test_pictures_say_which_stage_a_module_is_of(tmp_path: Path) -> None:
     _, after = planned().draw(tmp_path)
     texts = {each.text for each in ElementTree.parse(after).iter("{http://www.w3.org/2000/svg}text")}

@@ -159,6 +159,7 @@ def alike(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)
 
 
+@pytest.mark.long
 @given(st.lists(ARGUMENTS, max_size=4), st.dictionaries(st.sampled_from(["alpha", "dim", "axes"]), ARGUMENTS))
 def test_any_argument_comes_back(args: list[Any], kwargs: dict[str, Any]) -> None:
     (node,) = there_and_back(one_op(aten.add.Tensor, *args, **kwargs)).nodes

@@ -146,6 +146,7 @@ def test_tooltips_say_where_and_why() -> None:
     assert any("2 equal blocks" in tip for tip in tooltips(drawn(decoder(2))))
 
 
+@pytest.mark.long
 def test_a_closed_module_says_what_is_in_it() -> None:
     picture = show(decoder(40, equal=False), 120)
     closed = next(box for box in picture.boxes() if box.kind is Kind.CLOSED and box.path == "layers.3")
@@ -169,6 +170,7 @@ def test_there_are_never_more_boxes_than_asked_for(limit: int, equal: bool, nest
     assert 0 < show(decoder(40, norm=4, heads=4, equal=equal, nested=nested), limit).size <= limit
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("equal", "nested"), [(True, True), (False, True), (True, False)])
 def test_a_large_graph_is_drawn_in_seconds(tmp_path: Path, equal: bool, nested: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import shardfx as sx
@@ -11,6 +12,7 @@ from tests.zoo import make
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
+@pytest.mark.long
 def test_a_loss_is_waited_for_at_the_end() -> None:
     """How many targets count is needed in the backward, and waited for there; the loss is needed by nobody."""
     pm = plan(make("gpt_fused"), sx.Mesh(dp=2))

@@ -49,6 +49,7 @@ def test_autocast_is_around_the_calls() -> None:
     assert all(torch.allclose(grads[n], p.grad, atol=1e-2) for n, p in model.named_parameters() if p.grad is not None)
 
 
+@pytest.mark.long
 def test_what_is_saved_is_whole(tmp_path: Path) -> None:
     accelerator = ParallelAccelerator(mesh=MESH, hints=HINTS, cpu=True)
     model = mlp()

@@ -15,6 +15,7 @@ from shardfx.module.programs import TRAIN
 from tests.zoo import make
 
 
+@pytest.mark.long
 def test_a_batch_that_has_too_few_rows_says_how_many_it_needs() -> None:
     case = make("gpt_fused")
     x, y = case.args[0][:6], case.targets[0][:6]
@@ -24,6 +25,7 @@ def test_a_batch_that_has_too_few_rows_says_how_many_it_needs() -> None:
     assert "args.0" in str(error.value) and "at least 8 rows, one for each of 4 turns by 2 ranks" in str(error.value)
 
 
+@pytest.mark.long
 def test_turns_of_the_batch_stand_beside_turns_of_another_dim() -> None:
     """What cuts another dim over time already is cut into turns of the batch all the same."""
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ def planned(model: nn.Module, **hints: Any) -> sx.ParallelModule:
     return sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), given, virtual=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("table", [{}, {"padding_idx": 5}, {"padding_idx": 0}, {"words": 60}], ids=str)
 @pytest.mark.parametrize("hints", [{}, {"zero": 2, "zero_min": 0, "reduce": "last"}], ids=str)
 @pytest.mark.one_in(9)
@@ -77,6 +78,7 @@ def test_a_gradient_is_never_there_twice() -> None:
     assert all(storage.nbytes != table for storage in pm.memory(0).footprint.storages)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["other operand", "twice", "not from zero"])
 def test_a_damaged_product_is_refused(damage: str) -> None:
     pm = planned(Language().double())

@@ -63,6 +63,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("kind", "mesh", "specs"), CASES)
@@ -119,6 +120,7 @@ assert not [name for name in sys.modules if name.startswith("shardfx")]
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dropout", pytest.param("bool", marks=pytest.mark.slow)])
 def test_a_saved_program_needs_torch_alone(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -134,6 +136,7 @@ def test_a_saved_program_needs_torch_alone(kind: str, tmp_path: Path) -> None:
     assert abs(value - loss(model(*inputs(torch.float64))).item()) < (1e-10 if kind == "bool" else torch.inf)
 
 
+@pytest.mark.long
 def test_attention_to_nothing_is_nothing() -> None:
     class ToNone(nn.Module):
         def __init__(self) -> None:

@@ -65,6 +65,7 @@ PLANS: dict[str, Any] = {
 CASES = [pytest.param(name, marks=() if name == "dp tp" else pytest.mark.slow) for name in PLANS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_data_parallelism(name: str) -> None:
     mesh, specs, parts = PLANS[name]
@@ -97,6 +98,7 @@ def test_running_statistics_alone_are_sent() -> None:
     assert "batch norms normalise each of 2 parts of the batch apart" in pm.after.notes
 
 
+@pytest.mark.long
 def test_parts_are_equal() -> None:
     mesh, specs, _ = PLANS["dp"]
     _, pm = made(mesh, specs)
@@ -140,6 +142,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.one_in(6)
 def test_whole_statistics_are_one_collective_each_way(name: str) -> None:
@@ -201,6 +204,7 @@ def test_moments_of_all_are_those_of_the_pieces_joined(shape: tuple[int, ...]) -
     assert moments.piece_moments(x.bfloat16(), of, [0] * len(of), of).dtype == torch.float32
 
 
+@pytest.mark.long
 def test_statistics_that_are_the_mean_of_all_batches() -> None:
     """``momentum=None``: by the number of batches, which is data."""
     torch.manual_seed(0)

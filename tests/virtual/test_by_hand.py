@@ -89,6 +89,7 @@ def test_whose_number_is_that_of_the_whole_batch(how: Callable[[nn.Module, Tenso
         assert loss > 1e-4 and gradients > 1e-2
 
 
+@pytest.mark.long
 def test_where_all_tokens_count_they_agree() -> None:
     model, x, y = uneven()
     y = y.where(y != IGNORED, 0)

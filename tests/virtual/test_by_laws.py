@@ -119,6 +119,7 @@ def test_a_pass_that_writes_an_op_otherwise(name: str) -> None:
     assert planned(Rewritten(name)).verify().status == ("proven" if REWRITINGS[name][2] else "refuted")
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [name for name in REWRITINGS if "once too often" not in name])  # no square there
 def test_a_program_that_writes_an_op_otherwise(name: str) -> None:

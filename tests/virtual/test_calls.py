@@ -58,6 +58,7 @@ def test_an_input_without_content_is_refused() -> None:
 # ---- another form of call -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_batches_of_other_sizes(caplog: pytest.LogCaptureFixture) -> None:
     """The last batch of an epoch is planned when it comes, once, and one line of the log says so."""
     x, y = batch()
@@ -274,6 +275,7 @@ class Scale:
         self.by, self.more = by, [by]
 
 
+@pytest.mark.long
 def test_an_argument_of_no_plain_type_may_change() -> None:
     """What it says is read when it is called; another object is not taken for one that is gone."""
     x, y = batch()

@@ -100,6 +100,7 @@ def test_a_call_of_another_form_that_cannot_be_planned_names_the_input() -> None
     assert near(pm(X, Y), pm(X, Y))
 
 
+@pytest.mark.long
 def test_programs_put_in_are_for_the_captured_form() -> None:
     pm = parallel(mlp())
     pm.use({0: pm.rank_module(0)})

@@ -42,6 +42,7 @@ def loss(out: Tensor, scale: Tensor) -> Tensor:
     return (out.sin() * torch.linalg.inv(scale)[0, 0]).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*list(OPS)[:2], pytest.param("linalg.solve", marks=pytest.mark.slow)])
 def test_they_equal_one_device_and_raise_where_it_raises(name: str) -> None:
     torch.manual_seed(0)
@@ -112,6 +113,7 @@ class OfTwo(nn.Module):
         return self.function(self.layer(x), y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["cov", "one_hot", *(slow(each) for each in WANTED if each not in ("cov", "one_hot"))])
 def test_what_functions_want_of_their_data_is_asked_of_each_call(name: str) -> None:
     """These are taken apart when they are traced, and their checks would be lost."""

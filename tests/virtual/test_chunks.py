@@ -44,6 +44,7 @@ CHUNKS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", CHUNKS)
 @pytest.mark.one_in(3)
 def test_logits_exist_a_chunk_at_a_time(how: str) -> None:

@@ -148,6 +148,7 @@ def test_deep_models_are_stepped_as_on_one_device(optimizer: Callable[[Any], tor
     assert pm.verify()
 
 
+@pytest.mark.long
 def test_the_norm_of_all_gradients_is_a_few_transfers_however_deep_the_model() -> None:
     """The sums of squares travel together, those over the same axes."""
     pm = deep_step(optimizer=KINDS["AdamW"], clip=0.1, zero=1)

@@ -30,6 +30,7 @@ def one_rank(order: str) -> tuple[RankProgram, list[Tensor]]:
     return made, [state[given.name] for given in made.inputs]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_a_driver_runs_as_it_stands(order: str) -> None:
@@ -45,6 +46,7 @@ def test_a_driver_runs_as_it_stands(order: str) -> None:
         assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, whole, strict=True))
 
 
+@pytest.mark.long
 def test_a_driver_is_text_and_read_back() -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
     made = pm._programs.running(1, TRAIN)
@@ -194,6 +196,7 @@ def test_damaged_drivers_are_refused(damage: Callable[[fx.GraphModule], None], s
     assert why and said in why
 
 
+@pytest.mark.long
 def test_calls_that_nobody_takes_from_stay() -> None:
     pm = in_order("mlp3", sx.Mesh(dp=2), ONE_AHEAD)
     for module in (pm.rank_module(1), copy.deepcopy(pm.rank_module(1)), pickle.loads(pickle.dumps(pm.rank_module(1)))):

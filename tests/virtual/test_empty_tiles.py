@@ -67,6 +67,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], sx.Mesh]] = {
 REST = [name for name in CASES if name != "windows and norms"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("merge", ["never", pytest.param("cost", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["windows and norms", *(pytest.param(n, marks=pytest.mark.slow) for n in REST)])
 def test_maps_of_fewer_rows_than_ranks_train_as_on_one_device(name: str, merge: str) -> None:
@@ -86,6 +87,7 @@ def with_nothing() -> tuple[sx.ParallelModule, fx.GraphModule]:
     return pm, pm.rank_module(3)
 
 
+@pytest.mark.long
 def test_a_rank_without_rows_adds_nothing() -> None:
     pm, program = with_nothing()
     assert pm.verify(modules={3: program})
@@ -96,6 +98,7 @@ def test_a_rank_without_rows_adds_nothing() -> None:
     assert not pm.verify(modules={3: program})
 
 
+@pytest.mark.long
 def test_a_rank_with_rows_may_not_take_itself_for_one_without() -> None:
     pm, _ = with_nothing()
     program = pm.rank_module(2)

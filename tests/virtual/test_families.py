@@ -63,6 +63,7 @@ def lowered_wrongly(target: Any, change: Callable[[tuple[Any, ...]], tuple[Any, 
     return other
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
@@ -80,6 +81,7 @@ def test_lowering_that_is_wrong_on_a_rank(
     refused(many().verify(), UNREAD)
 
 
+@pytest.mark.long
 def test_a_rank_pass_that_is_wrong_on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Waits.run
 
@@ -93,6 +95,7 @@ def test_a_rank_pass_that_is_wrong_on_a_rank(monkeypatch: pytest.MonkeyPatch) ->
     refused(many().verify(), UNREAD)
 
 
+@pytest.mark.long
 def test_a_slice_that_is_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank takes the first rows of the bias: right on some, and no number tells them apart."""
     call = Lowering.call
@@ -108,6 +111,7 @@ def test_a_slice_that_is_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) 
     assert verdict.checked["programs read"] == 0 and verdict.checked["whole programs"] == 64
 
 
+@pytest.mark.long
 def test_a_collective_with_another_group_on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(program: RankProgram, *args: Any) -> RankProgram:
         made = run_rank_passes(program, *args)
@@ -122,6 +126,7 @@ def test_a_collective_with_another_group_on_a_rank(monkeypatch: pytest.MonkeyPat
     assert verdict.checked["programs read"] == 63 and verdict.checked["whole programs"] > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(range(64), marks=pytest.mark.slow), [UNREAD]])
 def test_a_program_for_fewer_outputs_that_is_wrong(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> None:
     """What was proven of training does not hold of a program for the loss alone that is not a part of it."""
@@ -188,6 +193,7 @@ class Otherwise(sx.RankPass):
         return True
 
 
+@pytest.mark.long
 def test_code_that_is_not_that_of_its_op_is_interpreted() -> None:
     sound = many((Otherwise(),)).verify()
     assert sound, sound.why
@@ -195,6 +201,7 @@ def test_code_that_is_not_that_of_its_op_is_interpreted() -> None:
     assert not many((Otherwise(False),)).verify()
 
 
+@pytest.mark.long
 def test_programs_that_are_used_are_read() -> None:
     """Also those that were put there unproven, when it is asked again."""
     case = make("mlp3")

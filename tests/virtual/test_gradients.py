@@ -86,6 +86,7 @@ BETWEEN: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", BETWEEN)
 def test_a_function_has_its_own_gradient(which: str) -> None:
@@ -174,6 +175,7 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("which", "count"), [*((which, 2) for which in CHECKPOINTS), ("a module", 12)])
 @pytest.mark.one_in(4)
 def test_what_a_model_checkpoints_is_made_again(which: str, count: int) -> None:

@@ -71,6 +71,7 @@ def guards(pm: sx.ParallelModule) -> list[Guard]:
     return [output.guard for output in pm.after.outputs if output.guard is not None]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:not shared over dp")  # what a mask picks of a batch is computed whole
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("mesh", "specs"), MESHES, ids=[str(mesh) for mesh, _ in MESHES])
@@ -151,6 +152,7 @@ class Asks(nn.Module):
         return {name: ask(x, n) for name, ask in ASKS.items()}
 
 
+@pytest.mark.long
 def test_all_that_can_be_asked() -> None:
     x, n = torch.randn(5, 5, dtype=F64), torch.tensor([1, 2, 0, 2, 0])
     expected = Asks()(x, n)

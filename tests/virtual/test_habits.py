@@ -131,6 +131,7 @@ def test_names_and_modules(both: tuple[sx.ParallelModule, Net]) -> None:
     assert isinstance(made.norm, nn.BatchNorm1d) and near(made(X), pm(X))
 
 
+@pytest.mark.long
 def test_an_optimizer_made_by_a_method_of_the_model(both: tuple[sx.ParallelModule, Net]) -> None:
     pm, model = both
     for each in (pm, model):
@@ -198,6 +199,7 @@ class Configured(nn.Module):
         return (self.heads["a"](x) - self.heads["b"](x)) * self.cfg["scale"] ** self.cfg["more"][1]["power"]
 
 
+@pytest.mark.long
 def test_what_a_script_changes_in_a_configuration_is_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
     model = Configured().double()
     pm = parallel(copy.deepcopy(model))

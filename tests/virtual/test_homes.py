@@ -33,6 +33,7 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), y.flatten())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "chunks", "schedule"),
     [(2, 1, "1f1b"), (2, 2, "interleaved"), pytest.param(4, 1, "zb-h1", marks=pytest.mark.slow)],

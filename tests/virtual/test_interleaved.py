@@ -92,6 +92,7 @@ def beside(interleave: bool) -> sx.ParallelModule:
     return side_by_side("gpt_fused", tp=2, sequence=True, interleave=interleave)
 
 
+@pytest.mark.long
 def test_less_communication_is_exposed() -> None:
     fast = sx.Machine.load("accelerator")
     slow = replace(fast, flops={name: rate / 1e4 for name, rate in fast.flops.items()}, bandwidth=fast.bandwidth / 1e4)
@@ -140,6 +141,7 @@ def test_programs_are_read_back() -> None:
     assert called[:4] == ["s0_0", "s0_1", "s1_0", "s1_1"]
 
 
+@pytest.mark.long
 def test_so_many_turns_are_under_way_as_the_pass_says() -> None:
     case = make("mlp3")
     specs = {"args.0": "mb, -", "targets.0": "mb", "fc1.weight": "tp, -", "fc2.weight": "-, tp"}
@@ -175,6 +177,7 @@ def test_chunks_of_a_block_side_by_side() -> None:
     assert pm.timeline().bubble >= 0
 
 
+@pytest.mark.long
 def test_turns_side_by_side_within_turns() -> None:
     specs = {"args.0": "mb copy, -", "targets.0": "mb copy", "fc1.weight": "tp, -", "fc2.weight": "-, tp"}
     mesh = sx.Mesh(mb=sx.Time(2), copy=sx.Time(2, interleave=True), tp=2)
@@ -247,6 +250,7 @@ def added_twice(graph: fx.Graph) -> None:
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("damage", [another_turn_first, a_slice_twice, added_twice])
 def test_a_wrong_program_is_not_proven(damage: Callable[[fx.Graph], None]) -> None:

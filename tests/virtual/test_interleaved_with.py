@@ -49,6 +49,7 @@ def test_turns_within_those_of_a_pipeline(rows: str) -> None:
     check(*planned(sx.Mesh(mb=sx.Time(4), c=SIDE, pp=2, tp=2), rows, pipeline=sx.Pipeline()))
 
 
+@pytest.mark.long
 def test_turns_of_a_pipeline_are_in_its_schedule() -> None:
     with pytest.raises(sx.Error) as caught:
         planned(sx.Mesh(mb=sx.Time(4, interleave=True), pp=2, tp=2), "mb, -, -", pipeline=sx.Pipeline())

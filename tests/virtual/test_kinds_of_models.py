@@ -48,6 +48,7 @@ def unchanged(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [unchanged, exported, module_of])
 def test_it_trains_as_one_device_does(kind: object) -> None:
@@ -66,6 +67,7 @@ def test_it_trains_as_one_device_does(kind: object) -> None:
     assert pm.verify(), pm.verify().why
 
 
+@pytest.mark.long
 def test_an_exported_program_is_the_same_in_both_modes() -> None:
     pm = sx.parallelize(exported(Mixer()), sx.Mesh(dp=2), sx.Hints(args=(X,), kwargs={"scale": SCALE}, loss=loss))
     trained = pm(X, scale=SCALE)
@@ -152,6 +154,7 @@ class Recurrent(nn.Module):
         return self.head(self.layers(x)[0])
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_are_none_of_a_library_of_cpus(kind: type[nn.RNNBase]) -> None:
@@ -184,6 +187,7 @@ class Routed(nn.Module):
         return out
 
 
+@pytest.mark.long
 def test_what_is_added_in_place_is_added_once_to_the_example() -> None:
     """The second layer chooses by what the first one gave: not by twice that."""
     model, x = nn.Sequential(Routed(), Routed()).double(), torch.randn(9, 6, dtype=torch.float64)

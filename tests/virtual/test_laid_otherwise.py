@@ -49,6 +49,7 @@ def planned(given: Case, **hints: Any) -> sx.ParallelModule:
     return sx.parallelize(copy.deepcopy(given.model), sx.Mesh(dp=2), told, virtual=True)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "hints",
@@ -84,6 +85,7 @@ def test_what_is_held_is_foreseen(of_model: bool, of_input: bool, hints: dict[st
     assert pm.verify()
 
 
+@pytest.mark.long
 def test_an_input_that_lies_otherwise_than_the_example_is_brought_into_its_order() -> None:
     given = case(True, True)
     pm, rows = planned(given), case(True, False)
@@ -91,6 +93,7 @@ def test_an_input_that_lies_otherwise_than_the_example_is_brought_into_its_order
         assert torch.equal(pm(*given.args, *given.targets), pm(*rows.args, *rows.targets))
 
 
+@pytest.mark.long
 def test_states_lie_as_their_parameters() -> None:
     given = case(True, True)
     pm = planned(given, optimizer=torch.optim.AdamW)

@@ -59,6 +59,7 @@ def test_auto_keeps_as_many_turns_live_as_fit() -> None:
         planned("auto", memory=min(peaks(fitting)) // 2)
 
 
+@pytest.mark.long
 def test_a_budget_is_that_of_every_stage() -> None:
     first, last = peaks(planned("gpipe")[0])
     assert first < last

@@ -57,6 +57,7 @@ def overflowing(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("hints", [{"zero": 1, "zero_min": 0}, {"offload": ("optimizer",)}], ids=["zero", "offload"])
 def test_it_goes_as_that_of_a_grad_scaler(hints: dict[str, Any]) -> None:
@@ -75,6 +76,7 @@ def test_it_goes_as_that_of_a_grad_scaler(hints: dict[str, Any]) -> None:
     assert verdict, verdict.why
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_the_loss_also_before_the_first_step() -> None:
     pm, (model, x, y) = planned(sx.LossScale(2.0**10), sx.Mesh(dp=2)), data()
     F.cross_entropy(model(x), y).backward()
@@ -84,6 +86,7 @@ def test_gradients_are_those_of_the_loss_also_before_the_first_step() -> None:
         torch.testing.assert_close(pm.full_grads()["weight"], model.weight.grad, rtol=5e-3, atol=5e-4)
 
 
+@pytest.mark.long
 def test_it_goes_on_under_another_plan() -> None:
     scale, (_, x, y) = sx.LossScale(2.0**10, interval=3), data()
     pm, other = planned(scale, sx.Mesh(dp=2)), planned(scale, sx.Mesh(dp=4), zero=1, zero_min=0)

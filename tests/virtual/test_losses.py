@@ -70,6 +70,7 @@ def given(loss: Callable[..., Any]) -> sx.Hints:
     return sx.Hints(args=(X,), loss=loss, targets=(Y,), specs=CUT)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("which", LOSSES)
 def test_tensors_of_the_loss(which: str) -> None:
@@ -90,6 +91,7 @@ def test_tensors_of_the_loss(which: str) -> None:
     assert "loss" in str(sx.trace(mlp(), given(loss)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_margins_of_several_labels(reduction: str) -> None:
     """What torch traces of them counts places behind the last label as labels; its kernel does not."""
@@ -108,6 +110,7 @@ def test_margins_of_several_labels(reduction: str) -> None:
     assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["a module", "a closure"])
 def test_what_is_learned_in_the_loss(way: str) -> None:
     """By the optimizer that has it beside the model's parameters."""
@@ -148,6 +151,7 @@ def test_a_penalty_on_the_weights() -> None:
     assert all(p.grad is not None and near(grads[name], p.grad) for name, p in alone.named_parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["written into", "another"])
 def test_a_tensor_of_the_loss_that_changes_is_an_error(change: str) -> None:
     """What pm has of it is its own."""

@@ -66,6 +66,7 @@ class Ranked(nn.Module):
         return torch.softmax(self.second(y), 0).cumsum(0)
 
 
+@pytest.mark.long
 def test_what_is_shared_equals_one_device() -> None:
     torch.manual_seed(0)
     x, weights = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)

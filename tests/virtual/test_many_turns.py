@@ -43,6 +43,7 @@ def in_turns(count: int, rows: int = 2 * MANY) -> sx.ParallelModule:
     return sx.parallelize(Language().double(), sx.Mesh(dp=2), hints, virtual=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [4 * MANY, 3 * MANY + 200], ids=["even", "uneven"])
 def test_a_program_of_many_turns_is_written_as_often_as_one_of_few(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[object] = []
@@ -81,6 +82,7 @@ def test_uneven_turns_are_those_of_one_device() -> None:
         assert (grads[name] - parameter.grad).abs().max() < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [(2 * MANY, 2 * MANY), (3 * 16 + 10, 3 * MANY + 200)], ids=["even", "uneven"])
 @pytest.mark.one_in(2)
 def test_many_turns_are_proven_from_few_programs(rows: tuple[int, int]) -> None:
@@ -163,6 +165,7 @@ def test_what_is_wrong_in_one_of_many_turns_is_refused(
         assert "turn 100" in verdict.why
 
 
+@pytest.mark.long
 def test_a_program_of_turns_that_somebody_gives_is_read() -> None:
     pm = in_turns(MANY)
     verdict = pm.verify(modules={1: pickle.loads(pickle.dumps(pm.rank_module(1)))})
@@ -170,6 +173,7 @@ def test_a_program_of_turns_that_somebody_gives_is_read() -> None:
     assert verdict.checked["programs read"] == len(verdict.programs) * 2 * MANY
 
 
+@pytest.mark.long
 def test_masks_of_many_turns_are_proven_together() -> None:
     """Each turn draws its own part of a mask: a number that turns and ranks have their own of."""
     case = make("dropout_mlp")

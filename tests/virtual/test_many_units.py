@@ -52,6 +52,7 @@ WEIGHTS = "F0.0 F0.1 I0.0 F0.2 I0.1 W0.1 W0.0 F0.3 I0.2 I0.3 W0.2 W0.3"
 MANY: dict[str, tuple[UnitOf, str]] = {"stages": (stages, STAGES), "weights": (weights_apart, WEIGHTS)}
 
 
+@pytest.mark.long
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("hints", [{}, {"zero": 2, "zero_min": 0}, {"reduce": "each"}], ids=["plain", "zero2", "each"])
 @pytest.mark.parametrize("how", MANY)
@@ -82,6 +83,7 @@ HOW: dict[str, tuple[str, sx.Mesh, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", HOW)
 def test_units_of_any_plan(how: str) -> None:

@@ -149,6 +149,7 @@ def test_a_formula_is_found_where_half_the_sequence_has_another_plan() -> None:
     assert memory.formula.subs({"batch": 8, "sequence": 16, "dp": 2}) == memory.peak
 
 
+@pytest.mark.long
 def test_recompute_keeps_what_goes_into_a_block() -> None:
     plain, again = blocks().memory(), blocks(recompute="layers.*").memory()
     block = 128 * (16 + 64 + 64) * 4  # the product, its gelu, what goes in
@@ -219,6 +220,7 @@ def test_zero_over_several_axes_and_beside_tensor_parallelism() -> None:
 # ---- a budget
 
 
+@pytest.mark.long
 def test_a_budget_that_holds_and_one_that_does_not() -> None:
     peak = blocks().memory().peak
     assert blocks(memory=peak).memory().peak == peak
@@ -232,6 +234,7 @@ def test_a_budget_that_holds_and_one_that_does_not() -> None:
         blocks(memory="10 kB")
 
 
+@pytest.mark.long
 def test_what_may_be_put_away_is_a_remedy() -> None:
     """Where the other features are asked for already, and it is not."""
     hints: dict[str, Any] = {"recompute": "layers.0", "zero": 3, "zero_min": 0}
@@ -244,6 +247,7 @@ def test_what_may_be_put_away_is_a_remedy() -> None:
     assert "Hints(offload=('activations', 'parameters')) comes to" in str(raised.value.remedy)
 
 
+@pytest.mark.long
 def test_parameters_are_put_away_where_nothing_else_fits() -> None:
     """They travel most often, so they are the last remedy; and it holds what it says."""
 

@@ -118,6 +118,7 @@ def test_equals_one_device(name: str, mesh: str) -> None:
     beside(name, MESHES[mesh])
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "pieces"), quick_first(PIECES))
 def test_stored_in_pieces(name: str, pieces: str) -> None:
@@ -168,6 +169,7 @@ def inner(out: Tensor, y: Tensor) -> Tensor:
     return (out.float() * y).sum()
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("compute", [BF16, sx.Compute(BF16, reduce=BF16), sx.Compute(torch.float16, scale=64.0)])
 @pytest.mark.parametrize("mesh", ["dp2", "dp2tp2"])

@@ -46,6 +46,7 @@ def big(reduce: torch.dtype | None = None, compute: Any = BF16, **hints: Any) ->
 NUMBERS = 64 * 64 * 2 + 64
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("zero", "times"), [(3, 2), (1, 1)])
 def test_gathers_are_of_casts(zero: int, times: int) -> None:
@@ -141,6 +142,7 @@ def routed(dtype: torch.dtype = F32, **hints: Any) -> sx.ParallelModule:
     return sx.parallelize(Routed().to(dtype), sx.Mesh(dp=2), sx.Hints(**given | hints), virtual=True)
 
 
+@pytest.mark.long
 def test_modules_that_compute_as_they_are() -> None:
     pm = routed(compute=sx.Compute(BF16, keep="router", output=F32))
     products = {
@@ -155,6 +157,7 @@ def test_modules_that_compute_as_they_are() -> None:
     assert pm(x).dtype == F32 and pm.eval()(x).dtype == F32
 
 
+@pytest.mark.long
 def test_a_step_that_overflows_is_none() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(6, 4), torch.randn(8, 6), torch.randint(0, 4, (8,))
@@ -207,6 +210,7 @@ def test_what_is_refused(what: str, hints: Any) -> None:
         routed(**hints())
 
 
+@pytest.mark.long
 def test_a_gradient_of_which_a_rank_has_nothing_is_cast_from_a_share_of_its_sum() -> None:
     """Three columns on four ranks: the last rank casts nothing, of what is a share of a sum over the batch."""
     model = nn.Sequential(nn.Linear(3, 8, bias=False), nn.Linear(8, 4)).double()

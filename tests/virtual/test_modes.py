@@ -33,6 +33,7 @@ def masks(seed: int, spec: str) -> torch.Tensor:
     return pm(x)
 
 
+@pytest.mark.long
 def test_a_seed_reproduces_and_another_differs() -> None:
     assert torch.equal(masks(0, "dp, -"), masks(0, "dp, -"))
     assert not torch.equal(masks(0, "dp, -"), masks(1, "dp, -"))

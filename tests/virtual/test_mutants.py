@@ -35,6 +35,7 @@ def test_every_kind_of_damage_is_done() -> None:
     assert {mutation.name for mutation in (*MUTATIONS, *AS_THEY_RUN)} == set(measure((*PLANS, *STEPPED), count=1).made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mlp3@dp2tp2", pytest.param("gpt_fused@dp2tp2+sequence", marks=pytest.mark.slow)])
 def test_what_changes_no_value_is_proven(name: str) -> None:
     pm = planned(name)
@@ -59,6 +60,7 @@ def test_every_newer_kind_of_damage_has_a_place() -> None:
     assert all(newer.damaged(name, alone=False) for name in newer.DAMAGES)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["a node", "an argument", "a group"])
 def test_one_rank_of_many_that_is_wrong_is_refuted_with_numbers(place: str) -> None:
@@ -87,6 +89,7 @@ def test_a_refusal_names_the_output_the_rank_the_node_and_the_line() -> None:
         assert verdict.why in str(verdict)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mlp3@dp2tp2", pytest.param("gpt_fused@dp2tp2+sequence", marks=pytest.mark.slow)])
 def test_what_the_comparison_refuses_the_proof_refuses_too(name: str) -> None:
     """Some argument of some call is changed blindly. That may do no harm; but if it does, nothing was proven."""

@@ -53,6 +53,7 @@ SLOW: list[tuple[str, str, dict[str, Any], tuple[sx.Offload, ...]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "mesh", "hints", "offload"), [*CASES, *(pytest.param(*e, marks=pytest.mark.slow) for e in SLOW)]
 )

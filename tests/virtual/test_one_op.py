@@ -194,6 +194,7 @@ class Spectral(nn.Module):
         return y * powers[:, None]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("specs", [{"args.0": "r, -, -"}, {"mix": "r, -"}, {"turn": "-, r"}], ids=str)
 def test_a_complex_number_may_be_all_that_an_op_is_given(specs: dict[str, str]) -> None:

@@ -63,6 +63,7 @@ def test_gradients_go_through(loss: Callable[..., torch.Tensor], make: Callable[
     assert all(near(state[name], tensor) for name, tensor in alone.state_dict().items())
 
 
+@pytest.mark.long
 def test_what_is_random_is_the_same_in_the_backward() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 1, bias=False)).double()
@@ -76,6 +77,7 @@ def test_what_is_random_is_the_same_in_the_backward() -> None:
     assert any(programs.pulls for programs in pm._variants.all) and pm.verify()
 
 
+@pytest.mark.long
 def test_a_loss_with_the_results_beside_it() -> None:
     model = normed()
     pm, alone = parallel(model, MESH, specs=SPECS), copy.deepcopy(model)

@@ -49,6 +49,7 @@ def test_who_is_in_which_group_is_a_part_of_the_program() -> None:
     pm.step(*batches(1)[0])
 
 
+@pytest.mark.long
 def test_groups_and_options_stay() -> None:
     pm = small_plan(in_two, DP2)
     refused("groups of", lambda: pm.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
@@ -74,6 +75,7 @@ def test_a_rate_that_is_a_tensor_is_changed_in_place() -> None:
     assert pm.optimizer.param_groups[0]["lr"] is rates[0]
 
 
+@pytest.mark.long
 def test_states_are_not_kept_by_parameter() -> None:
     pm = small_plan(KINDS["AdamW"], DP2)
     pm.step(*batches(1)[0])
@@ -86,6 +88,7 @@ def test_states_are_not_kept_by_parameter() -> None:
 # ---- what is loaded
 
 
+@pytest.mark.long
 def test_pieces_that_do_not_fit_are_refused_before_any_is_loaded() -> None:
     pm, wider = small_plan(KINDS["AdamW"], DP2, zero=1), small_plan(KINDS["AdamW"], sx.Mesh(dp=4), zero=1)
     pm.step(*batches(1)[0])
@@ -111,6 +114,7 @@ def test_pieces_that_do_not_fit_are_refused_before_any_is_loaded() -> None:
     assert all(torch.equal(after["state"][n][k], v) for n, held in before["state"].items() for k, v in held.items())
 
 
+@pytest.mark.long
 def test_rates_go_to_the_groups_of_their_parameters() -> None:
     """Whatever the order of the groups; what several say in several ways is an error, and nothing is loaded."""
     first, other, one = (small_plan(each, DP2) for each in (in_two, turned_round, KINDS["AdamW"]))
@@ -163,6 +167,7 @@ def test_parameters_that_no_optimizer_has_are_told_of() -> None:
     refused("this is no optimizer", lambda: small_plan(lambda ps: [], DP2))
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("buffers", [False, True])
 def test_averages_of_parameters_are_those_of_one_device(buffers: bool) -> None:

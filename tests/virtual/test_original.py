@@ -111,6 +111,7 @@ def saved(model: nn.Module) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.long
 def test_what_cannot_be_carried_over() -> None:
     model = mlp()
     for given, what in ((3, "no optimizer"), (model, "no optimizer")):

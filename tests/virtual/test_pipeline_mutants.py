@@ -141,6 +141,7 @@ def refused(pm: sx.ParallelModule, rank: int, damage: Callable[[fx.Graph], None]
     return "" if verdict else verdict.why
 
 
+@pytest.mark.long
 def test_undamaged_ones_are_proven() -> None:
     for pm, rank in ((three_stages(), 1), (stepped(), 0)):
         assert pm.verify(modules={rank: pm.rank_module(rank)})

@@ -166,6 +166,7 @@ DAMAGE = [
 NOT_OF_MESSAGES = [an_add_left_out, something_else_is_sent]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "whatever order"])
@@ -182,6 +183,7 @@ def test_what_is_wrong_on_one_rank_is_refused(
     assert ("programs read" in verdict.checked) == (not ordered or damage in NOT_OF_MESSAGES)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", [renamed, exchanged])
 def test_what_both_ends_name_otherwise_is_proven(change: Callable[[fx.Node], None]) -> None:
@@ -193,6 +195,7 @@ def test_what_both_ends_name_otherwise_is_proven(change: Callable[[fx.Node], Non
     assert verdict.checked["programs read"] < len(verdict.programs) * 24
 
 
+@pytest.mark.long
 def test_a_message_that_one_rank_alone_names_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where lowering is wrong: the plan's own program of one rank, and no other."""
     call = Lowering.call

@@ -100,6 +100,7 @@ NAMES = ["mlp3", "gpt_fused", "llama", "unet", "moe_loop", "hf_gpt2", "hf_t5", "
 QUICK = {("mlp3", "dp tp"), ("mlp3", "no turns")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "how"),
     [pytest.param(n, how, marks=() if (n, how) in QUICK else slow) for n in NAMES for how in TOGETHER],
@@ -206,6 +207,7 @@ def test_stages_put_away_what_waits_and_fetch_what_they_share() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.long
 def test_other_forms_of_call_have_the_same_stages() -> None:
     """Also where a stage begins with a block that multiplies nothing."""
     torch.manual_seed(0)

@@ -73,6 +73,7 @@ def parallel(model: nn.Module, guard: bool = False) -> sx.ParallelModule:
     return sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("name", USES)
 def test_it_equals_one_device(name: str, guard: bool) -> None:

@@ -113,6 +113,7 @@ def test_what_computes_meanwhile_hides_communication() -> None:
 # ---- plans with stages
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "ranks", "turns", "chunks"), [("1f1b", 2, 4, 1), ("gpipe", 3, 5, 1), ("interleaved", 2, 4, 2)]
@@ -128,6 +129,7 @@ def test_ranks_do_what_the_schedule_says(name: str, ranks: int, turns: int, chun
         assert all(before.end <= after.start for before, after in pairwise(spans))
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_the_bubble_is_that_of_equal_stages(name: str) -> None:
@@ -141,6 +143,7 @@ def test_the_bubble_is_that_of_equal_stages(name: str) -> None:
     assert timeline.exposed == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.long
 def test_a_slow_link_is_seen() -> None:
     pm = staged()
     near, far = pm.timeline(), pm.timeline(FAR)
@@ -172,6 +175,7 @@ def test_an_update_is_behind_all_turns() -> None:
 # ---- plans without
 
 
+@pytest.mark.long
 def test_a_plan_without_stages_has_a_timeline() -> None:
     specs = {"args.0": "dp, -", "layers.*.0.weight": "tp, -"}
     pm = planned(sx.Mesh(dp=2, tp=2), specs=specs, optimizer=lambda p: torch.optim.AdamW(p))
@@ -184,6 +188,7 @@ def test_a_plan_without_stages_has_a_timeline() -> None:
     assert len(timeline.memory) == 4
 
 
+@pytest.mark.long
 def test_turns_are_numbered() -> None:
     timeline = planned(sx.Mesh(dp=2), accumulate=3).timeline()
     assert str(timeline.schedule).removesuffix(" U0") == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
@@ -245,6 +250,7 @@ def test_measured_steps_are_traced(make: Callable[[], sx.ParallelModule], tmp_pa
     assert 0 < recording.step < 30
 
 
+@pytest.mark.long
 def test_the_report_says_both(tmp_path: Path) -> None:
     pm = staged()
     before = str(pm.report())
@@ -258,6 +264,7 @@ def test_the_report_says_both(tmp_path: Path) -> None:
     assert "all ranks' work in one process" in str(pm.report())
 
 
+@pytest.mark.long
 def test_the_report_says_what_each_stage_has() -> None:
     pm = staged()
     first, last = pm.report().stages

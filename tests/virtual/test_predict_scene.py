@@ -111,6 +111,7 @@ CASES: list[tuple[str, tuple[int, int], tuple[int, int]]] = [
 LONG = ("bilinear unet", "pools", "other scales")
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "window", "scene"),
@@ -132,6 +133,7 @@ def test_windows_of_several_sizes_and_scenes_of_several() -> None:
     check(model, pm, image(3, 100, 56), window=(64, 56))
 
 
+@pytest.mark.long
 def test_windows_fill_a_batch() -> None:
     torch.manual_seed(0)
     model = trained(UNet())
@@ -312,6 +314,7 @@ class Turned(nn.Module):
         return x.flip(3).softmax(3) - x.mean(3, keepdim=True)
 
 
+@pytest.mark.long
 def test_bad_input(tmp_path: Path) -> None:
     torch.manual_seed(0)
     pm = planned(trained(UNet()), 40, 40)

@@ -29,6 +29,7 @@ def grouped(params: Any) -> torch.optim.Optimizer:
     )
 
 
+@pytest.mark.long
 def test_groups_and_a_schedule() -> None:
     def rate(step: int) -> float:
         return 1e-2 * 0.5**step
@@ -56,6 +57,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.long
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", ["AdamW", "dampening", "Adafactor", "Lamb", "two"])
 def test_training_goes_on_from_states_that_were_saved(kind: str) -> None:
@@ -75,6 +77,7 @@ def test_training_goes_on_from_states_that_were_saved(kind: str) -> None:
         assert all(torch.allclose(pm.full_state_dict()[name], value, atol=1e-10) for name, value in params.items())
 
 
+@pytest.mark.long
 def test_whole_states_are_those_of_torch() -> None:
     """By name, shape and dtype: torch's own optimizer goes on with them."""
     pm = small_plan(KINDS["AdamW"], DP2, zero=1)
@@ -91,6 +94,7 @@ def test_whole_states_are_those_of_torch() -> None:
     assert full["param_groups"][0]["params"] == names
 
 
+@pytest.mark.long
 def test_states_move_as_those_of_torchs_own_optimizers_do() -> None:
     """``pm.full_optimizer_state_dict(pm.optimizer)`` has parameters by number, and torch's own states are loaded."""
     (theirs,) = alone(grouped, 2)[2]
@@ -207,6 +211,7 @@ def test_the_line_of_the_optimizer_is_named() -> None:
     assert f"test_program_optimizer.py:{line}" in str(error.where)
 
 
+@pytest.mark.long
 def test_another_step_beside_the_program_is_refused() -> None:
     pm = small_plan(KINDS["AdamW"], DP2)
     x, y = batches(1)[0]
@@ -219,6 +224,7 @@ def test_another_step_beside_the_program_is_refused() -> None:
     refused("no optimizer in this plan", lambda: plain.optimizer)
 
 
+@pytest.mark.long
 def test_a_copy_steps_on_its_own() -> None:
     pm = small_plan(KINDS["AdamW"], DP2)
     x, y = batches(1)[0]
@@ -241,6 +247,7 @@ def test_hooks_that_a_step_would_not_call_are_refused(kind: str) -> None:
     pm.step(x, y)
 
 
+@pytest.mark.long
 def test_states_of_another_plan_or_optimizer_are_refused() -> None:
     pm, other, plan = (small_plan(KINDS[k], DP2, zero=z) for k, z in (("AdamW", 1), ("SGD", 1), ("AdamW", 0)))
     for theirs in (other, plan):
@@ -254,6 +261,7 @@ def test_states_of_another_plan_or_optimizer_are_refused() -> None:
     refused("wrong shape", lambda: pm.optimizer.load_full_state_dict(full))
 
 
+@pytest.mark.long
 def test_options_that_the_program_has_stay() -> None:
     pm = small_plan(KINDS["AdamW"], DP2)
     x, y = batches(1)[0]
@@ -296,6 +304,7 @@ SCHEDULED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], Callable[[Any]
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "zero"), [("betas", 1), ("momentum", 3), ("decay", 0), pytest.param("decay", 3, marks=pytest.mark.slow)]
@@ -320,6 +329,7 @@ def test_what_is_scheduled_is_an_input(name: str, zero: int) -> None:
     assert pm.verify(), pm.verify().why
 
 
+@pytest.mark.long
 def test_a_number_that_the_step_compares_with_stays_on_its_side() -> None:
     """Decay that was planned as some is no program without it; and the other way round."""
     x, y = batches(1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 import shardfx as sx
 
 
+@pytest.mark.long
 def test_what_two_stages_of_a_rank_need_is_fetched_for_the_one_that_comes_first() -> None:
     """In a V the middle stages lie on one rank: the later one needs for its backward what the earlier one gave."""
     torch.manual_seed(0)

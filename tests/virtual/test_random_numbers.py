@@ -74,6 +74,7 @@ def test_what_is_drawn(name: str) -> None:
     assert torch.equal(out, drawn(planned(draw, "one"), 0)), "another cut draws the same"
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("cut", SPECS)
 def test_drop_path_trains_as_it_was_drawn(cut: str) -> None:
@@ -97,6 +98,7 @@ def planned_alike(cut: str) -> torch.Tensor:
     return out
 
 
+@pytest.mark.long
 def test_each_draw_has_numbers_of_its_own() -> None:
     """Also those of equal blocks, of which few are traced."""
 

@@ -65,6 +65,7 @@ def test_a_module_is_copied_and_pickled() -> None:
         assert any(isinstance(each, Origin) and each.where.module == "up" for each in origins)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mlp3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_fused", "resnet"))])
 def test_nodes_know_what_they_give(name: str) -> None:
     """``meta["val"]`` has the shape, stride and dtype of what really comes out, of views too."""
@@ -103,6 +104,7 @@ def test_nodes_of_many_ranks_know_what_they_give() -> None:
         assert [each.dtype for each in ends] == [v.type.dtype for v in values]
 
 
+@pytest.mark.long
 def test_modules_of_many_ranks_come_back_and_are_proven() -> None:
     pm = planned(sx.Mesh(dp=2))
     changed = {rank: pickle.loads(pickle.dumps(copy.deepcopy(pm.rank_module(rank)))) for rank in range(2)}
@@ -139,6 +141,7 @@ def test_a_module_compiles_whole() -> None:
         assert same(torch.compile(module, fullgraph=True, backend="eager")(*inputs), module(*inputs))
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_steps_go_through_torch_compile(backend: str) -> None:
@@ -152,6 +155,7 @@ def test_steps_go_through_torch_compile(backend: str) -> None:
     assert pm.verify()
 
 
+@pytest.mark.long
 def test_a_program_that_is_not_the_model_is_not_run() -> None:
     pm = planned(sx.Mesh(dp=2))
     wrong = pm.rank_module(1)
@@ -297,6 +301,7 @@ def test_attributes_of_nodes_are_those_of_calls() -> None:
     assert lanes and all("mm" in name for name in lanes)
 
 
+@pytest.mark.long
 def test_what_somebody_put_in_outlasts_compile() -> None:
     """Also its warning; elsewhere than on its kind of device it cannot run, and nothing is moved."""
     pm = planned(sx.Mesh(dp=2))

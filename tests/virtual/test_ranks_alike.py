@@ -72,6 +72,7 @@ def test_masks_are_those_of_the_ranks_that_are_run() -> None:
     assert few is not None and few.ranks == (0, 1, 2, 21, 22, 23)
 
 
+@pytest.mark.long
 def test_what_differs_by_rank_is_not_alike() -> None:
     """A norm of gradients that are stored in pieces needs those of all."""
     assert own(plan(**NORM))[0] is None
@@ -85,6 +86,7 @@ NORM: dict[str, Any] = {"zero": 2, "zero_min": 1, "optimizer": adamw, "clip": 1.
 STORED = {"zero 2": {"zero": 2}, "zero 3": {"zero": 3}, "zero 3, AdamW": {"zero": 3, "optimizer": adamw}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hints", STORED.values(), ids=STORED)
 def test_gradients_in_pieces_are_those_of_the_ranks_that_are_run(hints: dict[str, Any]) -> None:
     few, fault = own(plan(zero_min=1, **hints), CHANGED)
@@ -92,6 +94,7 @@ def test_gradients_in_pieces_are_those_of_the_ranks_that_are_run(hints: dict[str
     assert few is not None and few.ranks == (0, 1, 2, 21, 22, 23)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cheap", "hints"),
     [(True, {}), (True, {"zero": 3, "zero_min": 1}), (True, {"dropout": 0.5}), (False, NORM)],
@@ -117,6 +120,7 @@ def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(
         pm.use({CHANGED: changed})
 
 
+@pytest.mark.long
 def test_numbers_that_are_nearly_the_same_are_told_apart() -> None:
     pm = plan()
     changed = pm.rank_module(CHANGED)

@@ -99,11 +99,13 @@ def test_where_all_made_again_fits_something_is_found(more: dict[str, Any], said
     assert pm.memory().peak <= sum(peaks) // 2 and said in pm.after.notes[-1]
 
 
+@pytest.mark.long
 def test_what_fits_is_left_alone() -> None:
     pm = plan(make("gpt_fused"), MESHES["dp2"], recompute="auto", memory="1GiB")
     assert str(pm.after) == str(plan(make("gpt_fused"), MESHES["dp2"]).after)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("hints", "what"),
@@ -246,6 +248,7 @@ def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_made_again(part:
     assert pm.verify()
 
 
+@pytest.mark.long
 def test_a_pattern_that_fits_is_found_where_no_stretch_keeps_anything() -> None:
     torch.manual_seed(0)
     towers = nn.ModuleDict({name: nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4)) for name in "ab"})

@@ -98,6 +98,7 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
 }
 
 
+@pytest.mark.long
 @torch.backends.cudnn.flags(benchmark=False)  # behind which they are as they were
 def test_what_is_reached_by_names_made_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -198,6 +199,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_model_that_was_changed_after_parallelize_is_an_error(what: str) -> None:
     model = Net().double()
@@ -242,6 +244,7 @@ class Keeps(nn.Module):
         return self.blocks(x) * CACHE[size] * steps(size)
 
 
+@pytest.mark.long
 def test_what_a_forward_keeps_is_left_as_it_was_found() -> None:
     """No fake tensor stays anywhere, also where a capture fails."""
     torch.manual_seed(0)

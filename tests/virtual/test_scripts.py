@@ -27,6 +27,7 @@ QUICK = ("accelerate_loop", "nano_gpt")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCRIPTS]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_ported_scripts_train_as_the_plain_ones(name: str, tmp_path: Path) -> None:

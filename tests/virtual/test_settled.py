@@ -50,6 +50,7 @@ ASKED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ASKED)
 def test_what_a_model_makes_of_nothing_decides_without_a_guard(name: str) -> None:
@@ -134,6 +135,7 @@ OUTSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("name", OUTSIDE)

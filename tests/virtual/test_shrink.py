@@ -34,6 +34,7 @@ def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 SPECS = {"emb.weight": "tp, -", "up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp", "head.weight": "tp, -"}
 
 
+@pytest.mark.long
 def test_a_large_model_without_weights_is_shown_in_small() -> None:
     with torch.device("meta"):
         model = Tall()
@@ -51,6 +52,7 @@ def test_a_large_model_without_weights_is_shown_in_small() -> None:
         assert [cut.axes for cut in old.spec.dims] == [cut.axes for cut in new.spec.dims]
 
 
+@pytest.mark.long
 def test_what_is_wrong_in_large_is_wrong_in_small() -> None:
     """A plan that forgets a reduction."""
     with torch.device("meta"):

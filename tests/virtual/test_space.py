@@ -163,6 +163,7 @@ def test_a_signal_and_a_volume() -> None:
     assert trained(volume, image(1, 1, 6, 7, 8), sx.Mesh(h=2, w=2, d=2), 3).verify()
 
 
+@pytest.mark.long
 def test_a_tile_smaller_than_the_halo_gets_rows_from_beyond_its_neighbour() -> None:
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Conv1d(1, 2, 9, padding=4), nn.Conv1d(2, 1, 9, padding=4))
@@ -231,6 +232,7 @@ def test_an_image_that_is_too_small_on_one_device_as_well(name: str, caplog: pyt
     assert caught.value.where == where and "larger example inputs" in str(caught.value) and not caplog.records
 
 
+@pytest.mark.long
 def test_what_a_single_row_is_made_of_is_named() -> None:
     x = image(1, 3, 12, 10)
     for last in (nn.Conv2d(2, 2, (12, 3), padding=(0, 1)), nn.AvgPool2d((12, 1)), nn.Conv2d(2, 2, 9, 4)):

@@ -128,6 +128,7 @@ WHAT: dict[str, Callable[[Tensor], Tensor]] = {
 SLOW = {name for name in WHAT if name not in ("circular", "reflect", "differences", "nearest", "mirror images")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [pytest.param("2x2", marks=pytest.mark.slow), "3x1"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WHAT])
 @pytest.mark.one_in(6)
@@ -137,6 +138,7 @@ def test_rows_from_elsewhere(name: str, mesh: str) -> None:
     assert pm.verify() and "comm.all_gather" not in ops(pm)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("rows", "gathers"), [(18, False), (16, True)], ids=["even", "uneven"])
 def test_running_sums_are_those_of_each_tile_and_of_the_tiles_before(rows: int, gathers: bool) -> None:
@@ -220,6 +222,7 @@ DAMAGE: dict[str, tuple[str, Callable[[fx.GraphModule], None]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.one_in(3)
 def test_damaged_rows_from_elsewhere_are_refused(name: str) -> None:

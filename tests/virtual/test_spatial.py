@@ -53,6 +53,7 @@ def test_merged_exchanges_give_what_one_device_gives(name: str) -> None:
     assert counts["cost"] <= counts["never"]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", ["h2", "dp2h2", "3x1"])
 def test_a_run_of_strides_dilations_and_norms_is_merged(mesh: str) -> None:
@@ -67,6 +68,7 @@ def test_a_run_of_strides_dilations_and_norms_is_merged(mesh: str) -> None:
     assert pm.verify() and exchanges(pm) < exchanges(apart)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("link", [SLOW, FAST], ids=["messages are dear", "bytes are dear"])
 def test_cost_takes_what_is_cheaper_by_its_own_figures(link: sx.Link) -> None:
     mesh = sx.Mesh(h=2, links={"h": link})
@@ -91,6 +93,7 @@ def test_a_tile_that_waits_for_the_backward_is_not_held_twice(between: list[nn.M
     assert str(pm.rank_program(1)).count("= pack.unpack_rows(") == times and pm.verify()
 
 
+@pytest.mark.long
 def test_what_is_drawn_is_drawn_once() -> None:
     """Dropout draws by tiles: it is not done twice on a rim."""
     pm = planned(convolutions(nn.Dropout(0.5)).double(), MESHES["h2"], "always", image(1, 3, 12, 5))
@@ -117,6 +120,7 @@ def test_models_whose_exchanges_travel_while_inner_rows_are_computed(name: str, 
     assert "comm.join" in ops(pm) and pm.verify() and inner_first(pm.rank_module(1))
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("training", [True, False])
 def test_an_exchange_travels_while_inner_rows_are_computed(training: bool) -> None:
@@ -170,6 +174,7 @@ def inner_row_lost(program: fx.GraphModule) -> None:
     with_argument(joined, 2, [first, [start, length - 1], [start, 1], last])
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", [rims_changed, rim_of_own_rows, inner_row_lost])
 def test_damaged_pieces_are_refused(damage: Callable[[fx.GraphModule], None]) -> None:
@@ -303,6 +308,7 @@ class Across(nn.Module):
         return self.head(y.view(y.shape[0], 3, 1, -1).transpose(1, 2).tanh().transpose(1, 2).flatten(2))
 
 
+@pytest.mark.long
 def test_an_axis_that_cuts_rows_and_then_features_is_no_exchange_to_merge() -> None:
     model, x, y = Across().double(), torch.randn(4, 6, 12).double(), torch.randn(4, 3, 12).double()
     given = {"first": "-, a, -", "head.weight": "-, a"}

@@ -111,6 +111,7 @@ def test_where_no_cut_fits_the_error_says_which_stage_and_what_would() -> None:
     assert caught.value.remedy
 
 
+@pytest.mark.long
 def test_stages_that_somebody_says_stay() -> None:
     with pytest.raises(sx.Error, match="a rank holds"):
         planned((4, 1), memory=peak(planned((4, 1))) - 1)

@@ -55,6 +55,7 @@ def saved(state: Any) -> Any:
     return torch.load(file)
 
 
+@pytest.mark.long
 def test_pieces_are_loaded_where_they_belong() -> None:
     pm = parallel(mlp(), sx.Mesh(dp=2, tp=2), specs=TP)
     other = parallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double(), pm.mesh, specs=TP)

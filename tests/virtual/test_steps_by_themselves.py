@@ -177,11 +177,13 @@ def of_tensors(params: Any) -> Optimizers:
     return [optim.Adam(params, lr=rate, betas=(first, second), foreach=False, capturable=True)]
 
 
+@pytest.mark.long
 def test_options_for_devices_and_numbers_in_tensors() -> None:
     losses, params, _ = alone(plain, 5)
     assert apart(small_plan(of_tensors, DP2, zero=1), losses, params) < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param(Preconditioned, marks=pytest.mark.slow), OfConstants])
 def test_steps_of_ones_own_that_a_program_has(kind: Callable[[Any], Any]) -> None:
     losses, params, _ = alone(kind, 5)

@@ -72,6 +72,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:programs were planned for 3 values")
 def test_what_the_code_reads_is_as_it_is_at_the_call() -> None:
     """A list of any length and depth, an object, an array, a class, a default, another function."""

@@ -82,6 +82,7 @@ def test_five_steps_are_the_same_to_the_bit(name: str, mesh: str, kind: str, hin
     assert print_graph(parse_graph(print_graph(other.after))) == print_graph(other.after)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "specs"),
     [("mean", None), *(pytest.param(m, s, marks=pytest.mark.slow) for m in ("sum", "max") for s in (None, {}))],
@@ -97,6 +98,7 @@ def test_bags_and_gradients_that_are_means(mode: str, specs: dict[str, str] | No
     assert other[0].verify(), other[0].verify().why
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("specs", [None, {"emb.weight": "dp, -"}], ids=str)
 def test_a_step_brings_rows_alone(specs: dict[str, str] | None) -> None:
@@ -116,6 +118,7 @@ def test_a_step_brings_rows_alone(specs: dict[str, str] | None) -> None:
     assert plain.memory().peak - pm.memory().peak > 2 * 64 * 16 * 8 and "emb.weight" not in str(pm.memory())
 
 
+@pytest.mark.long
 def test_both_pools_are_foreseen_as_a_step_holds_them() -> None:
     pm, x, y = looked("", optimizer=KINDS["AdamW"], offload=rows())
     case: Any = SimpleNamespace(args=(x,), targets=(y,), kwargs={})

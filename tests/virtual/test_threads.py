@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 
+import pytest
 from torch import nn
 
 from shardfx.runtime.rendezvous import listeners
 from tests.virtual.test_calls import batch, near, parallel
 
 
+@pytest.mark.long
 def test_threads_take_turns() -> None:
     """A thread that calls while another is in a call waits: no running statistics are lost."""
     x, y = batch()

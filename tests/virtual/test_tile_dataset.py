@@ -253,6 +253,7 @@ def test_words_and_numbers(pm: sx.ParallelModule) -> None:
         sx.TileDataset([scene(12, 12)], pm)[1]
 
 
+@pytest.mark.long
 def test_tiles_and_shares_that_are_empty() -> None:
     tall = planned((3, 12), sx.Mesh(h=4), batch=1)
     image, mask = scene(5, 12)

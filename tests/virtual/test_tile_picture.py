@@ -24,6 +24,7 @@ def unet(mesh: sx.Mesh) -> sx.ParallelModule:
     return sx.parallelize(UNet("bilinear").eval(), mesh, hints, virtual=True)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", [sx.Mesh(h=3), sx.Mesh(dp=2, h=2, w=2)], ids=["3x1", "2x2"])
 def test_what_is_drawn_is_what_is_sent(mesh: sx.Mesh, tmp_path: Path) -> None:
@@ -42,6 +43,7 @@ def test_what_is_drawn_is_what_is_sent(mesh: sx.Mesh, tmp_path: Path) -> None:
     assert sent < len(halos) and " in 0 messages" not in text  # a part of what a rank has is no exchange
 
 
+@pytest.mark.long
 def test_margins_by_layer() -> None:
     margins = layer_margins(unet(sx.Mesh(h=2)))
     rows = [each.rows for each in margins]
@@ -52,6 +54,7 @@ def test_margins_by_layer() -> None:
     assert [(each.layer, each.rows, each.note) for each in found] == [("0", 4, ""), ("1", 0, "the whole image")]
 
 
+@pytest.mark.long
 def test_a_model_of_one_size_has_no_margins(tmp_path: Path) -> None:
     fixed = nn.Sequential(nn.Conv2d(3, 1, 3, padding=1), nn.Flatten(), nn.Linear(64, 2))
     pm = planned(fixed, image(1, 3, 8, 8), sx.Mesh(h=2))

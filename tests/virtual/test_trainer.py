@@ -205,6 +205,7 @@ HABITS: dict[str, Any] = {
 QUICK = ("has an optimizer",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in HABITS])
 def test_habits(name: str, tmp_path: Path) -> None:
     """Under a plan that stores parameters in pieces."""
@@ -231,6 +232,7 @@ def test_several_gpus_are_one_device_and_compiling_is_refused(tmp_path: Path) ->
         ParallelTrainer(small(), replace(args, torch_compile=True), mesh=sx.Mesh(dp=2), train_dataset=Text(8))
 
 
+@pytest.mark.long
 def test_axes_and_hints_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(sx.Error, match="batch"):
         made(ParallelTrainer, tmp_path, {}, model=small(), mesh=sx.Mesh(dp=2), data="batch").train()

@@ -29,6 +29,7 @@ def test_two_losses_in_one_backward() -> None:
     assert all(rel_err(grads[n], p.grad) < 1e-9 for n, p in alone.named_parameters())
 
 
+@pytest.mark.long
 def test_gradients_accumulate_over_calls() -> None:
     case, alone = make("gpt_fused"), make("gpt_fused").model
     pm = plan(case, MESHES["dp2tp2"])
@@ -45,6 +46,7 @@ def test_parameters_are_the_distinct_shards_each_once() -> None:
     assert sum(p.numel() for p in pm.parameters()) == sum(p.numel() for p in case.model.parameters())
 
 
+@pytest.mark.long
 def test_without_gradients_only_the_forward_runs() -> None:
     case = make("llama")
     pm = plan(case, MESHES["tp2"])

@@ -93,6 +93,7 @@ def test_what_is_done_in_turns_is_proven(how: str) -> None:
     assert pm.verify(run=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["dp2, 4 turns", "zero 3"])
 def test_a_turn_holds_what_a_run_holds(how: str) -> None:
     mesh, hints = HINTS[how]
@@ -103,6 +104,7 @@ def test_a_turn_holds_what_a_run_holds(how: str) -> None:
         check_footprint(pm._programs.running(rank, TRAIN), held[rank])
 
 
+@pytest.mark.long
 def test_many_turns_are_as_long_as_few() -> None:
     case = make("mlp3")
     few, many = (
@@ -198,6 +200,7 @@ def test_damaged_turns_are_refused(damage: Callable[[fx.Graph], None]) -> None:
     assert not verdict and verdict.why
 
 
+@pytest.mark.long
 def test_a_program_with_turns_is_text_a_module_and_a_file() -> None:
     pm = plan(make("mlp3"), sx.Mesh(dp=2), accumulate=4)
     program = pm.rank_program(1)

@@ -60,10 +60,12 @@ def test_each_box_says_the_turns_of_what_is_in_it() -> None:
                 look(box, ())
 
 
+@pytest.mark.long
 def test_pictures_between_passes(tmp_path: Path) -> None:
     assert all(path.exists() for path in planned(8, 2).draw(tmp_path, every_pass=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_turn_holds_as_much_whatever_their_number(zero: int) -> None:
     reports = [planned(16 * count, count, zero=zero, zero_min=0).report() for count in (4, 8)]
@@ -75,6 +77,7 @@ def test_a_turn_holds_as_much_whatever_their_number(zero: int) -> None:
         assert "a turn of mb  " in str(report)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("zero", "reduce"), [(0, "last"), (0, "each"), (2, "each"), (3, "each")])
 def test_what_is_sent_is_what_ranks_send(zero: int, reduce: str) -> None:

@@ -48,6 +48,7 @@ def planned(mesh: sx.Mesh, staged: bool, **options: Any) -> tuple[nn.Module, Ten
     return model, x, y, sx.parallelize(copy.deepcopy(model), mesh, hints, virtual=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize(("turns", "chunks"), [(1, 2), (2, 3), (3, 1), pytest.param(4, 5, marks=pytest.mark.slow)])
 @pytest.mark.one_in(6)
@@ -89,6 +90,7 @@ class Normed(nn.Module):
         return self.head(torch.tanh(self.norm(self.up(x))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "specs",
     [

@@ -34,6 +34,7 @@ PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), PLANS)
 def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
@@ -58,6 +59,7 @@ def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Me
     assert pm.verify()
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("mesh", "hints"), [(sx.Mesh(tp=2), {}), (sx.Mesh(dp=2), {"zero": 2, "zero_min": 0})])
 def test_ranks_that_meet_do_turns_in_one_order(mesh: sx.Mesh, hints: dict[str, Any]) -> None:
@@ -78,6 +80,7 @@ HELD: list[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), HELD)
 def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
@@ -87,6 +90,7 @@ def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: 
         check_footprint(pm._programs.running(rank, TRAIN), held[rank])
 
 
+@pytest.mark.long
 def test_as_many_turns_are_held_as_the_order_keeps_under_way() -> None:
     pm = plan(make("gpt_fused"), sx.Mesh(one=1), accumulate=8)
     whole = replay(pm.rank_program(0))

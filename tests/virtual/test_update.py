@@ -94,6 +94,7 @@ def test_models_equal_one_device(name: str, mesh: str, feature: dict[str, Any]) 
     assert pm.verify(), pm.verify().why
 
 
+@pytest.mark.long
 def test_a_plan_may_be_called_as_before() -> None:
     """Loss, gradients and results are those without an optimizer; gradients are clipped where that is hinted."""
     (x, y), *_ = batches(1)
@@ -149,6 +150,7 @@ def test_states_are_cut_and_parameters_are_there_once(level: int) -> None:
     assert all(len(pieces) == (1 if level == 1 else 2) for pieces in cut.store.parameters.values())
 
 
+@pytest.mark.long
 def test_the_text_of_a_step_is_read_back() -> None:
     for zero in (0, 1):
         pm = small_plan(KINDS["dampening"], MESHES["dp2tp2"], zero=zero, clip=1.0)
@@ -168,6 +170,7 @@ class ByRows(torch.optim.Optimizer):
             p.add_(p.grad, alpha=-self.param_groups[0]["lr"] / len(p))
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("factory", "traces"), [(KINDS["AdamW"], 2), (KINDS["two"], 6), (ByRows, 8)])
 def test_a_step_that_asks_for_no_shape_is_traced_once(
@@ -189,6 +192,7 @@ def test_a_step_that_asks_for_no_shape_is_traced_once(
     assert str(small_plan(factory, MESHES["dp2"]).before) == str(pm.before) and len(shapes) == traces + 8
 
 
+@pytest.mark.long
 def test_a_rank_module_holds_the_whole_step() -> None:
     """Its placeholders are named by parameter and state."""
     pm = small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1)

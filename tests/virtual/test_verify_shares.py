@@ -28,6 +28,7 @@ def planned(mesh: str, specs: dict[str, str], **hints: object) -> sx.ParallelMod
     return sx.parallelize(model, sx.Mesh(**AXES[mesh]), given)
 
 
+@pytest.mark.long
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mesh", "specs"),
@@ -46,6 +47,7 @@ def adafactor(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_means_over_rows_of_cut_states_are_proven() -> None:
     pm = planned("3x2", {"weight": "a b, -"}, optimizer=adafactor)
     assert pm.verify(), pm.verify().why
@@ -132,6 +134,7 @@ def by_sums(emit: Emit) -> Any:
     return x
 
 
+@pytest.mark.long
 def test_a_rule_may_write_many_calls_one_behind_the_other() -> None:
     rule = sx.rule(torch.ops.docs_many.doubled.default, "n d -> n d", linear="0", local=by_sums)
 

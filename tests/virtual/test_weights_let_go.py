@@ -61,6 +61,7 @@ def places(tensors: Any) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in tensors if type(each) in (Tensor, nn.Parameter)} - {0}
 
 
+@pytest.mark.long
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fails", [False, True])
