@@ -170,20 +170,21 @@ class Decisions(TorchFunctionMode):
         return self.decide(arg) if is_number else arg
 
     def _where(self) -> Where:
-        """The innermost module that runs, and the innermost line of the file that its code is in."""
-        users: list[Where] = []
+        """The innermost module that runs, and the innermost line of the file that its code is in, of the user's code
+        if there is some."""
+        lines: list[Where] = []
         module = "loss" if self.of_loss else ""
         home = ""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != CAPTURE and not home:
             file, line = frame.f_code.co_filename, frame.f_lineno
-            if is_user_file(file):
-                users.append(Where("", file, line, linecache.getline(file, line).strip()))
+            lines.append(Where("", file, line, linecache.getline(file, line).strip()))
             if id(frame.f_locals.get("self")) in self._paths:
                 module, home = self._paths[id(frame.f_locals["self"])], file
             frame = frame.f_back
-        own = [each for each in users if each.file == home]
-        return replace(next(iter(own or users), Where()), module=module)
+        users = [each for each in lines if is_user_file(each.file)]
+        own = [each for each in users if each.file == home] or users or [each for each in lines if each.file == home]
+        return replace(next(iter(own), Where()), module=module)
 
 
 def _is_unknown(thing: object) -> bool:

@@ -132,7 +132,7 @@ def _settled(capture: Callable[[], Captured], error: DataDependent) -> Captured:
     try:
         made = capture()
     except NotKnown as unknown:
-        raise error.at(unknown.where) from None
+        raise error.at(unknown.where or error.where) from None
     except Error:
         raise error from None
     if _decisions(made.graph):

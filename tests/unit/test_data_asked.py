@@ -31,3 +31,20 @@ def test_whatever_asks_the_data_is_said_to(ask: str) -> None:
     with pytest.raises(sx.Error, match="depend on the data") as caught:
         sx.parallelize(Asks(ASKS[ask]), sx.Mesh(dp=2), hints)
     assert "Hints(guard=True)" in str(caught.value.remedy)
+
+
+def called(guard: bool) -> None:
+    """An encoder that is planned for one mask, and called with another."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1).eval()
+    x, mask = torch.rand(2, 3, 4), torch.zeros(3, 3)
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x, mask), guard=guard), virtual=True)
+    pm(x, nn.Transformer.generate_square_subsequent_mask(3))
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_a_model_of_torchs_own_is_named_by_torchs_own_line(guard: bool) -> None:
+    """Whether the mask is the causal one: nothing is asked in code of the user's."""
+    with pytest.raises(sx.Error) as said:
+        called(guard)
+    assert said.value.what.startswith("these data lead" if guard else "the model's shapes or control flow depend")
+    assert said.value.where is not None and "transformer.py" in said.value.where
