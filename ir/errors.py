@@ -22,7 +22,7 @@ class Error(Exception):
         remedy: str | None = None,
     ) -> None:
         self.what = what
-        self.where = where
+        self.where = where = where or None
         self.expected = expected
         self.got = got
         self.remedy = remedy

@@ -48,3 +48,8 @@ def test_a_model_of_torchs_own_is_named_by_torchs_own_line(guard: bool) -> None:
         called(guard)
     assert said.value.what.startswith("these data lead" if guard else "the model's shapes or control flow depend")
     assert said.value.where is not None and "transformer.py" in said.value.where
+
+
+def test_a_place_that_nobody_knows_is_not_said() -> None:
+    assert "where" not in str(sx.Error("it is not right", where="", got="this"))
+    assert sx.Error("it is not right", where="").where is None
