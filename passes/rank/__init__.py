@@ -9,11 +9,13 @@ from .interleave import Interleave
 from .overwrite import Overwrite
 from .own_outputs import OwnOutputs
 from .rank_pass import RankContext, RankPass, run_rank_passes
+from .rematerialize import Rematerialize
 from .segments import Segments
 from .unpack_again import UnpackAgain
 from .waits import Waits
 
 ORDER: tuple[type[RankPass], ...] = (
+    Rematerialize,
     Waits,
     UnpackAgain,
     Buckets,
@@ -32,7 +34,7 @@ BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     """The rank passes for a kind of device. ``compiled``: nothing in place, torch plans memory."""
     if compiled:
-        return (Waits(), OwnOutputs())
+        return (Rematerialize(), Waits(), OwnOutputs())
     gathers = (GatherInto(),) if device == "cpu" else ()
     kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite())
     return (*kept, OwnOutputs(), Segments(), Interleave())
@@ -50,6 +52,7 @@ __all__ = [
     "OwnOutputs",
     "RankContext",
     "RankPass",
+    "Rematerialize",
     "Segments",
     "UnpackAgain",
     "Waits",
