@@ -15,7 +15,9 @@ import argparse
 import importlib
 import os
 import platform
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ class Part:
         alone: measures time, and wants the machine for itself; the others run beside one another before.
         cell: the share of the whole time that one cell may take.
         spread: its cells are shared among several processes, by what stands before ``|``.
+        threads: that Inductor compiles with, in each process.
     """
 
     module: str
@@ -48,6 +51,7 @@ class Part:
     alone: bool = False
     cell: float = 0.12
     spread: bool = False
+    threads: int = 2
 
     @property
     def path(self) -> str:
@@ -59,7 +63,7 @@ PARTS = {
     "tests": Part("gpu_tests", 0.48),
     "table": Part("cells", 0.48, spread=True, cell=0.15),
     "nccl": Part("nccl", 0.4),
-    "speed": Part("speed", 0.76, cell=0.3),
+    "speed": Part("speed", 0.76, cell=0.3, threads=8),
     "machine": Part("machine", 0.58, alone=True),
     "memory": Part("offload", 0.95, alone=True),
 }
@@ -73,12 +77,12 @@ def facts(device: str) -> dict[str, Any]:
     found = {"torch": torch.__version__, "python": platform.python_version(), "date": date.today().isoformat()}
     if device != "cuda":
         return found | {"card": "CPU (rehearsal)"}
-    import subprocess
-
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-    card = [each.strip() for each in (said[0] if said else "unknown, unknown, unknown").split(",")]
-    return found | {"card": card[0], "driver": card[1], "memory": card[2], "cuda": torch.version.cuda}
+    found |= {"card": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+        found |= {"driver": said[0]} if said else {}
+    return found
 
 
 class Run:
@@ -108,7 +112,12 @@ class Run:
             rows, count = list(by_row.values()), min(len(by_row), max(1, (os.cpu_count() or 2) // 2))
             groups = [[cell for row in rows[i::count] for cell in row] for i in range(count)]
         told = {"part": name, "device": self.device, "rehearse": self.rehearse}
-        told |= {"until": self.at(part.until), "ready_by": self.at(BUILT), "cell_seconds": part.cell * self.seconds}
+        told |= {
+            "threads": part.threads,
+            "until": self.at(part.until),
+            "ready_by": self.at(BUILT),
+            "cell_seconds": part.cell * self.seconds,
+        }
         made = [Worker(self.results, self.folder, part.path, i, cells=group, **told) for i, group in enumerate(groups)]
         self.workers += made
         return made

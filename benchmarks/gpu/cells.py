@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -56,8 +55,8 @@ def check(name: str, plan: Plan, device: Device) -> dict[str, Any]:
     pm = sx.parallelize(model.case.model, sx.Mesh(**plan.axes), hints_of(plan, model, device.torch), virtual=True)
     if plan.compiled:
         pm.compile(**device.compile_options())
-    found = ours(pm, model, plan)
-    error = max(rel_err(found.loss, alone.loss), worst(found.tensors, alone.tensors))
+    found = parallel(pm, model, plan)
+    error = found.error(alone)
     verdict = pm.verify()
     row = {"error": error, "proven": verdict.status, "peak_predicted": pm.memory(0).peak}
     if not error <= TOLERANCE:
@@ -74,15 +73,19 @@ class Outcome:
     loss: Tensor
     tensors: Mapping[str, Tensor]
 
+    def error(self, alone: Outcome) -> float:
+        """The largest relative error against one device.
 
-def worst(found: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> float:
-    """The largest relative error; infinite where other tensors came out."""
-    if missing := alone.keys() - found.keys():
-        raise Wrong(f"missing: {', '.join(sorted(missing))[:200]}", {})
-    return max((rel_err(found[name], each) for name, each in alone.items()), default=math.inf)
+        Raises:
+            Wrong: a tensor is missing.
+        """
+        if missing := alone.tensors.keys() - self.tensors.keys():
+            raise Wrong(f"missing: {', '.join(sorted(missing))[:200]}", {})
+        pairs = [(self.loss, alone.loss), *((self.tensors[name], each) for name, each in alone.tensors.items())]
+        return max(rel_err(ours.detach().cpu(), theirs.detach().cpu()) for ours, theirs in pairs)
 
 
-def ours(pm: sx.ParallelModule, model: Model, plan: Plan) -> Outcome:
+def parallel(pm: sx.ParallelModule, model: Model, plan: Plan) -> Outcome:
     """What the parallel module computes."""
     case = model.case
     given = (*case.args, *case.targets)

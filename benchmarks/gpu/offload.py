@@ -14,7 +14,7 @@ from .context import Context
 from .device import Device
 from .models import FULL, TINY, Size
 from .real_rank import real_rank
-from .speed import WARM, adamw, plan
+from .speed import WARM, adamw, plan, predicted_memory
 
 TIMED, LEAST = 3, 1024
 """Steps that are timed; and the elements of the smallest tensor that is offloaded."""
@@ -44,7 +44,7 @@ def run(context: Context) -> None:
             if cell == LINK:
                 context.attempt(cell, lambda: link(context.device, context.rehearse, rates))
             else:
-                context.attempt(cell, lambda cell=cell: measure(PLANS[cell], size, context.device, rates))  # type: ignore[misc]
+                context.attempt(cell, lambda cell=cell: measure(context, cell, size, rates))  # type: ignore[misc]
 
 
 def link(device: Device, rehearse: bool, rates: dict[str, float]) -> dict[str, Any]:
@@ -82,16 +82,16 @@ def link(device: Device, rehearse: bool, rates: dict[str, float]) -> dict[str, A
     return {f"{name}_rate": rate for name, rate in rates.items()}
 
 
-def measure(hints: dict[str, Any], size: Size, device: Device, rates: dict[str, float]) -> dict[str, Any]:
+def measure(context: Context, cell: str, size: Size, rates: dict[str, float]) -> dict[str, Any]:
     """Steps of a plan: their time, peaks, and what they move between host and device."""
+    device = context.device
     before = device.release()
-    pm, x, y = plan(size, device, optimizer=adamw, **hints)
+    pm, x, y = plan(size, device, optimizer=adamw, **PLANS[cell])
     loss = [float(pm.step(x, y)) for _ in range(WARM)][-1]
-    held = device.peak_of(lambda: pm.step(x, y), before)
+    peak = device.peak_of(lambda: pm.step(x, y), before)
     ms = device.milliseconds(lambda: pm.step(x, y), TIMED)
-    memory = pm.memory()
-    row = {"loss": loss, "ms": ms, **asdict(held), "host": memory.host}
-    row |= {"peak_predicted": memory.peak, "reserved_predicted": getattr(memory, "reserved", None)}
+    context.emit(cell, loss=loss, ms=ms, **asdict(peak))
+    row = predicted_memory(pm)
     carried = pm.report().time.cost.carried.get("host")
     if carried is not None and "to_host" in rates:
         one_way = 2 / (1 / rates["to_host"] + 1 / rates["to_device"])

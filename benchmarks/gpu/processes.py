@@ -27,14 +27,22 @@ class Worker:
     """A process that measures cells of one part; it is started again behind a cell that ended it."""
 
     def __init__(
-        self, results: Results, folder: Path, module: str, number: int, until: float, ready_by: float, **told: Any
+        self,
+        results: Results,
+        folder: Path,
+        module: str,
+        number: int,
+        until: float,
+        ready_by: float,
+        threads: int = 2,
+        **told: Any,
     ) -> None:
         """``told`` are the fields of :class:`.context.Context`, without times; ``until`` and ``ready_by`` are moments
         of ``time.monotonic()``."""
         self.results, self.part, self.cells = results, str(told["part"]), list(told["cells"])
         self.ready = threading.Event()
         self._told = {**told, "module": module, "folder": str(folder)}
-        self._until, self._ready_by = until, ready_by
+        self._until, self._ready_by, self._threads = until, ready_by, threads
         self._log = folder / f"{self.part}-{number}.log"
         self._process: subprocess.Popen[str] | None = None
         self._killed = ""
@@ -88,11 +96,9 @@ class Worker:
         told = {**self._told, "cells": cells, "seconds": self._until - time.monotonic()}
         told["build_seconds"] = self._ready_by - time.monotonic()
         command = [sys.executable, "-m", f"{__package__}.worker", json.dumps(told)]
-        env = {
-            **os.environ,
-            **ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
+        threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(self._threads)}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, **ENVIRONMENT, **threads, "PYTHONPATH": path}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
         with (
             self._log.open("a", encoding="utf-8") as log,

@@ -22,7 +22,7 @@ from .device import Device
 from .models import FULL, TINY, Size, batch_of, decoder, next_token
 from .real_rank import real_rank
 
-ROUNDS, TIMED, WARM = 8, 3, 3
+ROUNDS, TIMED, WARM = 6, 3, 3
 """Rounds; steps of a contender in a round, behind one that is not timed; steps before all rounds."""
 COMMON, EAGER = "torch.compile + fused AdamW", "eager + fused AdamW"
 """The contender of both groups, and the other one of torch's own."""
@@ -109,8 +109,8 @@ CONTENDERS: dict[str, Build] = {
     "shardfx pm.compile(cuda_graphs=True) + pm.step": lambda size, device: stepped(size, device, {"cuda_graphs": True}),
     "shardfx pm.compile() + fused AdamW": lambda size, device: called(size, device, {}),
     EAGER: lambda size, device: eager(size, device, compiled=False),
-    "shardfx pm(x, y) + fused AdamW": lambda size, device: called(size, device),
     "shardfx pm.step": lambda size, device: stepped(size, device),
+    "shardfx pm(x, y) + fused AdamW": lambda size, device: called(size, device),
 }
 GROUPS = (tuple(CONTENDERS)[:4], (COMMON, *tuple(CONTENDERS)[4:]))
 """What runs interleaved. The first group is built while other parts run: it is compiled, which takes long."""
@@ -133,7 +133,7 @@ def run(context: Context) -> None:
             for name in group:
                 if name not in built:
                     limit = context.build_left if number == 0 else None
-                    context.attempt(name, lambda name=name: build(name, size, context.device, built), limit)  # type: ignore[misc]
+                    context.attempt(name, lambda name=name: build(context, name, size, built), limit)  # type: ignore[misc]
             if number == 0:
                 machine = context.wait().get("machine")
             measure(context, group, built, rounds)
@@ -142,17 +142,20 @@ def run(context: Context) -> None:
                     predict(context, name, contender.pm, machine)
 
 
-def build(name: str, size: Size, device: Device, built: dict[str, Contender]) -> dict[str, Any]:
+def build(context: Context, name: str, size: Size, built: dict[str, Contender]) -> dict[str, Any]:
     """Build a contender, and measure the memory of its steps."""
+    device = context.device
     before = device.release()
     contender = CONTENDERS[name](size, device)
     loss = [float(contender.step()) for _ in range(WARM)][-1]
-    row = {"loss": loss} | asdict(device.peak_of(contender.step, before))
-    if contender.pm is not None:
-        memory = contender.pm.memory()
-        row |= {"peak_predicted": memory.peak, "reserved_predicted": getattr(memory, "reserved", None)}
+    context.emit(name, loss=loss, **asdict(device.peak_of(contender.step, before)))
     built[name] = contender
-    return row
+    return predicted_memory(contender.pm) if contender.pm is not None else {}
+
+
+def predicted_memory(pm: sx.ParallelModule) -> dict[str, Any]:
+    memory = pm.memory()
+    return {"peak_predicted": memory.peak, "reserved_predicted": getattr(memory, "reserved", None), "host": memory.host}
 
 
 def measure(context: Context, group: tuple[str, ...], built: dict[str, Contender], rounds: int) -> None:
