@@ -170,7 +170,9 @@ def _dropout(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict
     if train is False or p == 0:
         mask = builder.add(aten.ones_like.default, (x,), types[1], dtype=torch.bool)
         return [x, mask]
-    return builder.add(dropout, (x, float(p), *_draw(builder)), types)
+    made = builder.add(dropout, (x, float(p), *_draw(builder)), types)
+    builder.drawn[made[0]] = op, args, kwargs
+    return made
 
 
 def _draw(builder: GraphBuilder) -> tuple[Any, int, list[int]]:
