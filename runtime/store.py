@@ -59,7 +59,7 @@ class Store(Protocol):
     def writes(self) -> int:
         """How often parameters were written into that all ranks hold whole, where ranks are processes."""
 
-    def handed_out(self, scale: Tensor) -> None:
+    def handed_out(self, scale: Tensor | float) -> None:
         """Gradients that were computed, times ``scale``, go to parameters: which other processes do alike."""
 
     def loaded(self, names: Collection[str]) -> None:

@@ -205,7 +205,8 @@ class _Walk:
             self.costs.append(self._carried(row, operands, pool))
             return
         group = group_of(node)
-        cost = self._work(node, made, operands) if group is None else self._sent(node, group, args[0])
+        written = row.rewrites(args) if row is not None and row.rewrites is not None else []
+        cost = self._work(node, made, operands + written) if group is None else self._sent(node, group, args[0])
         self.costs.append(cost * prod(self.stand.turns) if self.stand.turns else cost)
 
     def _turn(self, node: fx.Node, row: LocalOp) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 
 from . import memory_ops, pack
 from .computing import no_share  # noqa: F401, an op that rules name
-from .computing.segment import segment
+from .computing.segment import segment, written_columns
 from .pools import transfer
 from .table import LocalOp, Written
 from .time import handover, turns
@@ -211,7 +211,7 @@ WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: MM_OUT, **OVER, **INTO}
 """By op the row of the form that is computed into given memory."""
 
 OTHER = (
-    LocalOp("update.segment", segment, shares=True),
+    LocalOp("update.segment", segment, shares=True, rewrites=written_columns),
     LocalOp("c10d.wait_tensor", c10d.wait_tensor.default, shares=True, waits=True),
     LocalOp("getitem", operator.getitem, shares=True),
 )

@@ -141,6 +141,7 @@ class LocalOp:
         group: where the name of the group stands, for what starts a collective and is waited for.
         into: the operand (or keyword) whose memory the result is written into.
         reads_into: what lies there is read as well.
+        rewrites: of the arguments, the operands that are read and written over, where these are several.
         shares: the result may be in an operand's memory, without being written there.
         moves: elements only move: it can be executed on element numbers.
         plain: of the arguments, the call that gives the same value in memory of its own, or the operand that is it
@@ -163,6 +164,7 @@ class LocalOp:
     group: int | None = None
     into: int | str | None = None
     reads_into: bool = False
+    rewrites: Callable[[Sequence[Any]], list[Any]] | None = None
     shares: bool = False
     moves: bool = False
     plain: Plain | None = None

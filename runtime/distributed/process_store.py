@@ -150,7 +150,7 @@ class ProcessStore:
             some = "some" if self.is_staged else str(len(names))  # of stages a rank may hold more than another
             self.acts.note(f"{some} parameters and buffers were loaded")
 
-    def handed_out(self, scale: Tensor) -> None:
+    def handed_out(self, scale: Tensor | float) -> None:
         """Gradients of all that was computed, times ``scale``, go to parameters."""
         held = (self.parameters.get(name) for name in self.in_common.in_pieces)
         self.acts.note(backward_of(scale, (each[0].grad for each in held if each)))

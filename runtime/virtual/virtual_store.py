@@ -42,7 +42,7 @@ class VirtualStore:
         """Pieces that are alike are one."""
         return 0
 
-    def handed_out(self, scale: Tensor) -> None:
+    def handed_out(self, scale: Tensor | float) -> None:
         """To all ranks at once."""
 
     def loaded(self, names: Collection[str]) -> None:
