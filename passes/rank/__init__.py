@@ -13,6 +13,7 @@ from .rematerialize import Rematerialize
 from .segments import Segments
 from .unpack_again import UnpackAgain
 from .waits import Waits
+from .write_back import WriteBack
 
 ORDER: tuple[type[RankPass], ...] = (
     Rematerialize,
@@ -23,6 +24,7 @@ ORDER: tuple[type[RankPass], ...] = (
     GatherInto,
     InPlace,
     Overwrite,
+    WriteBack,
     OwnOutputs,
     Segments,
     Interleave,
@@ -32,9 +34,9 @@ BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
 
 def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
-    """The rank passes for a kind of device. ``compiled``: nothing in place, torch plans memory."""
+    """The rank passes for a kind of device. ``compiled``: torch plans memory."""
     if compiled:
-        return (Rematerialize(), Waits(), OwnOutputs())
+        return (Rematerialize(), Waits(), WriteBack(), OwnOutputs())
     gathers = (GatherInto(),) if device == "cpu" else ()
     kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite())
     return (*kept, OwnOutputs(), Segments(), Interleave())
@@ -56,6 +58,7 @@ __all__ = [
     "Segments",
     "UnpackAgain",
     "Waits",
+    "WriteBack",
     "built_in",
     "run_rank_passes",
 ]
