@@ -52,7 +52,13 @@ class MaterializeScalars(RankPass):
 
 def _is_scalar(node: fx.Node) -> bool:
     """Whether a call is of an optimizer's step, and gives a 0-d tensor."""
-    planned = node.meta.get("shardfx")
-    if not isinstance(planned, Node) or planned.phase is not Phase.UPDATE or len(planned.outs) != 1:
+    planned = _made_of(node)
+    if planned is None or planned.phase is not Phase.UPDATE or len(planned.outs) != 1:
         return False
     return planned.outs[0].type.ndim == 0
+
+
+def _made_of(node: fx.Node) -> Node | None:
+    """The planned node that a call comes from."""
+    planned = node.meta.get("shardfx")
+    return planned if isinstance(planned, Node) else None
