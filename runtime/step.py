@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
 from shardfx.ir.program.neighbours import side_by_side
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import destination
 from shardfx.ir.program.units.in_common import select
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import laid
@@ -38,8 +39,8 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a run asks of a program: the names of parameters and states that it may write over, whether it gives new
-    content of what is stored, and whether it has guards."""
+    """What a run asks of a program: the names of what is stored that it may write over, whether it gives new content of
+    what is stored, and whether it has guards."""
 
     renewed: frozenset[str]
     keeps: bool
@@ -48,8 +49,10 @@ class _Facts:
     @staticmethod
     def of(program: RankProgram) -> _Facts:
         outputs = program.outputs
+        results: Any = program.result().args[0]
+        kept = [pair for pair in zip(outputs, results, strict=True) if pair[0].kind.is_kept]
         return _Facts(
-            frozenset(each.name for each in outputs if each.kind.is_stepped),
+            frozenset(each.name for each, result in kept if each.kind.is_stepped or destination(result) is not None),
             any(each.kind.is_kept for each in outputs),
             any(each.guard is not None for each in outputs),
         )

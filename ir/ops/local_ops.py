@@ -96,6 +96,7 @@ MEMORY = (
         plain=lambda args, kwargs: (pack.flatten, (*args, 1), {}),
     ),
     LocalOp("memory.spread", memory_ops.spread, into=0, plain=lambda args, kwargs: (pack.unflatten, args[1:], {})),
+    LocalOp("memory.materialize", memory_ops.materialize, shares=True, plain=lambda args, kwargs: args[0]),
     LocalOp("memory.own", memory_ops.own, plain=lambda args, kwargs: args[0]),
 )
 """Destinations."""

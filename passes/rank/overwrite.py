@@ -30,7 +30,7 @@ from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing, renewed
+from shardfx.ir.program.sharing import STEPPED, Sharing, renewed
 
 from .rank_pass import RankContext, RankPass
 
@@ -53,7 +53,7 @@ class _Overwriting:
     def __init__(self, program: RankProgram) -> None:
         self.program, self.coords = program, program.mesh.coords(program.rank)
         self.share = Sharing(program.graph.nodes)
-        self.renewed = renewed(program)
+        self.renewed = renewed(program, STEPPED)
         """Inputs whose new content the program gives, and which result that is."""
         self.values: dict[fx.Node, Value] = {}
         """What may be written over, as it was planned."""
@@ -95,7 +95,7 @@ class _Overwriting:
                 away.target, away.args = transfer.put, (place, away.args[0])
                 changed = True
         if changed:
-            self.share, self.renewed = Sharing(self.program.graph.nodes), renewed(self.program)
+            self.share, self.renewed = Sharing(self.program.graph.nodes), renewed(self.program, STEPPED)
         return changed
 
     def _write(self, inputs: Mapping[fx.Node, Input]) -> bool:
