@@ -11,6 +11,7 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
+from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.neighbours import side_by_side
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.sharing import destination
@@ -331,6 +332,7 @@ class Step:
         self, rank: int, program: RankProgram, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """What a rank's program starts from, by input name, as far as it is known here."""
+        finish(self.engine.device)
         kept, found = Kept(torch.zeros((), dtype=torch.int64), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
             store = self.store

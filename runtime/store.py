@@ -47,6 +47,7 @@ class Shown(Protocol):
 class Store(Protocol):
     """The state of a plan, in the pieces that the ranks of this process hold."""
 
+    device: torch.device
     parameters: dict[str, list[nn.Parameter]]
     buffers: dict[str, list[Tensor]]
     states: dict[str, list[Tensor]]

@@ -102,9 +102,34 @@ MEMORY = (
 """Destinations."""
 
 POOLS = (
-    LocalOp("memory.to_host", transfer.to_host, pool=transfer.HOST, copies=True, plain=lambda args, kwargs: args[0]),
-    LocalOp("memory.to_disk", transfer.to_disk, pool=transfer.DISK, copies=True, plain=lambda args, kwargs: args[0]),
-    LocalOp("memory.put", transfer.put, into=0, fetches=True, copies=True, plain=lambda args, kwargs: args[1]),
+    LocalOp(
+        "memory.to_host",
+        transfer.to_host,
+        pool=transfer.HOST,
+        copies=True,
+        holds=True,
+        plain=lambda args, kwargs: args[0],
+    ),
+    LocalOp(
+        "memory.to_disk",
+        transfer.to_disk,
+        pool=transfer.DISK,
+        copies=True,
+        holds=True,
+        plain=lambda args, kwargs: args[0],
+    ),
+    LocalOp(
+        "memory.put",
+        transfer.put,
+        into=0,
+        fetches=True,
+        copies=True,
+        holds=True,
+        plain=lambda args, kwargs: args[1],
+    ),
+    LocalOp(
+        "memory.stored", transfer.stored, shares=True, fetches=True, waits=True, plain=lambda args, kwargs: args[0]
+    ),
     LocalOp("memory.to_device", transfer.to_device, fetches=True, copies=True, plain=lambda args, kwargs: args[0]),
     LocalOp(
         "memory.arrived", transfer.arrived, shares=True, fetches=True, waits=True, plain=lambda args, kwargs: args[0]
@@ -226,12 +251,13 @@ BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}
 
 
 def sent_by(wait: fx.Node) -> list[fx.Node]:
-    """What a wait sets free: the operands of collectives that hold them until then."""
+    """What a wait sets free: the operands of collectives, and the sources of copies, that hold them until then."""
     row = row_of(wait.target)
-    if row is None or row.name != "c10d.wait_tensor":
+    if row is None or not row.waits:
         return []
     started = [(node, row_of(node.target)) for node in wait.all_input_nodes]
-    return [node.all_input_nodes[0] for node, row in started if row is not None and row.holds]
+    held = [(node, row.destination(node)) for node, row in started if row is not None and row.holds]
+    return [next(used for used in node.all_input_nodes if used is not into) for node, into in held]
 
 
 def row_of(target: Any) -> LocalOp | None:

@@ -147,7 +147,7 @@ class LocalOp:
         plain: of the arguments, the call that gives the same value in memory of its own, or the operand that is it
             already; None where this call is such a one.
         memory: the result is memory, and no value. ``filled``: of a content that what is collected goes on from.
-        holds: what it sends stays in memory until it was waited for.
+        holds: what it sends, or copies, stays in memory until it was waited for.
         adjoins: the result is the operands themselves where they lie one behind the other, and a copy elsewhere.
         pool: what the result lies in, where that is not the device's memory.
         fetches: it takes operands that lie in such a pool; of others they are not to be read.

@@ -6,8 +6,8 @@
     add = aten.add(sqrt, 1e-08)            ->     add = aten.add.out(sqrt, 1e-08, out=sqrt)
     new = aten.add(mul, step)                     new = aten.add.out(mul, step, out=mul)
     gathered = getitem(spread, 0)                 kept = memory.write_part(v, buffer, 2, 0, [8, 6])
-    away = memory.to_host(m)
-    return (new, lerp, gathered, away)            away = memory.put(stored, m)
+    away = memory.stored(memory.to_host(m))
+    return (new, lerp, gathered, away)            away = memory.stored(memory.put(place, m))
                                                   return (new, lerp, kept, away)
 
 So a step makes no second copy of parameters and states, and writes none; nor of the rows that a rank steps of what it
@@ -88,8 +88,10 @@ class _Overwriting:
         """What lies beside the device is written there, and no second copy of it is made."""
         changed = False
         for place, result in self.renewed.items():
-            away = result.args[0] if result.target is transfer.arrived else None
-            if not isinstance(away, fx.Node) or away.target not in (transfer.to_host, transfer.to_disk):
+            away: Any = result
+            while away.target in (transfer.arrived, transfer.stored):
+                away = away.args[0]
+            if away.target not in (transfer.to_host, transfer.to_disk):
                 continue
             if self.share.last_use(place, away):
                 away.target, away.args = transfer.put, (place, away.args[0])
