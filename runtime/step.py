@@ -18,6 +18,7 @@ from shardfx.ir.spec import laid
 
 from .engine import Engine, Watch
 from .guards import ELSEWHERE, check_guards
+from .local_device import as_current
 from .store import Store
 
 Kinds = frozenset[OutputKind]
@@ -156,7 +157,8 @@ class Step:
         facts = {rank: self._of(program) for rank, program in programs.items()}
         kept = Kept(self.seed(kinds), {}) if kept is None else kept
         cut: dict[tuple[str, int], torch.Tensor] = {}
-        with torch.no_grad(), torch.autocast(engine.device.type, enabled=False):  # casts are in the programs
+        autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
+        with torch.no_grad(), as_current(engine.device), autocast:
             given = {rank: self._given(program, rank, inputs, kept, cut) for rank, program in programs.items()}
             try:
                 outs = engine.run(programs, given, watch)
