@@ -21,6 +21,7 @@ from shardfx.ir.spec import laid
 
 from .engine import Engine, Watch
 from .guards import ELSEWHERE, check_guards
+from .local_device import as_current
 from .store import Store
 
 Kinds = frozenset[OutputKind]
@@ -161,7 +162,8 @@ class Step:
         facts = {rank: self._of(program) for rank, program in programs.items()}
         kept = Kept(self.seed(kinds), {}) if kept is None else kept
         cut: dict[tuple[str, int], torch.Tensor] = {}
-        with torch.no_grad(), torch.autocast(engine.device.type, enabled=False):  # casts are in the programs
+        autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
+        with torch.no_grad(), as_current(engine.device), autocast:
             owners = self._owners(programs) if len(programs) > 1 else {}
             given = {rank: self._given(each, rank, inputs, kept, cut, owners) for rank, each in programs.items()}
             try:

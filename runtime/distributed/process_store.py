@@ -30,7 +30,7 @@ from .agreement.acts import Acts, backward_of
 from .agreement.held_in_common import InCommon
 from .agreement.samples import Replica
 from .dtensor_shard import DTensorShard
-from .groups import device_mesh, make_groups
+from .groups import device_mesh, is_dry_run, make_groups
 from .peer_failure import ending_together
 from .stages.stage_homes import StageHomes
 
@@ -73,6 +73,8 @@ class ProcessStore:
 
     def has_weights(self, mine: bool) -> bool:
         """Whether there is content to be loaded: whether rank 0 has it, for it is rank 0's that counts."""
+        if is_dry_run():
+            return mine
         said = [mine]
         with ending_together("asking rank 0 whether its model has weights"):
             dist.broadcast_object_list(said, 0)
@@ -241,7 +243,7 @@ class ProcessStore:
         tensor = whole.detach()
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        if self.rank:  # what it has itself does not count
+        if self.rank and not is_dry_run():  # what it has itself does not count
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         else:
             tensor = tensor.to(self.device, copy=True).contiguous()

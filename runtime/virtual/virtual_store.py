@@ -13,6 +13,7 @@ from shardfx.ir.ops.pools.transfer import arrived, finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, laid
+from shardfx.runtime.local_device import check_device
 from shardfx.runtime.store import norm_of
 
 Tensor = torch.Tensor
@@ -66,6 +67,7 @@ class VirtualStore:
 
     def load(self, whole: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
         """Cut whole parameters and buffers into the stored shards; what is stored already is written over."""
+        check_device(self.device)
         finish(self.device)
         memory = {} if self.parameters else self._side_by_side()
         for given in self._inputs:

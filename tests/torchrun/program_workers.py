@@ -131,7 +131,7 @@ def on_gloo() -> Iterator[None]:
 def neighbours_do_what_gloo_does() -> None:
     """Every kind of collective, several under way at once, small ones and those that are shared out; also where a
     program calls torch's."""
-    groups.initialise("cpu")
+    groups.initialise(torch.device("cpu"))
     n, rank = dist.get_world_size(), dist.get_rank()
     mesh, generator = sx.Mesh(dp=n), torch.Generator().manual_seed(rank)
     groups.make_groups(mesh, [("dp",)])

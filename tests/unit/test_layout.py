@@ -122,7 +122,10 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "report",
         "visualize",
     ),
-    "schedules": ("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.time", "report"),
+    "schedules": (
+        *("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.time", "report"),
+        "runtime.distributed",
+    ),
     "scenes": (*RULES, "visualize", "module", "module.held", "runtime.distributed"),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
