@@ -30,7 +30,7 @@ import torch
 from .context import ROOT
 from .processes import Worker, wait_for
 from .results import Results
-from .tables import as_text, write_readme
+from .tables import REHEARSAL, as_text, write_readme
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def facts(device: str) -> dict[str, Any]:
         "date": date.today().isoformat(),
     }
     if device != "cuda":
-        return found | {"card": "CPU (rehearsal)"}
+        return found | {"card": REHEARSAL}
     found |= {"card": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -164,7 +164,11 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, nargs="+", metavar="RESULTS", help="write their tables into README.md")
     given = parser.parse_args()
     if given.readme is not None:
-        write_readme(Results.load(*given.readme), ROOT / "README.md")
+        found = Results.load(*given.readme)
+        if found.facts.get("card") == REHEARSAL:
+            print("these results are of a rehearsal, whose figures are of no GPU")
+            return 2
+        write_readme(found, ROOT / "README.md")
         return 0
     if not given.rehearse and not torch.cuda.is_available():
         print("torch.cuda is not available: --rehearse runs all of it small on the CPU")

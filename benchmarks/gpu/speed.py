@@ -1,4 +1,4 @@
-"""Time and memory of a step of a decoder of 1.2 billion parameters: eager PyTorch, torch.compile, and shardfx on one real rank.
+"""Time and memory of a step of a large decoder: eager PyTorch, torch.compile, and shardfx on one real rank.
 
 Contenders of one group live together and run in interleaved rounds, so that clocks and temperature are the same for
 all. The groups share a contender, by which their times are compared.

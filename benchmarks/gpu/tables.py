@@ -11,6 +11,8 @@ from .speed import EAGER
 
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 GB = 1e9
+REHEARSAL = "rehearsal on the CPU: tiny models, and times that mean nothing"
+"""What stands for the card's name."""
 Table = tuple[list[str], list[list[str]]]
 """Titles of columns, and lines."""
 
