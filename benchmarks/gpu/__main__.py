@@ -30,7 +30,7 @@ import torch
 from .context import ROOT
 from .processes import Worker, wait_for
 from .results import Results
-from .tables import as_text, write_readme
+from .tables import REHEARSAL, as_text, write_readme
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Part:
 
 PARTS = {
     "tests": Part("gpu_tests", 0.48),
-    "table": Part("cells", 0.48, spread=True, cell=0.15),
+    "table": Part("cells", 0.48, spread=True, cell=0.2),
     "nccl": Part("nccl", 0.4),
     "speed": Part("speed", 0.76, cell=0.3, threads=8),
     "machine": Part("machine", 0.58, alone=True),
@@ -74,9 +74,13 @@ BUILT = 0.5
 
 def facts(device: str) -> dict[str, Any]:
     """What the tables say of the machine."""
-    found = {"torch": torch.__version__, "python": platform.python_version(), "date": date.today().isoformat()}
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+    }
     if device != "cuda":
-        return found | {"card": "CPU (rehearsal)"}
+        return found | {"card": REHEARSAL}
     found |= {"card": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -111,7 +115,7 @@ class Run:
                 by_row.setdefault(cell.split(" | ")[0], []).append(cell)
             rows, count = list(by_row.values()), min(len(by_row), max(1, (os.cpu_count() or 2) // 2))
             groups = [[cell for row in rows[i::count] for cell in row] for i in range(count)]
-        told = {"part": name, "device": self.device, "rehearse": self.rehearse}
+        told: dict[str, Any] = {"part": name, "device": self.device, "rehearse": self.rehearse}
         told |= {
             "threads": part.threads,
             "until": self.at(part.until),
@@ -157,10 +161,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu", help="folder of results.json and logs")
     parser.add_argument("--seconds", type=float, help="for all of it: 360, and 900 rehearsed")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--readme", type=Path, metavar="RESULTS", help="write the tables of results into README.md")
+    parser.add_argument("--readme", type=Path, nargs="+", metavar="RESULTS", help="write their tables into README.md")
     given = parser.parse_args()
     if given.readme is not None:
-        write_readme(Results.load(given.readme), ROOT / "README.md")
+        found = Results.load(*given.readme)
+        if found.facts.get("card") == REHEARSAL:
+            print("these results are of a rehearsal, whose figures are of no GPU")
+            return 2
+        write_readme(found, ROOT / "README.md")
         return 0
     if not given.rehearse and not torch.cuda.is_available():
         print("torch.cuda is not available: --rehearse runs all of it small on the CPU")

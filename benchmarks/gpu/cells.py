@@ -48,11 +48,13 @@ def check(name: str, plan: Plan, device: Device) -> dict[str, Any]:
         NotApplicable: the plan is none for this model.
         Wrong: the numbers are not those of one device, or the proof failed.
     """
-    model = table_model(name, device.torch, plan.loops)
+    model = table_model(name, device.torch_device, plan.loops)
     if why := plan.why_not(model):
         raise NotApplicable(why)
     alone = one_device(model, plan)
-    pm = sx.parallelize(model.case.model, sx.Mesh(**plan.axes), hints_of(plan, model, device.torch), virtual=True)
+    pm = sx.parallelize(
+        model.case.model, sx.Mesh(**plan.axes), hints_of(plan, model, device.torch_device), virtual=True
+    )
     if plan.compiled:
         pm.compile(**device.compile_options())
     found = parallel(pm, model, plan)

@@ -27,7 +27,7 @@ class Device:
     kind: str
 
     @property
-    def torch(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """The device, with its index where it has one."""
         return torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device(self.kind)
 
@@ -66,7 +66,7 @@ class Device:
             run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / count
+        return float(begin.elapsed_time(end)) / count
 
     def release(self) -> Memory:
         """Free what nothing refers to, reset the peaks, and return what is held now."""

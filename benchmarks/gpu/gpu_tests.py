@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 
 from .context import ROOT, Context, Wrong
 
-CELL, WORKERS = "pytest -m gpu", 4
+CELL = "pytest -m gpu"
+WORKERS = min(4, os.cpu_count() or 1)
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 LINE = re.compile(r"(?:\[gw\d+\].*)?(tests/\S+::\S+)")
 

@@ -21,7 +21,7 @@ def run(context: Context) -> None:
 
 def measure(context: Context) -> dict[str, Any]:
     """Rates of the device, kept as a file for the parts that predict."""
-    machine = sx.Machine.measure(context.device.torch)
+    machine = sx.Machine.measure(context.device.torch_device)
     path = context.folder / FILE
     machine.save(path)
     host = machine.pool("host")

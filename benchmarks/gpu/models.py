@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +50,7 @@ def table_model(name: str, device: torch.device, loops: bool) -> Model:
     """The model of a row on a device, with its batch; ``loops``: the batch comes in micro-batches."""
     case_name, facts = ROWS[name]
     case = make(case_name)
-    model = _in_double(case.model).to(device)
+    model: Any = _in_double(case.model).to(device)
     model_facts = Model(name, case, **facts)
     if loops and model_facts.experts:
         model.set_experts_implementation("batched_mm")  # the default sorts the tokens of the whole batch by expert
@@ -66,10 +65,11 @@ def table_model(name: str, device: torch.device, loops: bool) -> Model:
 def _in_double(model: nn.Module) -> nn.Module:
     """Norms in the model's dtype: those of transformers compute in float32, where orders of sums differ by 1e-7."""
     for parent in list(model.modules()):
+        norm: Any
         for name, norm in list(parent.named_children()):
             if type(norm).__name__ in ("LlamaRMSNorm", "MixtralRMSNorm", "T5LayerNorm"):
-                own = nn.RMSNorm(norm.weight.shape, eps=float(norm.variance_epsilon), dtype=norm.weight.dtype)
-                own.weight = norm.weight  # type: ignore[assignment]
+                own = nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon, dtype=norm.weight.dtype)
+                own.weight = norm.weight
                 setattr(parent, name, own)
     return model
 
@@ -91,7 +91,7 @@ class Size:
 
 
 FULL = Size(layers=16, width=2048, hidden=8192, heads=16, batch=4, length=2048, vocab=32000)
-"""1.1 billion parameters, of which 131 million are embedding and head."""
+"""1.2 billion parameters, of which 131 million are embedding and head."""
 TINY = Size(layers=2, width=32, hidden=64, heads=2, batch=4, length=16, vocab=64)
 """For rehearsals."""
 
@@ -111,7 +111,8 @@ class Block(nn.Module):
         a = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         x = x + self.o(a.transpose(1, 2).flatten(2))
         h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -140,7 +141,8 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def decoder(size: Size, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -158,6 +160,3 @@ def batch_of(size: Size, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def next_token(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-Loss = Callable[..., Tensor]

@@ -51,7 +51,7 @@ def link(device: Device, rehearse: bool, rates: dict[str, float]) -> dict[str, A
     """Bytes a second between pinned memory of the host and the device: each way, and both at once."""
     nbytes = 1 << (20 if rehearse else 28)
     host, other = device.host_buffer(nbytes), device.host_buffer(nbytes)
-    there, back = torch.empty_like(host, device=device.torch), torch.empty_like(host, device=device.torch)
+    there, back = torch.empty_like(host, device=device.torch_device), torch.empty_like(host, device=device.torch_device)
 
     def both() -> None:
         if not device.cuda:

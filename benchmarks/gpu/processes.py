@@ -67,7 +67,9 @@ class Worker:
 
     def end(self, why: str) -> None:
         """Kill it, and all that it started."""
-        self._killed = self._killed or why
+        if not self.done and not self._killed:
+            self._killed = why
+            self.results.note(f"{self.part}: {why}")
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -105,6 +107,7 @@ class Worker:
             subprocess.Popen(command, cwd=ROOT, env=env, stderr=log, **pipes) as process,
         ):
             self._process = process
+            assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith(ROW):
                     row = json.loads(line.removeprefix(ROW))

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ def real_rank(device: Device) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         if device.cuda:
             torch.cuda.set_device(0)
-        where = {"device_id": device.torch} if device.cuda else {}
+        where: dict[str, Any] = {"device_id": device.torch_device} if device.cuda else {}
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         dist.init_process_group(device.backend, store=store, rank=0, world_size=1, **where)
         try:

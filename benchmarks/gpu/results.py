@@ -22,7 +22,9 @@ class Results:
 
     def expect(self, part: str, cells: list[str]) -> None:
         """The cells of a part, in order: none of them is measured yet."""
-        self.rows[part] = {cell: {"status": "not reached"} for cell in cells}
+        with self._lock:
+            self.rows[part] = {cell: {"status": "not reached"} for cell in cells}
+            self._write()
 
     def add(self, part: str, cell: str, fields: Row) -> None:
         """Add fields to a row; say the row where it is done, and write the file."""
@@ -33,6 +35,13 @@ class Results:
                 why = f": {row['why']}" if row.get("why") else ""
                 at = time.monotonic() - self._began
                 print(f"{at:6.1f} s  {part:8} {cell:48} {row['status']}{why}", flush=True)
+            self._write()
+
+    def note(self, text: str) -> None:
+        """Keep a line beside the rows."""
+        with self._lock:
+            print(text, flush=True)
+            self.facts["notes"] = [*self.facts.get("notes", ()), text]
             self._write()
 
     def status(self, part: str, cell: str) -> str:
@@ -55,9 +64,11 @@ class Results:
             beside.replace(self.path)
 
     @classmethod
-    def load(cls, path: Path) -> Results:
-        """The inverse of what is written."""
+    def load(cls, *paths: Path) -> Results:
+        """The inverse of what is written: of several files the parts together, of the same part the last."""
         found = cls()
-        text = json.loads(path.read_text(encoding="utf-8"))
-        found.facts, found.rows = text["facts"], text["parts"]
+        for path in paths:
+            text = json.loads(path.read_text(encoding="utf-8"))
+            found.facts |= text["facts"]
+            found.rows |= text["parts"]
         return found

@@ -11,6 +11,8 @@ from .speed import EAGER
 
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 GB = 1e9
+REHEARSAL = "rehearsal on the CPU: tiny models, and times that mean nothing"
+"""What stands for the card's name."""
 Table = tuple[list[str], list[list[str]]]
 """Titles of columns, and lines."""
 
@@ -22,9 +24,9 @@ def figure(row: Row, key: str, scale: float = 1.0, digits: int = 1) -> str:
 
 
 def off(row: Row, predicted: str, measured: str) -> str:
-    """By how much a prediction is off, as a percentage."""
+    """By how many percent a prediction is off."""
     said, found = row.get(predicted), row.get(measured)
-    return f"{(said / found - 1) * 100:+.1f} %" if said and found else ""
+    return f"{(said / found - 1) * 100:+.1f}%" if said and found else ""
 
 
 def status(row: Row) -> str:
@@ -50,11 +52,11 @@ def correctness(results: Results) -> Table:
 def _cell(row: Row) -> str:
     if row["status"] == "ok":
         return f"{row['error']:.0e}" if "error" in row else "ok"
-    return {"n/a": "-", "not reached": "?"}.get(row["status"], row["status"].upper())
+    return {"n/a": "-", "not reached": "?"}.get(row["status"], str(row["status"]).upper())
 
 
 def speed(results: Results) -> Table:
-    titles = ["", "ms", "/ compile", "/ eager", "predicted", "GB", "predicted", "reserved", "predicted", "loss", ""]
+    titles = ["", "ms", "/ compile", "/ eager", "said", "GB", "said", "reserved", "said", "loss", ""]
     eager = results.of("speed").get(EAGER, {}).get("ratio")
     lines = [
         [
@@ -76,7 +78,7 @@ def speed(results: Results) -> Table:
 
 
 def memory(results: Results) -> Table:
-    titles = ["", "ms", "GB", "predicted", "active", "reserved", "predicted", "host", "moved", "link ms", "ratio", ""]
+    titles = ["", "ms", "GB", "said", "active", "reserved", "said", "host", "moved", "link", "ratio", ""]
     lines = [
         [
             name,
@@ -143,7 +145,7 @@ TABLES = {
     "GPU tests": tests,
     "Relative error against one device (float64, virtual ranks)": correctness,
     "One rank under the process group's backend": nccl,
-    "A step of the 1.1-billion decoder (16 layers, 4 x 2048 tokens, bf16)": speed,
+    "A step of a 1.2-billion decoder (16 layers, 4 x 2048 tokens, bf16; AdamW)": speed,
     "Whole steps by plan, one rank": memory,
     "The machine": machine,
 }
@@ -163,7 +165,11 @@ def as_text(results: Results) -> str:
         if lines:
             parts += ["", title, *_columns([titles, *lines])]
     every: Counter[str] = Counter(row["status"] for cells in results.rows.values() for row in cells.values())
-    parts += ["", "Cells: " + ", ".join(f"{count} {what}" for what, count in every.most_common())]
+    parts += [
+        "",
+        *results.facts.get("notes", ()),
+        "Cells: " + ", ".join(f"{count} {what}" for what, count in every.most_common()),
+    ]
     for name in results.bad:
         part, cell = name.split(": ", 1)
         parts.append(f"  {name[:70]}: {status(results.rows[part][cell])[:120]}")
