@@ -95,6 +95,7 @@ def test_the_branch_of_the_example_equals_one_device(mesh: sx.Mesh, specs: dict[
 
 
 def test_another_branch_is_an_error_and_changes_nothing() -> None:
+    torch.manual_seed(0)
     model, (x, mask, image) = Net(), batch()
     pm = make(model, (x, mask, image))
     with torch.no_grad():
