@@ -160,11 +160,18 @@ def drops_within(node: torch.fx.Node) -> bool:
 
 def keep_whole(exported: torch.fx.GraphModule, as_torch: Collection[Any] = ()) -> None:
     """Call the ops of the graph in place of torch's composite ones; ``as_torch`` are those that its kernels take
-    apart."""
+    apart.
+
+    Their results may have other strides than torch's, behind which ``contiguous()`` was no op: what was a view of such
+    is a reshape.
+    """
+    kept = False
     for node in exported.graph.nodes:
         first = node.all_input_nodes[:1]
         if node.target in as_torch or drops_within(node):
             node.target = AsTorch(node.target)
         elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
-            node.target = KEPT[node.target]
+            node.target, kept = KEPT[node.target], True
+        elif kept and node.target is aten.view.default:
+            node.target = aten.reshape.default
     exported.recompile()

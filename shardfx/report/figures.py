@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING
 
 from shardfx.ir.cost.amounts import Cost
 from shardfx.ir.cost.live.storages import Peak
@@ -18,9 +17,10 @@ from shardfx.schedules.plan_timeline import PlanTimeline
 
 from .console import render
 from .stage_rows import StageRow
-from .stage_tables import stage_tables
-from .tables import report_tables
 from .tile_costs import TileRow
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -173,4 +173,7 @@ class Report:
         return render(self.__rich__())
 
     def __rich__(self) -> RenderableType:
+        from .stage_tables import stage_tables
+        from .tables import report_tables
+
         return report_tables(self, stage_tables(self))
