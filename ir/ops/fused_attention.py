@@ -244,17 +244,11 @@ def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | No
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    p: float = 0.0,
-    *draw: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, *how: Any
 ) -> tuple[Tensor, Tensor]:
     q, k, v = _dense(q, k, v)
-    return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, scale, p, *draw)
+    p = how[1] if len(how) > 1 else 0.0
+    return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, *how)
 
 
 def _forward_by(
@@ -262,9 +256,9 @@ def _forward_by(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     p: float = 0.0,
     seed: Tensor | None = None,
     number: int = 0,
