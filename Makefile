@@ -20,7 +20,7 @@ test test-long test-all pages fuzz line-coverage coverage: export OMP_NUM_THREAD
 # What one process has compiled, those beside it need not: also where images of containers say otherwise.
 test test-long test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-long test-all pages fuzz lint format types bench coverage line-coverage clean
+.PHONY: help demo test test-long test-all pages fuzz lint format types bench gpu coverage line-coverage clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,11 @@ types: $(READY) ## mypy, strict
 
 bench: $(READY) ## the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# A machine with a GPU has a torch of its own, which is not to be replaced: without one, the environment here serves.
+gpu: ## with a GPU: its tests, correctness, speed and memory, in six minutes (ARGS=--rehearse: small, on the CPU)
+	if $(PYTHON) -c "import torch" 2> /dev/null; then run=$(PYTHON); else $(MAKE) $(READY); run=$(BIN)/python; fi; \
+		PYTHONPATH=$(CURDIR) $$run -m benchmarks.gpu $(ARGS)
 
 coverage: $(READY) ## soundness and completeness of the rules over PyTorch's operator database, DTensor beside them
 	$(BIN)/python -m benchmarks.op_coverage $(ARGS)

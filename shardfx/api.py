@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.capture.carried.earlier import Earlier
 from shardfx.ir.capture.intake.given import as_module, without_weights
@@ -30,6 +31,7 @@ from shardfx.module.place import Place
 from shardfx.module.variants import Variants
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import group_of_all, initialise, launched
+from shardfx.runtime.local_device import check_device, local_device
 
 from .compile import capture_model, check_offload, compile_model, no_collection
 from .compiled import Compiled
@@ -126,7 +128,7 @@ def parallelize(
                 hints.specs.plan.check_planned(compiled)
             return compiled
 
-        place = _place(module, hints, virtual)
+        place = _place(module, described, hints, virtual)
         peers = place.make_peers()
         with peers.calling():
             compiled = peers.planned(first, Compiled.subjects)
@@ -165,11 +167,18 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
         return whole(capture_model(module, mesh, replace(hints, loss=loss)).graph)
 
 
-def _place(model: nn.Module, hints: Hints, virtual: bool | None) -> Place:
-    """All ranks in this process, or this process as one of them."""
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    kind = torch.device(hints.device).type if hints.device is not None else device.type.replace("meta", "cpu")
-    if virtual or not launched():
-        return Place(True, torch.device(kind))
-    initialise(kind)
-    return Place(False, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> Place:
+    """All ranks in this process, or this process as one of them.
+
+    Raises:
+        Error: a device that is not there, for a model with weights, or for a rank of a job.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = next((t.device for t in tensors), torch.device("cpu"))
+    real = not virtual and launched(mesh.size)
+    device = local_device(hints.device, weights, real)
+    if real or not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+        check_device(device)
+    if real:
+        initialise(device)
+    return Place(not real, device)

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from .hashing import GOLDEN, kept, keyed, mix_
+
 aten = torch.ops.aten
 
 _HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
@@ -41,8 +43,6 @@ ALIGNED = 32
 """The rows of a logsumexp in torch's memory-efficient kernel come in so many."""
 TILE = 128
 """The queries and keys of a tile of cuDNN's kernels."""
-GOLDEN = -0x61C8864680B583EB
-"""2**64 over the golden ratio, as splitmix64 steps."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -143,11 +143,13 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box:
     """
     if p == 0 or seed is None:
         return None
-    state = _mix_(_mix_(seed.to(q.device, copy=True)) + number)
+    state = keyed(seed, number)
     shape = (*q.shape[:3], k.shape[2])
-    for dim, place in enumerate(_places(shape, box, q.device)):
-        state = _mix_(state + place.view(-1, *[1] * (3 - dim)) * GOLDEN)
-    return state.bitwise_right_shift_(11).bitwise_and_(2**53 - 1) >= int(p * 2**53)
+    *rows, columns = _places(shape, box, q.device)
+    hashes = mix_(state + columns * GOLDEN)
+    for dim, place in enumerate(rows):
+        state = mix_(state + place.view(-1, *[1] * (2 - dim)) * GOLDEN)
+    return kept(state[..., None], hashes, p)
 
 
 def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> Iterator[Tensor]:
@@ -161,13 +163,6 @@ def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> I
         for size, start, length in [(next(rest), next(rest), next(rest)) for _ in range(next(rest))]:
             place = (place[:, None] * size + torch.arange(start, start + length, device=device)).flatten()
         yield place
-
-
-def _mix_(x: Tensor) -> Tensor:
-    """In place, the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators, 2014)."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
-    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
 
 
 # ---- memory layout ---------------------------------------------------------------------------------------------

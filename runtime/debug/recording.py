@@ -24,6 +24,7 @@ from shardfx.ir.program.units.execution import Turns, executed
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
 from shardfx.ir.timing.purposes import BEFORE, main_turns, purposes
+from shardfx.ir.timing.stream_order import order_text, stream_order
 
 Tensor = torch.Tensor
 Row = tuple[tuple[Action, Span], ...]
@@ -80,6 +81,17 @@ class Recording:
                 )
                 found.append(({rank: each.row() for rank, each in done.items()}, span))
         return found
+
+    def calls(self, rank: int) -> list[fx.Node]:
+        """The calls of a rank of this process in the last step, in the order in which they were done."""
+        return [node for node, _ in self._open[-1][rank].stamps]
+
+    def order(self, rank: int) -> str:
+        """The order of starts and waits of a rank of this process in the last step, by stream::
+
+            print(recording.order(0))
+        """
+        return order_text(stream_order(self.calls(rank)))
 
     def close(self, everybody: Sequence[Sequence[tuple[Mapping[int, Row], Span]]]) -> None:
         """Put together what the processes of a job measured, step by step; all times count from the first start."""

@@ -34,8 +34,11 @@ Axes = tuple[str, ...]
 JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def launched() -> bool:
-    """Whether this process is one of a job: that is initialised, or was started by ``torchrun``."""
+def launched(ranks: int) -> bool:
+    """Whether this process is one of a job: that is initialised, or was started by ``torchrun``.
+
+    A job of one process is one rank of a mesh of one; of a larger mesh (``ranks``) it has all, as virtual ones.
+    """
     if not dist.is_available():
         return False
     if dist.is_initialized():
@@ -44,7 +47,23 @@ def launched() -> bool:
     if (size is None) != (rank is None):
         there, missing = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
         log.warning("%s is set and %s is not: all ranks are virtual, in this process", there, missing)
-    return rank is not None and size not in (None, "1")
+    alone = size == "1" and (ranks > 1 or any(name not in os.environ for name in JOB))
+    return rank is not None and size is not None and not alone
+
+
+def is_dry_run() -> bool:
+    """Whether this process runs one rank alone, on torch's ``fake`` process group: what others send is missing."""
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
+
+
+def by_stream(device: torch.device) -> bool:
+    """Whether what is sent goes on by itself, on streams of the process groups, and only a stream waits for it."""
+    return device.type != "cpu" or is_dry_run()
+
+
+def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The backends of a process group (by default of all ranks), by the type of device that each serves."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def check_size(mesh: Mesh) -> None:
@@ -64,26 +83,23 @@ def check_size(mesh: Mesh) -> None:
         )
 
 
-def initialise(device_type: str) -> None:
-    """Join the job that ``torchrun`` started, unless that is done already.
+def initialise(device: torch.device) -> None:
+    """Join the job that ``torchrun`` started, unless that is done already, with ``device`` as this process's current.
 
     Raises:
-        Error: the environment does not say which, or it cannot be reached; or its processes are none.
+        Error: the environment does not say which, or it cannot be reached; or the process group does not serve the
+            device.
     """
-    if dist.is_initialized() and dist.get_backend() == "fake":
-        raise Error(
-            "a fake process group has no other ranks",
-            where="parallelize(...)",
-            expected="processes that talk to one another, on gloo or NCCL",
-            got="torch.distributed.init_process_group('fake', ...)",
-            remedy="parallelize(..., virtual=True) runs all ranks in this process",
-        )
-    if dist.is_initialized():
-        return
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        _join(device.type)
+    check_backend(device.type)
+
+
+def _join(kind: str) -> None:
     try:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(minutes=10))
     except (ValueError, RuntimeError) as error:
         said = ", ".join(f"{name}={os.environ.get(name, '')}" for name in JOB)
         raise Error(
@@ -96,23 +112,49 @@ def initialise(device_type: str) -> None:
         ) from error
 
 
+def check_backend(kind: str) -> None:
+    """The process group of all ranks serves the type of device. Gloo takes CUDA tensors and crashes on some
+    collectives of them.
+
+    Raises:
+        Error: it does not.
+    """
+    backend = backends().get(kind, "")
+    if backend and (backend != "gloo" or kind == "cpu"):
+        return
+    own = "gloo" if kind == "cpu" else "nccl"
+    other = ", or Hints(device='cuda')" if kind == "cpu" and "cuda" in backends() else ""
+    raise Error(
+        f"the process group cannot serve a plan on {kind}",
+        where="parallelize(...)",
+        expected=f"the {own.upper() if own == 'nccl' else own} backend for {kind} tensors",
+        got=f"torch.distributed.init_process_group({dist.get_backend_config()!r})",
+        remedy=f"torch.distributed.init_process_group({own!r}), or {'cpu:gloo,cuda:nccl'!r}{other}",
+    )
+
+
 def axes_of(graph: Graph) -> list[Axes]:
     """The sets of axes of ranks over which a graph talks, each once, in an order that is the same on all ranks."""
     over = {tuple(n.kwargs["axes"]) for n in graph.nodes if isinstance(n.op, OwnOp) and n.kwargs.get("axes")}
     return sorted(axes for axes in over if not any(graph.mesh[axis].time for axis in axes))
 
 
-def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> None:
-    """Make the groups of ``mesh`` over each of these sets of axes, unless they are there. All ranks call it alike."""
+def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> None:
+    """Make the groups of ``mesh`` over each of these sets of axes, unless they are there. All ranks call it alike.
+
+    Each set has groups of its own: on NCCL, collectives of one group follow one another on its stream, and those of
+    several go on side by side. ``suffix`` names further groups of the same ranks.
+    """
     for each in axes:
-        names = {mesh.group_name(rank, each): mesh.group(rank, each) for rank in range(mesh.size)}
-        if find_group(mesh.group_name(dist.get_rank(), each)) is not None:
+        names = {mesh.group_name(rank, each) + suffix: mesh.group(rank, each) for rank in range(mesh.size)}
+        mine = mesh.group_name(dist.get_rank(), each) + suffix
+        if find_group(mine) is not None:
             continue
         for name, ranks in names.items():
             made = _new_group(ranks)
             if dist.get_rank() in ranks:
                 _register(name, made)
-        _meet_neighbours(mesh.group_name(dist.get_rank(), each), mesh.group(dist.get_rank(), each))
+        _meet_neighbours(mine, mesh.group(dist.get_rank(), each))
 
 
 def group_of_all() -> str:
@@ -123,12 +165,13 @@ def group_of_all() -> str:
 
 
 def _meet_neighbours(name: str, ranks: Sequence[int]) -> None:
-    """Connect the ranks of a group of CPU ranks, if they are all on this machine."""
+    """Connect the ranks of a group of CPU ranks, if they are all on this machine. A job that has a backend for CUDA
+    tensors besides has none of these: groups serve plans on either device."""
     apart.discard(name)
     if (left := met.pop(name, None)) is not None:  # of a job that is over
         left.close()
     group = _made[name]
-    if len(ranks) > 1 and dist.get_backend(group) == "gloo":
+    if len(ranks) > 1 and set(backends(group).values()) == {"gloo"}:
         near = _neighbours(group, ranks)
         if near is None:
             apart.add(name)

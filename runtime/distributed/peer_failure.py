@@ -26,7 +26,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.runtime.rank_errors import failed, place, target_name
 
-from .groups import group_timeout, leave_groups
+from .groups import group_timeout, is_dry_run, leave_groups
 
 WAIT = 2.0
 """So many seconds a rank waits for word from the others before it says that there is none."""
@@ -64,6 +64,8 @@ def ending_compiled() -> Iterator[None]:
 def ended(node: fx.Node | None, error: Exception, what: str = "") -> Error:
     """Tell the others how this rank's program ended, and leave; gives the error to raise here."""
     rank, generation = dist.get_rank(), _left
+    if is_dry_run():
+        return failed(rank, node, error)
     waits = bool(what) or (node is not None and _communicates(node) and isinstance(error, RuntimeError))
     collective = f"{place(rank, None)}; {what}" if what else place(rank, node)
     if not waits:
@@ -122,6 +124,8 @@ def finish_together() -> None:
     A rank may need nothing more from one that failed, and come to its end all the same.
     """
     global _finished
+    if is_dry_run():
+        return
     _finished += 1
     rank, generation, done = dist.get_rank(), _left, f"shardfx/done/{_finished}/"
     store = dist.distributed_c10d._get_default_store()

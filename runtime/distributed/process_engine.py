@@ -24,11 +24,12 @@ from shardfx.runtime.same_host.neighbourhood import met
 from shardfx.runtime.same_host.shared_memory import shared_bytes
 
 from . import gloo
-from .groups import axes_of, make_groups
+from .groups import axes_of, by_stream, make_groups
 from .handshake import forget, settle
 from .peer_failure import ended, ending_together, finish_together
 from .stages import messages
 
+c10d = torch.ops._c10d_functional
 Tensor = torch.Tensor
 
 
@@ -74,7 +75,9 @@ class ProcessEngine:
         self, graph: Graph, device: torch.device, write: Callable[[RankProgram, Forms], Runs] = write_source
     ) -> None:
         self.device, self.rank = device, dist.get_rank()
-        self._graph, self._ready, self._outbox, self._write = graph, False, messages.Outbox(), write
+        self._by_stream = by_stream(device)
+        self._graph, self._ready, self._write = graph, False, write
+        self._outbox = messages.StreamOutbox() if self._by_stream else messages.Outbox()
         self._sources: WeakKeyDictionary[RankProgram, Runs] = WeakKeyDictionary()
         self._inboxes: WeakKeyDictionary[RankProgram, messages.Inbox] = WeakKeyDictionary()
         self._pools: WeakKeyDictionary[RankProgram, MemoryPool] = WeakKeyDictionary()
@@ -92,6 +95,9 @@ class ProcessEngine:
             settle()
             with ending_together("making the groups of ranks"):
                 make_groups(self._graph.mesh, axes_of(self._graph))
+                if self._by_stream and self._graph.pipeline is not None:
+                    for way in (messages.FORTH, messages.BACK):
+                        make_groups(self._graph.mesh, [(self._graph.pipeline.axis,)], way)
             self._ready = True
 
     def seed(self) -> Tensor:
@@ -157,11 +163,10 @@ class ProcessEngine:
 
     def _forms(self, program: RankProgram) -> Forms:
         """How this backend does what a program asks for."""
-        near = self.device.type == "cpu" and bool(met)
+        near = not self._by_stream and bool(met)
         pool = self._pools.setdefault(program, MemoryPool(shared_bytes if near else None))
         instead: dict[Any, Callable[..., Any]] = {memory_ops.empty: pool.empty, memory_ops.arena: pool.arena}
-        if self.device.type != "cpu":
-            return Forms(instead, meet=self._meet)
-        inbox = self._inboxes.setdefault(program, messages.Inbox())
-        instead |= {handover.send: self._outbox.send, handover.receive: inbox.receive}
-        return Forms(instead | gloo.FORMS, meet=self._meet)
+        instead |= {handover.send: self._outbox.send, c10d.wait_tensor.default: gloo.wait}
+        inbox = self._inboxes.setdefault(program, messages.Inbox(self._by_stream))
+        instead[handover.receive] = inbox.receive
+        return Forms(instead if self._by_stream else instead | gloo.FORMS, meet=self._meet)

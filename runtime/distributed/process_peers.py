@@ -272,7 +272,8 @@ class ProcessPeers:
         make_groups(mesh, sorted({each.axes for each in given}))
         found = {}
         for each in given:
-            sent = each.tensor.detach().clone(memory_format=torch.contiguous_format)
+            assert self._store is not None
+            sent = each.tensor.detach().to(self._store.device, copy=True, memory_format=torch.contiguous_format)
             with ending_together(f"the broadcast of {each.name!r}"):
                 group = mesh.group_name(dist.get_rank(), each.axes)
                 found[each.name] = c10d.wait_tensor.default(c10d.broadcast.default(sent, 0, group))

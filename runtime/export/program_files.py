@@ -20,7 +20,7 @@ from torch import fx
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
+from shardfx.ir.ops import dropout, fused_attention, hashing, memory_ops, pack
 from shardfx.ir.ops.computing import (
     adaptive,
     batch_gradient,
@@ -47,6 +47,7 @@ FILES = {
     "transfer": "pools_transfer",
     "segments": "computing_segment",
     "time_turns": "time_turns",
+    "hashing": "hashing",
 }
 """What our functions stand in, and how programs name it."""
 
@@ -107,6 +108,10 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
 OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
     "random_ops": (dropout.__file__, {dropout.dropout, dropout.draw}),
     "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
+    "hashing": (
+        hashing.__file__,
+        {dropout.dropout, dropout.draw, fused_attention.attention, fused_attention.attention_backward},
+    ),
     "transfer": (transfer.__file__, {row.function for row in POOLS}),
     "time_turns": (turns.__file__, {row.function for row in TURNS}),
     "segments": (segment.__file__, {segment.segment}),
@@ -138,4 +143,6 @@ def copy(source: str | None, target: Path) -> None:
     """Copy a file of ours."""
     assert source is not None
     text = Path(source).read_text(encoding="utf-8")
-    target.write_text(text.replace("from .pack import", "from pack import"), encoding="utf-8")  # a folder, no package
+    target.write_text(
+        re.sub(r"^from \.(\w+) import", r"from \1 import", text, flags=re.M), encoding="utf-8"
+    )  # no package

@@ -66,8 +66,8 @@ class Holder:
 class RankMemory:
     """The memory of one rank in a step, as ``pm.memory(rank)`` foresees it.
 
-    Bytes are those of live tensors, by storage: what views share counts once. What lies outside of tensors
-    (workspaces of kernels, fragmentation) is not in it, nor what an optimizer of your own keeps.
+    Bytes are those of live tensors, by storage: what views share counts once; :attr:`reserved` has the allocator's
+    fragmentation too. Workspaces of kernels are not in it, nor what an optimizer of your own keeps.
     """
 
     program: RankProgram
@@ -90,6 +90,12 @@ class RankMemory:
     def peak(self) -> int:
         """The bytes that are there when most is."""
         return sum(held.nbytes for held in self.given) + self.footprint.peak.nbytes
+
+    @cached_property
+    def reserved(self) -> int:
+        """The bytes that torch's caching allocator holds on CUDA in steady steps (``torch.cuda.max_memory_reserved``):
+        :attr:`peak`, and what rounding and fragmentation add. Simulated, allocation by allocation."""
+        return self.footprint.reserved(held.nbytes for held in self.given)
 
     @property
     def host(self) -> int:
@@ -242,6 +248,7 @@ class RankMemory:
         made = table(f"Memory of rank {self.rank}: {size_text(self.peak)} at most", "", "bytes", right=[1])
         for category, nbytes in self.by_category.items():
             made.add_row(category, size_text(nbytes))
+        made.add_row("reserved on CUDA", size_text(self.reserved))
         if self.host:
             made.add_row("put away, beside the device", size_text(self.host))
         largest = "\n".join(f"  {held}" for held in self.at_peak[:8])

@@ -186,8 +186,8 @@ class ParallelModule(SteppedModule):
     def compile(self, **options: Any) -> None:
         """Run steps through ``torch.compile(**options)`` from now on.
 
-        torch plans memory itself: the programs are then those of the rank passes ``waits`` and ``own-outputs`` alone,
-        and ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is. What is
+        torch plans memory itself: the programs are then those of the rank passes ``rematerialize``, ``waits`` and
+        ``own-outputs`` alone, and ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is. What is
         put away and fetched (``Hints(offload=...)``) is so between what is compiled, as planned. Of a pipeline's stages
         on real ranks what is between sends, receives and collectives is compiled, once for all turns.
 

@@ -18,9 +18,9 @@ from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.distributed import gloo
-from shardfx.runtime.distributed.groups import check_size
+from shardfx.runtime.distributed.groups import by_stream, check_size, is_dry_run
 from shardfx.runtime.distributed.peer_failure import ending_compiled
-from shardfx.runtime.distributed.stages.messages import AHEAD
+from shardfx.runtime.distributed.stages.messages import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import ModuleEngine
 from shardfx.runtime.peers import Alone, Peers
@@ -97,6 +97,7 @@ class Place:
             return VirtualStore(graph, self.device)
         from shardfx.runtime.distributed.process_store import ProcessStore
 
+        check_messages(graph, self.device)
         return ProcessStore(graph, self.device)
 
     def make_engine(self, graph: Graph) -> Engine:
@@ -109,7 +110,7 @@ class Place:
 
     def make_peers(self) -> Peers:
         """The other ranks, to a parallel module that is to be planned. All of them call it alike."""
-        if self.virtual:
+        if self.virtual or is_dry_run():
             return Alone()
         from shardfx.runtime.distributed.process_peers import ProcessPeers
 
@@ -130,12 +131,14 @@ class Place:
     @property
     def transport(self) -> Transport:
         """How what is under way is carried, where ranks are on several machines."""
-        return Transport(gloo.LARGE, AHEAD) if not self.virtual and self.device.type == "cpu" else PLAIN
+        if self.virtual:
+            return PLAIN
+        return Transport(ahead=AHEAD) if by_stream(self.device) else Transport(gloo.LARGE, AHEAD)
 
     @property
     def transport_here(self) -> Transport:
         """How it is among these ranks, as far as that is known yet."""
-        return self.transport if gloo.is_used() else PLAIN
+        return self.transport if by_stream(self.device) or gloo.is_used() else PLAIN
 
     def rank_passes(self, hints: Hints) -> tuple[RankPass, ...]:
         """The rank passes of a plan: the built-in ones for this device, and the user's behind them."""

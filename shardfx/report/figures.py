@@ -131,8 +131,8 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Their sum."""
-        return self.compute + self.communication + self.carrying
+        """Their sum; or what the host spends on the calls, where that is more."""
+        return self.cost.seconds(self.machine, self.mesh)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from shardfx.runtime.debug.recording import Recording
+from shardfx.runtime.distributed.groups import is_dry_run
 from shardfx.runtime.engine import Watch
 
 from .timeline import trace_event, write_trace
@@ -36,13 +37,13 @@ def recorded(module: Watched, path: str | Path) -> Iterator[Recording]:
     finally:
         module._watch = before
     everybody: list[Any] = [recording.rows()]
-    if module.this_rank is not None:
+    if module.this_rank is not None and not is_dry_run():
         mine, everybody = everybody[0], [None] * dist.get_world_size()
         dist.all_gather_object(everybody, mine)
     recording.close(everybody)
     if recording.steps:
         module._measured = recording
-    if not module.this_rank:
+    if not module.this_rank or is_dry_run():
         write_trace(path, *trace_of(recording))
 
 

@@ -131,7 +131,7 @@ def on_gloo() -> Iterator[None]:
 def neighbours_do_what_gloo_does() -> None:
     """Every kind of collective, several under way at once, small ones and those that are shared out; also where a
     program calls torch's."""
-    groups.initialise("cpu")
+    groups.initialise(torch.device("cpu"))
     n, rank = dist.get_world_size(), dist.get_rank()
     mesh, generator = sx.Mesh(dp=n), torch.Generator().manual_seed(rank)
     groups.make_groups(mesh, [("dp",)])
@@ -211,7 +211,7 @@ def measures_links() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     calibrate.LARGEST, calibrate.GATHERED, calibrate.RUNS = 256, 1 << 20, 1
-    probes.RING, probes.PASSES = 1 << 18, 1
+    probes.RING, probes.PASSES = {"cpu": 1 << 18}, 1
     machine = sx.Machine.measure("cpu")
     (level,) = machine.links
     assert level.name == "measured" and f"among {dist.get_world_size()} ranks" in machine.source

@@ -122,7 +122,10 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
         "report",
         "visualize",
     ),
-    "schedules": ("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.time", "report"),
+    "schedules": (
+        *("shardfx", *PROGRAMS, *CLOCKS, "ir.capture", "memory", "passes.sharding", "passes.time", "report"),
+        "runtime.distributed",
+    ),
     "scenes": (*RULES, "visualize", "module", "module.held", "runtime.distributed"),
     "explain": (*ONE_OP, "ir.cost", "ir.text"),
     "integrations": ("shardfx", "ir", "module", "module.held", "runtime"),
@@ -140,8 +143,8 @@ IN_FUNCTIONS = {
     ("module.place", "runtime.distributed.process_peers"),
 }
 """The imports that stand in a function, and why."""
-MOST_FILES = 12
-SOURCE_LINES, TEST_LINES = 320, 350
+MOST_FILES = 16
+SOURCE_LINES, TEST_LINES = 800, 800
 
 
 class Import(NamedTuple):

@@ -92,11 +92,11 @@ def test_a_process_without_a_job_is_told(monkeypatch: pytest.MonkeyPatch, caplog
         the_cpu_group()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert not launched()
+    assert not launched(1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not launched() and "WORLD_SIZE is set and RANK is not" in caplog.text
+    assert not launched(1) and "WORLD_SIZE is set and RANK is not" in caplog.text
     monkeypatch.setenv("RANK", "0")
-    assert launched()
+    assert launched(1)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     x = torch.zeros(4, 2)
     with pytest.raises(sx.Error, match=r"cannot join the job(.|\n)*RANK=0, WORLD_SIZE=2, MASTER_ADDR=,"):

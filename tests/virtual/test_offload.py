@@ -115,12 +115,12 @@ def test_what_is_put_away_is_not_on_the_device() -> None:
     for offload, less, beside in (
         (("optimizer",), states, states),
         (("parameters",), 0.8 * states / 2, states / 2),
-        (("activations",), 0.8 * plain.by_category["activations"], plain.by_category["activations"]),
+        (("activations",), 0.7 * plain.by_category["activations"], plain.by_category["activations"]),
     ):
         memory = blocks(optimizer=adamw, offload=away(*offload)).memory()
         assert plain.peak - memory.peak >= less and memory.host == pytest.approx(beside, rel=0.2), offload
     every = blocks(optimizer=adamw, offload=away()).memory()
-    assert every.peak < 0.3 * plain.peak
+    assert every.peak < 0.32 * plain.peak
     again = blocks(optimizer=adamw, offload=away("activations"), recompute="layers.*").memory()
     assert again.host < 0.2 * plain.by_category["activations"]  # what goes into the blocks alone
 

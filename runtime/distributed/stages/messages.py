@@ -2,6 +2,11 @@
 
 Between ranks of one machine it goes through memory that they share (:mod:`shardfx.runtime.same_host.parcels`): it
 leaves at once. Else gloo sends it: it is held until it has arrived, and a rank's step ends when all it sent has.
+
+On NCCL the messages from one rank to another follow one another on a stream, in the order of the programs, and only the
+stream on which a rank computes waits for them. So that of two ranks that send to one another neither waits behind its
+own send, what goes to higher and to lower places of the axis of stages has a process group each (:data:`FORTH`,
+:data:`BACK`).
 """
 
 from __future__ import annotations
@@ -13,13 +18,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph
 from shardfx.ir.ops.time.handover import number, peers
 from shardfx.runtime.same_host.neighbourhood import met
 from shardfx.runtime.same_host.parcels import Parcel
 
 Tensor = torch.Tensor
 AHEAD = 2
-"""So many messages of gloo are received before they are asked for."""
+"""So many messages are received before they are asked for: where they travel only when their receiver is ready."""
+FORTH, BACK = "/forth", "/back"
+"""Behind the name of a group: those of the same ranks in which messages go to higher places, and to lower ones."""
 
 
 class Receipt:
@@ -34,24 +43,83 @@ class Receipt:
         return self.into
 
 
+class StreamOutbox:
+    """What this rank has sent by a stream: kept until the end of the step, where what it computes next waits for it."""
+
+    def __init__(self) -> None:
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, x: Tensor, to: int, tag: int, turn: int, group: str) -> None:
+        """Start to send (:func:`shardfx.ir.ops.time.handover.send`), behind what was sent before."""
+        held = x.contiguous()
+        work = dist.isend(held, group=one_way(group, peers(group).rank(), to), group_dst=to)
+        assert work is not None
+        self._sent.append((work, held))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StreamOutbox:
+        """An empty one: what is under way is this one's."""
+        made = memo[id(self)] = StreamOutbox()
+        return made
+
+    def empty(self) -> None:
+        """What is computed from now on waits for all that was sent."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def forget(self) -> None:
+        """Let go of all, for those who were to get it are gone."""
+        self._sent.clear()
+
+
 Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
 """What is received: shape, dtype, device, from which place of the group, tag, turn, group."""
 
 
-def _started(asked: Asked) -> Receipt:
+def _started(asked: Asked, by_stream: bool) -> Receipt:
     shape, dtype, device, origin, tag, turn, group = asked
     into = torch.empty(shape, dtype=dtype, device=device)
-    work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, turn))
+    way = one_way(group, origin, peers(group).rank()) if by_stream else peers(group)
+    work = dist.irecv(into, group=way, group_src=origin, tag=number(tag, turn))
     assert work is not None
     return Receipt(into, work)
 
 
-class Inbox:
-    """What a program receives. Each of its runs receives the same, in the same order: from the second one on, some of
-    gloo's messages are under way ahead of the one that is asked for, for they travel only when their receiver is
-    ready."""
+def one_way(group: str, origin: int, to: int) -> dist.ProcessGroup:
+    """The process group in which a rank sends to another by a stream."""
+    found: dist.ProcessGroup = peers(group + (FORTH if origin < to else BACK))
+    return found
 
-    def __init__(self) -> None:
+
+def check_messages(graph: Graph, device: torch.device) -> None:
+    """A process group that is bound to a device has one stream for all that its ranks send to one another: two of them
+    may wait for one another.
+
+    Raises:
+        Error: stages are to send in such a group.
+    """
+    world = dist.group.WORLD
+    if device.type == "cpu" or graph.pipeline is None or world is None or world.bound_device_id is None:
+        return
+    raise Error(
+        "the stages of a pipeline cannot send to one another in a process group that is bound to a device",
+        where="parallelize(...)",
+        expected="a process group that makes the communicators of two ranks when they first send",
+        got=f"torch.distributed.init_process_group(device_id={world.bound_device_id})",
+        remedy="leave device_id out of init_process_group, and call torch.cuda.set_device(...) before it",
+    )
+
+
+class Inbox:
+    """What a program receives. Each of its runs receives the same, in the same order: from the second one on, some
+    messages are under way ahead of the one that is asked for.
+
+    Args:
+        by_stream: received on streams, as on NCCL.
+    """
+
+    def __init__(self, by_stream: bool = False) -> None:
+        self._by_stream = by_stream
         self._every: list[Asked] = []
         self._known = False
         self._at = 0
@@ -62,7 +130,7 @@ class Inbox:
         self._known, self._at = bool(self._every), 0
         self._under_way.clear()
         for asked in self._every[:AHEAD]:
-            self._under_way.append(_started(asked))
+            self._under_way.append(_started(asked, self._by_stream))
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, origin: int, tag: int, turn: int, group: str
@@ -75,9 +143,9 @@ class Inbox:
         if not self._known:
             asked = (shape, dtype, device, origin, tag, turn, group)
             self._every.append(asked)
-            return _started(asked)
+            return _started(asked, self._by_stream)
         if self._at + AHEAD <= len(self._every):
-            self._under_way.append(_started(self._every[self._at + AHEAD - 1]))
+            self._under_way.append(_started(self._every[self._at + AHEAD - 1], self._by_stream))
         return self._under_way.popleft()
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardfx.ir.graph import Graph, Input
 from shardfx.ir.mesh import Mesh
-from shardfx.runtime.distributed.groups import make_groups
+from shardfx.runtime.distributed.groups import is_dry_run, make_groups, the_cpu_group
 from shardfx.runtime.distributed.peer_failure import ending_together
 
 T = TypeVar("T")
@@ -58,11 +58,11 @@ class StageHomes:
 
     def said(self, mine: Mapping[str, T]) -> Mapping[str, T]:
         """What ranks say of what they hold, by name, in the order of the inputs. All ranks call it alike."""
-        if self.pipeline is None:
+        if self.pipeline is None or is_dry_run():
             return mine
         every: list[Mapping[str, T]] = [{}] * self.mesh.size
         with ending_together("telling what the stages hold"):
-            dist.all_gather_object(every, mine)
+            dist.all_gather_object(every, mine, group=the_cpu_group())
         found: dict[str, T] = {}
         for each in every:
             found = {**each, **found}

@@ -1,0 +1,104 @@
+"""The order in which a rank starts and waits for what goes over its links, beside what it computes.
+
+    compute        12 calls, %t to %mm_3
+    tp             start    all_reduce %mm_3 layers.0.1
+    compute        2 calls, %t_4 to %mm_4
+    tp             wait     all_reduce %mm_3 layers.0.1
+    compute        1 call, %add_1
+
+On NCCL each group of axes is a stream of its own, and a wait holds up the stream on which the rank computes, not the
+host. So communication is hidden by what stands between its start and its wait, and by nothing else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from shardfx.ir.graph import Node
+from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.traits import is_view
+from shardfx.ir.program.looped.within_turns import part_in_turns
+
+COMPUTE = "compute"
+
+
+class Event(NamedTuple):
+    """A call, the stream that it is for, and whether it computes, or starts, sends or waits for something."""
+
+    stream: str
+    does: str
+    call: fx.Node
+
+
+def source(started: Any) -> fx.Node:
+    """The call that started what is waited for."""
+    while started.target is operator.getitem:
+        started = started.args[0]
+    made: fx.Node = started
+    return made
+
+
+def link_of(call: fx.Node) -> str:
+    """The link of what a call starts or sends: the axes of its group; or the direction of a copy between pools."""
+    row = row_of(call.target)
+    assert row is not None
+    if row.copies:
+        return "from host" if row.fetches else "to host"
+    name = str(call.args[row.group or 0])
+    axes = name.partition("/")[2].partition("@")[0].replace(".", ", ")
+    if row.message == "sends":
+        return f"{axes}, to {call.args[1]}"
+    return f"{axes}, from {call.args[3]}" if row.message else axes
+
+
+def name_of(call: fx.Node) -> str:
+    """What a call starts, in words: the kind, the value in the planned graph, the module."""
+    row, planned = row_of(call.target), call.meta.get("shardfx")
+    kind = row.name.rpartition(".")[2].rstrip("_") if row is not None else str(call.target)
+    where = f" {planned.where.module}" if isinstance(planned, Node) and planned.where.module else ""
+    return f"{kind} %{call.name}{where}"
+
+
+def moves_only(call: fx.Node) -> bool:
+    """Whether a call takes no time of its own worth telling: views, memory, what unpacks what came."""
+    row = row_of(call.target)
+    if row is not None and row.name != "update.segment":
+        return row.moves or row.memory or row.shares or bool(part_in_turns(call))
+    planned = call.meta.get("shardfx")
+    return isinstance(planned, Node) and planned.op is call.target and is_view(planned)
+
+
+def stream_order(calls: Iterable[fx.Node]) -> list[Event]:
+    """What a rank does, call by call in the order in which it is done, without what only moves."""
+    made = []
+    for call in calls:
+        row = row_of(call.target)
+        if row is not None and row.waits:
+            begun = source(call.args[0])
+            made.append(Event(link_of(begun), "wait", begun))
+        elif row is not None and row.message == "sends":
+            made.append(Event(link_of(call), "send", call))
+        elif row is not None and row.starts:
+            made.append(Event(link_of(call), "start", call))
+        elif not moves_only(call):
+            made.append(Event(COMPUTE, COMPUTE, call))
+    return made
+
+
+def order_text(events: Sequence[Event]) -> str:
+    """The order as text: a line for each start, send and wait, and for what is computed between two of them."""
+    lines = []
+    for computes, some in groupby(events, lambda event: event.stream == COMPUTE):
+        together = list(some)
+        if not computes:
+            lines += [f"{each.stream:<14} {each.does:<6} {name_of(each.call)}" for each in together]
+            continue
+        count, first, last = len(together), together[0].call.name, together[-1].call.name
+        calls = f"1 call, %{first}" if count == 1 else f"{count} calls, %{first} to %{last}"
+        lines.append(f"{COMPUTE:<14} {calls}")
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""The device on which the ranks of this process run.
+
+==========================================  ===========================================================================
+``Hints(device="cuda:1")``                  that one
+``Hints(device="cuda")``, without launcher  torch's current CUDA device
+``Hints(device="cuda")``, under torchrun    that of the local rank: ``cuda:$LOCAL_RANK``
+no hint                                     where the weights of the model are; the CPU for those on ``meta``; under
+                                            torchrun that of the local rank for those on any CUDA device
+==========================================  ===========================================================================
+
+A plan without weights may name a device that this machine lacks: its report, memory and timeline need none.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardfx.ir.errors import Error
+
+
+def local_device(asked: str | torch.device | None, weights: torch.device, real: bool) -> torch.device:
+    """The device of the ranks of this process.
+
+    Args:
+        asked: ``Hints(device=...)``.
+        weights: where the model's weights are.
+        real: this process is one rank of a job, of which each has a device of its own.
+    """
+    device = torch.device(asked) if asked is not None else weights
+    if device.type in ("cpu", "meta"):
+        return torch.device("cpu")
+    if real and (asked is None or ":" not in str(asked)):
+        return torch.device(device.type, _index(device.type))
+    return device
+
+
+def _index(kind: str) -> int:
+    """The device of this rank among those of its machine."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    bound = world.bound_device_id if world is not None else None
+    if bound is not None and bound.type == kind:
+        return int(bound.index)
+    local = os.environ.get("LOCAL_RANK")
+    if local is not None:
+        return int(local)
+    module: Any = torch.get_device_module(kind)
+    return int(module.current_device()) if module.is_available() else 0
+
+
+def check_device(device: torch.device) -> None:
+    """Check that the device is there.
+
+    Raises:
+        Error: this build of torch does not serve it, there is none, or fewer than its index says.
+    """
+    if device.type == "cpu":
+        return
+    kind = device.type
+    try:
+        module: Any = torch.get_device_module(kind)
+        count = int(module.device_count()) if module.is_available() else 0
+    except RuntimeError:  # no module of torch serves this type
+        count = 0
+    if count > (device.index or 0):
+        return
+    if count:
+        remedy = f"Hints(device={f'{kind}:{count - 1}'!r}), or one process for each device"
+    else:
+        remedy = "Hints(device='cpu'); or a model on meta, to plan without running: report, memory, timeline"
+    built = (
+        "" if kind != "cuda" or torch.version.cuda or torch.version.hip else ", and this torch is built without CUDA"
+    )
+    local = f", of LOCAL_RANK={os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else ""
+    raise Error(
+        f"there is no device {str(device)!r} here",
+        where="Hints(device=...), or the device of the model's weights",
+        expected="a device of this machine: " + ", ".join(["cpu", *(f"{kind}:{i}" for i in range(count))]),
+        got=f"{str(device)!r}{local}; torch.{kind}.device_count() is {count}{built}",
+        remedy=remedy,
+    )
+
+
+def as_current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, ``device`` is the one on which programs allocate, for they name its type alone."""
+    if device.type == "cpu" or device.index is None:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return context

@@ -1,0 +1,148 @@
+"""Device placement: which device ranks run on, one that is not there, a process group that does not serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardfx as sx
+from shardfx.runtime.distributed import groups
+from shardfx.runtime.local_device import check_device, local_device
+
+CPU, META, X = torch.device("cpu"), torch.device("meta"), torch.zeros(4, 8)
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "weights", "real", "found"),
+    [
+        (None, "cpu", False, "cpu"),
+        (None, "meta", True, "cpu"),
+        (None, "cuda:1", False, "cuda:1"),
+        ("cuda", "meta", False, "cuda"),
+        ("cuda:1", "meta", False, "cuda:1"),
+        ("cuda", "cpu", True, "cuda:3"),
+        (None, "cuda:0", True, "cuda:3"),
+        ("cuda:2", "cpu", True, "cuda:2"),
+        ("cpu", "cuda:0", True, "cpu"),
+    ],
+)
+def test_device_follows_hint_then_weights_then_local_rank(
+    asked: str | None, weights: str, real: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device(asked, torch.device(weights), real) == torch.device(found)
+
+
+def test_device_without_a_gpu_is_an_error_before_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu(monkeypatch)
+    with pytest.raises(sx.Error, match=r"no device 'cuda' here(.|\n)*expected: +a device of this machine: cpu\n"):
+        sx.parallelize(nn.Linear(8, 8), sx.Mesh(dp=2), sx.Hints((X,), device="cuda"), virtual=True)
+
+
+def test_device_index_beyond_the_last_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device(torch.device("cuda:1"))
+    with pytest.raises(sx.Error, match=r"no device 'cuda:2' here(.|\n)*cuda:0, cuda:1\n(.|\n)*device='cuda:1'"):
+        check_device(torch.device("cuda:2"))
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cuda:x"])
+def test_unknown_device_is_an_error(kind: str) -> None:
+    with pytest.raises(sx.Error, match="name of a device of torch"):
+        sx.Hints((X,), device=kind)
+
+
+def test_meta_model_is_planned_for_a_gpu_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_gpu(monkeypatch)
+    hints = sx.Hints((X,), device="cuda", machine="h100-dgx", specs={"args.0": "dp, -"})
+    pm = sx.parallelize(nn.Linear(8, 8, device="meta"), sx.Mesh(dp=2), hints, virtual=True)
+    assert pm.report().time.total == pytest.approx(pm.timeline().step) and pm.memory().peak
+    with pytest.raises(sx.Error, match="no device 'cuda' here"):
+        pm.load_full_state_dict(nn.Linear(8, 8).state_dict())
+
+
+# ---- process groups
+
+
+@pytest.fixture
+def one_on_gloo() -> Iterator[None]:
+    """A job of one process on gloo."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_on_gloo")
+def test_gloo_is_refused_for_cuda_tensors() -> None:
+    assert groups.backends() == {"cpu": "gloo", "cuda": "gloo"}
+    groups.check_backend("cpu")
+    with pytest.raises(sx.Error, match=r"cannot serve a plan on cuda(.|\n)*init_process_group\('nccl'\)"):
+        groups.check_backend("cuda")
+
+
+def test_backend_that_serves_another_device_is_an_error() -> None:
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups.check_backend("cpu")
+        with pytest.raises(sx.Error, match=r"got: +torch.distributed.init_process_group\('cpu:gloo'\)"):
+            groups.check_backend("cuda")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_process_is_one_rank_or_all_virtual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert groups.launched(1) and not groups.launched(2)
+    monkeypatch.delenv("MASTER_PORT")
+    assert not groups.launched(1)
+
+
+# ---- with a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("one_on_gloo")
+def test_gloo_with_a_cuda_model_is_an_error_at_planning() -> None:
+    with pytest.raises(sx.Error, match=r"cpu:gloo,cuda:nccl"):
+        sx.parallelize(nn.Linear(8, 8, device="cuda"), sx.Mesh(dp=1), sx.Hints((X,)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", None])
+def test_one_rank_on_nccl_trains_as_one_device(backend: str | None) -> None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        x, y = torch.randn(16, 8).double(), torch.randn(16, 4).double()
+        hints = sx.Hints(
+            (x,),
+            loss=nn.functional.mse_loss,
+            targets=(y,),
+            device="cuda",
+            zero=3,
+            zero_min=1,
+            specs={"args.0": "dp, -"},
+        )
+        pm = sx.parallelize(model, sx.Mesh(dp=1, tp=1), hints)
+        assert {p.device for p in pm.parameters()} == {torch.device("cuda", torch.cuda.current_device())}
+        pm(x.cuda(), y.cuda()).backward()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        for name, grad in pm.full_grads().items():
+            torch.testing.assert_close(grad.cpu(), model.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,99 @@
+"""``pm.compile()`` and ``pm.step``: new parameters and states are written where the old ones lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardfx as sx
+from shardfx.runtime.module_engine import ModuleEngine
+from tests.plans import MESHES
+from tests.stepped import KINDS, alone, apart, batches, small_plan
+
+ALONE = sx.Mesh(dp=1)
+
+
+class _Calls(TorchDispatchMode):
+    """Names of the ops that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def outside_of_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Calls]:
+    """The ops that a step dispatches beside its compiled program."""
+    calls, run = _Calls(), ModuleEngine.run
+
+    def apart_from(self: ModuleEngine, *args: Any) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return run(self, *args)
+
+    monkeypatch.setattr(ModuleEngine, "run", apart_from)
+    with pytest.warns(sx.ShardfxWarning, match="sees the ops of the ranks' programs"), calls:
+        yield calls
+
+
+def places(pm: sx.ParallelModule) -> dict[str, list[int]]:
+    """Where parameters and states lie."""
+    held = {**pm.store.parameters, **pm.store.states}
+    return {name: [piece.data_ptr() for piece in pieces] for name, pieces in held.items()}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, when Inductor is imported
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_step_writes_parameters_and_states_in_place(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, params, _ = alone(KINDS["AdamW"], 4)
+    pm = small_plan(KINDS["AdamW"], ALONE)
+    pm.compile(backend=backend)
+    assert apart(pm, losses[:2], {}) < 1e-12
+    before, ((x, y), *_) = places(pm), batches(4)[2:]
+    with outside_of_programs(monkeypatch) as calls:
+        pm.step(x, y)
+    assert places(pm) == before and {*calls.names} <= {
+        "aten.detach.default",
+        "aten.view.default",
+        "aten.lift_fresh.default",
+    }
+    pm.step(*batches(4)[3])
+    state = pm.full_state_dict()
+    assert all(torch.allclose(state[name], value, rtol=0, atol=1e-12) for name, value in params.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hints", [{"zero": 1}, {"zero": 3}, {"clip": 0.5}], ids=str)
+def test_compiled_steps_of_virtual_ranks_equal_one_device(hints: dict[str, Any]) -> None:
+    """Ranks that share a piece step it once."""
+    losses, params, _ = alone(KINDS["AdamW"], 3, clip=hints.get("clip"))
+    pm = small_plan(KINDS["AdamW"], MESHES["dp2"], **hints)
+    pm.compile(backend="aot_eager")
+    assert apart(pm, losses, params) < 1e-12 and pm.verify()
+
+
+@pytest.mark.long
+def test_compiled_program_writes_buffers_in_place() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), targets=(y,), loss=F.mse_loss)
+    pm, reference = (sx.parallelize(model, ALONE, hints) for _ in range(2))
+    pm.compile(backend="aot_eager")
+    text = str(pm.rank_program(0))
+    assert "memory.write(%_1_running_mean" in text and pm.verify()
+    for each in (pm, reference):
+        each(x, y).backward()
+        each(x + 1, y)
+    wanted = reference.full_state_dict()
+    assert all(torch.allclose(value, wanted[name], atol=1e-12) for name, value in pm.full_state_dict().items())
