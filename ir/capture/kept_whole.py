@@ -120,13 +120,14 @@ def whole_resize(name: str) -> Callable[..., Any]:
 
 
 def whole_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """``F.pad``: where edges meet it is one op for each dim."""
+    """``F.pad``: where edges meet it is one op for each dim, of what a negative padding has left."""
     if mode != "circular":
         padded: Tensor = aten.pad.default(x, pad, mode, value)
         return padded
+    x = aten.constant_pad_nd.default(x, [min(n, 0) for n in pad]) if min(pad) < 0 else x
     for i, (front, back) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-        if front or back:
-            x = Ring.apply(x, -1 - i, front, back)  # type: ignore[no-untyped-call]
+        if front > 0 or back > 0:
+            x = Ring.apply(x, -1 - i, max(front, 0), max(back, 0))  # type: ignore[no-untyped-call]
     return x
 
 

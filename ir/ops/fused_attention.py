@@ -197,21 +197,25 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
         return "cpu"
     if q.shape[-1] % 8:
         return ""
-    cuda, groups = torch.backends.cuda, k.shape[1] != q.shape[1]
     with torch.enable_grad():
-        q = q if q.is_inference() else q.detach().requires_grad_()
-        if mask is None and (not causal or q.shape[2] == k.shape[2]):
-            params = cuda.SDPAParams(q, k, v, None, 0.0, causal, groups)
-            if _suits_cudnn(q, k, v) and cuda.can_use_cudnn_attention(params):
-                choice = aten._fused_sdp_choice.default(q, k, v, None, 0.0, causal, enable_gqa=groups)
-                if choice == SDPBackend.CUDNN_ATTENTION.value:
-                    return "cudnn"
-            if cuda.can_use_flash_attention(params):
-                return "flash"
-        many = [t[:, :1].expand(-1, q.shape[1], -1, -1) if groups else t for t in (k, v)]
-        return (
-            "efficient" if cuda.can_use_efficient_attention(cuda.SDPAParams(q, *many, None, 0.0, causal, False)) else ""
-        )
+        return _cuda_kernel(q if q.is_inference() else q.detach().requires_grad_(), k, v, mask, causal)
+
+
+def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str:
+    """What torch would take, where that suits; of kernels for grouped heads the memory-efficient one is none."""
+    cuda, groups = torch.backends.cuda, k.shape[1] != q.shape[1]
+    if mask is None and (not causal or q.shape[2] == k.shape[2]):
+        params = cuda.SDPAParams(q, k, v, None, 0.0, causal, groups)
+        if _suits_cudnn(q, k, v) and cuda.can_use_cudnn_attention(params):
+            choice = aten._fused_sdp_choice.default(q, k, v, None, 0.0, causal, enable_gqa=groups)
+            if choice == SDPBackend.CUDNN_ATTENTION.value:
+                return "cudnn"
+        if cuda.can_use_flash_attention(params):
+            return "flash"
+    if groups:
+        k, v = (t[:, :1].expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    params = cuda.SDPAParams(q, k, v, None, 0.0, causal, False)
+    return "efficient" if cuda.can_use_efficient_attention(params) else ""
 
 
 def _suits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -220,8 +224,9 @@ def _suits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
     Gradients of partial tiles can be NaN before cuDNN 9.26, and for one query in it
     (https://github.com/pytorch/pytorch/issues/196678, https://github.com/NVIDIA/cudnn-frontend/issues/1072).
     """
-    aligned = all(all(n and n % 8 == 0 for n in t.stride()[:-1]) and t.storage_offset() % 8 == 0 for t in (q, k, v))
-    return aligned and q.shape[2] % TILE == 0 and k.shape[2] % TILE == 0
+    if q.shape[2] % TILE or k.shape[2] % TILE:
+        return False
+    return all(all(n and n % 8 == 0 for n in t.stride()[:-1]) and t.storage_offset() % 8 == 0 for t in (q, k, v))
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | None:
@@ -234,17 +239,11 @@ def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | No
 
 
 def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    p: float = 0.0,
-    *draw: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, *how: Any
 ) -> tuple[Tensor, Tensor]:
     q, k, v = _dense(q, k, v)
-    return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, scale, p, *draw)
+    p = how[1] if len(how) > 1 else 0.0
+    return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, *how)
 
 
 def _forward_by(
@@ -252,9 +251,9 @@ def _forward_by(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     p: float = 0.0,
     seed: Tensor | None = None,
     number: int = 0,

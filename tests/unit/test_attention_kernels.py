@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfx.ir.ops import fused_attention
 from shardfx.ir.ops.fused_attention import attention, attention_backward, backward_by_hand, forward_by_hand
+from tests.on_gpu import without_synchronisation
 
 aten = torch.ops.aten
 
@@ -187,17 +188,6 @@ def test_backward_takes_a_logsumexp_in_any_layout() -> None:
     grads = attention_backward(q, q, k, v, out, scattered, None, True)
     for ours, theirs in zip(grads[:3], by_hand(q, q, k, v, None, True)[2:], strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-@contextmanager
-def without_synchronisation() -> Iterator[None]:
-    """Whoever waits for the device is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
