@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .hashing import GOLDEN, kept, keyed, mix_
+from .computing.hashing import GOLDEN, kept, keyed, mix_
 
 aten = torch.ops.aten
 
