@@ -19,7 +19,7 @@ from shardfx.ir.program.units.in_common import select
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import laid
 
-from .engine import Engine, Watch
+from .engine import Engine, Watch, on_device
 from .guards import ELSEWHERE, check_guards
 from .local_device import as_current
 from .store import Store
@@ -140,7 +140,7 @@ class Step:
 
     def on_device(self, number: int) -> torch.Tensor:
         """A number that was drawn as a seed, where programs run."""
-        return torch.tensor(number, device=self.engine.device)
+        return torch.full((), number, dtype=torch.int64, device=self.engine.device)
 
     def run(
         self,
@@ -312,10 +312,9 @@ class Step:
             if whole is None:
                 raise Error(f"constant {name!r} has no content", where="a graph read from text")
             device = self._engine.device if self._engine is not None else whole.device
-            whole = whole.to(device)
             is_local = tuple(whole.shape) != given.value.shape
             piece = whole if is_local else self.shards(given).cut(whole, which)
-            known[name, which] = laid(piece, given.laid)
+            known[name, which] = laid(on_device(piece, device), given.laid)
         return known[name, which]
 
     def _of(self, program: RankProgram) -> _Facts:

@@ -1,7 +1,7 @@
 """Random ops of the IR: a mask is a function of a seed, the node's number and the *box* of the whole that is drawn.
 
 So replicas agree, shards differ, and a seed reproduces, whatever the order in which ranks run. The seed is a tensor
-that only the device reads (:mod:`.hashing`). Needs torch alone.
+that only the device reads (:mod:`.computing.hashing`). Needs torch alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from .hashing import kept, keyed, mix_
+from .computing.hashing import kept, keyed, mix_
 
 _library = torch.library.Library("shardfx", "DEF")
 _library.define("dropout(Tensor x, float p, Tensor seed, int number, int[] box) -> (Tensor, Tensor)")

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .hashing import GOLDEN, kept, keyed, mix_
+from .computing.hashing import GOLDEN, kept, keyed, mix_
 
 aten = torch.ops.aten
 

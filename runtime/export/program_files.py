@@ -20,11 +20,12 @@ from torch import fx
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops import dropout, fused_attention, hashing, memory_ops, pack
+from shardfx.ir.ops import dropout, fused_attention, memory_ops, pack
 from shardfx.ir.ops.computing import (
     adaptive,
     batch_gradient,
     grouped_product,
+    hashing,
     moments,
     no_share,
     resized,
@@ -47,7 +48,7 @@ FILES = {
     "transfer": "pools_transfer",
     "segments": "computing_segment",
     "time_turns": "time_turns",
-    "hashing": "hashing",
+    "hashing": "computing_hashing",
 }
 """What our functions stand in, and how programs name it."""
 
@@ -143,6 +144,5 @@ def copy(source: str | None, target: Path) -> None:
     """Copy a file of ours."""
     assert source is not None
     text = Path(source).read_text(encoding="utf-8")
-    target.write_text(
-        re.sub(r"^from \.(\w+) import", r"from \1 import", text, flags=re.M), encoding="utf-8"
-    )  # no package
+    beside = re.sub(r"^from \.(?:\w+\.)*(\w+) import", r"from \1 import", text, flags=re.MULTILINE)
+    target.write_text(beside, encoding="utf-8")  # a folder, no package
