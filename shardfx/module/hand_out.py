@@ -28,14 +28,20 @@ class Loss(torch.Tensor):
     """The loss of ``pm(...)``: a tensor whose own ``backward()`` multiplies no gradient by one.
 
     What that gives to the graph is a constant that is known when it comes back, so that no number is read. What is
-    computed of a loss is a plain tensor, and so is what is pickled.
+    computed of a loss is a plain tensor, and it is shown and pickled as one.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """As ``Tensor.backward``."""
         super().backward(_one(self.dtype, self.device) if gradient is None else gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.detach(), spec)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return self.as_subclass(torch.Tensor).__repr__(**kwargs)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)

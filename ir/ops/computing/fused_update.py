@@ -83,8 +83,9 @@ def _decayed(grad: Any, decays: bool) -> Any:
 
 def _adam(decays: bool, decoupled: bool, amsgrad: bool, maximize: bool) -> Kernel:
     """``torch.optim.adam._single_tensor_adam``; ``decoupled``: that of AdamW."""
-    new, grad, lr, step = Name("self"), Name("grads"), Name("lr"), Name("state_steps")
-    grad = _decayed(_maximized(grad, maximize), decays and not decoupled)
+    new: Name | Term = Name("self")
+    lr, step = Name("lr"), Name("state_steps")
+    grad = _decayed(_maximized(Name("grads"), maximize), decays and not decoupled)
     if decays and decoupled:
         rate = _term(aten.rsub.Scalar, _term(aten.mul.Tensor, lr, Number("weight_decay")), 1)
         new = _term(aten.mul.Tensor, new, rate)
@@ -97,8 +98,8 @@ def _adam(decays: bool, decoupled: bool, amsgrad: bool, maximize: bool) -> Kerne
     rate = _term(aten.neg.default, _term(aten.div.Tensor, lr, corrections[0]))
     divisor = _term(aten.div.Tensor, _term(aten.sqrt.default, largest), root)
     divisor = _term(aten.add.Tensor, divisor, Number("eps"))
-    new = _term(aten.addcdiv.default, new, _term(aten.mul.Tensor, mean, rate), divisor)
-    results = {"self": new, "exp_avgs": mean, "exp_avg_sqs": square}
+    stepped = _term(aten.addcdiv.default, new, _term(aten.mul.Tensor, mean, rate), divisor)
+    results = {"self": stepped, "exp_avgs": mean, "exp_avg_sqs": square}
     results |= {"max_exp_avg_sqs": largest} if amsgrad else {}
     op = aten._fused_adamw_ if decoupled else aten._fused_adam_
     fixed = {"amsgrad": amsgrad, "maximize": maximize} | ({} if decays else {"weight_decay": 0.0})
@@ -136,7 +137,7 @@ def _adagrad(decays: bool, maximize: bool) -> Kernel:
 
 BOTH = (False, True)
 KERNELS: tuple[Kernel, ...] = (
-    *(_adam(*flags) for flags in itertools.product(BOTH, repeat=4)),
+    *(_adam(*flags) for flags in itertools.product(BOTH, repeat=4) if flags[0] or not flags[1]),
     *(_sgd(*flags) for flags in itertools.product(BOTH, repeat=4) if flags[1] or not flags[2]),
     *(_adagrad(*flags) for flags in itertools.product(BOTH, repeat=2)),
 )

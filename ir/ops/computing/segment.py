@@ -223,7 +223,7 @@ def _run_fused(
     What is computed for the kernel is there for one member at a time, or for as much as the largest has.
     """
     *before, kernel = map(read_call, fused)
-    taken = [_as_taken(row, gives) for row in rows]
+    taken = [_as_taken(kernel, row, gives) for row in rows]
     left = [row for row, found in zip(rows, taken, strict=True) if not found]
     fitting = [found for found in taken if found]
     if not fitting:
@@ -240,13 +240,15 @@ def _run_fused(
     return left
 
 
-def _as_taken(row: Sequence[Tensor], gives: Sequence[int]) -> Sequence[Tensor]:
+def _as_taken(kernel: Call, row: Sequence[Tensor], gives: Sequence[int]) -> Sequence[Tensor]:
     """The columns of a member as fused kernels take them: of one dtype, and in one order of elements; nothing where
     what is written is not so."""
     like = row[gives[0]]
     if not like.is_floating_point() or any(column.dtype != like.dtype for column in row):
         return ()
     if like.is_cuda and like.dtype is torch.float64:  # there kernels take the learning rate in float32
+        return ()
+    if not like.is_cuda and like.itemsize == 2 and kernel.op is aten._fused_sgd_.tensor_lr:  # wrong before torch 2.15
         return ()
     if not like.is_contiguous() and not aten.is_non_overlapping_and_dense(like):
         return ()
