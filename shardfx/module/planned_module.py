@@ -37,6 +37,7 @@ from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
 from shardfx.schedules.plan_timeline import PlanTimeline, plan_timeline
 
+from .compile_options import CompileOptions
 from .held.input_tile import tile_of
 from .held.state import ModelState
 from .held.tree import Root, Tree
@@ -54,7 +55,7 @@ class PlannedModule(Root):
     _state: ModelState
     _tree: Tree
     _variants: Variants
-    _compiling: Mapping[str, Any] | None
+    _compiling: CompileOptions | None
     _measured: Recording | None
 
     @property
