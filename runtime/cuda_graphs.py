@@ -57,7 +57,7 @@ class CudaGraph:
         pool: the memory pool of what it allocates.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
         self._stream, self._pool = stream, pool
         self._graph, self._results = torch.cuda.CUDAGraph(), tuple[Tensor, ...]()
 
