@@ -102,7 +102,7 @@ class ParallelModule(SteppedModule):
     def _compile(self, programs: Programs, options: CompileOptions) -> None:
         place, compiled = self._place, programs.compiled
         programs.compile_with(
-            lambda: place.make_compiled(compiled.after, options), place.own_rank_passes(compiled.hints)
+            lambda peaks: place.make_compiled(compiled.after, options, peaks), place.own_rank_passes(compiled.hints)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -205,6 +205,9 @@ class ParallelModule(SteppedModule):
                 from the fourth step on, for each form of call. Inputs are copied to memory that stays, and memory of a
                 step is kept between steps. Other calls run compiled, without graphs.
             options: of ``torch.compile``.
+
+        On CUDA ``pm.memory(rank).peak`` is measured at the second run of a program; before, it is predicted. For that
+        ``torch.cuda.reset_peak_memory_stats()`` is called once.
 
         Raises:
             Error: an option that ``torch.compile`` does not have; ``Hints(arena=True)`` plans memory, too; with

@@ -24,6 +24,7 @@ from shardfx.runtime.distributed.peer_failure import ending_compiled
 from shardfx.runtime.distributed.stages.messages import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.module_engine import ModuleEngine
+from shardfx.runtime.peak_memory import MeasuredPeaks
 from shardfx.runtime.peers import Alone, Peers
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.collectives import perform
@@ -119,8 +120,8 @@ class Place:
 
         return ProcessPeers()
 
-    def make_compiled(self, graph: Graph, options: CompileOptions) -> Engine:
-        """An engine that runs programs as modules, through ``torch.compile``."""
+    def make_compiled(self, graph: Graph, options: CompileOptions, peaks: MeasuredPeaks) -> Engine:
+        """An engine that runs programs as modules, through ``torch.compile``, and measures their peaks."""
         apart = not self.virtual and (graph.pipeline is not None or any(map(moves_pool, graph.nodes)))
         if apart:  # a compiled send would wait until it is received, and a copy be planned anew
             from shardfx.runtime.distributed.process_engine import ProcessEngine, in_stretches
@@ -132,6 +133,7 @@ class Place:
             options.of_torch,
             perform if self.virtual else None,
             nullcontext if self.virtual else ending_compiled,
+            peaks,
         )
         return GraphEngine(engine, cuda_graphs(self.device)) if options.cuda_graphs else engine
 

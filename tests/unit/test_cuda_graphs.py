@@ -44,12 +44,12 @@ class Double:
 def graphed(pm: sx.ParallelModule, monkeypatch: pytest.MonkeyPatch) -> list[Double]:
     """Let ``pm`` record its steps; gives the graphs that are made from now on."""
     monkeypatch.setattr(Double, "made", [], raising=False)
-    pm.compile(backend="eager")
-    place, make = pm._place, type(pm._place).make_compiled
-    options = CompileOptions({"backend": "eager"})
-    monkeypatch.setattr(
-        type(place), "make_compiled", lambda self, graph, _: GraphEngine(make(self, graph, options), Double)
-    )
+    make, options = type(pm._place).make_compiled, CompileOptions({"backend": "eager"})
+
+    def make_graphed(self: Any, graph: Any, _: Any, peaks: Any) -> GraphEngine:
+        return GraphEngine(make(self, graph, options, peaks), Double)
+
+    monkeypatch.setattr(type(pm._place), "make_compiled", make_graphed)
     pm.compile(backend="eager")
     return Double.made
 
