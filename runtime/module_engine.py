@@ -22,6 +22,7 @@ from shardfx.ir.program.source import Forms
 
 from .engine import Engine, Watch
 from .module_stretches import Stretches
+from .peak_memory import MeasuredPeaks
 from .rendezvous import Perform, Request, run
 
 c10d = torch.ops._c10d_functional
@@ -49,6 +50,7 @@ class ModuleEngine:
         options: of ``torch.compile``; None: modules run as they are.
         perform: how virtual ranks do a collective; None for a real rank.
         ending: the context in which a real rank runs, which tells the others how it ends.
+        peaks: takes down the peaks of programs that run alone on their device.
     """
 
     meets_late = False
@@ -60,9 +62,11 @@ class ModuleEngine:
         options: Mapping[str, Any] | None,
         perform: Perform | None = None,
         ending: Callable[[], AbstractContextManager[None]] = nullcontext,
+        peaks: MeasuredPeaks | None = None,
     ) -> None:
         self.mesh, self.device = mesh, engine.device
         self._engine, self._compiled, self._perform, self._ending = engine, compiler(options), perform, ending
+        self._peaks = MeasuredPeaks() if peaks is None else peaks
         self._modules: WeakKeyDictionary[RankProgram, Any] = WeakKeyDictionary()
 
     @property
@@ -87,7 +91,8 @@ class ModuleEngine:
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
             return self._engine.run(programs, inputs, watch)
-        with torch.no_grad():
+        alone = len(programs) == 1
+        with torch.no_grad(), self._peaks.during(*programs.values(), self.device) if alone else nullcontext():
             if self._perform is None:
                 (rank,) = programs
                 with self._ending():

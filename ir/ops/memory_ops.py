@@ -153,7 +153,7 @@ def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Tensor
 
 def materialize(x: Tensor) -> Tensor:
     """``x``, which a compiler computes once: it is opaque to what would compute it where it is used."""
-    return torch.ops.shardfx.materialize(x) if is_compiling() else x  # type: ignore[no-any-return]
+    return torch.ops.shardfx.materialize(x) if is_compiling() else x
 
 
 _library = torch.library.Library("shardfx", "FRAGMENT")

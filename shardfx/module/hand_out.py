@@ -212,7 +212,7 @@ def check_step(
             )
     update = compiled.captured.update
     assert update is not None
-    planned = {name for name in gradients_of(compiled.before) if name in {n for g in update.groups for n in g.names}}
+    planned = gradients_of(compiled.before) & {name for group in update.groups for name in group.names}
     frozen, more = sorted(planned - set(trained)), sorted(set(trained) - gradients_of(compiled.before))
     if frozen or more:
         says = f"{len(frozen)} of them with" if frozen else f"{len(more)} more without"

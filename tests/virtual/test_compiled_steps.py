@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfx as sx
 from shardfx.runtime.module_engine import ModuleEngine
+from shardfx.runtime.peak_memory import MeasuredPeaks
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, small_plan
 
@@ -97,3 +98,24 @@ def test_compiled_program_writes_buffers_in_place() -> None:
         each(x + 1, y)
     wanted = reference.full_state_dict()
     assert all(torch.allclose(value, wanted[name], atol=1e-12) for name, value in pm.full_state_dict().items())
+
+
+@pytest.mark.long
+def test_peak_of_compiled_program_is_measured_at_its_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, whose allocator a test has to speak for here; elsewhere it is predicted, and says so."""
+    pm = small_plan(KINDS["SGD"], ALONE)
+    pm.compile(backend="eager")
+    (x, y), *_ = batches(1)
+    for name, value in {"reset_peak_memory_stats": None, "memory_allocated": 700, "max_memory_allocated": 5700}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    pm.step(x, y)
+    before = pm.memory()
+    assert before.measured is None and before.peak == before.predicted and "predicted" in str(before)
+    during = MeasuredPeaks.during
+    monkeypatch.setattr(MeasuredPeaks, "during", lambda self, each, _: during(self, each, torch.device("cuda")))
+    for _ in range(2):
+        pm.step(x, y)
+        memory = pm.memory()
+        assert memory.peak == memory.predicted - memory.footprint.peak.nbytes + 5000 == pm.report().memory.peak_bytes
+        assert "measured" in str(memory) and "measured" in str(pm.report())
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 9999)
