@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import shardfx as sx
 from shardfx.ir.graph import InputKind, Phase
@@ -149,6 +150,22 @@ def test_states_are_there_during_their_update_alone() -> None:
     assert max(s.last - s.born for s in fetched) < len(footprint.calls) / 8
 
 
+def test_sources_of_two_copies_are_live_at_most_and_all_copies_are_waited_for() -> None:
+    pm = blocks(optimizer=adamw, offload=away("activations", "optimizer"))
+    under_way, most = dict[fx.Node, fx.Node](), 0
+    footprint = pm.memory().footprint
+    last = {each.node: each.last for each in footprint.storages}
+    for place, node in enumerate(footprint.calls):
+        if node.target in (transfer.to_host, transfer.put):
+            under_way[node] = node.args[-1]
+            most = max(most, len(under_way))
+        elif node.target is transfer.stored:
+            source = under_way.pop(node.args[0])
+            if source.name.startswith("addmm"):
+                assert last[source.meta["shardfx"]] == place, "it is freed behind the wait"
+    assert most == 2 and not under_way
+
+
 def test_states_are_saved_and_loaded() -> None:
     """In pieces, whole, and into a plan that keeps them on the device."""
     first, same, other = (
@@ -193,7 +210,7 @@ def test_the_price_is_that_of_the_link() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_copies_run_beside_the_step() -> None:
-    """From pinned memory, on a stream of their own; what is computed stays the same to the bit."""
+    """From pinned memory, on a stream for each direction; what is computed stays the same to the bit."""
     plain, pm = (blocks(optimizer=adamw, device="cuda", **more) for more in ({}, {"offload": away(ahead=4)}))
     x = torch.randn(256, 16, device="cuda")
     for _ in range(5):
@@ -201,10 +218,28 @@ def test_on_a_gpu_copies_run_beside_the_step() -> None:
     theirs = plain.full_state_dict()
     assert all(torch.equal(value.cpu(), theirs[name].cpu()) for name, value in pm.full_state_dict().items())
     assert all(p.is_pinned() for p in pm.parameters())
-    stream = transfer._stream(torch.device("cuda", torch.cuda.current_device()))
-    assert stream != torch.cuda.current_stream()
-    mine, back = transfer.to_host(x), transfer.to_device(transfer.to_host(x), "cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = {transfer._stream(device, to_host) for to_host in (True, False)} | {torch.cuda.current_stream()}
+    assert len(streams) == 3
+    mine, back = transfer.to_host(x), transfer.to_device(transfer.stored(transfer.to_host(x)), "cuda")
     assert torch.equal(transfer.arrived(mine), x.cpu()) and torch.equal(transfer.arrived(back), x)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_source_is_freed_in_stream_order() -> None:
+    """Its memory is free behind the wait, not before, and what takes it then does not change the copy."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    x = torch.arange(1 << 24, device="cuda")
+    expected, away = x.cpu(), transfer.to_host(x)
+    at, nbytes = x.data_ptr(), x.nbytes
+    del x
+    assert torch.cuda.memory_allocated() - before == nbytes
+    transfer.stored(away)
+    assert torch.cuda.memory_allocated() == before == torch.cuda.memory_stats()["active_bytes.all.current"]
+    other = torch.full((1 << 24,), -1, device="cuda")
+    assert other.data_ptr() == at and torch.equal(transfer.arrived(away), expected)
 
 
 # ---- files
