@@ -252,15 +252,14 @@ class _Walk:
             return A_VIEW
         layouts = [tensor.layout for tensor in operands] or [result.layout for result in leaves(made.results, Result)]
         real = [layout.dtype for layout in layouts if layout.dtype.is_floating_point or layout.dtype.is_complex]
-        changed = leaves([self.held[used] for used in changed_by(node)], BlockTensor)
-        touched = sum(tensor.layout.nbytes for tensor in (*operands, *changed)) + sum(made.fresh)
+        touching = (*operands, *leaves([self.held[used] for used in changed_by(node)], BlockTensor))
+        touched = sum(tensor.layout.nbytes for tensor in touching) + sum(made.fresh)
         work = Work(made.flops, touched, (real or [layouts[0].dtype])[0], kind_of(node))
         return self._costs.setdefault(work, Cost({work: 1}))
 
     def _carried(self, row: LocalOp, operands: list[BlockTensor], pool: str) -> Cost:
         """What a copy between pools moves."""
-        beside = pool or operands[0].block.pool or transfer.HOST
-        return Cost(carried={beside: Sent(1.0, operands[-1].layout.nbytes)})
+        return Cost(carried={pool or operands[0].block.pool or transfer.HOST: Sent(1.0, operands[-1].layout.nbytes)})
 
     def _sent(self, node: fx.Node, group: str, put_in: Any) -> Cost:
         """What a collective sends."""

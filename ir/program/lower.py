@@ -198,7 +198,7 @@ class Lowering:
 
     def result(self, output: Output) -> Any:
         """What stands for an output: the host waited for a copy into another pool, unless it is a state, which nobody
-        reads before :func:`.transfer.finish`."""
+        reads before :func:`shardfx.ir.ops.pools.transfer.finish`."""
         made = self.env[output.value]
         if made.target is not transfer.stored or output.kind is OutputKind.STATE:
             return made

@@ -152,4 +152,5 @@ def test_on_a_gpu_a_step_reserves_what_is_predicted(offload: tuple[sx.Offload, .
     memory = pm.memory()
     peak, held = torch.cuda.max_memory_allocated() - allocated, torch.cuda.max_memory_reserved() - reserved
     assert abs(memory.peak / peak - 1) < 0.02, (memory.peak, peak)
+    assert torch.cuda.memory_stats()["active_bytes.all.peak"] - allocated == peak, "no block waits for an event"
     assert abs(memory.reserved / held - 1) < 0.1, (memory.reserved, held)
