@@ -91,7 +91,7 @@ class Cost:
         return sum(machine.pool(pool).seconds(*sent) for pool, sent in self.carried.items())
 
     def seconds(self, machine: Machine, mesh: Mesh) -> float:
-        """Their sum: nothing overlaps."""
+        """Their sum, as if nothing overlapped: a bound, for choosing; a step's time is :mod:`shardfx.ir.timing`'s."""
         return self.computing(machine) + self.sending(machine, mesh) + self.carrying(machine)
 
 

@@ -89,7 +89,7 @@ class Recording:
     def order(self, rank: int) -> str:
         """The order of starts and waits of a rank of this process in the last step, by stream::
 
-            print(recording.order(0))
+        print(recording.order(0))
         """
         return order_text(stream_order(self.calls(rank)))
 
