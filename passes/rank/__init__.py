@@ -33,8 +33,7 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     """The rank passes for a kind of device. ``compiled``: nothing in place, torch plans memory."""
     if compiled:
         return (Waits(), OwnOutputs())
-    gathers = (GatherInto(),) if device == "cpu" else ()
-    kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite())
+    kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), GatherInto(), InPlace(), Overwrite())
     return (*kept, OwnOutputs(), Segments(), Interleave())
 
 
