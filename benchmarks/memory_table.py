@@ -4,7 +4,7 @@
 
 For each row the bytes of a rank at its peak in a whole step of AdamW (by ``pm.memory()``), the optimizer's states and
 the activations among them, what is put away beside the device, what a rank sends in a step, and the seconds of a step
-on a machine (``pm.report("h100-dgx")``; nothing overlaps).
+on a machine (``pm.report("h100-dgx")``).
 """
 
 from __future__ import annotations

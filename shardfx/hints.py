@@ -45,7 +45,10 @@ class Hints:
         machine: what a rank runs on: a :class:`shardfx.Machine`, the name of a known one (``"h100-dgx"``), or the path
             of a file that describes one. Axes whose link the mesh does not state have those of the machine, by which
             communication is chosen; and reports are in its seconds.
-        device: where the programs run, such as ``"cuda"``; by default where the model's weights are.
+        device: where the programs run: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; by default where the model's weights are
+            (the CPU for those on ``meta``). Under ``torchrun`` ``"cuda"`` is the device of the local rank. One that is
+            not there is an error, but for a model without weights: its report, memory and timeline need none, and the
+            error comes when weights are loaded.
         shapes: how many forms of call (batch sizes, modes, ...) beside the captured one are kept planned.
         rules: op rules of your own, as :func:`shardfx.rule` gives them; they win over built-in ones and plugins'.
             ``pm.verify()`` executes them (see also :func:`shardfx.check_rule`).

@@ -100,7 +100,8 @@ class Cost:
         return calls + moved * machine.host_call
 
     def seconds(self, machine: Machine, mesh: Mesh) -> float:
-        """What takes longer: their sum on the device, where nothing overlaps, or the host's calls."""
+        """Their sum as if nothing overlapped, or the host's calls, where these take longer: a bound, for choosing; a
+        step's time is :mod:`shardfx.ir.timing`'s."""
         device = self.computing(machine) + self.sending(machine, mesh) + self.carrying(machine)
         return max(device, self.issuing(machine))
 

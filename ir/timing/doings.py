@@ -7,7 +7,6 @@ All turns are gone through, in the order that the program says. Calls that follo
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -25,6 +24,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.units.execution import end_of
 
 from .purposes import Purpose, main_turns, purposes
+from .stream_order import link_of, source
 
 Message = tuple[int, int, int, int]
 """From one place along the axis of stages to another: these, what it is (its tag), and the turn."""
@@ -51,7 +51,7 @@ class Starts(Doing):
     collective, or a copy to another pool of memory."""
 
     call: fx.Node | None = None
-    link: tuple[str, ...] = ()
+    link: str = ""
     hidden: bool = True
 
 
@@ -69,6 +69,7 @@ class Sends(Doing):
 
     message: Message = (0, 0, 0, 0)
     hidden: bool = True
+    call: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class _Walk:
         row, purpose = row_of(node.target), self.purposes[node]
         args: Any = node.args
         if row is not None and row.waits:
-            return Waits(purpose, call=_source(args[0]))
+            return Waits(purpose, call=source(args[0]))
         cost = self.costs.get(node)
         if cost is None:
             return None
@@ -156,11 +157,11 @@ class _Walk:
                 return Receives(purpose, message=(args[3], here, args[4], 0), call=node)
             nbytes = sum(sent.nbytes for sent in cost.sent.values()) / times
             seconds = self.mesh.link([axis]).seconds(1, nbytes)
-            return Sends(purpose, seconds, message=(here, args[1], args[2], 0), hidden=self.machine.hides)
+            message = (here, args[1], args[2], 0)
+            return Sends(purpose, seconds, message=message, hidden=self.machine.hides, call=node)
         if row is not None and row.starts:
             seconds = cost.sending(self.machine, self.mesh) + cost.carrying(self.machine)
-            link = next(iter(cost.sent), ("pool",))
-            return Starts(purpose, seconds / times, call=node, link=link, hidden=self.machine.hides)
+            return Starts(purpose, seconds / times, call=node, link=link_of(node), hidden=self.machine.hides)
         seconds = cost.computing(self.machine) / times
         return Works(purpose, seconds) if seconds else None
 
@@ -177,14 +178,6 @@ def _words(turns: fx.Node) -> Sequence[_Word]:
 def _turns(turns: fx.Node) -> range:
     args: Any = turns.args
     return range(args[1])
-
-
-def _source(started: Any) -> fx.Node:
-    """What was started of which a result is waited for."""
-    while started.target is operator.getitem:
-        started = started.args[0]
-    made: fx.Node = started
-    return made
 
 
 def _joined(doings: Iterator[Doing]) -> Iterator[Doing]:

@@ -1,8 +1,10 @@
 """The course of a step, foreseen: the programs of ranks side by side, each on a clock of its own.
 
-A rank waits where its program does: for what another one sends, and for what it started itself and is not done yet.
-What goes over one link goes one behind the other; what computes meanwhile hides it. Sends do not hold up who sends. On
-a machine that does not send by itself (``Machine.hides``) nothing is hidden: ranks lay out and take in what goes.
+A rank has a stream on which it computes, and one for each of its links (each set of axes, each rank that it sends to,
+each direction between pools). What goes over one link goes one behind the other. A rank waits where its program does:
+for what another one sends, and for what it started itself and is not done yet: that much is exposed, and the rest is
+hidden by what it computes meanwhile. Sends do not hold up who sends. On a machine that does not send by itself
+(``Machine.hides``) nothing is hidden: ranks lay out and take in what goes.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -17,6 +20,24 @@ from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
 
 from .doings import Doing, Message, Receives, Sends, Starts, Waits, Works
+from .stream_order import name_of
+
+
+class Transfer(NamedTuple):
+    """What goes over a link: what it is, and from when to when, in seconds."""
+
+    link: str
+    what: str
+    span: Span
+
+
+class Stall(NamedTuple):
+    """A wait of the stream on which a rank computes: for what, from when to when, and how much of it is exposed
+    communication; the rest is for others to come so far."""
+
+    what: str
+    span: Span
+    exposed: float
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,9 @@ class Course:
     Args:
         spans: from when to when it does each action, in the order in which it does them.
         pieces: the same, without what it does of other actions meanwhile.
+        transfers: what goes over its links, by when that is given to them.
+        stalls: its waits, one behind the other.
+        end: when it is done.
         before: what is done once, in front of all turns.
         exposed: seconds in which it waits for communication that no computing hides: of what others send, no more than
             the transfer takes.
@@ -35,6 +59,22 @@ class Course:
     before: Span
     exposed: float
     pieces: Mapping[Action, tuple[Span, ...]]
+    transfers: tuple[Transfer, ...]
+    stalls: tuple[Stall, ...]
+    end: float
+
+    @property
+    def links(self) -> Mapping[str, tuple[Transfer, ...]]:
+        """What goes over its links, by link."""
+        found: dict[str, tuple[Transfer, ...]] = {}
+        for transfer in self.transfers:
+            found[transfer.link] = (*found.get(transfer.link, ()), transfer)
+        return dict(sorted(found.items()))
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all that goes over its links."""
+        return sum(transfer.span.length for transfer in self.transfers)
 
 
 def foreseen(rows: Sequence[Sequence[Doing]]) -> tuple[Course, ...]:
@@ -58,6 +98,8 @@ class _Sent:
     there: float
     under_way: float
     taking: float = 0.0
+    what: str = ""
+    link: str = ""
 
 
 Mail = dict[Message, deque[_Sent]]
@@ -72,12 +114,14 @@ class _Clock:
     now: float = 0.0
     at: int = 0
     exposed: float = 0.0
-    free: dict[object, float] = field(default_factory=dict)
+    free: dict[str, float] = field(default_factory=dict)
     """From when a link has nothing to do."""
     done: dict[tuple[fx.Node, tuple[int, ...]], float] = field(default_factory=dict)
     """When what was started in a turn is done."""
     expected: dict[fx.Node, Message] = field(default_factory=dict)
     pieces: dict[Action, list[Span]] = field(default_factory=dict)
+    transfers: list[Transfer] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
     last: Action | None = None
     before: Span = NEVER
 
@@ -99,10 +143,11 @@ class _Clock:
             self.now += doing.seconds
         elif isinstance(doing, Starts):
             assert doing.call is not None
+            what = name_of(doing.call)
             if doing.hidden:
-                self.done[doing.call, doing.at] = self._over(doing.link, doing.seconds)
+                self.done[doing.call, doing.at] = self._over(doing.link, what, doing.seconds)
             else:
-                self._wait(self.now + doing.seconds)
+                self._carry(doing.link, what, doing.seconds)
         elif isinstance(doing, Sends):
             origin, to, tag, _ = doing.message
             mail.setdefault((origin, to, tag, doing.turn), deque()).append(self._sent(doing))
@@ -116,27 +161,42 @@ class _Clock:
                 if not mail.get(message):
                     return False
                 sent = mail[message].popleft()
-                self._wait(sent.there, sent.under_way)
-                self._wait(self.now + sent.taking)
+                if sent.under_way:
+                    self.transfers.append(Transfer(sent.link, sent.what, Span(sent.there - sent.under_way, sent.there)))
+                self._wait(sent.there, sent.what, sent.under_way)
+                self._carry(sent.link, sent.what, sent.taking)
                 del self.expected[doing.call]
             elif (started := (doing.call, doing.at)) in self.done:
-                self._wait(self.done.pop(started))
+                self._wait(self.done.pop(started), name_of(doing.call))
         self._note(doing, begin)
         return True
 
-    def _over(self, link: object, seconds: float) -> float:
+    def _over(self, link: str, what: str, seconds: float) -> float:
         """When something is done that begins now, or when the link has done what it was given before."""
-        self.free[link] = max(self.now, self.free.get(link, 0.0)) + seconds
-        return self.free[link]
+        start = max(self.now, self.free.get(link, 0.0))
+        self.free[link] = start + seconds
+        self.transfers.append(Transfer(link, what, Span(start, start + seconds)))
+        return start + seconds
+
+    def _carry(self, link: str, what: str, seconds: float) -> None:
+        """The rank itself does what goes over a link."""
+        if seconds:
+            self.transfers.append(Transfer(link, what, Span(self.now, self.now + seconds)))
+            self._wait(self.now + seconds, what)
 
     def _sent(self, doing: Sends) -> _Sent:
+        origin, to = doing.message[:2]
+        what = "send" if doing.call is None else name_of(doing.call)
+        link, taken = f"to place {to}", f"from place {origin}"
         if doing.hidden:
-            return _Sent(self._over(doing.message[:2], doing.seconds), doing.seconds)
-        self._wait(self.now + doing.seconds / 2)
-        return _Sent(self.now, 0.0, doing.seconds / 2)
+            return _Sent(self._over(link, what, doing.seconds), doing.seconds, 0.0, what, taken)
+        self._carry(link, what, doing.seconds / 2)
+        return _Sent(self.now, 0.0, doing.seconds / 2, what, taken)
 
-    def _wait(self, until: float, most: float = float("inf")) -> None:
+    def _wait(self, until: float, what: str, most: float = float("inf")) -> None:
         waits = max(until - self.now, 0.0)
+        if waits:
+            self.stalls.append(Stall(what, Span(self.now, until), min(waits, most)))
         self.exposed += min(waits, most)
         self.now += waits
 
@@ -159,4 +219,5 @@ class _Clock:
         """What it did."""
         spans = {action: Span(pieces[0].start, pieces[-1].end) for action, pieces in self.pieces.items()}
         pieces = {action: tuple(each) for action, each in self.pieces.items()}
-        return Course(spans, self.before, self.exposed, pieces)
+        transfers, stalls = tuple(self.transfers), tuple(self.stalls)
+        return Course(spans, self.before, self.exposed, pieces, transfers, stalls, self.now)

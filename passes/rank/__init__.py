@@ -39,8 +39,7 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     """The rank passes for a kind of device. ``compiled``: torch plans memory."""
     if compiled:
         return (Rematerialize(), Waits(), MaterializeScalars(), WriteBack(), OwnOutputs())
-    gathers = (GatherInto(),) if device == "cpu" else ()
-    kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), *gathers, InPlace(), Overwrite())
+    kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), GatherInto(), InPlace(), Overwrite())
     return (*kept, OwnOutputs(), Segments(), Interleave())
 
 

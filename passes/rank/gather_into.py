@@ -3,7 +3,9 @@
     sent = all_gather_into_tensor(w, 2, ...)      memory = memory.empty([16, 6], float32)
                                              ->   sent = c10d.all_gather_into(w, 2, ..., out=memory)
 
-Fresh memory is dear where the system hands it out page by page: on CPUs. On other devices torch itself keeps memory.
+Fresh memory is dear where the system hands it out page by page: on CPUs. On other devices torch itself keeps memory,
+which activations use as well: there gathers have no destinations, and stored parameters that lie side by side are sent
+as they lie, without a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ GATHERS = (c10d.all_gather_into_tensor.default, pack.unflatten, pack.flatten)
 
 @dataclass(frozen=True)
 class GatherInto(RankPass):
-    """Gather into memory that the program asks for; stored parameters that lie side by side are not joined first."""
+    """On a CPU gather into memory that the program asks for; stored parameters that lie side by side are not joined
+    first."""
 
     name: ClassVar[str] = "gather-into"
 
@@ -43,7 +46,11 @@ class GatherInto(RankPass):
             if not operands:
                 continue
             dtype = operands[0].type.dtype
-            if node.target is c10d.all_gather_into_tensor.default and "shape" in node.meta:
+            if node.target is pack.flatten and node.args[1] == 1 and _may_lie_side_by_side(node.args[0], share):
+                _swap(node, memory_ops.adjoin, node.args[:1], {})
+            elif context.device != "cpu":
+                continue
+            elif node.target is c10d.all_gather_into_tensor.default and "shape" in node.meta:
                 memory = _before(node, memory_ops.empty, list(node.meta["shape"]), dtype, context.device)
                 _swap(node, memory_ops.all_gather_into, node.args, {"out": memory})
             elif node.target is pack.unflatten and node.args[2] != 1 and len(node.all_input_nodes) == 1:
@@ -51,8 +58,6 @@ class GatherInto(RankPass):
                 sizes = [torch.Size(shape).numel() for shape in shapes]
                 memory = _before(node, memory_ops.empty, [sum(sizes)], dtype, context.device)
                 _swap(node, memory_ops.spread, (memory, *node.args), {})
-            elif node.target is pack.flatten and node.args[1] == 1 and _may_lie_side_by_side(node.args[0], share):
-                _swap(node, memory_ops.adjoin, node.args[:1], {})
             else:
                 continue
             changed = True

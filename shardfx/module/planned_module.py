@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import fx
 from shardfx.compile import no_collection
 from shardfx.compiled import Compiled
 from shardfx.explain.explanation import Explanation, explain
+from shardfx.ir.cost.fake_calls import FakeCalls
+from shardfx.ir.cost.live.storages import Footprint
 from shardfx.ir.cost.live.transport import PLAIN, Transport
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay, values
@@ -138,12 +141,14 @@ class PlannedModule(Root):
         (:meth:`record`).
         """
         program = self._programs.running(0, self._programs.kinds())
-        measured, when = self._measured, None
+        measured, when, replayed = self._measured, None, self._replays()
+        timeline = self._timeline(machine, self._programs.kinds(), replayed)
         if self.schedule is not None or measured is not None:
-            when = Timing(self.timeline(machine), measured, self._place.virtual)
-        made = make_report(self._compiled, program, machine, self._programs.warnings(), self._transport, when)
-        measured = self._programs.measured(0, self._programs.kinds())
-        return replace(made, memory=replace(made.memory, measured=measured))
+            when = Timing(timeline, measured, self._place.virtual)
+        footprint = replayed(program)
+        made = make_report(self._compiled, program, timeline, footprint, machine, self._programs.warnings(), when)
+        peak = self._programs.measured(0, self._programs.kinds())
+        return replace(made, memory=replace(made.memory, measured=peak))
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
         """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``. The peak is
@@ -173,10 +178,13 @@ class PlannedModule(Root):
         return self.after.pipeline.schedule if self.after.pipeline is not None else None
 
     def timeline(self, machine: Machine | str | None = None, *, training: bool | None = None) -> PlanTimeline:
-        """What each rank does when in a step, foreseen from the cost of its program::
+        """What each rank does when in a step, predicted from the cost of its program: on the stream on which it
+        computes, and on one for each of its links. Communication is hidden where the rank computes meanwhile, and
+        exposed where it waits::
 
             timeline = pm.timeline()
-            print(timeline.step, timeline.bubble, timeline.exposed, timeline.memory)
+            print(timeline.step, timeline.bubble, timeline.exposed, timeline.hidden, timeline.memory)
+            print(timeline.text(0))  # the streams of rank 0, line by line
             timeline.draw("step.svg")
             timeline.trace("step.json")  # for ui.perfetto.dev
 
@@ -184,12 +192,22 @@ class PlannedModule(Root):
             machine: on which; None: the one that the plan is made for (``Hints(machine=...)``).
             training: as for :meth:`rank_program`.
         """
+        return self._timeline(machine, self._programs.kinds(training), self._replays())
+
+    def _timeline(
+        self, machine: Machine | str | None, kinds: Kinds, replayed: Callable[[RankProgram], Footprint]
+    ) -> PlanTimeline:
         planned = Machine.of(self._compiled.hints.machine)
-        device, kinds = planned if machine is None else Machine.of(machine), self._programs.kinds(training)
+        device = planned if machine is None else Machine.of(machine)
         with no_collection():
             return plan_timeline(
-                self.after, lambda rank: self._programs.running(rank, kinds), device, planned, self._transport
+                self.after, lambda rank: self._programs.running(rank, kinds), device, planned, replayed
             )
+
+    def _replays(self) -> Callable[[RankProgram], Footprint]:
+        """Replays programs, each once."""
+        fakes, transport = FakeCalls(), self._transport
+        return cache(lambda program: replay(program, transport, fakes))
 
     def _memory(self, programs: Programs, rank: int, kinds: Kinds) -> RankMemory:
         with no_collection():

@@ -112,11 +112,13 @@ class Communication:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one step on one rank of a machine; nothing overlaps."""
+    """Seconds of one step on a machine: of the work of rank 0, part by part, and of the step, in which streams go on
+    side by side (``pm.timeline()``)."""
 
     cost: Cost
     machine: Machine
     mesh: Mesh
+    timeline: PlanTimeline
 
     @property
     def compute(self) -> float:
@@ -134,9 +136,20 @@ class Estimate:
         return self.cost.carrying(self.machine)
 
     @property
+    def exposed(self) -> float:
+        """Seconds of communication, and of what is put away and fetched, that no computing hides, on the rank that has
+        most of them."""
+        return self.timeline.exposed
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of it on that rank that go on while it computes."""
+        return self.timeline.hidden
+
+    @property
     def total(self) -> float:
-        """Their sum; or what the host spends on the calls, where that is more."""
-        return self.cost.seconds(self.machine, self.mesh)
+        """Seconds of the step."""
+        return self.timeline.step
 
 
 @dataclass(frozen=True)

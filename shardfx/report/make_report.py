@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 from shardfx.compile import no_collection
 from shardfx.ir.cost.call_facts import source_of
 from shardfx.ir.cost.how_often import Turns
-from shardfx.ir.cost.live.storages import Peak
-from shardfx.ir.cost.live.transport import PLAIN, Transport
+from shardfx.ir.cost.live.storages import Footprint, Peak
 from shardfx.ir.cost.live.turn_memory import turn_memory
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.price import Prices
-from shardfx.ir.cost.replay import replay
 from shardfx.ir.cost.traffic import comm_name, over_time, traffic
 from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, op_name
 from shardfx.ir.mesh import Mesh
@@ -22,6 +20,7 @@ from shardfx.ir.ops.sends import is_comm, is_part
 from shardfx.ir.program.arena.tenants import use_of_arena
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.units.in_common import select
+from shardfx.schedules.plan_timeline import PlanTimeline
 
 from .figures import Cause, CommRow, Communication, Estimate, Memory, Report, Timing
 from .stage_rows import gradients_of_rank, is_of_rank, stage_rows
@@ -34,23 +33,23 @@ if TYPE_CHECKING:
 def make_report(
     compiled: Compiled,
     program: RankProgram,
+    timeline: PlanTimeline,
+    footprint: Footprint,
     machine: Machine | str | None = None,
     notes: Iterable[str] = (),
-    transport: Transport = PLAIN,
     when: Timing | None = None,
 ) -> Report:
     """The report of a compiled model and the program that rank 0 runs (see ``ParallelModule.report``).
 
     It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
-    state have that one's. ``notes`` are those of rank passes, and what else is to be said of the programs;
-    ``transport`` as for :func:`shardfx.ir.cost.replay.replay`; ``when`` is what ranks do when.
+    state have that one's. ``timeline`` is that of the plan on that machine, ``footprint`` the replay of the program;
+    ``notes`` are those of rank passes, and what else is to be said of the programs; ``when`` is what ranks do when.
     """
     graph, context = compiled.after, compiled.context
     planned = Machine.of(compiled.hints.machine)
     device = planned if machine is None else Machine.of(machine)
     mesh = device.connect(graph.mesh, instead_of=planned)
     with no_collection():
-        footprint = replay(program, transport)
         kinds = {output.kind for output in program.outputs}
         communication = Communication(tuple(comm_rows(graph, mesh, kinds, program.rank)))
         tiles = tuple(tile_rows(select(graph, kinds)[1], mesh, Prices(mesh, context.rules)))
@@ -63,7 +62,7 @@ def make_report(
             arena=use_of_arena(program),
         ),
         communication,
-        Estimate(footprint.cost, device, mesh),
+        Estimate(footprint.cost, device, mesh, timeline),
         (*compiled.after.notes, *notes),
         dict(context.seconds),
         stage_rows(graph),

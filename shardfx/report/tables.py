@@ -192,9 +192,15 @@ def _time(report: Report) -> list[RenderableType]:
     made.add_row("communication", seconds_text(time.communication), Text("by the links of the mesh", "dim"))
     if time.cost.carried:
         made.add_row("put away and fetched", seconds_text(time.carrying), Text("by the link to other memory", "dim"))
+    if time.exposed or time.hidden:
+        note = f"communication that no compute hides; {seconds_text(time.hidden)} are hidden"
+        made.add_row("exposed", seconds_text(time.exposed), Text(note, "dim"))
     made.add_section()
+    idle = f", and {time.timeline.bubble:.1%} bubble" if report.stages else ""
     made.add_row(
-        Text("step", "bold"), Text(seconds_text(time.total), "bold"), Text("their sum: nothing overlaps", "dim")
+        Text("step", "bold"),
+        Text(seconds_text(time.total), "bold"),
+        Text(f"compute and exposed communication{idle}", "dim"),
     )
     passes = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in report.passes.items())
     return [made, "", Text.assemble(("Passes  ", "bold"), (passes or "none", "dim"))]

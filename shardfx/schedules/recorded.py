@@ -13,7 +13,7 @@ from shardfx.runtime.debug.recording import Recording
 from shardfx.runtime.distributed.groups import is_dry_run
 from shardfx.runtime.engine import Watch
 
-from .timeline import trace_event, write_trace
+from .timeline import rank_tracks, trace_event, write_trace
 
 
 class Watched(Protocol):
@@ -44,7 +44,8 @@ def recorded(module: Watched, path: str | Path) -> Iterator[Recording]:
     if recording.steps:
         module._measured = recording
     if not module.this_rank or is_dry_run():
-        write_trace(path, *trace_of(recording))
+        ranks, done = trace_of(recording)
+        write_trace(path, rank_tracks(ranks), done)
 
 
 def trace_of(recording: Recording) -> tuple[Sequence[int], list[dict[str, Any]]]:

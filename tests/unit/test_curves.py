@@ -170,7 +170,7 @@ def test_probes_take_off_what_stands_between_two_calls(monkeypatch: pytest.Monke
 
 def test_a_machine_that_does_not_send_by_itself_hides_nothing() -> None:
     call, purpose = fx.Graph().placeholder("a"), Purpose("B", 0)
-    row = [Works(purpose, 1.0), Starts(purpose, 3.0, 0, call, ("dp",), hidden=False), Works(purpose, 2.0)]
+    row = [Works(purpose, 1.0), Starts(purpose, 3.0, 0, call, "dp", hidden=False), Works(purpose, 2.0)]
     (course,) = foreseen([[*row, Waits(purpose, 0, 0, call)]])
     assert course.exposed == 3.0 and tuple(course.spans[sx.Action("B", 0, 0)]) == (0.0, 6.0)
 

@@ -103,7 +103,9 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "visualize": ("ir", "visualize.paint", "visualize.scene"),
     "visualize.scene": (*GRAPHS, "ir.cost", "ir.text"),
     "visualize.layout": ("ir", "visualize.scene"),
-    "visualize.paint": (*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "visualize.layout", "visualize.scene"),
+    "visualize.paint": (
+        *(*GRAPHS, "ir.cost", "ir.schedule", "ir.text", "ir.timing", "visualize.layout", "visualize.scene"),
+    ),
     "report": ("shardfx", *PROGRAMS, *CLOCKS, "ir.text", "passes.stages", "schedules"),
     "memory": (
         "shardfx",

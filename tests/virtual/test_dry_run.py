@@ -209,6 +209,60 @@ def test_messages_from_rank_to_rank_are_received_in_the_order_in_which_they_are_
     assert sent == received and len(sent) >= 4
 
 
+class InFlight:
+    """A watch that sees each memory that a program asks for, and what collectives read and write until they are waited
+    for."""
+
+    def __init__(self) -> None:
+        self.reads: dict[fx.Node, set[int]] = {}
+        self.lent = self.most = 0
+
+    def watch(self, rank: int) -> InFlight:
+        return self
+
+    def inputs(self, inputs: Any, tensors: Any) -> None:
+        """A step begins: nothing is under way."""
+        assert not self.reads
+
+    def __call__(self, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
+        if _is(node, "memory.empty"):
+            place = result.untyped_storage().data_ptr()
+            busy = [str(start) for start, places in self.reads.items() if place in places]
+            assert not busy, f"{node} is memory that {busy} read"
+            self.lent += 1
+        elif _waits(node):
+            del self.reads[node.args[0]]  # type: ignore[arg-type]
+        elif _starts(node):
+            tensors = [x for x in (*operands, result) if isinstance(x, Tensor)]
+            self.reads[node] = {x.untyped_storage().data_ptr() for x in tensors}
+            self.most = max(self.most, len(self.reads))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["zero 3, tp, update", "zero 3, no buckets"])
+def test_memory_of_a_collective_under_way_is_not_lent(name: str) -> None:
+    """The fake group holds no tensor: it is the program that holds what is sent until its wait."""
+    with alone(3):
+        pm = planned(name)
+        watch = InFlight()
+        pm._watch = watch
+        for _ in range(3):
+            run(pm, name)
+        assert watch.lent and watch.most > 1
+
+
+def test_gathers_on_cuda_send_what_lies_side_by_side_and_keep_no_memory() -> None:
+    mesh, hints = PLANS["zero 3, tp, update"]
+    with torch.device("meta"):
+        model = Blocks()
+    texts = {}
+    for device in ("cpu", "cuda"):
+        given = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), device=device, **hints)
+        texts[device] = str(sx.parallelize(model, mesh, given, virtual=True).rank_program(3))
+    assert all("memory.adjoin" in text for text in texts.values())
+    assert "c10d.all_gather_into(" in texts["cpu"] and "c10d.all_gather_into(" not in texts["cuda"]
+
+
 def test_an_error_in_a_dry_run_is_that_of_the_rank() -> None:
     with alone(1):
         pm = planned("tp")

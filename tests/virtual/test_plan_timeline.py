@@ -96,8 +96,8 @@ def test_what_computes_meanwhile_hides_communication() -> None:
     purpose = Purpose("B", 0)
     row = [
         Works(purpose, 1.0),
-        Starts(purpose, 3.0, 0, call, ("dp",)),
-        Starts(purpose, 1.0, 0, other, ("dp",)),  # over the same link, behind it
+        Starts(purpose, 3.0, 0, call, "dp"),
+        Starts(purpose, 1.0, 0, other, "dp"),  # over the same link, behind it
         Works(purpose, 2.0),
         Waits(purpose, 0, 0, call),
         Waits(purpose, 0, 0, other),
@@ -106,7 +106,7 @@ def test_what_computes_meanwhile_hides_communication() -> None:
     (course,) = foreseen([row])
     assert course.exposed == 2.0
     assert tuple(course.spans[sx.Action("B", 0, 0)]) == (0.0, 5.5)
-    (apart,) = foreseen([[Starts(e.purpose, e.seconds, 0, e.call, ("tp",)) if e is row[2] else e for e in row]])
+    (apart,) = foreseen([[Starts(e.purpose, e.seconds, 0, e.call, "tp") if e is row[2] else e for e in row]])
     assert apart.exposed == 1.0
 
 
@@ -183,9 +183,35 @@ def test_a_plan_without_stages_has_a_timeline() -> None:
     assert pm.schedule is None
     assert str(timeline.schedule) == "F0.0 B0.0 U0"
     assert timeline.bubble == pytest.approx(0)
-    assert timeline.step <= pm.report().time.total * (1 + 1e-9)
-    assert timeline.step >= pm.report().time.compute
     assert len(timeline.memory) == 4
+    (course,) = timeline.courses
+    assert list(course.links) == ["dp", "tp"]
+    for transfers in course.links.values():
+        assert all(before.span.end <= after.span.start for before, after in pairwise(transfers))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machine", [None, FAR, NEAR], ids=["planned for", "far", "near"])
+@pytest.mark.parametrize("stages", [False, True])
+def test_report_and_timeline_agree_on_exposed_communication(machine: Machine | None, stages: bool) -> None:
+    pm = (
+        staged()
+        if stages
+        else planned(sx.Mesh(dp=2, tp=2), FAR, specs={"args.0": "dp, -", "layers.*.0.weight": "tp, -"})
+    )
+    timeline, time = pm.timeline(machine), pm.report(machine).time
+    assert (time.total, time.exposed, time.hidden) == (timeline.step, timeline.exposed, timeline.hidden)
+    assert "nothing overlaps" not in str(pm.report(machine))
+    (course, *others) = timeline.courses
+    assert course.communication >= course.exposed >= 0
+    assert sum(stall.exposed for stall in course.stalls) == pytest.approx(course.exposed)
+    if not others:  # a step is what rank 0 computes, and what nothing hides of what it sends
+        assert timeline.step == pytest.approx(time.compute + time.exposed)
+        assert time.communication == pytest.approx(time.exposed + time.hidden)
+        assert timeline.hidden > 0
+    for line in timeline.text(0).splitlines():
+        start, length, *_ = line.split()
+        assert float(start) >= 0 and float(length) >= 0
 
 
 @pytest.mark.long
@@ -210,7 +236,13 @@ def test_a_trace_and_a_picture_have_a_row_for_each_rank(tmp_path: Path) -> None:
     pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})
     timeline = pm.timeline()
     tracks, done = events(timeline.trace(tmp_path / "foreseen.json"))
-    assert tracks == {rank: f"rank {rank}" for rank in range(4)}
+    assert {track: tracks[track] for track in range(4)} == {rank: f"rank {rank}" for rank in range(4)}
+    links = sorted(name for track, name in tracks.items() if track >= 4)
+    assert [name for name in links if name.startswith("rank 0:")] == [
+        *("rank 0: dp", "rank 0: from place 1", "rank 0: to place 1")
+    ]
+    assert len(links) == 12 and {each["tid"] for each in done} == set(tracks)
+    assert min(each["ts"] for each in done) == 0
     named = {(each["tid"], each["name"]): each for each in done}
     assert {name for rank, name in named if rank in (0, 1)} >= {"F0.0", "F0.1", "B0.0", "B0.1"}
     assert {name for rank, name in named if rank in (2, 3)} >= {"F1.0", "F1.1", "B1.0", "B1.1"}

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Simulation, Span
+from shardfx.ir.timing.foreseen import Course
 from shardfx.visualize.layout.geometry import Rect
 
-from .style import FAINT, INK, MUTED, PAPER, RULE, width
+from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, width
 from .svg import Canvas, document, number
 
 LEFT, TOP, MARGIN = 84.0, 84.0, 24.0
@@ -19,6 +20,9 @@ TEXT = 12.0
 CELL, NARROW, WIDE = 26.0, 700.0, 1600.0
 """How wide an action of median length is, where the picture does not become too narrow or too wide by that."""
 COLOURS = {"F": "#3b74d9", "B": "#dd6b3a", "I": "#dc9a2e", "W": "#3d9a63", "U": "#9061c9"}
+SENT, EXPOSED = "#0e7490", "#b91c1c"
+BAND, NEAR, BAR = 12.0, 3.0, 5.0
+"""How high the lane of a link is, how near to that above, and how high the bar of what is exposed."""
 LIGHTEST = 0.62
 """How much nearer to white a rank's last stage is than its first."""
 HATCH = (
@@ -28,7 +32,12 @@ HATCH = (
 
 
 def draw_schedule(
-    of: Simulation, path: str | Path, title: str, rows: Sequence[int] = (), before: Sequence[Span] = ()
+    of: Simulation,
+    path: str | Path,
+    title: str,
+    rows: Sequence[int] = (),
+    before: Sequence[Span] = (),
+    courses: Sequence[Course] = (),
 ) -> Path:
     """Draw a simulated schedule as one SVG file.
 
@@ -38,30 +47,44 @@ def draw_schedule(
         title: what stands above.
         rows: for each rank the row of the schedule that it does; none: each its own.
         before: for each row what is done once, before its first action.
+        courses: for each row what goes over its links.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(schedule_svg(of, title, rows, before), encoding="utf-8")
+    path.write_text(schedule_svg(of, title, rows, before, courses), encoding="utf-8")
     return path
 
 
-def schedule_svg(of: Simulation, title: str, rows: Sequence[int] = (), before: Sequence[Span] = ()) -> str:
+def schedule_svg(
+    of: Simulation,
+    title: str,
+    rows: Sequence[int] = (),
+    before: Sequence[Span] = (),
+    courses: Sequence[Course] = (),
+) -> str:
     """The picture as SVG text (see :func:`draw_schedule`)."""
     canvas, schedule = Canvas(), of.schedule
     rows = rows or schedule.ranks
     canvas.parts.append(HATCH)
     canvas.text(MARGIN, 34, title, size=17, bold=True)
     said = f"{len(schedule.stages)} stages, {len(schedule.turns)} turns; a step takes {of.step:.4g}"
-    canvas.text(MARGIN, 57, f"{said}, of which {of.bubble:.1%} is bubble", size=12.5, colour=MUTED)
-    area = Rect(LEFT, TOP, _width(of), len(rows) * (ROW + GAP) - GAP)
-    per_time = area.w / of.step if of.step else 0.0
+    exposed = f", and {max(course.exposed for course in courses):.4g} exposed communication" if courses else ""
+    canvas.text(MARGIN, 57, f"{said}, of which {of.bubble:.1%} is bubble{exposed}", size=12.5, colour=MUTED)
+    wide, y = _width(of), TOP
+    per_time = wide / of.step if of.step else 0.0
     for rank, row in enumerate(rows):
-        lane = Rect(area.x, area.y + rank * (ROW + GAP), area.w, ROW)
+        lane = Rect(LEFT, y, wide, ROW)
         _lane(canvas, of, f"rank {rank}", row, lane, per_time)
         if before and before[row].length:
             _once(canvas, before[row], lane, per_time)
+        y = lane.bottom
+        if courses:
+            _stalls(canvas, courses[row], lane, per_time)
+            y = _links(canvas, courses[row], lane, per_time)
+        y += GAP
+    area = Rect(LEFT, TOP, wide, y - GAP - TOP)
     y = _axis(canvas, of, area, per_time)
-    _legend(canvas, of, y + 34)
+    _legend(canvas, of, y + 34, any(course.transfers for course in courses))
     described = f"{said}, bubble {of.bubble:.1%}, on {len(rows)} ranks"
     return document(canvas, max(canvas.right, area.right) + MARGIN, canvas.bottom + MARGIN, title, described)
 
@@ -83,6 +106,31 @@ def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, per_
         for piece in of.pieces(action):
             _cell(canvas, of, action, piece, rank, lane, per_time)
     canvas.text(lane.right + 12, lane.middle + 4, f"{idle:.0%} idle", size=11, colour=MUTED)
+
+
+def _stalls(canvas: Canvas, course: Course, lane: Rect, per_time: float) -> None:
+    """Where the rank waits for communication: a bar at the foot of its lane."""
+    for stall in course.stalls:
+        if stall.exposed:
+            start = lane.x + (stall.span.end - stall.exposed) * per_time
+            with canvas.group("b", f"waits for {stall.what}\n{stall.exposed:.4g} exposed"):
+                canvas.rect(Rect(start, lane.bottom - BAR, stall.exposed * per_time, BAR), 0, fill=EXPOSED)
+
+
+def _links(canvas: Canvas, course: Course, lane: Rect, per_time: float) -> float:
+    """A lane for each link of a rank below its own; gives where they end."""
+    y = lane.bottom
+    for link, transfers in course.links.items():
+        band = Rect(lane.x, y + NEAR, lane.w, BAND)
+        canvas.text(band.x - 12, band.middle + 3.5, link, size=10, colour=MUTED, anchor="end")
+        canvas.rect(band, 2, fill=PAGE)
+        for transfer in transfers:
+            span = transfer.span
+            with canvas.group("b", f"{transfer.what}\n{span.start:.4g} to {span.end:.4g}"):
+                cell = Rect(band.x + span.start * per_time, band.y, span.length * per_time, band.h)
+                canvas.rect(cell, 0, fill=SENT, stroke=PAPER, stroke_width=min(0.5, cell.w / 6))
+        y = band.bottom
+    return y
 
 
 def _once(canvas: Canvas, span: Span, lane: Rect, per_time: float) -> None:
@@ -130,10 +178,12 @@ def ticks(most: float) -> Iterator[float]:
     return (round(i * step, 12) for i in range(int(most / step + 1e-9) + 1))
 
 
-def _legend(canvas: Canvas, of: Simulation, y: float) -> None:
+def _legend(canvas: Canvas, of: Simulation, y: float, sends: bool) -> None:
     """The kinds that there are, the bubble, and what lighter colours are."""
     entries = [(COLOURS[kind], KINDS[kind]) for kind in COLOURS if any(action.kind == kind for action in of.schedule)]
     entries.append(("url(#idle)", "bubble"))
+    if sends:
+        entries += [(SENT, "communication"), (EXPOSED, "exposed communication")]
     if max(len(of.schedule.stages_of(rank)) for rank in of.schedule.ranks) > 1:
         entries.append((tint(COLOURS["F"], LIGHTEST), "lighter: a later stage of the rank"))
     x = LEFT
