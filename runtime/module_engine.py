@@ -91,8 +91,8 @@ class ModuleEngine:
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
             return self._engine.run(programs, inputs, watch)
-        alone = len(programs) == 1
-        with torch.no_grad(), self._peaks.during(*programs.values(), self.device) if alone else nullcontext():
+        first = next(iter(programs.values()))
+        with torch.no_grad(), self._peaks.during(first, self.device) if len(programs) == 1 else nullcontext():
             if self._perform is None:
                 (rank,) = programs
                 with self._ending():
