@@ -284,7 +284,7 @@ class Step:
         return made
 
     def _owners(self, programs: Mapping[int, RankProgram]) -> Mapping[tuple[str, int], int]:
-        """Of each piece that is written over the first rank that does so: what it makes of it is kept."""
+        """Of each shard that is written over, the first rank that does so: what it makes of it is kept."""
         found: dict[tuple[str, int], int] = {}
         for rank in sorted(programs):
             renewed = self._of(programs[rank]).renewed
