@@ -9,7 +9,7 @@ meet as always. So do real ranks that do the stages of a pipeline or put somethi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -101,8 +101,7 @@ class ModuleEngine:
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
             return self._engine.run(programs, inputs, watch)
-        alone = len(programs) == 1
-        with torch.no_grad(), self._peaks.during(*programs.values(), self.device) if alone else nullcontext():
+        with torch.no_grad(), self._peaks.during(programs.values(), self.device):
             made = {rank: self._module(program) for rank, program in programs.items()}
             rank, module = next(iter(made.items()))
             if self._perform is not None and isinstance(module, Stretches):
