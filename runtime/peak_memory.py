@@ -6,7 +6,7 @@ not counted. ``torch.cuda.reset_peak_memory_stats`` is called before that run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -29,10 +29,11 @@ class MeasuredPeaks:
         return self._bytes.get(program) if program is not None else None
 
     @contextmanager
-    def during(self, program: RankProgram, device: torch.device) -> Iterator[None]:
-        """Within, the program runs, and no other on this device."""
+    def during(self, programs: Collection[RankProgram], device: torch.device) -> Iterator[None]:
+        """Within, programs run on a device; one that has it for itself is measured."""
+        program = next(iter(programs))
         runs = self._runs[program] = self._runs.get(program, 0) + 1
-        if device.type != "cuda" or runs != MEASURED_RUN:
+        if device.type != "cuda" or runs != MEASURED_RUN or len(programs) > 1:
             yield
             return
         torch.cuda.reset_peak_memory_stats(device)

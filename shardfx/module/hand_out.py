@@ -40,8 +40,8 @@ class Loss(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.detach(), spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return self.as_subclass(torch.Tensor).__repr__(tensor_contents=tensor_contents)  # type: ignore[no-any-return]
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(torch.Tensor))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)

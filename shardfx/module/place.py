@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +22,7 @@ from shardfx.runtime.distributed.groups import by_stream, check_size, is_dry_run
 from shardfx.runtime.distributed.peer_failure import ending_compiled
 from shardfx.runtime.distributed.stages.messages import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
-from shardfx.runtime.module_engine import ModuleEngine
+from shardfx.runtime.module_engine import ModuleEngine, ending_alone
 from shardfx.runtime.peak_memory import MeasuredPeaks
 from shardfx.runtime.peers import Alone, Peers
 from shardfx.runtime.store import Store
@@ -132,7 +131,7 @@ class Place:
             graph.mesh,
             options.of_torch,
             perform if self.virtual else None,
-            nullcontext if self.virtual else ending_compiled,
+            ending_alone if self.virtual else ending_compiled,
             peaks,
         )
         return GraphEngine(engine, cuda_graphs(self.device)) if options.cuda_graphs else engine
