@@ -79,6 +79,7 @@ def test_fragments_that_do_not_touch_are_no_large_block_and_streams_share_nothin
     assert allocator.reserved == 60 * MB
 
 
+@pytest.mark.long
 def test_a_step_reserves_its_peak_and_the_same_in_every_step() -> None:
     pm = blocks(optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
     memory = pm.memory()
