@@ -18,6 +18,7 @@ def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
         "ranks_hold_their_own_stages:pp2,first",
         "pipelines_serve_torchs_tools:pp2",
         "pipelines_step_like_one_device:pp2",
+        "pipelines_train_by_stream:gpt_fused,pp2",
         "interleaved_turns_train_like_one_device:gpt_fused",
         f"checkpoints_move_between_pipelines:{tmp_path}/whole,pp2,dp2",
         "compiled_stages_on_gloo:eager,mlp,pp2,,1f1b",
@@ -31,6 +32,7 @@ def test_pipelines_on_four_ranks() -> None:
         "pipelines_train_like_one_device:gpt_fused,dp2pp2,3",
         "pipelines_serve_torchs_tools:pp2dp2",
         "pipelines_step_like_one_device:pp4",
+        "pipelines_train_by_stream:gpt_fused,pp2dp2,gpipe",
     )
 
 

@@ -6,16 +6,32 @@ import gc
 import os
 from copy import deepcopy
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardfx as sx
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.module import place
+from shardfx.runtime.distributed import process_engine
+from shardfx.runtime.distributed.groups import find_group
+from shardfx.runtime.distributed.stages import messages
 from tests.live_memory import check_footprint, held_in_a_step
-from tests.plans import plan
+from tests.plans import plan, train_beside
 from tests.zoo import make
 
-from .pipeline_workers import PIPELINES, PLANS, WORKERS, Tied, data, in_turns, loss_of, pipelines_train_like_one_device
+from .pipeline_workers import (
+    PIPELINES,
+    PLANS,
+    WORKERS,
+    Tied,
+    data,
+    hints_of,
+    in_turns,
+    loss_of,
+    pipelines_train_like_one_device,
+)
 from .program_workers import on_gloo
 from .workers import same_state, worker
 
@@ -27,6 +43,18 @@ def pipelines_train_on_gloo(name: str, mesh: str) -> None:
     """The same between machines, whose ranks share no memory."""
     with on_gloo():
         pipelines_train_like_one_device(name, mesh)
+
+
+@worker
+def pipelines_train_by_stream(name: str, mesh: str, schedule: str = "1f1b") -> None:
+    """As on NCCL: messages without tags, in groups for each direction, in the order of the programs."""
+    with on_gloo(), pytest.MonkeyPatch.context() as patch:
+        for module in (process_engine, place):
+            patch.setattr(module, "by_stream", lambda device: True)
+        hints = hints_of(name, mesh) | {"pipeline": sx.Pipeline(schedule=schedule)}
+        difference = train_beside(name, PIPELINES[mesh], **hints)
+        assert difference.worst < 1e-9, difference
+        assert find_group(f"{PIPELINES[mesh].group_name(dist.get_rank(), ['pp'])}{messages.BACK}") is not None
 
 
 @worker

@@ -79,8 +79,10 @@ Asked = tuple[Sequence[int], torch.dtype, str, int, int, int, str]
 def _started(asked: Asked, by_stream: bool) -> Receipt:
     shape, dtype, device, origin, tag, turn, group = asked
     into = torch.empty(shape, dtype=dtype, device=device)
-    way = one_way(group, origin, peers(group).rank()) if by_stream else peers(group)
-    work = dist.irecv(into, group=way, group_src=origin, tag=number(tag, turn))
+    if by_stream:  # NCCL has no tags
+        work = dist.irecv(into, group=one_way(group, origin, peers(group).rank()), group_src=origin)
+    else:
+        work = dist.irecv(into, group=peers(group), group_src=origin, tag=number(tag, turn))
     assert work is not None
     return Receipt(into, work)
 
