@@ -105,9 +105,11 @@ MARKS = "_marks_of_a_script"
 
 @contextmanager
 def quiet_copies() -> Iterator[None]:
-    """Without the warning of torch about its own class, when its trees of arguments are copied."""
+    """Without the warnings of torch about its own class, when its trees of arguments are copied, and of Python 3.12
+    about the iterators of itertools."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
         yield
 
 
