@@ -1,4 +1,5 @@
-# `make` alone says what there is. Everything runs from .venv, which is made on first use with python3 and pip only.
+# `make` alone says what there is. Everything runs from .venv, which is made on first use with python3 and pip only;
+# test-oldest and test-newest from one of their own, with the oldest and the newest torch that pyproject.toml allows.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,14 +14,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 FOLDERS := ir passes runtime visualize shardfx
 CODE := $(wildcard $(FOLDERS) tests examples benchmarks docs/*.py)
-PYTEST := $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
+PYTEST = $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 # More threads than cores make a small tensor program many times slower.
-test test-long test-all pages fuzz line-coverage coverage: export OMP_NUM_THREADS := 1
+test test-long test-all test-oldest test-newest pages fuzz line-coverage coverage: export OMP_NUM_THREADS := 1
 # What one process has compiled, those beside it need not: also where images of containers say otherwise.
-test test-long test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-long test-all test-oldest test-newest: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-long test-all pages fuzz lint format types bench coverage line-coverage clean
+.PHONY: help demo test test-long test-all test-oldest test-newest pages fuzz lint format types bench gpu coverage line-coverage clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +37,13 @@ test-long: $(READY) ## those that take about a second or more, and are not slow
 
 test-all: $(READY) ## every test, the slow ones too
 	$(PYTEST) $(ARGS)
+
+test-oldest: BIN := .venv-oldest/bin
+test-oldest: .venv-oldest/.ready ## the quick tests in one process (unit, virtual) under torch 2.11.0
+test-newest: BIN := .venv-newest/bin
+test-newest: .venv-newest/.ready ## the same under torch 2.15.0
+test-oldest test-newest:
+	$(PYTEST) -m "not slow and not long" tests/unit tests/virtual $(ARGS)
 
 pages: $(READY) ## README and docs/: what their sessions print now, links, scripts and pictures
 	$(PYTEST) tests/unit/test_docs.py $(ARGS)
@@ -61,19 +69,30 @@ types: $(READY) ## mypy, strict
 bench: $(READY) ## the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# A machine with a GPU has a torch of its own, which is not to be replaced: without one, the environment here serves.
+gpu: ## with a GPU: its tests, correctness, speed and memory, in six minutes (ARGS=--rehearse: small, on the CPU)
+	if $(PYTHON) -c "import torch" 2> /dev/null; then run=$(PYTHON); else $(MAKE) $(READY); run=$(BIN)/python; fi; \
+		PYTHONPATH=$(CURDIR) $$run -m benchmarks.gpu $(ARGS)
+
 coverage: $(READY) ## soundness and completeness of the rules over PyTorch's operator database, DTensor beside them
 	$(BIN)/python -m benchmarks.op_coverage $(ARGS)
 
 line-coverage: $(READY) ## line and branch coverage of the tests that CI runs, also in htmlcov/
 	$(PYTEST) -m "not slow" $(addprefix --cov=,$(FOLDERS)) --cov-report=term:skip-covered --cov-report=html $(ARGS)
 
-clean: ## remove what was built, but not .venv
+clean: ## remove what was built, but no environment
 	rm -rf build dist out demo_out htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Other versions of torch want other versions of setuptools. A configuration of pip's may keep back the newest torch.
+.venv-oldest/.ready: PINS := s/^torch==.*/torch==2.11.0/; s/^setuptools==.*/setuptools==81.0.0/
+.venv-newest/.ready: PINS := s/^torch==.*/torch==2.15.0/; s/^setuptools==.*/setuptools==81.0.0/
+.venv-newest/.ready: export PIP_CONFIG_FILE := /dev/null
+
 # setuptools comes first and the build is not isolated: pip then builds with the pinned tools and fetches nothing twice.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+$(READY) .venv-oldest/.ready .venv-newest/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed '$(PINS)' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt setuptools wheel
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@

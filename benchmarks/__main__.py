@@ -7,7 +7,7 @@ import sys
 
 NAMES = (
     "step_time whole_steps trainer_time step_memory pipeline_time timeline collectives plan_scale pipeline_scale "
-    "verify_scale memory_table recompute_table tiles chunked_loss many_turns mutants"
+    "verify_scale memory_table predicted_step recompute_table tiles chunked_loss many_turns mutants"
 )
 BENCHMARKS = tuple(f"benchmarks.{name}" for name in NAMES.split())
 

@@ -67,5 +67,18 @@ class Engine(Protocol):
 
 
 def seed_tensor() -> Tensor:
-    """A fresh seed from torch's default generator."""
+    """A fresh seed from torch's default generator, on the CPU."""
     return torch.randint(2**62, ())
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor where programs run: itself, if it is there. From a CPU to a GPU nothing waits.
+
+    A number goes along with the kernel that writes it. All else is copied into pinned memory of our own before this
+    returns, and on from there by the device: the caller may write over a batch at once, also over a pinned one.
+    """
+    if tensor.device.type != "cpu" or device.type != "cuda":
+        return tensor.to(device)
+    if not tensor.dim():
+        return torch.empty((), dtype=tensor.dtype, device=device).fill_(tensor)
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)

@@ -1,15 +1,15 @@
 """Engines that execute the GraphModules themselves, through ``torch.compile`` where it is wanted.
 
-A real rank runs its program as one module, collectives and all. Virtual ranks run theirs in stretches between the
-collectives, each a module (:mod:`.module_stretches`), and meet as always. So do real ranks that do the stages of a
-pipeline or put something away, by their own engine
+A real rank runs its program as one module, collectives and all, and so does the one virtual rank of a mesh of one.
+Several virtual ranks run theirs in stretches between the collectives, each a module (:mod:`.module_stretches`), and
+meet as always. So do real ranks that do the stages of a pipeline or put something away, by their own engine
 (:func:`shardfx.runtime.distributed.process_engine.in_stretches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,9 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms
 
 from .engine import Engine, Watch
-from .module_stretches import Stretches
+from .module_stretches import Stretches, stands_alone
+from .peak_memory import MeasuredPeaks
+from .rank_errors import failed
 from .rendezvous import Perform, Request, run
 
 c10d = torch.ops._c10d_functional
@@ -41,6 +43,15 @@ def compiler(options: Mapping[str, Any] | None) -> Callable[[fx.GraphModule], An
     return (lambda module: module) if options is None else lambda module: torch.compile(module, **options)
 
 
+@contextmanager
+def ending_alone() -> Iterator[None]:
+    """Within, the one rank of a mesh runs: what it raises becomes an error that says so."""
+    try:
+        yield
+    except Exception as error:
+        raise failed(0, None, error) from error
+
+
 class ModuleEngine:
     """Runs modules in the place of another engine, which still runs what is watched.
 
@@ -48,7 +59,8 @@ class ModuleEngine:
         engine: whose ranks these are.
         options: of ``torch.compile``; None: modules run as they are.
         perform: how virtual ranks do a collective; None for a real rank.
-        ending: the context in which a real rank runs, which tells the others how it ends.
+        ending: the context in which a rank runs that meets no other here: a real one tells the others how it ends.
+        peaks: takes down the peaks of programs that run alone on their device.
     """
 
     meets_late = False
@@ -59,10 +71,12 @@ class ModuleEngine:
         mesh: Mesh,
         options: Mapping[str, Any] | None,
         perform: Perform | None = None,
-        ending: Callable[[], AbstractContextManager[None]] = nullcontext,
+        ending: Callable[[], AbstractContextManager[None]] = ending_alone,
+        peaks: MeasuredPeaks | None = None,
     ) -> None:
         self.mesh, self.device = mesh, engine.device
         self._engine, self._compiled, self._perform, self._ending = engine, compiler(options), perform, ending
+        self._peaks = MeasuredPeaks() if peaks is None else peaks
         self._modules: WeakKeyDictionary[RankProgram, Any] = WeakKeyDictionary()
 
     @property
@@ -87,21 +101,18 @@ class ModuleEngine:
         """Run the modules; what is watched is run node by node."""
         if watch is not None:
             return self._engine.run(programs, inputs, watch)
-        with torch.no_grad():
-            if self._perform is None:
-                (rank,) = programs
-                with self._ending():
-                    return {rank: self._module(programs[rank], self._whole)(*inputs[rank])}
-            made = {rank: self._module(program, self._stretches) for rank, program in programs.items()}
-            return run(made, inputs, self.mesh, self._perform)
+        with torch.no_grad(), self._peaks.during(programs.values(), self.device):
+            made = {rank: self._module(program) for rank, program in programs.items()}
+            rank, module = next(iter(made.items()))
+            if self._perform is not None and isinstance(module, Stretches):
+                return run(made, inputs, self.mesh, self._perform)
+            with self._ending():
+                return {rank: module(*inputs[rank])}
 
-    def _module(self, program: RankProgram, make: Callable[[RankProgram], Any]) -> Any:
+    def _module(self, program: RankProgram) -> Any:
         if program not in self._modules:
-            self._modules[program] = make(program)
+            apart = self._perform is not None and (self.mesh.size > 1 or any(map(stands_alone, program.graph.nodes)))
+            self._modules[program] = (
+                Stretches(program, self._compiled, MEETING) if apart else self._compiled(program.module())
+            )
         return self._modules[program]
-
-    def _whole(self, program: RankProgram) -> Any:
-        return self._compiled(program.module())
-
-    def _stretches(self, program: RankProgram) -> Stretches:
-        return Stretches(program, self._compiled, MEETING)

@@ -49,7 +49,9 @@ class Stretch:
 
 def stands_alone(node: fx.Node) -> bool:
     """Whether a call is no part of a module: ranks do it together, it copies between pools of memory or waits for that,
-    or it hangs on the number of a turn."""
+    it hangs on the number of a turn, or begins or ends turns."""
+    if part_in_turns(node) in FRAMES:
+        return True
     row = row_of(node.target) if node.op == "call_function" else None
     together = node.target is c10d.wait_tensor.default or (row is not None and row.group is not None)
     pools = row is not None and (row.copies or (row.fetches and row.waits))
@@ -74,7 +76,7 @@ class Stretches:
         for node in self.nodes:
             if node.op not in ("call_function", "get_attr"):
                 continue
-            if part_in_turns(node) in FRAMES or stands_alone(node):
+            if stands_alone(node):
                 self._close(group, compiled)
                 self._steps.append(node)
                 group = []

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
+from shardfx.ir.ops.pools.transfer import finish
+from shardfx.ir.program.neighbours import side_by_side
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import destination
 from shardfx.ir.program.units.in_common import select
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import laid
 
-from .engine import Engine, Watch
+from .engine import Engine, Watch, on_device
 from .guards import ELSEWHERE, check_guards
 from .local_device import as_current
 from .store import Store
@@ -38,8 +41,8 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a run asks of a program: the names of parameters and states that it may write over, whether it gives new
-    content of what is stored, and whether it has guards."""
+    """What a run asks of a program: the names of what is stored that it may write over, whether it gives new content of
+    what is stored, and whether it has guards."""
 
     renewed: frozenset[str]
     keeps: bool
@@ -48,8 +51,10 @@ class _Facts:
     @staticmethod
     def of(program: RankProgram) -> _Facts:
         outputs = program.outputs
+        results: Any = program.result().args[0]
+        kept = [pair for pair in zip(outputs, results, strict=True) if pair[0].kind.is_kept]
         return _Facts(
-            frozenset(each.name for each in outputs if each.kind.is_stepped),
+            frozenset(each.name for each, result in kept if each.kind.is_stepped or destination(result) is not None),
             any(each.kind.is_kept for each in outputs),
             any(each.guard is not None for each in outputs),
         )
@@ -109,6 +114,10 @@ class Step:
         """Whether programs for these outputs were asked for here."""
         return kinds in self._programs
 
+    def ran(self, rank: int, kinds: Kinds) -> RankProgram | None:
+        """The program of a rank that was asked for here, if one was."""
+        return self._programs.get(kinds, {}).get(rank)
+
     def put(self, rank: int, kinds: Kinds, program: RankProgram) -> None:
         """Run ``program`` on a rank from now on."""
         self.changed[rank, kinds] = program
@@ -135,7 +144,7 @@ class Step:
 
     def on_device(self, number: int) -> torch.Tensor:
         """A number that was drawn as a seed, where programs run."""
-        return torch.tensor(number, device=self.engine.device)
+        return torch.full((), number, dtype=torch.int64, device=self.engine.device)
 
     def run(
         self,
@@ -159,7 +168,8 @@ class Step:
         cut: dict[tuple[str, int], torch.Tensor] = {}
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
-            given = {rank: self._given(program, rank, inputs, kept, cut) for rank, program in programs.items()}
+            owners = self._owners(programs) if len(programs) > 1 else {}
+            given = {rank: self._given(each, rank, inputs, kept, cut, owners) for rank, each in programs.items()}
             try:
                 outs = engine.run(programs, given, watch)
             except Error as error:
@@ -169,15 +179,14 @@ class Step:
             for rank, out in outs.items():
                 if facts[rank].guarded:
                     check_guards(programs[rank].outputs, out)
-            first = next(iter(programs))
-            alone = len(programs) == 1 and not kept.buffers and facts[first].keeps
-            return self._kept(programs, outs, self._places(programs[first], given) if alone else {})
+            keeps = not kept.buffers and any(each.keeps for each in facts.values())
+            return self._kept(programs, outs, self._places(programs, given) if keeps else {})
 
     def _kept(
         self,
         programs: Mapping[int, RankProgram],
         outs: Mapping[int, Sequence[torch.Tensor]],
-        places: Mapping[str, int],
+        places: Mapping[tuple[str, int], int],
     ) -> Results:
         """The distinct pieces of what ranks gave; what is to be stored is, where it does not lie there already, which
         ``places`` say."""
@@ -188,7 +197,7 @@ class Step:
                 pieces, piece = made.setdefault(output, {}), self.layout(output).by_rank[rank]
                 if piece not in pieces:
                     pieces[piece] = new
-                    if output.kind.is_kept and places.get(output.name) != new.data_ptr():
+                    if output.kind.is_kept and places.get((output.name, rank)) != new.data_ptr():
                         self.store.commit(output.name, rank, new)
         parameters, as_gradient = self.store.parameters, self.store.as_gradient
         for output, pieces in made.items():
@@ -199,11 +208,16 @@ class Step:
         return results
 
     @staticmethod
-    def _places(program: RankProgram, given: Mapping[int, Sequence[torch.Tensor]]) -> Mapping[str, int]:
-        """Where in memory the pieces of one rank lie that a step makes anew."""
-        ((_, tensors),) = given.items()
-        pairs = zip(program.inputs, tensors, strict=True)
-        return {each.name: tensor.data_ptr() for each, tensor in pairs if each.kind in HELD}
+    def _places(
+        programs: Mapping[int, RankProgram], given: Mapping[int, Sequence[torch.Tensor]]
+    ) -> Mapping[tuple[str, int], int]:
+        """Where in memory what a step makes anew lies, by name and rank."""
+        return {
+            (each.name, rank): tensor.data_ptr()
+            for rank, program in programs.items()
+            for each, tensor in zip(program.inputs, given[rank], strict=True)
+            if each.kind in HELD
+        }
 
     @property
     def _runs_on(self) -> bool:
@@ -248,14 +262,36 @@ class Step:
         inputs: Mapping[str, torch.Tensor],
         kept: Kept,
         cut: dict[tuple[str, int], torch.Tensor],
+        owners: Mapping[tuple[str, int], int],
     ) -> list[torch.Tensor]:
-        """What a rank starts from: ranks that hold the same share one tensor, unless the program writes over it."""
-        shared = self._of(program).renewed if len(self.ranks) > 1 else frozenset[str]()
+        """What a rank starts from: ranks that hold the same share one tensor. Where some of them write over it, its
+        owner has the store's, and the others copies."""
         made = [self._piece(each, rank, inputs, kept, cut) for each in program.inputs]
-        if not shared:
-            return made
-        pairs = zip(program.inputs, made, strict=True)
-        return [new.clone() if each.kind in HELD and each.name in shared else new for each, new in pairs]
+        if owners:
+            together: dict[torch.dtype, list[int]] = {}
+            for place, each in enumerate(program.inputs):
+                if each.kind in HELD and owners.get((each.name, self.shards(each).by_rank[rank]), rank) != rank:
+                    if each.pool or not made[place].is_contiguous():
+                        made[place] = made[place].clone()
+                    else:
+                        together.setdefault(made[place].dtype, []).append(place)
+            for dtype, places in together.items():
+                shared = [made[place] for place in places]
+                copies = side_by_side([each.shape for each in shared], dtype, shared[0].device)
+                torch._foreach_copy_(copies, shared)
+                for place, copy in zip(places, copies, strict=True):
+                    made[place] = copy
+        return made
+
+    def _owners(self, programs: Mapping[int, RankProgram]) -> Mapping[tuple[str, int], int]:
+        """Of each shard that is written over, the first rank that does so: what it makes of it is kept."""
+        found: dict[tuple[str, int], int] = {}
+        for rank in sorted(programs):
+            renewed = self._of(programs[rank]).renewed
+            for each in programs[rank].inputs:
+                if each.kind in HELD and each.name in renewed:
+                    found.setdefault((each.name, self.shards(each).by_rank[rank]), rank)
+        return found
 
     def _piece(
         self,
@@ -280,10 +316,9 @@ class Step:
             if whole is None:
                 raise Error(f"constant {name!r} has no content", where="a graph read from text")
             device = self._engine.device if self._engine is not None else whole.device
-            whole = whole.to(device)
             is_local = tuple(whole.shape) != given.value.shape
             piece = whole if is_local else self.shards(given).cut(whole, which)
-            known[name, which] = laid(piece, given.laid)
+            known[name, which] = laid(on_device(piece, device), given.laid)
         return known[name, which]
 
     def _of(self, program: RankProgram) -> _Facts:
@@ -302,6 +337,7 @@ class Step:
         self, rank: int, program: RankProgram, inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """What a rank's program starts from, by input name, as far as it is known here."""
+        finish(self.engine.device)
         kept, found = Kept(torch.zeros((), dtype=torch.int64), {}), {}
         for given in program.inputs if rank in self.engine.ranks else ():
             store = self.store

@@ -47,6 +47,7 @@ class Shown(Protocol):
 class Store(Protocol):
     """The state of a plan, in the pieces that the ranks of this process hold."""
 
+    device: torch.device
     parameters: dict[str, list[nn.Parameter]]
     buffers: dict[str, list[Tensor]]
     states: dict[str, list[Tensor]]
@@ -59,7 +60,7 @@ class Store(Protocol):
     def writes(self) -> int:
         """How often parameters were written into that all ranks hold whole, where ranks are processes."""
 
-    def handed_out(self, scale: Tensor) -> None:
+    def handed_out(self, scale: Tensor | float) -> None:
         """Gradients that were computed, times ``scale``, go to parameters: which other processes do alike."""
 
     def loaded(self, names: Collection[str]) -> None:

@@ -24,9 +24,10 @@ ARRANGED = {"in_units": partial(arranged, ONE_AHEAD, phases)}
 
 
 def made(case: str) -> str:
-    """The program after each pass; each is read back from the text of the one before."""
+    """The program after each pass; each is read back from the text of the one before. At the end the program for
+    ``torch.compile``, of cases whose new contents are written back."""
     graph = parse_graph((FOLDER / f"{case}.graph.txt").read_text(encoding="utf-8"))
-    program = lower(graph, 1, default_rules(), set(OutputKind), arrange=ARRANGED.get(case))
+    program = lowered = lower(graph, 1, default_rules(), set(OutputKind), arrange=ARRANGED.get(case))
     texts = [f"lowered:\n{program}"]
     established = frozenset[str]()
     for each in (*built_in("cpu"), Arena(least=1)):
@@ -35,6 +36,9 @@ def made(case: str) -> str:
         established |= each.establishes
         same = str(program) == before
         texts.append(f"{each}:{' nothing changes' if same else chr(10) + str(program)}")
+    compiled = run_rank_passes(lowered.copy(), built_in("cpu", compiled=True), RankContext(graph))
+    if "memory.write" in str(compiled):
+        texts.append(f"compiled:\n{compiled}")
     return "\n".join(text.rstrip("\n") + "\n" for text in texts)
 
 

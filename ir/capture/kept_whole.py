@@ -120,13 +120,14 @@ def whole_resize(name: str) -> Callable[..., Any]:
 
 
 def whole_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """``F.pad``: where edges meet it is one op for each dim."""
+    """``F.pad``: where edges meet it is one op for each dim, of what a negative padding has left."""
     if mode != "circular":
         padded: Tensor = aten.pad.default(x, pad, mode, value)
         return padded
+    x = aten.constant_pad_nd.default(x, [min(n, 0) for n in pad]) if min(pad) < 0 else x
     for i, (front, back) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-        if front or back:
-            x = Ring.apply(x, -1 - i, front, back)  # type: ignore[no-untyped-call]
+        if front > 0 or back > 0:
+            x = Ring.apply(x, -1 - i, max(front, 0), max(back, 0))  # type: ignore[no-untyped-call]
     return x
 
 
@@ -160,11 +161,18 @@ def drops_within(node: torch.fx.Node) -> bool:
 
 def keep_whole(exported: torch.fx.GraphModule, as_torch: Collection[Any] = ()) -> None:
     """Call the ops of the graph in place of torch's composite ones; ``as_torch`` are those that its kernels take
-    apart."""
+    apart.
+
+    Their results may have other strides than torch's, behind which ``contiguous()`` was no op: what was a view of such
+    is a reshape.
+    """
+    kept = False
     for node in exported.graph.nodes:
         first = node.all_input_nodes[:1]
         if node.target in as_torch or drops_within(node):
             node.target = AsTorch(node.target)
         elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
-            node.target = KEPT[node.target]
+            node.target, kept = KEPT[node.target], True
+        elif kept and node.target is aten.view.default:
+            node.target = aten.reshape.default
     exported.recompile()

@@ -51,7 +51,7 @@ class Shell(FakeTensor):
         made: Shell = torch.Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.strides, dtype=form.dtype, device=form.device
         )
-        made.form, made._fake_device, made.fake_mode = form, form.device, mode
+        made.form, made.fake_device, made.fake_mode = form, form.device, mode
         made.constant = made.real_tensor = made.pytype = made.dispatch_keys = None
         return made
 

@@ -16,6 +16,7 @@ import torch
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import Sent
 
+from .curve import VIEW
 from .machine import Machine
 
 Axes = tuple[str, ...]
@@ -90,9 +91,19 @@ class Cost:
         """Seconds of copies between the device's memory and the pools beside it."""
         return sum(machine.pool(pool).seconds(*sent) for pool, sent in self.carried.items())
 
+    def issuing(self, machine: Machine) -> float:
+        """Seconds that the host spends on all calls, where it works beside the device."""
+        calls = sum(
+            count * (machine.host_view if work.kind == VIEW else machine.host_call) for work, count in self.work.items()
+        )
+        moved = sum(sent.messages for sent in (*self.sent.values(), *self.carried.values()))
+        return calls + moved * machine.host_call
+
     def seconds(self, machine: Machine, mesh: Mesh) -> float:
-        """Their sum, as if nothing overlapped: a bound, for choosing; a step's time is :mod:`shardfx.ir.timing`'s."""
-        return self.computing(machine) + self.sending(machine, mesh) + self.carrying(machine)
+        """Their sum as if nothing overlapped, or the host's calls, where these take longer: a bound, for choosing; a
+        step's time is :mod:`shardfx.ir.timing`'s."""
+        device = self.computing(machine) + self.sending(machine, mesh) + self.carrying(machine)
+        return max(device, self.issuing(machine))
 
 
 def total(costs: Iterable[Cost]) -> Cost:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.graph import Value
+from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import base_name_of
@@ -32,8 +33,34 @@ def called(node: fx.Node) -> str:
 
 
 def kind_of(node: fx.Node) -> str:
-    """The name of what is called, for machines that know how long it takes: ``mm``, ``gelu``, ``time.add_product``."""
-    return base_name_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else called(node)
+    """The name of what is called, for machines that know how long it takes: ``mm``, ``gelu``, ``time.add_product``;
+    attention that leaves out later keys is another kind, for its operations are counted as if it did not."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return called(node)
+    at = MASKED.get(node.target)
+    causal = at is not None and (node.args[at] if at < len(node.args) else node.kwargs.get("causal"))
+    return f"{CAUSAL if causal else ''}{base_name_of(node.target)}"
+
+
+CAUSAL = "causal "
+MASKED = {attention: 4, attention_backward: 7}
+"""By kind of attention: the place of its argument ``causal``."""
+
+
+def changed_by(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call reads and writes over, as a fused step of an optimizer does; destinations apart."""
+    row, target = row_of(node.target), node.target
+    if row is not None:
+        into = row.destination(node)
+        return [into] if into is not None and row.reads_into else []
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    found: list[fx.Node] = []
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, found.append)
+    return found
 
 
 def before_communication(node: fx.Node, seen: set[fx.Node]) -> list[fx.Node]:

@@ -10,11 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
+
+import torch
 
 from shardfx.ir.errors import Error
 
-VIEW, TOUCH, PRODUCT = "view", "touch", "product"
-"""Kinds of calls: those that write nothing; those that no other kind is known of, without and with operations."""
+VIEW, TOUCH, PRODUCT, NARROW = "view", "touch", "product", "narrow product"
+"""Kinds of calls: those that write nothing; those that no other kind is known of, without and with operations; and
+products of few columns, by the bytes that they touch."""
+
+
+def of_dtype(kind: str, dtype: torch.dtype) -> str:
+    """What the curve of a kind in one dtype is called: ``"product bfloat16"``."""
+    return f"{kind} {str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,11 @@ class Curve:
         points = sorted(measured)
         least = [*accumulate((seconds for _, seconds in reversed(points)), min)]
         return cls(tuple((amount, each) for (amount, _), each in zip(points, reversed(least), strict=True)))
+
+    @property
+    def rate(self) -> float:
+        """The most that is done in a second, at any of the points."""
+        return max((amount / seconds for amount, seconds in self.points if seconds), default=inf)
 
     def seconds(self, amount: float) -> float:
         """Seconds of a call that does so much."""

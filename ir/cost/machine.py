@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Link, Mesh
 
-from .curve import PRODUCT, TOUCH, VIEW, Curve
+from .curve import NARROW, PRODUCT, TOUCH, VIEW, Curve, of_dtype
 from .measuring import calibrate, probes
 
 FOLDER = Path(__file__).parent / "machines"
@@ -58,8 +58,11 @@ class Machine:
         source: where the figures come from.
         pools: what connects the device with other memory, one way: that of its ``host``, and its ``disk``.
         curves: seconds of calls by how much they do, where they were measured: by the name of an op (``"gelu"``), or
-            ``"product"``, ``"touch"`` and ``"view"`` for all others; in float32, and in other dtypes as much more or
-            less as their products take.
+            ``"product"``, ``"narrow product"``, ``"touch"`` and ``"view"`` for all others; in one dtype where it is
+            named (``"product bfloat16"``), else in float32, and in other dtypes as much more or less as their products
+            take.
+        host_call, host_view: seconds that the host spends on a call, and on a view, while the device does earlier ones;
+            0 where device and host are one.
         hides: whether a rank computes while it sends. Ranks that copy what they send to one another themselves do not.
     """
 
@@ -73,6 +76,8 @@ class Machine:
     pools: Mapping[str, Link] = field(default_factory=lambda: dict(POOLS))
     curves: Mapping[str, Curve] = field(default_factory=dict)
     hides: bool = True
+    host_call: float = 0.0
+    host_view: float = 0.0
 
     def __post_init__(self) -> None:
         rates = {**{f"flops {dtype}": rate for dtype, rate in self.flops.items()}, "bandwidth": self.bandwidth}
@@ -117,7 +122,7 @@ class Machine:
         if own is not None:
             return own
         computing = self._measured(PRODUCT, flops, dtype, True) if flops else 0.0
-        touching = self._measured(TOUCH, touched, dtype)
+        touching = self._measured(NARROW if flops else TOUCH, touched, dtype) or self._measured(TOUCH, touched, dtype)
         return max(
             flops / self.rate(dtype) + self.overhead if computing is None else computing,
             touched / self.bandwidth + self.overhead if touching is None else touching,
@@ -125,6 +130,9 @@ class Machine:
 
     def _measured(self, kind: str, amount: float, dtype: torch.dtype, computes: bool = False) -> float | None:
         """Seconds by a curve; None where there is none."""
+        own = self.curves.get(of_dtype(kind, dtype))
+        if own is not None:
+            return own.seconds(amount)
         curve = self.curves.get(kind)
         slower = self.rate(torch.float32) / self.rate(dtype) if computes else 1.0
         return curve.seconds(amount) * slower if curve is not None else None
@@ -193,8 +201,10 @@ class Machine:
 
     @classmethod
     def measure(cls, device: str | torch.device | None = None, name: str = "") -> Machine:
-        """The machine at hand, measured in some ten seconds: matrix products by dtype, a copy of memory, a small op,
-        and some ops by their size, as programs call them. On a CPU of one thread the seconds are those that it worked.
+        """The machine at hand, measured in some ten seconds: matrix products by dtype and size, a copy of memory, small
+        ops, what connects it with the host, and some ops by their size, as programs call them. On a CPU of one thread
+        the seconds are those that it worked; on CUDA those of the device, and apart from them what the host spends on
+        calls. Products in float32 run as they are set to now (``torch.set_float32_matmul_precision``).
 
         Where a process group of several ranks is there, all of them call this together, and what connects them is
         measured as well: as one link between any two, whichever machine they are on; and all get the first rank's
@@ -212,17 +222,20 @@ class Machine:
         bandwidth, overhead = calibrate.memory_bandwidth(at), calibrate.call_overhead(at)
         pools = {**POOLS, "host": calibrate.host_link(at, bandwidth, overhead)}
         of_links = f"links as of {like.name}" if measured is None else f"one link, among {dist.get_world_size()} ranks"
+        clock = calibrate.clock(at)
+        products = probes.products(at, clock)
         found = cls(
             name or f"measured {at.type}",
-            {str(dtype).removeprefix("torch."): rate for dtype, rate in calibrate.flops_by_dtype(at).items()},
+            {str(dtype).removeprefix("torch."): each.rate for dtype, each in products.items()},
             bandwidth,
             calibrate.memory_bytes(at),
             links,
             overhead,
             f"measured with torch {torch.__version__} on {calibrate.device_name(at)}; {of_links}",
             pools,
-            probes.curves(at, calibrate.clock(at)),
+            probes.curves(at, clock, products),
             at.type != "cpu",
+            *calibrate.host_seconds(at),
         )
         return found if measured is None else calibrate.of_first(found)
 

@@ -39,7 +39,7 @@ from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import laid_of
 
 from .amounts import Cost, Work
-from .call_facts import before_communication, called, group_of, is_memory, kind_of
+from .call_facts import before_communication, called, changed_by, group_of, is_memory, kind_of
 from .curve import VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
@@ -205,7 +205,8 @@ class _Walk:
             self.costs.append(self._carried(row, operands, pool))
             return
         group = group_of(node)
-        cost = self._work(node, made, operands) if group is None else self._sent(node, group, args[0])
+        written = row.rewrites(args) if row is not None and row.rewrites is not None else []
+        cost = self._work(node, made, operands + written) if group is None else self._sent(node, group, args[0])
         self.costs.append(cost * prod(self.stand.turns) if self.stand.turns else cost)
 
     def _turn(self, node: fx.Node, row: LocalOp) -> None:
@@ -251,14 +252,14 @@ class _Walk:
             return A_VIEW
         layouts = [tensor.layout for tensor in operands] or [result.layout for result in leaves(made.results, Result)]
         real = [layout.dtype for layout in layouts if layout.dtype.is_floating_point or layout.dtype.is_complex]
-        touched = sum(tensor.layout.nbytes for tensor in operands) + sum(made.fresh)
+        touching = (*operands, *leaves([self.held[used] for used in changed_by(node)], BlockTensor))
+        touched = sum(tensor.layout.nbytes for tensor in touching) + sum(made.fresh)
         work = Work(made.flops, touched, (real or [layouts[0].dtype])[0], kind_of(node))
         return self._costs.setdefault(work, Cost({work: 1}))
 
     def _carried(self, row: LocalOp, operands: list[BlockTensor], pool: str) -> Cost:
         """What a copy between pools moves."""
-        beside = pool or operands[0].block.pool or transfer.HOST
-        return Cost(carried={beside: Sent(1.0, operands[-1].layout.nbytes)})
+        return Cost(carried={pool or operands[0].block.pool or transfer.HOST: Sent(1.0, operands[-1].layout.nbytes)})
 
     def _sent(self, node: fx.Node, group: str, put_in: Any) -> Cost:
         """What a collective sends."""

@@ -8,7 +8,12 @@ The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask h
 with probability ``p`` draws by seed, number, and where in the whole ``[b, h, s, t]`` a rank's ``box`` stands.
 
 Torch's fused kernels compute it where they can, and :func:`forward_by_hand` where not. All of them give the same
-logsumexp, so that a forward by one may have its backward by another. Needs torch alone.
+logsumexp, so that a forward by one may have its backward by another. On CUDA the kernel is torch's own choice
+(``torch.nn.attention.sdpa_kernel`` restricts it): cuDNN, flash, memory-efficient.
+
+Memory layout, on every device and by every kernel: the logsumexp is contiguous, ``out`` is laid out as
+``torch.empty_like(q)`` (contiguous where values have another size than keys), each gradient as ``torch.empty_like`` of
+its operand. Flash and cuDNN give them so; of other kernels what differs is copied. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from .computing.hashing import GOLDEN, kept, keyed, mix_
 
 aten = torch.ops.aten
 
@@ -33,8 +41,8 @@ _library.define(
 
 ALIGNED = 32
 """The rows of a logsumexp in torch's memory-efficient kernel come in so many."""
-GOLDEN = -0x61C8864680B583EB
-"""2**64 over the golden ratio, as splitmix64 steps."""
+TILE = 128
+"""The queries and keys of a tile of cuDNN's kernels."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -135,11 +143,13 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Tensor | None, number: int, box:
     """
     if p == 0 or seed is None:
         return None
-    state = _mix_(_mix_(seed.to(q.device, copy=True)) + number)
+    state = keyed(seed, number)
     shape = (*q.shape[:3], k.shape[2])
-    for dim, place in enumerate(_places(shape, box, q.device)):
-        state = _mix_(state + place.view(-1, *[1] * (3 - dim)) * GOLDEN)
-    return state.bitwise_right_shift_(11).bitwise_and_(2**53 - 1) >= int(p * 2**53)
+    *rows, columns = _places(shape, box, q.device)
+    hashes = mix_(state + columns * GOLDEN)
+    for dim, place in enumerate(rows):
+        state = mix_(state + place.view(-1, *[1] * (2 - dim)) * GOLDEN)
+    return kept(state[..., None], hashes, p)
 
 
 def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> Iterator[Tensor]:
@@ -155,11 +165,7 @@ def _places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> I
         yield place
 
 
-def _mix_(x: Tensor) -> Tensor:
-    """In place, the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators, 2014)."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
-    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
+# ---- memory layout ---------------------------------------------------------------------------------------------
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
@@ -167,24 +173,64 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 
 
+def _laid_like(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` in the memory layout of ``torch.empty_like(like)``: a copy where it is in another."""
+    strides = like.stride()
+    if x.stride() == strides:
+        return x
+    order = sorted(range(x.dim()), key=strides.__getitem__, reverse=True)
+    if 0 not in strides and x.permute(order).is_contiguous():
+        return x
+    strides = torch.empty_like(like, device="meta").stride()
+    if all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+        return x
+    return torch.empty_like(like).copy_(x)
+
+
 # ---- torch's kernels -------------------------------------------------------------------------------------------
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, p: float) -> str:
-    """Which kernel of torch's takes the call: ``cpu``, ``flash``, ``efficient``, or none (``""``)."""
+    """Which kernel of torch's takes the call: ``cpu``, ``cudnn``, ``flash``, ``efficient``, or none (``""``).
+
+    The answer is the same forward and backward: torch is asked as for a call that has gradients.
+    """
     if p != 0 or q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
         return ""
     if q.device.type == "cpu":
         return "cpu"
     if q.shape[-1] % 8:
         return ""
-    cuda = torch.backends.cuda
-    groups = k.shape[1] != q.shape[1]
-    square = not causal or q.shape[2] == k.shape[2]
-    if mask is None and square and cuda.can_use_flash_attention(cuda.SDPAParams(q, k, v, None, 0.0, causal, groups)):
-        return "flash"
-    k, v = per_query_head(k, q), per_query_head(v, q)
-    return "efficient" if cuda.can_use_efficient_attention(cuda.SDPAParams(q, k, v, None, 0.0, causal, False)) else ""
+    with torch.enable_grad():
+        return _cuda_kernel(q if q.is_inference() else q.detach().requires_grad_(), k, v, mask, causal)
+
+
+def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str:
+    """What torch would take, where that suits; of kernels for grouped heads the memory-efficient one is none."""
+    cuda, groups = torch.backends.cuda, k.shape[1] != q.shape[1]
+    if mask is None and (not causal or q.shape[2] == k.shape[2]):
+        params = cuda.SDPAParams(q, k, v, None, 0.0, causal, groups)
+        if _suits_cudnn(q, k, v) and cuda.can_use_cudnn_attention(params):
+            choice = aten._fused_sdp_choice.default(q, k, v, None, 0.0, causal, enable_gqa=groups)
+            if choice == SDPBackend.CUDNN_ATTENTION.value:
+                return "cudnn"
+        if cuda.can_use_flash_attention(params):
+            return "flash"
+    if groups:
+        k, v = (t[:, :1].expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    params = cuda.SDPAParams(q, k, v, None, 0.0, causal, False)
+    return "efficient" if cuda.can_use_efficient_attention(params) else ""
+
+
+def _suits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether no tile of cuDNN's is partial, and all rows are aligned to 16 bytes, which torch does not ask of a call.
+
+    Gradients of partial tiles can be NaN before cuDNN 9.26, and for one query in it
+    (https://github.com/pytorch/pytorch/issues/196678, https://github.com/NVIDIA/cudnn-frontend/issues/1072).
+    """
+    if q.shape[2] % TILE or k.shape[2] % TILE:
+        return False
+    return all(all(n and n % 8 == 0 for n in t.stride()[:-1]) and t.storage_offset() % 8 == 0 for t in (q, k, v))
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | None:
@@ -197,6 +243,15 @@ def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | No
 
 
 def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, *how: Any
+) -> tuple[Tensor, Tensor]:
+    q, k, v = _dense(q, k, v)
+    p = how[1] if len(how) > 1 else 0.0
+    return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, *how)
+
+
+def _forward_by(
+    kernel: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -208,20 +263,24 @@ def _attention(
     number: int = 0,
     box: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = _dense(q, k, v)
-    kernel = _kernel(q, k, v, mask, causal, p)
-    if not kernel:
-        return forward_by_hand(q, k, v, mask, causal, scale, drawn(q, k, p, seed, number, box), p)
-    bias = _bias(q, k, mask, kernel)
+    """The forward by a kernel that takes the call."""
+    bias = _bias(q, k, mask, kernel) if kernel else None
+    made: tuple[Any, ...]
     if kernel == "cpu":
         op = aten._scaled_dot_product_flash_attention_for_cpu.default
         made = op(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    elif kernel == "cudnn":
+        op = aten._scaled_dot_product_cudnn_attention.default
+        made = op(q, k, v, None, True, 0.0, causal, False, scale=scale)
     elif kernel == "flash":
         made = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
-    else:
+    elif kernel == "efficient":
         op, many = aten._scaled_dot_product_efficient_attention.default, [per_query_head(t, q) for t in (k, v)]
         made = op(q, *many, bias, True, 0.0, causal, scale=scale)
-    return made[0], made[1][:, :, : q.shape[2]]
+    else:
+        made = forward_by_hand(q, k, v, mask, causal, scale, drawn(q, k, p, seed, number, box), p)
+    out, rows = made[0], made[1][:, :, : q.shape[2]].reshape(q.shape[:3])  # cuDNN's logsumexp has a fourth dim
+    return _laid_like(out, q) if out.shape == q.shape else out.contiguous(), rows.contiguous()
 
 
 def _attention_backward(
@@ -236,48 +295,66 @@ def _attention_backward(
     scale: float | None = None,
     of_mask: bool = False,
     p: float = 0.0,
+    *draw: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad, q, k, v, out = _dense(grad, q, k, v, out)
+    kernel = "" if of_mask else _kernel(q, k, v, mask, causal, p)
+    return _backward_by(kernel, grad, q, k, v, out, logsumexp, mask, causal, scale, of_mask, p, *draw)
+
+
+def _backward_by(
+    kernel: str,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    of_mask: bool = False,
+    p: float = 0.0,
     seed: Tensor | None = None,
     number: int = 0,
     box: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad, q, k, v, out = _dense(grad, q, k, v, out)
-    kernel = "" if of_mask else _kernel(q, k, v, mask, causal, p)
-    if not kernel:
-        keep = drawn(q, k, p, seed, number, box)
-        return backward_by_hand(grad, q, k, v, out, logsumexp, mask, causal, scale, of_mask, keep, p)
-    bias, state = _bias(q, k, mask, kernel), [torch.zeros((), dtype=torch.int64, device=q.device)] * 2
+    """The backward by a kernel that takes the call; which one gave the logsumexp does not matter."""
+    bias = _bias(q, k, mask, kernel) if kernel else None
+    logsumexp = logsumexp.contiguous()  # flash takes any other without an error, and gives wrong gradients
+    state = [torch.empty((), dtype=torch.int64, device=q.device)] * 2  # of dropout, which no kernel does here
+    made: Sequence[Tensor]
     if kernel == "cpu":
         op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         made = op(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
+    elif kernel == "cudnn":  # whose compiled graphs are found by the layout of q, k and v alone up to torch 2.11
+        op, sizes = aten._scaled_dot_product_cudnn_attention_backward.default, (q.shape[2], k.shape[2])
+        grad, out = _laid_like(grad, q), _laid_like(out, q)
+        rest = (logsumexp[..., None], *state, None, None, None, *sizes, 0.0, causal)
+        made = op(grad, q, k, v, out, *rest, scale=scale)
     elif kernel == "flash":
-        op, sizes = aten._scaled_dot_product_flash_attention_backward.default, (None, None, q.shape[2], k.shape[2])
-        made = op(grad, q, k, v, out, logsumexp, *sizes, 0.0, causal, *state, scale=scale)
-    else:
+        op, sizes = aten._scaled_dot_product_flash_attention_backward.default, (q.shape[2], k.shape[2])
+        made = op(grad, q, k, v, out, logsumexp, None, None, *sizes, 0.0, causal, *state, scale=scale)
+    elif kernel == "efficient":
         op, many = aten._scaled_dot_product_efficient_attention_backward.default, [per_query_head(t, q) for t in (k, v)]
         rows = F.pad(logsumexp, (0, -q.shape[2] % ALIGNED), value=torch.inf)
         wanted = [True, True, True, False]
         made = op(grad, q, *many, bias, out, rows, *state, 0.0, wanted, causal, scale=scale)
         made = (made[0], per_key_head(made[1], k), per_key_head(made[2], v))
-    return (*made[:3], q.new_empty(0))
+    else:
+        keep = drawn(q, k, p, seed, number, box)
+        made = backward_by_hand(grad, q, k, v, out, logsumexp, mask, causal, scale, of_mask, keep, p)
+    grad_q, grad_k, grad_v = (_laid_like(x, like) for x, like in zip(made, (q, k, v), strict=False))
+    return grad_q, grad_k, grad_v, q.new_empty(0) if kernel else made[3]
 
 
 # ---- shapes alone, and the gradient ----------------------------------------------------------------------------
 
 
-def _attention_meta(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: Any = None, *draw: Any
-) -> tuple[Tensor, Tensor]:
-    lies = _rows_first if not (draw and draw[0]) and _kernels_take(q, k, v) else torch.Tensor.new_empty
-    return lies(q, (*q.shape[:3], v.shape[-1])), lies(q, tuple(q.shape[:3]), dtype=wide(q.dtype))
-
-
-def _kernels_take(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.shape[-1] == v.shape[-1] and bool(q.numel()) and bool(k.numel())
-
-
-def _rows_first(x: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
-    """As torch's kernels lay out ``[b, h, s, ...]``: a row of all heads behind the other."""
-    return x.new_empty((shape[0], shape[2], shape[1], *shape[3:]), **options).transpose(1, 2)
+def _attention_meta(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    (q,) = _dense(q)
+    out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:3], v.shape[-1]))
+    return out, q.new_empty(q.shape[:3], dtype=wide(q.dtype))
 
 
 def _backward_meta(
@@ -285,9 +362,8 @@ def _backward_meta(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_mask = how[2] if len(how) > 2 else False
     grad_mask = mask.new_empty(mask.shape) if of_mask and mask is not None else q.new_empty(0)
-    by_kernel = not of_mask and not (len(how) > 3 and how[3]) and _kernels_take(q, k, v)
-    lies = _rows_first if by_kernel else torch.Tensor.new_empty
-    return lies(q, tuple(q.shape)), lies(k, tuple(k.shape)), lies(v, tuple(v.shape)), grad_mask
+    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in _dense(q, k, v))
+    return grad_q, grad_k, grad_v, grad_mask
 
 
 for _key in ("CPU", "CUDA"):

@@ -12,7 +12,7 @@ from torch import fx
 
 from . import memory_ops, pack
 from .computing import no_share  # noqa: F401, an op that rules name
-from .computing.segment import segment
+from .computing.segment import segment, written_columns
 from .pools import transfer
 from .table import LocalOp, Written
 from .time import handover, turns
@@ -96,14 +96,40 @@ MEMORY = (
         plain=lambda args, kwargs: (pack.flatten, (*args, 1), {}),
     ),
     LocalOp("memory.spread", memory_ops.spread, into=0, plain=lambda args, kwargs: (pack.unflatten, args[1:], {})),
+    LocalOp("memory.materialize", memory_ops.materialize, shares=True, plain=lambda args, kwargs: args[0]),
     LocalOp("memory.own", memory_ops.own, plain=lambda args, kwargs: args[0]),
 )
 """Destinations."""
 
 POOLS = (
-    LocalOp("memory.to_host", transfer.to_host, pool=transfer.HOST, copies=True, plain=lambda args, kwargs: args[0]),
-    LocalOp("memory.to_disk", transfer.to_disk, pool=transfer.DISK, copies=True, plain=lambda args, kwargs: args[0]),
-    LocalOp("memory.put", transfer.put, into=0, fetches=True, copies=True, plain=lambda args, kwargs: args[1]),
+    LocalOp(
+        "memory.to_host",
+        transfer.to_host,
+        pool=transfer.HOST,
+        copies=True,
+        holds=True,
+        plain=lambda args, kwargs: args[0],
+    ),
+    LocalOp(
+        "memory.to_disk",
+        transfer.to_disk,
+        pool=transfer.DISK,
+        copies=True,
+        holds=True,
+        plain=lambda args, kwargs: args[0],
+    ),
+    LocalOp(
+        "memory.put",
+        transfer.put,
+        into=0,
+        fetches=True,
+        copies=True,
+        holds=True,
+        plain=lambda args, kwargs: args[1],
+    ),
+    LocalOp(
+        "memory.stored", transfer.stored, shares=True, fetches=True, waits=True, plain=lambda args, kwargs: args[0]
+    ),
     LocalOp("memory.to_device", transfer.to_device, fetches=True, copies=True, plain=lambda args, kwargs: args[0]),
     LocalOp(
         "memory.arrived", transfer.arrived, shares=True, fetches=True, waits=True, plain=lambda args, kwargs: args[0]
@@ -211,7 +237,7 @@ WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: MM_OUT, **OVER, **INTO}
 """By op the row of the form that is computed into given memory."""
 
 OTHER = (
-    LocalOp("update.segment", segment, shares=True),
+    LocalOp("update.segment", segment, shares=True, rewrites=written_columns),
     LocalOp("c10d.wait_tensor", c10d.wait_tensor.default, shares=True, waits=True),
     LocalOp("getitem", operator.getitem, shares=True),
 )
@@ -225,12 +251,13 @@ BY_NAME: dict[str, LocalOp] = {row.name: row for row in LOCAL_OPS.values()}
 
 
 def sent_by(wait: fx.Node) -> list[fx.Node]:
-    """What a wait sets free: the operands of collectives that hold them until then."""
+    """What a wait sets free: the operands of collectives, and the sources of copies, that hold them until then."""
     row = row_of(wait.target)
-    if row is None or row.name != "c10d.wait_tensor":
+    if row is None or not row.waits:
         return []
     started = [(node, row_of(node.target)) for node in wait.all_input_nodes]
-    return [node.all_input_nodes[0] for node, row in started if row is not None and row.holds]
+    held = [(node, row.destination(node)) for node, row in started if row is not None and row.holds]
+    return [next(used for used in node.all_input_nodes if used is not into) for node, into in held]
 
 
 def row_of(target: Any) -> LocalOp | None:

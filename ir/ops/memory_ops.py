@@ -83,8 +83,6 @@ def part(flat: Tensor, pieces: int, offset: int, shape: Sequence[int]) -> Tensor
 
 def write(to: Tensor, x: Tensor) -> Tensor:
     """``x``, in the memory of ``to``."""
-    if is_compiling():
-        return x
     return to.copy_(x if x.shape == to.shape else x.reshape(to.shape))
 
 
@@ -151,6 +149,16 @@ def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Tensor
     if is_compiling():
         return c10d.all_gather_into_tensor(x, ranks, group)  # type: ignore[no-any-return]
     return c10d.all_gather_into_tensor_out(x, ranks, group, out=out)  # type: ignore[no-any-return]
+
+
+def materialize(x: Tensor) -> Tensor:
+    """``x``, which a compiler computes once: it is opaque to what would compute it where it is used."""
+    return torch.ops.shardfx.materialize(x) if is_compiling() else x
+
+
+_library = torch.library.Library("shardfx", "FRAGMENT")
+_library.define("materialize(Tensor x) -> Tensor")
+_library.impl("materialize", torch.clone, "CompositeExplicitAutograd")
 
 
 def own(x: Any) -> Any:

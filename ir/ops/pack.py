@@ -29,11 +29,11 @@ def inside(index: Tensor, size: int, ignored: int | None = None) -> Tensor:
     good = (index >= 0) & (index < size)
     if ignored is not None:
         good = good | (index == ignored)
-    if torch.compiler.is_compiling() or type(index) is not Tensor or index.device.type != "cpu":
+    try:
         torch._assert_async(good.all())
-    elif not bool(good.all()):
+    except RuntimeError as error:  # on a CPU, which knows at once
         wrong = index[~good]
-        raise IndexError(f"index {int(wrong[0])} is out of range: it must be one of 0 .. {size - 1}")
+        raise IndexError(f"index {int(wrong[0])} is out of range: it must be one of 0 .. {size - 1}") from error
     return index
 
 

@@ -141,12 +141,13 @@ class LocalOp:
         group: where the name of the group stands, for what starts a collective and is waited for.
         into: the operand (or keyword) whose memory the result is written into.
         reads_into: what lies there is read as well.
+        rewrites: of the arguments, the operands that are read and written over, where these are several.
         shares: the result may be in an operand's memory, without being written there.
         moves: elements only move: it can be executed on element numbers.
         plain: of the arguments, the call that gives the same value in memory of its own, or the operand that is it
             already; None where this call is such a one.
         memory: the result is memory, and no value. ``filled``: of a content that what is collected goes on from.
-        holds: what it sends stays in memory until it was waited for.
+        holds: what it sends, or copies, stays in memory until it was waited for.
         adjoins: the result is the operands themselves where they lie one behind the other, and a copy elsewhere.
         pool: what the result lies in, where that is not the device's memory.
         fetches: it takes operands that lie in such a pool; of others they are not to be read.
@@ -163,6 +164,7 @@ class LocalOp:
     group: int | None = None
     into: int | str | None = None
     reads_into: bool = False
+    rewrites: Callable[[Sequence[Any]], list[Any]] | None = None
     shares: bool = False
     moves: bool = False
     plain: Plain | None = None

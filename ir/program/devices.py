@@ -5,7 +5,7 @@
 
 The planned graph names no device, and the same plan serves all kinds. A kernel computes the op for which it stands, so
 that the proof takes either; what no kernel here takes is called as it stands, and chooses when it runs (on CUDA from
-flash, memory-efficient and plain attention, see :mod:`shardfx.ir.ops.fused_attention`).
+cuDNN's, flash, memory-efficient and plain attention, see :mod:`shardfx.ir.ops.fused_attention`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.ops import comm, pack
-from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import Contiguous, RuleBook, perform
@@ -189,20 +188,19 @@ class Lowering:
                 self.env[value] = self.call(operator.getitem, result, i)
 
     def _there(self, value: Value) -> Any:
-        """What stands for an operand, where it is computed with: a copy into another pool was waited for."""
+        """What stands for an operand, where it is computed with: the host waited for a copy into another pool."""
         made = self.env[value]
-        row = row_of(made.target) if isinstance(made, fx.Node) else None
-        if row is not None and row.pool:
+        if isinstance(made, fx.Node) and made.target is transfer.stored:
             taker, self.current = self.current, value.node
             made = self.env[value] = self.call(transfer.arrived, made, gives=made.meta.get("shape"))
             self.current = taker
         return made
 
     def result(self, output: Output) -> Any:
-        """What stands for an output: a copy into another pool was waited for."""
+        """What stands for an output: the host waited for a copy into another pool, unless it is a state, which nobody
+        reads before :func:`shardfx.ir.ops.pools.transfer.finish`."""
         made = self.env[output.value]
-        row = row_of(made.target)
-        if row is None or not row.copies:
+        if made.target is not transfer.stored or output.kind is OutputKind.STATE:
             return made
         self.current = output.value.node
         return self.call(transfer.arrived, made, gives=made.meta.get("shape"))

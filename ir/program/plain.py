@@ -13,12 +13,12 @@ more than this form. The forms stand in the rows (:mod:`shardfx.ir.ops.local_ops
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from torch import fx
 
-from shardfx.ir.ops.computing.segment import Call, Ref, home, read_call, segment
+from shardfx.ir.ops.computing.segment import Call, Ref, common, home, read_call, segment
 from shardfx.ir.ops.local_ops import row_of
 
 from .rank_module import ORIGINS
@@ -68,17 +68,17 @@ def write_out(program: RankProgram) -> None:
 
 def _write_out(graph: fx.Graph, node: fx.Node) -> None:
     arguments: Any = node.args
-    texts, gives, members, tensors, scalars = arguments
+    texts, gives, members, tensors, scalars, *_ = arguments
     calls, width = [read_call(text) for text in texts], len(tensors) // members
     origins = node.meta.get(ORIGINS, [node.meta.get("shardfx")] * (members * len(calls)))
-    common = {Ref("s", i): scalar for i, scalar in enumerate(scalars)}
-    results: list[fx.Node] = []
+    there = {Ref("s", i): scalar for i, scalar in enumerate(scalars)}
+    once, results = common(calls), list[fx.Node]()
     with graph.inserting_before(node):
         for member in range(members):
             row = tensors[member * width : (member + 1) * width]
-            columns = {Ref("c", i): column for i, column in enumerate(row)}
+            there |= {Ref("c", i): column for i, column in enumerate(row)}
             its = origins[member * len(calls) : (member + 1) * len(calls)]
-            written = _member(graph, calls, {**common, **columns}, its)
+            written = _member(graph, calls, there, its, once if member else ())
             results += [written[Ref("c", column)] for column in gives]
     for user in list(node.users):
         place: Any = user.args[1]
@@ -88,15 +88,18 @@ def _write_out(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _member(
-    graph: fx.Graph, calls: Sequence[Call], there: dict[Ref, fx.Node], origins: Sequence[Any]
+    graph: fx.Graph, calls: Sequence[Call], there: dict[Ref, fx.Node], origins: Sequence[Any], known: Container[int]
 ) -> dict[Ref, fx.Node]:
-    """Write the calls of one member, of the tensors that are there; gives what is written last in each memory."""
+    """Write the calls of one member, of the tensors that are there, but for those ``known`` already; gives what is
+    written last in each memory."""
     written: dict[Ref, fx.Node] = {}
 
     def put(arg: Any) -> Any:
         return there.get(arg, arg) if isinstance(arg, Ref) else arg
 
     for number, (call, origin) in enumerate(zip(calls, origins, strict=True)):
+        if number in known:
+            continue
         args, kwargs = fx.node.map_aggregate(call.args, put), fx.node.map_aggregate(call.kwargs, put)
         made = graph.call_function(call.op, args, kwargs)
         made.meta["shardfx"] = origin

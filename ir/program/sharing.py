@@ -7,7 +7,7 @@ torch's ops in their schemas.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import fx
@@ -180,21 +180,23 @@ class Sharing:
         return None
 
 
-def renewed(program: RankProgram) -> dict[fx.Node, fx.Node]:
-    """The inputs whose new content an optimizer's step gives, each with that result: it may be written over."""
+STEPPED = (InputKind.PARAMETER, InputKind.STATE)
+"""The inputs that an optimizer's step gives anew."""
+WRITTEN = (*STEPPED, InputKind.BUFFER)
+"""The inputs that a program may give anew."""
+
+
+def renewed(program: RankProgram, kinds: Container[InputKind] = WRITTEN) -> dict[fx.Node, fx.Node]:
+    """The inputs of some kinds whose new content a program gives, each with that result: they may be written over."""
     places = (node for node in program.graph.nodes if node.op == "placeholder")
-    inputs = {given.name: node for node, given in zip(places, program.inputs, strict=False) if given.kind in WRITTEN}
+    inputs = {given.name: node for node, given in zip(places, program.inputs, strict=False) if given.kind in kinds}
     given = program.result().args[0]
     results = given if isinstance(given, (list, tuple)) else [given]
     return {
         inputs[output.name]: result
         for output, result in zip(program.outputs, results, strict=False)
-        if output.kind.is_stepped and output.name in inputs and isinstance(result, fx.Node)
+        if output.kind.is_kept and output.name in inputs and isinstance(result, fx.Node)
     }
-
-
-WRITTEN = (InputKind.PARAMETER, InputKind.STATE)
-"""The inputs that a step gives anew."""
 
 
 class GivenAway:

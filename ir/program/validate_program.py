@@ -10,7 +10,8 @@ its plain form (:mod:`.plain`):
 - nothing in an arena lies where something else is still needed, and nothing leaves in one (:mod:`.arena.overlaps`);
 - parts of one memory that live together do not overlap, and ``memory.join`` joins just the parts that were written;
 - no two results, and no result and input, share memory, where the result becomes its receiver's own;
-- what was only started, a collective or a copy between pools of memory, is not touched before it was waited for;
+- what was only started, a collective or a copy between pools of memory, is not touched before it was waited for, and
+  what the device alone waited for is not read by the host;
 - what turns and their units use is there (:mod:`.units.standing`);
 - what lies beside the device is fetched, or all that a call takes lies there; and it leaves where it belongs.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Node
+from shardfx.ir.graph import Node, OutputKind
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.pools import transfer
@@ -160,7 +161,7 @@ class _Walk:
             self._write(node, into)
         if row is not None and row.name == "memory.join":
             self._join(node)
-        if row is not None and row.starts:
+        if row is not None and (row.starts or row.function is transfer.stored):
             self.pending.add(node)
         self._pool(node, row)
         self._define(node)
@@ -251,9 +252,10 @@ class _Walk:
                 continue
             if result in self.dead:
                 self._fail(f"{result.name} is returned after its memory was written over", self.dead[result])
-            if result in self.pending:
-                self._fail(f"{result.name} is returned before it is waited for", node)
             row = self.share.row(result)
+            is_stored = row is not None and row.function is transfer.stored and output.kind is OutputKind.STATE
+            if result in self.pending and not is_stored:
+                self._fail(f"{result.name} is returned before it is waited for", node)
             if row is not None and row.memory:
                 self._fail(f"{result.name} is returned, which is memory without content", node)
             if self.arena.holds(result):

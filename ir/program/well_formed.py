@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import fx
 
+from shardfx.ir.ops.computing.fused_update import run_of
 from shardfx.ir.ops.computing.segment import misfit, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, row_of
 
@@ -88,10 +89,12 @@ def _no_segment(node: fx.Node) -> str:
     if node.kwargs:
         return f"{node.name} takes its arguments by place"
     arguments: Any = node.args
-    calls, gives, members, tensors, scalars = arguments
+    calls, gives, members, tensors, scalars, *fused = arguments
     wrong = misfit(calls, gives, members, tensors, len(scalars))
     if wrong:
         return f"{node.name} is no segment: {wrong}"
+    if fused and list(fused[0]) != run_of(calls, gives):
+        return f"{node.name} runs {fused[0][-1:]}, which does not compute its calls"
     results = range(len(gives) * members)
     for user in node.users:
         if user.target is not operator.getitem or user.args[1] not in results:

@@ -6,14 +6,18 @@ from .buckets import Buckets
 from .gather_into import GatherInto
 from .in_place import InPlace
 from .interleave import Interleave
+from .materialize_scalars import MaterializeScalars
 from .overwrite import Overwrite
 from .own_outputs import OwnOutputs
 from .rank_pass import RankContext, RankPass, run_rank_passes
+from .rematerialize import Rematerialize
 from .segments import Segments
 from .unpack_again import UnpackAgain
 from .waits import Waits
+from .write_back import WriteBack
 
 ORDER: tuple[type[RankPass], ...] = (
+    Rematerialize,
     Waits,
     UnpackAgain,
     Buckets,
@@ -21,6 +25,8 @@ ORDER: tuple[type[RankPass], ...] = (
     GatherInto,
     InPlace,
     Overwrite,
+    MaterializeScalars,
+    WriteBack,
     OwnOutputs,
     Segments,
     Interleave,
@@ -30,9 +36,9 @@ BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
 
 def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
-    """The rank passes for a kind of device. ``compiled``: nothing in place, torch plans memory."""
+    """The rank passes for a kind of device. ``compiled``: torch plans memory."""
     if compiled:
-        return (Waits(), OwnOutputs())
+        return (Rematerialize(), Waits(), MaterializeScalars(), WriteBack(), OwnOutputs())
     kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), GatherInto(), InPlace(), Overwrite())
     return (*kept, OwnOutputs(), Segments(), Interleave())
 
@@ -45,13 +51,16 @@ __all__ = [
     "GatherInto",
     "InPlace",
     "Interleave",
+    "MaterializeScalars",
     "Overwrite",
     "OwnOutputs",
     "RankContext",
     "RankPass",
+    "Rematerialize",
     "Segments",
     "UnpackAgain",
     "Waits",
+    "WriteBack",
     "built_in",
     "run_rank_passes",
 ]

@@ -6,8 +6,8 @@
     add = aten.add(sqrt, 1e-08)            ->     add = aten.add.out(sqrt, 1e-08, out=sqrt)
     new = aten.add(mul, step)                     new = aten.add.out(mul, step, out=mul)
     gathered = getitem(spread, 0)                 kept = memory.write_part(v, buffer, 2, 0, [8, 6])
-    away = memory.to_host(m)
-    return (new, lerp, gathered, away)            away = memory.put(stored, m)
+    away = memory.stored(memory.to_host(m))
+    return (new, lerp, gathered, away)            away = memory.stored(memory.put(place, m))
                                                   return (new, lerp, kept, away)
 
 So a step makes no second copy of parameters and states, and writes none; nor of the rows that a rank steps of what it
@@ -30,7 +30,7 @@ from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing, renewed
+from shardfx.ir.program.sharing import STEPPED, Sharing, renewed
 
 from .rank_pass import RankContext, RankPass
 
@@ -53,7 +53,7 @@ class _Overwriting:
     def __init__(self, program: RankProgram) -> None:
         self.program, self.coords = program, program.mesh.coords(program.rank)
         self.share = Sharing(program.graph.nodes)
-        self.renewed = renewed(program)
+        self.renewed = renewed(program, STEPPED)
         """Inputs whose new content the program gives, and which result that is."""
         self.values: dict[fx.Node, Value] = {}
         """What may be written over, as it was planned."""
@@ -88,14 +88,16 @@ class _Overwriting:
         """What lies beside the device is written there, and no second copy of it is made."""
         changed = False
         for place, result in self.renewed.items():
-            away = result.args[0] if result.target is transfer.arrived else None
-            if not isinstance(away, fx.Node) or away.target not in (transfer.to_host, transfer.to_disk):
+            away: Any = result
+            while away.target in (transfer.arrived, transfer.stored):
+                away = away.args[0]
+            if away.target not in (transfer.to_host, transfer.to_disk):
                 continue
             if self.share.last_use(place, away):
                 away.target, away.args = transfer.put, (place, away.args[0])
                 changed = True
         if changed:
-            self.share, self.renewed = Sharing(self.program.graph.nodes), renewed(self.program)
+            self.share, self.renewed = Sharing(self.program.graph.nodes), renewed(self.program, STEPPED)
         return changed
 
     def _write(self, inputs: Mapping[fx.Node, Input]) -> bool:

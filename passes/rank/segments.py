@@ -10,6 +10,9 @@ Calls are put off until something needs what they give, so that those of one wai
 that what arrives is used while the rest is under way. Only calls that compute elementwise, and over what they are
 given, are packed.
 
+Where torch has a fused kernel that computes a member's calls, with those that make scalars for it (bias corrections),
+the segment runs that one (:mod:`shardfx.ir.ops.computing.fused_update`); then a member may be alone, too.
+
 Members stand in the order in which their gradients came together, for so stores keep the states: all columns of a
 segment then lie one behind the other, and it is computed as if it were one member. A rank's rows of parameters that it
 has whole lie apart; they are brought together, and gathered from where they are::
@@ -31,17 +34,22 @@ from torch import fx
 
 from shardfx.ir.graph import Node, Phase, Value
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.computing.fused_update import fusion_of, run_of
 from shardfx.ir.ops.computing.segment import Ref, call_text, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE, row_of
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.rank_module import ORIGINS
 from shardfx.ir.program.rank_program import RankProgram
-from shardfx.ir.program.sharing import Sharing
+from shardfx.ir.program.sharing import Sharing, destination
 
 from .rank_pass import RankContext, RankPass
 
 PACKED = frozenset((*POINTWISE, *OVERWRITING.values()))
+PLAIN = {over: op for op, over in OVERWRITING.items()}
+"""By the form of an op that is computed over an operand: the op."""
 NUMBERS = (bool, int, float)
+DEVICES = ("cpu", "cuda")
+"""For which torch has fused kernels."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Segments(RankPass):
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Pack what is alike."""
-        return _Packing(program, computed_beside(context.graph)).run()
+        return _Packing(program, computed_beside(context.graph), context.device).run()
 
 
 @dataclass(eq=False)
@@ -64,8 +72,8 @@ class _Member:
 
 
 class _Packing:
-    def __init__(self, program: RankProgram, beside: Container[Node]) -> None:
-        self.beside = beside
+    def __init__(self, program: RankProgram, beside: Container[Node], device: str) -> None:
+        self.beside, self.device = beside, device
         self.program, self.coords = program, program.mesh.coords(program.rank)
         self.nodes = list(program.graph.nodes)
         self.place = {node: place for place, node in enumerate(self.nodes)}
@@ -78,6 +86,8 @@ class _Packing:
         self.order: list[fx.Node] = []
         self.flat: dict[fx.Node, fx.Node] = {}
         """Of rows that were brought together: the memory in which they lie one behind the other."""
+        self.spent: set[fx.Node] = set()
+        """Calls that kernels compute for themselves."""
         self.changed = False
 
     def run(self) -> bool:
@@ -165,10 +175,11 @@ class _Packing:
             rest = _Member(member.nodes[member.waiting :])
             self.members.update(dict.fromkeys(rest.nodes, rest))
         for forms in alike.values():
-            if len(forms) == 1:
+            fused = self._fused(forms)
+            if len(forms) == 1 and not fused:
                 self.order += forms[0].nodes
             else:
-                self._segment(forms)
+                self._segment(fused or forms)
 
     def _apart(self, members: Sequence[_Member]) -> bool:
         """Whether no member takes what another one writes."""
@@ -182,13 +193,56 @@ class _Packing:
                 written |= {self.share.root(into)} if isinstance(into, fx.Node) else set()
         return all(len(roots[root]) == 1 for root in written)
 
+    def _fused(self, forms: Sequence[_Form]) -> Sequence[_Form]:
+        """The same members with what their fused kernel computes of scalars; none where there is no such kernel."""
+        form, made_of = forms[0], self._of_scalars(forms[0].scalars)
+        if torch.device(self.device).type not in DEVICES or len({self.values[c].type.dtype for c in form.columns}) > 1:
+            return ()
+        whole = _form(form.nodes, self.values, made_of)
+        found = fusion_of(tuple(whole.calls), tuple(whole.gives)) if whole is not None else None
+        if found is None:
+            return ()
+        inlined = [node for number, node in enumerate(made_of) if number in found.computed]
+        made = [each for old in forms if (each := _form(old.nodes, self.values, inlined)) is not None]
+        new = [scalar for scalar in made[0].scalars if scalar not in form.scalars]
+        if not run_of(made[0].calls, made[0].gives) or not all(map(self._stays, new)):
+            return ()
+        self.spent.update(inlined)
+        return made
+
+    def _stays(self, scalar: fx.Node) -> bool:
+        """Whether nothing is written over a scalar later on."""
+        root = self.share.root(scalar)
+        writing = (use for use in self.share.uses(root) if (into := destination(use)) and self.share.root(into) is root)
+        return all(self.place[use] <= self.place[scalar] for use in writing)
+
+    def _of_scalars(self, scalars: Sequence[fx.Node]) -> list[fx.Node]:
+        """The calls of the step that make scalars of scalars, and write nothing that was there before."""
+        found, todo = set[fx.Node](), [*scalars]
+        while todo:
+            node = todo.pop()
+            planned = node.meta.get("shardfx")
+            if node in found or node.op != "call_function" or not isinstance(planned, Node):
+                continue
+            op = PLAIN.get(node.target, node.target)
+            if planned.phase is not Phase.UPDATE or planned.op is not op or not self.share.owned(node):
+                continue
+            if torch.Tag.pointwise not in op.tags or any(value.shape for value in (*planned.operands, *planned.outs)):
+                continue
+            found.add(node)
+            todo += node.all_input_nodes
+            self.values |= {a: v for a, v in zip(node.args, planned.args, strict=True) if isinstance(a, fx.Node)}
+        return sorted(found, key=self.place.__getitem__)
+
     def _segment(self, forms: Sequence[_Form]) -> None:
         graph, form = self.program.graph, forms[0]
         forms = sorted(forms, key=self._brought)
         rows = self._side_by_side(forms)
         tensors = [column for row in rows for column in row]
-        made = graph.call_function(segment, (form.calls, form.gives, len(forms), tensors, form.scalars))
-        origins = [node.meta["shardfx"] for each in forms for node in each.nodes]
+        fused = run_of(form.calls, form.gives)
+        given = (form.calls, form.gives, len(forms), tensors, form.scalars, *([fused] if fused else ()))
+        made = graph.call_function(segment, given)
+        origins = [node.meta["shardfx"] for each in forms for node in (*each.inlined, *each.nodes)]
         made.meta.update({"shardfx": origins[0], ORIGINS: origins})
         self.order.append(made)
         for number, each in enumerate(forms):
@@ -246,19 +300,26 @@ class _Packing:
         return made
 
     def _arrange(self) -> None:
-        """Let the graph's nodes stand in the new order."""
-        cursor = self.program.graph._root
+        """Let the graph's nodes stand in the new order, without the scalars that kernels compute for themselves."""
+        cursor, spent = self.program.graph._root, list[fx.Node]()
         for node in self.order:
+            spent += [node] if node in self.spent else []
             if cursor.next is not node:
                 cursor.append(node)
             cursor = node
+        for node in reversed(spent):
+            if not node.users:
+                self.program.graph.erase_node(node)
+                self.order.remove(node)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The calls of a member as they stand in a segment; ``key`` is the same for members that are stepped alike."""
+    """The calls of a member as they stand in a segment, behind those that make scalars for them (``inlined``); ``key``
+    is the same for members that are stepped alike."""
 
     nodes: Sequence[fx.Node]
+    inlined: Sequence[fx.Node]
     calls: list[str]
     gives: list[int]
     columns: list[fx.Node]
@@ -267,20 +328,21 @@ class _Form:
     key: Any
 
 
-def _form(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value]) -> _Form | None:
+def _form(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value], inlined: Sequence[fx.Node] = ()) -> _Form | None:
     """The form of a member; None: what others need of it does not lie where a column does."""
     refs, home = dict[fx.Node, Ref](), dict[fx.Node, fx.Node]()
     columns, scalars, calls = list[fx.Node](), list[fx.Node](), list[str]()
     last: dict[fx.Node, fx.Node] = {}
-    for number, node in enumerate(nodes):
+    for number, node in enumerate((*inlined, *nodes)):
         for used in node.all_input_nodes:
             if used not in refs:
                 group, kind = (columns, "c") if values[used].shape else (scalars, "s")
                 refs[used] = Ref(kind, len(group))
                 group.append(used)
-        args, kwargs = ([_put(a, refs) for a in each] for each in (node.args, node.kwargs.values()))
-        calls.append(call_text(node.target, args, dict(zip(node.kwargs, kwargs, strict=True))))
-        into = node.kwargs.get("out")
+        target, given = (node.target, node.kwargs) if number >= len(inlined) else _of_its_own(node)
+        args, kwargs = ([_put(a, refs) for a in each] for each in (node.args, given.values()))
+        calls.append(call_text(target, args, dict(zip(given, kwargs, strict=True))))
+        into = given.get("out")
         home[node] = home.get(into, into) if isinstance(into, fx.Node) else node
         refs[node] = Ref("r", number)
         last[home[node]] = node
@@ -290,7 +352,13 @@ def _form(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value]) -> _Form | 
         return None
     gives = [columns.index(home[node]) for node in results]
     dtypes = tuple([values[column].type.dtype for column in columns])
-    return _Form(nodes, calls, gives, columns, scalars, results, (*calls, *gives, *scalars, dtypes))
+    key = (*calls, *gives, *scalars, dtypes)
+    return _Form(nodes, inlined, calls, gives, columns, scalars, results, key)
+
+
+def _of_its_own(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """A call as one whose result has memory of its own: its op and keywords."""
+    return PLAIN.get(node.target, node.target), {key: arg for key, arg in node.kwargs.items() if key != "out"}
 
 
 def _put(arg: Any, refs: Mapping[fx.Node, Ref]) -> Any:

@@ -7,13 +7,18 @@ sum = aten.add(done, other)          sum = aten.add(done, other)
 
 What is made of single numbers, and needed at the end only (a loss), is computed there, so that nobody is waited for
 before. A reduce-scatter holds all that a rank puts in until it is done, and gradients are needed at the end only: it is
-waited for when ``under_way`` later ones start.
+waited for when ``under_way`` later ones start. So is a copy to the host, which holds its source:
+
+away = memory.to_host(x)             away = memory.to_host(x)
+kept = memory.stored(away)           next = memory.to_host(y)
+next = memory.to_host(y)       ->    kept = memory.stored(away)       x is freed
+more = memory.to_host(z)             more = memory.to_host(z)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,11 +32,14 @@ from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
 
+BOUNDED = ({"c10d.reduce_scatter_tensor"}, {"memory.to_host", "memory.to_disk"})
+"""Of what, in each group, only so many are under way at a time, for each holds memory."""
+
 
 @dataclass(frozen=True)
 class Waits(RankPass):
-    """Move each wait, and what unpacks its result, to the first use of that; a reduce-scatter's to where ``under_way``
-    later ones have started."""
+    """Move each wait, and what unpacks its result, to the first use of that; that for a reduce-scatter, or for a copy
+    to the host, to where ``under_way`` later ones have started."""
 
     name: ClassVar[str] = "waits"
     establishes: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
@@ -43,8 +51,10 @@ class Waits(RankPass):
         changed = _numbers_last(program)
         nodes = list(program.graph.nodes)
         place = {node: float(i) for i, node in enumerate(nodes)}
-        scatters = [node for node in nodes if _is(node, "c10d.reduce_scatter_tensor")]
-        behind = dict(zip(scatters, scatters[self.under_way :], strict=False))
+        behind: dict[fx.Node, fx.Node] = {}
+        for names in BOUNDED:
+            started = [node for node in nodes if _is(node, names)]
+            behind.update(zip(started, started[self.under_way :], strict=False))
         inside = regions(nodes)
         for i, node in enumerate(nodes):
             if not _waits(node):
@@ -124,6 +134,6 @@ def _waits(node: fx.Node) -> bool:
     return row is not None and row.waits
 
 
-def _is(node: fx.Node, name: str) -> bool:
+def _is(node: fx.Node, names: Collection[str]) -> bool:
     row = row_of(node.target) if node.op == "call_function" else None
-    return row is not None and row.name == name
+    return row is not None and row.name in names

@@ -17,6 +17,7 @@ from torch import fx
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, Node
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.ops.pools import transfer
 from shardfx.runtime.rank_errors import place, target_name
 
 Tensor = torch.Tensor
@@ -46,6 +47,8 @@ class Watcher:
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
         """Raise if a parameter, a buffer or an argument holds NaN already, or a parameter an infinity."""
+        if any(given.pool for given in inputs) and torch.cuda.is_initialized():
+            transfer.finish(torch.device("cuda"))
         for given, tensor in zip(inputs, tensors, strict=True):
             infinite = given.kind is InputKind.PARAMETER and self.inf and _infs(tensor)
             if not tensor.is_floating_point() or not (_nans(tensor) or infinite):
@@ -68,6 +71,8 @@ class Watcher:
                 if used not in self._seen:
                     self._seen[used] = _state(each)
             return
+        if node.target is transfer.stored:
+            transfer.arrived(result)
         self._remember(node, result)
         results = list(_floats(result))
         if all(bool(torch.isfinite(each).all()) for each in results):

@@ -16,7 +16,7 @@ from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.time import handover
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms, write_source
-from shardfx.runtime.engine import Watch, seed_tensor
+from shardfx.runtime.engine import Watch, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.module_engine import compiler
 from shardfx.runtime.module_stretches import Stretches
@@ -103,7 +103,7 @@ class ProcessEngine:
     def seed(self) -> Tensor:
         """Rank 0's draw. All ranks draw, so that generators that start alike stay alike."""
         settle()
-        seed = seed_tensor().to(self.device)
+        seed = on_device(seed_tensor(), self.device)
         with ending_together("the broadcast of the step's seed"):
             dist.broadcast(seed, 0)
         return seed

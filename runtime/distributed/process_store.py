@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardfx.ir.graph import Graph, Input, InputKind
-from shardfx.ir.ops.pools.transfer import finish, settled
+from shardfx.ir.ops.pools.transfer import arrived, finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side, stepped_together
 from shardfx.ir.shards import Shards, cut_local
 from shardfx.ir.spec import Spec, laid
@@ -152,7 +152,7 @@ class ProcessStore:
             some = "some" if self.is_staged else str(len(names))  # of stages a rank may hold more than another
             self.acts.note(f"{some} parameters and buffers were loaded")
 
-    def handed_out(self, scale: Tensor) -> None:
+    def handed_out(self, scale: Tensor | float) -> None:
         """Gradients of all that was computed, times ``scale``, go to parameters."""
         held = (self.parameters.get(name) for name in self.in_common.in_pieces)
         self.acts.note(backward_of(scale, (each[0].grad for each in held if each)))
@@ -223,7 +223,7 @@ class ProcessStore:
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Keep the new content of a buffer, parameter or state."""
-        self.piece(name, rank).copy_(new)
+        self.piece(name, rank).copy_(arrived(new))
 
     def as_gradient(self, name: str, piece: Tensor) -> Tensor:
         """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is cut. Its elements lie in the
@@ -261,6 +261,8 @@ class ProcessStore:
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor of a stored parameter or buffer (or of its gradient). All ranks call it alike."""
         given, mine = self._given(name), None
+        if given.pool:
+            finish(self.device)
         if name in self._here:
             held = pieces if pieces is not None else self._held(name)
             mine = self.assemble(_spec(given), given.value.shape, [DTensorShard.unwrap(held[0].detach())])

@@ -25,6 +25,7 @@ from shardfx.ir.ops.computing import (
     adaptive,
     batch_gradient,
     grouped_product,
+    hashing,
     moments,
     no_share,
     resized,
@@ -47,6 +48,7 @@ FILES = {
     "transfer": "pools_transfer",
     "segments": "computing_segment",
     "time_turns": "time_turns",
+    "hashing": "computing_hashing",
 }
 """What our functions stand in, and how programs name it."""
 
@@ -107,6 +109,10 @@ def write_shared(folder: Path, graph: Graph, program: RankProgram) -> None:
 OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
     "random_ops": (dropout.__file__, {dropout.dropout, dropout.draw}),
     "attention_ops": (fused_attention.__file__, {fused_attention.attention, fused_attention.attention_backward}),
+    "hashing": (
+        hashing.__file__,
+        {dropout.dropout, dropout.draw, fused_attention.attention, fused_attention.attention_backward},
+    ),
     "transfer": (transfer.__file__, {row.function for row in POOLS}),
     "time_turns": (turns.__file__, {row.function for row in TURNS}),
     "segments": (segment.__file__, {segment.segment}),
@@ -138,4 +144,5 @@ def copy(source: str | None, target: Path) -> None:
     """Copy a file of ours."""
     assert source is not None
     text = Path(source).read_text(encoding="utf-8")
-    target.write_text(text.replace("from .pack import", "from pack import"), encoding="utf-8")  # a folder, no package
+    beside = re.sub(r"^from \.(?:\w+\.)*(\w+) import", r"from \1 import", text, flags=re.MULTILINE)
+    target.write_text(beside, encoding="utf-8")  # a folder, no package

@@ -12,7 +12,7 @@ import torch
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Source
-from shardfx.runtime.engine import Watch, seed_tensor
+from shardfx.runtime.engine import Watch, on_device, seed_tensor
 from shardfx.runtime.memory_pool import MemoryPool
 from shardfx.runtime.rendezvous import Groups, Request, run
 
@@ -74,7 +74,7 @@ class VirtualEngine:
 
     def seed(self) -> Tensor:
         """A step's seed."""
-        return seed_tensor().to(self.device)
+        return on_device(seed_tensor(), self.device)
 
     def run(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardfx.ir.graph import Graph, InputKind
-from shardfx.ir.ops.pools.transfer import finish, settled
+from shardfx.ir.ops.pools.transfer import arrived, finish, settled
 from shardfx.ir.program.neighbours import neighbours, side_by_side
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, laid
@@ -43,7 +43,7 @@ class VirtualStore:
         """Pieces that are alike are one."""
         return 0
 
-    def handed_out(self, scale: Tensor) -> None:
+    def handed_out(self, scale: Tensor | float) -> None:
         """To all ranks at once."""
 
     def loaded(self, names: Collection[str]) -> None:
@@ -110,6 +110,7 @@ class VirtualStore:
 
     def to(self, device: torch.device) -> None:
         """Move what is stored; parameters stay the same objects."""
+        finish(self.device)
         self.device = device
         memory = self._side_by_side()
         for name, pieces in self.parameters.items():
@@ -152,7 +153,7 @@ class VirtualStore:
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Keep the new content of a buffer, parameter or state."""
-        self._held(name)[self._shards[name].by_rank[rank]].detach().copy_(new)
+        self._held(name)[self._shards[name].by_rank[rank]].detach().copy_(arrived(new))
 
     def cut(self, name: str, whole: Tensor) -> list[Tensor]:
         """All pieces."""
@@ -161,6 +162,8 @@ class VirtualStore:
 
     def whole(self, name: str, pieces: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The whole tensor from its shards, in memory of its own."""
+        if self._pools[name]:
+            finish(self.device)
         held = pieces if pieces is not None else self._held(name)
         joined = self._shards[name].join([piece.detach() for piece in held])
         return joined if len(held) > 1 else joined.clone()

@@ -66,8 +66,8 @@ class Holder:
 class RankMemory:
     """The memory of one rank in a step, as ``pm.memory(rank)`` foresees it.
 
-    Bytes are those of live tensors, by storage: what views share counts once. What lies outside of tensors
-    (workspaces of kernels, fragmentation) is not in it, nor what an optimizer of your own keeps.
+    Bytes are those of live tensors, by storage: what views share counts once; :attr:`reserved` has the allocator's
+    fragmentation too. Workspaces of kernels are not in it, nor what an optimizer of your own keeps.
     """
 
     program: RankProgram
@@ -75,6 +75,10 @@ class RankMemory:
     sizes: Sizes = NO_SIZES
     resized: Callable[[dict[str, Fraction]], RankMemory] | None = None
     """Plans the same for other ``sizes``."""
+    measured: int | None = None
+    """What a compiled program held at its peak on CUDA beyond what it was given; None: not measured."""
+    compiled: bool = False
+    """Whether ``torch.compile`` plans the program's memory."""
 
     @property
     def rank(self) -> int:
@@ -88,8 +92,27 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The bytes that are there when most is."""
+        """The bytes that are there when most is: predicted, or measured where that is known."""
+        return self.predicted if self.measured is None else sum(held.nbytes for held in self.given) + self.measured
+
+    @property
+    def predicted(self) -> int:
+        """The bytes that are there when most is, from the program alone; of a compiled one at most, for fused kernels
+        make fewer tensors."""
         return sum(held.nbytes for held in self.given) + self.footprint.peak.nbytes
+
+    @property
+    def basis(self) -> str:
+        """What the peak is based on, in words."""
+        if self.measured is not None:
+            return f"measured; predicted are {size_text(self.predicted)}"
+        return "predicted, from tensors that torch.compile may not make" if self.compiled else "predicted"
+
+    @cached_property
+    def reserved(self) -> int:
+        """The bytes that torch's caching allocator holds on CUDA in steady steps (``torch.cuda.max_memory_reserved``):
+        :attr:`peak`, and what rounding and fragmentation add. Simulated, allocation by allocation."""
+        return self.footprint.reserved(held.nbytes for held in self.given)
 
     @property
     def host(self) -> int:
@@ -104,7 +127,7 @@ class RankMemory:
 
     @cached_property
     def at_peak(self) -> tuple[Holder, ...]:
-        """What is there at the peak, the largest first; their bytes sum up to it."""
+        """What is there at the predicted peak, the largest first; their bytes sum up to it."""
         there = self.footprint.peak.held
         made = [_made(held.category, held.nbytes, held.node) for held in there if held.category != ARENA]
         arena = sum(held.nbytes for held in there if held.category == ARENA)
@@ -121,7 +144,7 @@ class RankMemory:
 
     @cached_property
     def by_category(self) -> Mapping[str, int]:
-        """The bytes at the peak by what they are for, the most first; they sum up to it."""
+        """The bytes at the predicted peak by what they are for, the most first; they sum up to it."""
         found: dict[str, int] = {}
         for held in self.at_peak:
             found[held.category] = found.get(held.category, 0) + held.nbytes
@@ -208,16 +231,16 @@ class RankMemory:
         from shardfx.visualize import Line, draw_course, draw_courses
 
         beside_it = f", {size_text(self.host)} put away" if self.host else ""
-        shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most{beside_it}"
+        shown = title or f"Memory of rank {self.rank}: {size_text(self.predicted)} at most{beside_it}"
         if beside:
             named = {"this plan": self, **beside}
             lines = {
-                name: Line([sum(at.values()) for at in each.course], each._phases, each.peak)
+                name: Line([sum(at.values()) for at in each.course], each._phases, each.predicted)
                 for name, each in named.items()
             }
             return draw_courses(lines, path, title or f"Memory of rank {self.rank} by plan")
         names = [str(held) for held in self.at_peak[:8]]
-        return draw_course(self.course, self._phases, self._top, self.peak, names, path, shown, self._beside)
+        return draw_course(self.course, self._phases, self._top, self.predicted, names, path, shown, self._beside)
 
     @property
     def _phases(self) -> list[str]:
@@ -239,9 +262,11 @@ class RankMemory:
         return Holder(CATEGORIES[given.kind], nbytes, given.name)
 
     def __str__(self) -> str:
-        made = table(f"Memory of rank {self.rank}: {size_text(self.peak)} at most", "", "bytes", right=[1])
+        basis = f" ({self.basis})" if self.compiled else ""
+        made = table(f"Memory of rank {self.rank}: {size_text(self.peak)} at most{basis}", "", "bytes", right=[1])
         for category, nbytes in self.by_category.items():
             made.add_row(category, size_text(nbytes))
+        made.add_row("reserved on CUDA", size_text(self.reserved))
         if self.host:
             made.add_row("put away, beside the device", size_text(self.host))
         largest = "\n".join(f"  {held}" for held in self.at_peak[:8])

@@ -12,13 +12,54 @@ from shardfx.compiled import Compiled
 from shardfx.gradients import gradients_of
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
+from shardfx.runtime.distributed.dtensor_shard import DTensorShard
 from shardfx.runtime.step import Results, Step
 from shardfx.runtime.store import Store
 
 from .call import Call
 from .pull_back import reject_second
 
-Note = Callable[[torch.Tensor], None]
+Note = Callable[[torch.Tensor | float], None]
+_ones: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+"""By dtype and device: the gradient of a loss whose own ``backward()`` was called."""
+
+
+class Loss(torch.Tensor):
+    """The loss of ``pm(...)``: a tensor whose own ``backward()`` multiplies no gradient by one.
+
+    What that gives to the graph is a constant that is known when it comes back, so that no number is read. What is
+    computed of a loss is a plain tensor, and it is shown and pickled as one.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+        """As ``Tensor.backward``."""
+        super().backward(_one(self.dtype, self.device) if gradient is None else gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.detach(), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def _one(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One, as long as nobody has written over it; else another one."""
+    known = _ones.get((dtype, device))
+    if known is None or known._version:
+        with torch.inference_mode(mode=False):
+            known = torch.ones((), dtype=dtype, device=device)
+        _ones[dtype, device] = known
+    return known
+
+
+def _is_one(scale: torch.Tensor) -> bool:
+    """Whether a gradient is known to be one."""
+    return scale is _ones.get((scale.dtype, scale.device)) and not scale._version
 
 
 class HandOut(torch.autograd.Function):
@@ -33,7 +74,7 @@ class HandOut(torch.autograd.Function):
     ) -> torch.Tensor:
         """The loss as it is, and the gradients of ``parameters`` kept for ``backward``."""
         ctx.grads, ctx.note = grads, note
-        return loss.clone()
+        return torch.Tensor._make_subclass(Loss, loss.clone())
 
     @staticmethod
     @torch._disable_dynamo
@@ -45,7 +86,7 @@ class HandOut(torch.autograd.Function):
         """
         reject_second("a loss of pm(...)", above)
         (scale,) = above
-        grads = ctx.grads
+        grads: list[torch.Tensor | None] | None = ctx.grads
         if grads is None:
             raise Error(
                 "the gradients of this loss were handed out already",
@@ -54,13 +95,23 @@ class HandOut(torch.autograd.Function):
                 got="another one",
                 remedy="call pm(...) again, or keep them: loss.backward(retain_graph=True)",
             )
-        ctx.note(scale)
+        one = _is_one(scale)
+        ctx.note(1.0 if one and scale.device.type == "cpu" else scale)
         if _kept_for_later():
             return (None, None, None, *(g if g is None else g * scale for g in grads))
         ctx.grads = None
-        if scale.device.type == "cpu" and bool(scale == 1):
-            return (None, None, None, *grads)
-        return (None, None, None, *(g if g is None else g.mul_(scale) for g in grads))
+        if not one:
+            _multiply([g for g in grads if g is not None], scale)
+        return (None, None, None, *grads)
+
+
+def _multiply(grads: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
+    """Multiply gradients in place, by one call for each device."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in map(DTensorShard.unwrap, grads):
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, each in by_device.items():
+        torch._foreach_mul_(each, scale.to(device))
 
 
 def _kept_for_later() -> bool:
@@ -161,7 +212,7 @@ def check_step(
             )
     update = compiled.captured.update
     assert update is not None
-    planned = {name for name in gradients_of(compiled.before) if name in {n for g in update.groups for n in g.names}}
+    planned = gradients_of(compiled.before) & {name for group in update.groups for name in group.names}
     frozen, more = sorted(planned - set(trained)), sorted(set(trained) - gradients_of(compiled.before))
     if frozen or more:
         says = f"{len(frozen)} of them with" if frozen else f"{len(more)} more without"

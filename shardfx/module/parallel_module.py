@@ -19,6 +19,7 @@ from shardfx.runtime.peers import Peers
 from shardfx.runtime.store import version
 
 from .call import Reader, first_form
+from .compile_options import CompileOptions
 from .forms.original_as_was import OriginalAsWas
 from .forms.surroundings_of_call import check_modes
 from .forms.weights_as_were import WeightsAsWere
@@ -98,10 +99,10 @@ class ParallelModule(SteppedModule):
             self._compile(made, self._compiling)
         return made
 
-    def _compile(self, programs: Programs, options: Mapping[str, Any]) -> None:
+    def _compile(self, programs: Programs, options: CompileOptions) -> None:
         place, compiled = self._place, programs.compiled
         programs.compile_with(
-            lambda: place.make_compiled(compiled.after, options), place.own_rank_passes(compiled.hints)
+            lambda peaks: place.make_compiled(compiled.after, options, peaks), place.own_rank_passes(compiled.hints)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -125,7 +126,10 @@ class ParallelModule(SteppedModule):
         moves = device.type != self._place.device.type
         if moves:
             self._programs.reject_changed(device)
-            self._place = self._place.moved(device)
+            place = self._place.moved(device)
+            if self._compiling is not None:
+                self._compiling.check(self._compiled, device, place.virtual)
+            self._place = place
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
             self._state.store.to(device)
@@ -183,28 +187,38 @@ class ParallelModule(SteppedModule):
         """
         self._programs.use(modules, proven, self.known_inputs())
 
-    def compile(self, **options: Any) -> None:
-        """Run steps through ``torch.compile(**options)`` from now on.
+    def compile(self, *, cuda_graphs: bool = False, **options: Any) -> None:
+        """Run programs through ``torch.compile(**options)`` from now on. ::
 
-        torch plans memory itself: the programs are then those of the rank passes ``waits`` and ``own-outputs`` alone,
-        and ``rank_module``, ``verify`` and ``report`` speak of them. What :meth:`use` put in runs on as it is. What is
-        put away and fetched (``Hints(offload=...)``) is so between what is compiled, as planned. Of a pipeline's stages
-        on real ranks what is between sends, receives and collectives is compiled, once for all turns.
+            pm.compile()                    # or: pm.compile(cuda_graphs=True)
+            for x, y in batches:
+                loss = pm.step(x, y)
+
+        torch plans memory itself: the programs are then those of the rank passes ``rematerialize``, ``waits``,
+        ``materialize-scalars``, ``write-back`` and ``own-outputs`` alone, and ``rank_module``, ``verify`` and
+        ``report`` speak of them. ``pm.step`` writes parameters and states in place. What :meth:`use` put in runs on as
+        it is. What is put away and fetched (``Hints(offload=...)``) is so between what is compiled, as planned. Of a
+        pipeline's stages on real ranks what is between sends, receives and collectives is compiled, once for all turns.
+
+        Args:
+            cuda_graphs: record ``pm.step`` as a CUDA graph, forward, backward and update in one; it is launched as one
+                from the fourth step on, for each form of call. Inputs are copied to memory that stays, and memory of a
+                step is kept between steps. Other calls run compiled, without graphs.
+            options: of ``torch.compile``.
+
+        On CUDA ``pm.memory(rank).peak`` is measured at the second run of a program; before, it is predicted. For that
+        ``torch.cuda.reset_peak_memory_stats()`` is called once.
 
         Raises:
-            Error: ``Hints(arena=True)`` plans memory, too.
+            Error: an option that ``torch.compile`` does not have; ``Hints(arena=True)`` plans memory, too; with
+                ``cuda_graphs``, no CUDA device, no optimizer in the plan, a pipeline, offload, guards, or several
+                virtual ranks.
         """
-        if self._compiled.hints.arena:
-            raise Error(
-                "torch.compile plans memory itself, and Hints(arena=True) does so, too",
-                where="pm.compile()",
-                expected="one of them",
-                got="a plan with an arena",
-                remedy="leave out one of them",
-            )
-        self._compiling = options
+        compiling = CompileOptions(options, cuda_graphs)
+        compiling.check(self._compiled, self._place.device, self._place.virtual)
+        self._compiling = compiling
         for programs in self._variants.all:
-            self._compile(programs, options)
+            self._compile(programs, compiling)
 
     def save_programs(self, folder: str | Path, ranks: Iterable[int] | None = None) -> Path:
         """Write the ranks' programs as Python files that run with torch alone: ``torchrun folder/run.py``.

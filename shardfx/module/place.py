@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -17,17 +16,21 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.passes.rank import RankPass
 from shardfx.plugins import as_rank_passes
+from shardfx.runtime.cuda_graphs import GraphEngine, cuda_graphs
 from shardfx.runtime.distributed import gloo
 from shardfx.runtime.distributed.groups import by_stream, check_size, is_dry_run
 from shardfx.runtime.distributed.peer_failure import ending_compiled
 from shardfx.runtime.distributed.stages.messages import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
-from shardfx.runtime.module_engine import ModuleEngine
+from shardfx.runtime.module_engine import ModuleEngine, ending_alone
+from shardfx.runtime.peak_memory import MeasuredPeaks
 from shardfx.runtime.peers import Alone, Peers
 from shardfx.runtime.store import Store
 from shardfx.runtime.virtual.collectives import perform
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 from shardfx.runtime.virtual.virtual_store import VirtualStore
+
+from .compile_options import CompileOptions
 
 
 @dataclass(frozen=True)
@@ -116,17 +119,22 @@ class Place:
 
         return ProcessPeers()
 
-    def make_compiled(self, graph: Graph, options: Mapping[str, Any]) -> Engine:
-        """An engine that runs programs as modules, through ``torch.compile(**options)``."""
+    def make_compiled(self, graph: Graph, options: CompileOptions, peaks: MeasuredPeaks) -> Engine:
+        """An engine that runs programs as modules, through ``torch.compile``, and measures their peaks."""
         apart = not self.virtual and (graph.pipeline is not None or any(map(moves_pool, graph.nodes)))
         if apart:  # a compiled send would wait until it is received, and a copy be planned anew
             from shardfx.runtime.distributed.process_engine import ProcessEngine, in_stretches
 
-            return ProcessEngine(graph, self.device, in_stretches(options))
-        engine = self.make_engine(graph)
-        if self.virtual:
-            return ModuleEngine(engine, graph.mesh, options, perform)
-        return ModuleEngine(engine, graph.mesh, options, ending=ending_compiled)
+            return ProcessEngine(graph, self.device, in_stretches(options.of_torch))
+        engine = ModuleEngine(
+            self.make_engine(graph),
+            graph.mesh,
+            options.of_torch,
+            perform if self.virtual else None,
+            ending_alone if self.virtual else ending_compiled,
+            peaks,
+        )
+        return GraphEngine(engine, cuda_graphs(self.device)) if options.cuda_graphs else engine
 
     @property
     def transport(self) -> Transport:

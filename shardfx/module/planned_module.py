@@ -40,6 +40,7 @@ from shardfx.runtime.store import Store
 from shardfx.runtime.verify.verdict import Verdict
 from shardfx.schedules.plan_timeline import PlanTimeline, plan_timeline
 
+from .compile_options import CompileOptions
 from .held.input_tile import tile_of
 from .held.state import ModelState
 from .held.tree import Root, Tree
@@ -57,7 +58,7 @@ class PlannedModule(Root):
     _state: ModelState
     _tree: Tree
     _variants: Variants
-    _compiling: Mapping[str, Any] | None
+    _compiling: CompileOptions | None
     _measured: Recording | None
 
     @property
@@ -145,10 +146,13 @@ class PlannedModule(Root):
         if self.schedule is not None or measured is not None:
             when = Timing(timeline, measured, self._place.virtual)
         footprint = replayed(program)
-        return make_report(self._compiled, program, timeline, footprint, machine, self._programs.warnings(), when)
+        made = make_report(self._compiled, program, timeline, footprint, machine, self._programs.warnings(), when)
+        peak = self._programs.measured(0, self._programs.kinds())
+        return replace(made, memory=replace(made.memory, measured=peak))
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
-        """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``::
+        """What a rank holds in a step: ``.peak`` (bytes), ``.by_category``, ``.at_peak``, ``.draw(path)``. The peak is
+        predicted; behind ``pm.compile()``, once the program has run twice on CUDA, it is measured::
 
             print(pm.memory())
 
@@ -208,7 +212,9 @@ class PlannedModule(Root):
     def _memory(self, programs: Programs, rank: int, kinds: Kinds) -> RankMemory:
         with no_collection():
             program = programs.running(rank, kinds)
-            return RankMemory(program, replay(program, self._transport))
+            footprint = replay(program, self._transport)
+        compiled = programs.peaks is not None
+        return RankMemory(program, footprint, measured=programs.measured(rank, kinds), compiled=compiled)
 
     @property
     def _transport(self) -> Transport:

@@ -26,6 +26,7 @@ from shardfx.ir.rules.book import RuleBook
 from shardfx.passes.rank import BUILT_IN, RankContext, RankPass, built_in, run_rank_passes
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.export.program_files import write_rank, write_shared
+from shardfx.runtime.peak_memory import MeasuredPeaks
 from shardfx.runtime.step import Kinds, Step
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import Asked
@@ -104,6 +105,8 @@ class Programs:
         """What rank passes noted, each once."""
         self.pulls = compiled.hints.loss is product
         """Whether the plan is for given gradients of the results."""
+        self.peaks: MeasuredPeaks | None = None
+        """Of programs whose memory torch.compile plans."""
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
 
@@ -240,10 +243,16 @@ class Programs:
         ]
         return [*self.notes, *unproven]
 
-    def compile_with(self, make_engine: Callable[[], Engine], user: Sequence[RankPass]) -> None:
-        """From now on programs whose memory torch.compile plans, run by another engine."""
+    def compile_with(self, make_engine: Callable[[MeasuredPeaks], Engine], user: Sequence[RankPass]) -> None:
+        """From now on programs whose memory torch.compile plans, run by another engine, which measures their peaks."""
         self.rank_passes = (*built_in(self.device, compiled=True), *user)
-        self.step.renew(make_engine)
+        peaks = self.peaks = MeasuredPeaks()
+        self.step.renew(lambda: make_engine(peaks))
+
+    def measured(self, rank: int, kinds: Kinds) -> int | None:
+        """The bytes that a compiled program held at its peak beyond what it was given; None where they are not
+        known."""
+        return self.peaks.of(self.step.ran(rank, kinds)) if self.peaks is not None else None
 
     def reject_changed(self, device: torch.device) -> None:
         """Raise where somebody's programs would have to run on another kind of device.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 WIDTH = 110
 
 
 def render(what: RenderableType, width: int = WIDTH) -> str:
     """What rich would show, as plain text without colours."""
+    from rich.console import Console  # imported where it is used: plans and steps need no rich
+
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False, emoji=False).print(what)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -21,6 +24,9 @@ def render(what: RenderableType, width: int = WIDTH) -> str:
 
 def table(title: str, *columns: str, right: Iterable[int] = ()) -> Table:
     """A table without vertical rules; the columns of the numbers ``right`` are flush right."""
+    from rich import box
+    from rich.table import Table
+
     made = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
     )

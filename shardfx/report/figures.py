@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING
 
 from shardfx.ir.cost.amounts import Cost
 from shardfx.ir.cost.live.storages import Peak
@@ -18,9 +17,10 @@ from shardfx.schedules.plan_timeline import PlanTimeline
 
 from .console import render
 from .stage_rows import StageRow
-from .stage_tables import stage_tables
-from .tables import report_tables
 from .tile_costs import TileRow
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Memory:
     """What a turn of each axis of time holds at its peak."""
     arena: ArenaUse | None = None
     """Where the program's own buffers and temporaries lie in one memory: of what size."""
+    measured: int | None = None
+    """What a compiled program held at its peak on CUDA, on top of what is there all the time; None: not measured."""
 
     @property
     def activations(self) -> int:
@@ -49,8 +51,10 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """parameters + buffers + states + inputs + constants + what the program holds at the worst moment."""
-        return self.parameters + self.buffers + self.states + self.inputs + self.constants + self.peak.nbytes
+        """parameters + buffers + states + inputs + constants + what the program holds at the worst moment, which is
+        predicted, or measured where that is known."""
+        made = self.peak.nbytes if self.measured is None else self.measured
+        return self.parameters + self.buffers + self.states + self.inputs + self.constants + made
 
     @property
     def end_bytes(self) -> int:
@@ -186,4 +190,7 @@ class Report:
         return render(self.__rich__())
 
     def __rich__(self) -> RenderableType:
+        from .stage_tables import stage_tables
+        from .tables import report_tables
+
         return report_tables(self, stage_tables(self))

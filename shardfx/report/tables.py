@@ -72,9 +72,8 @@ def _memory(report: Report) -> list[RenderableType]:
     node = peak.node
     at = f"in %{node.name} = {op_name(node.op)} {node.where}" if node is not None else ""
     made.add_section()
-    made.add_row(
-        Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(f"their sum, {at}".rstrip(", "))
-    )
+    how = f"their sum, {at}".rstrip(", ") if memory.measured is None else "measured; the rows above are predicted"
+    made.add_row(Text("peak", "bold"), Text(size_text(memory.peak_bytes), "bold"), Text(how))
     for turn in memory.turns:
         name, held = f"a turn of {turn.axis}", f"at its peak: made in each of {turn.count} turns, and gone with it"
         if turn.under_way > 1:

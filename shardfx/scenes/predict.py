@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
-from rich.progress import Progress
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, OutputKind
@@ -85,6 +84,8 @@ def predict_scene(
     ends = locality if last == sizes else _followed(pm, scene, last, result)[1]
     if ends.ragged is not None:
         raise not_local(ends.ragged, "gives another share of rows at the end of the scene than at that of a window")
+    from rich.progress import Progress
+
     done = Done(state, {} if state is None else fingerprint(pm, scene.shape, wanted, sizes), bool(pm.this_rank))
     pm.agree_on("predicting a scene", {"scene": str(tuple(scene.shape)), "window": str(sizes), "done": str(done)})
     left = [each for each in windows if each.number not in done]

@@ -37,6 +37,8 @@ class PlanTimeline(Timeline):
 
     memory: tuple[int, ...] = ()
     """For each rank the bytes that it holds at most: of ranks at one place, those of the first, which holds most."""
+    host: float = 0.0
+    """The seconds that the host of the slowest rank spends on its calls."""
 
     planned: Schedule | None = None
     """The schedule of the plan: ``schedule`` is what ranks really do, with their updates."""
@@ -49,8 +51,8 @@ class PlanTimeline(Timeline):
 
     @cached_property
     def step(self) -> float:
-        """The seconds of a step: until the last rank is done."""
-        return max(course.end for course in self.courses)
+        """The seconds of a step: until the last rank is done, or its host with issuing the calls."""
+        return max(self.host, *(course.end for course in self.courses))
 
     @property
     def exposures(self) -> tuple[float, ...]:
@@ -131,11 +133,13 @@ def plan_timeline(
     firsts = [places.index(place) for place in range(max(places) + 1)]
     rows: list[Any] = []
     peaks: list[int] = []
+    host = 0.0
     for rank in firsts:
         made = program(rank)
         footprint = replayed(made)
         rows.append(doings(made, footprint, machine, mesh))
         peaks.append(RankMemory(made, footprint).peak)
+        host = max(host, footprint.cost.issuing(machine))
     courses = foreseen(rows)
     spans: dict[Action, Span] = {action: span for course in courses for action, span in course.spans.items()}
     schedule = Schedule(tuple(tuple(course.spans) or (Action("F", place),) for place, course in enumerate(courses)))
@@ -149,6 +153,7 @@ def plan_timeline(
         places,
         courses,
         memory=tuple(peaks[place] for place in places),
+        host=host,
         planned=graph.pipeline.schedule if graph.pipeline is not None else None,
         interrupted={
             action: pieces for course in courses for action, pieces in course.pieces.items() if len(pieces) > 1

@@ -211,7 +211,7 @@ def measures_links() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     calibrate.LARGEST, calibrate.GATHERED, calibrate.RUNS = 256, 1 << 20, 1
-    probes.RING, probes.PASSES = 1 << 18, 1
+    probes.RING, probes.PASSES = {"cpu": 1 << 18}, 1
     machine = sx.Machine.measure("cpu")
     (level,) = machine.links
     assert level.name == "measured" and f"among {dist.get_world_size()} ranks" in machine.source

@@ -22,7 +22,7 @@ from shardfx.ir.rulebook import default_rules
 from shardfx.ir.unfolding.unfold import whole
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-CLOSE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.2}
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def masks(dtype: torch.dtype, s: int, t: int) -> list[Tensor | None]:
@@ -35,27 +35,36 @@ def masks(dtype: torch.dtype, s: int, t: int) -> list[Tensor | None]:
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("lengths", [(6, 6), (6, 9), (9, 6)])
 @pytest.mark.parametrize("heads", [4, 2, 1])
-def test_it_is_torchs_attention(device: str, dtype: torch.dtype, lengths: tuple[int, int], heads: int) -> None:
-    """Forward, logsumexp and all gradients, that of a mask too."""
+def test_it_is_torchs_attention_in_float64(
+    device: str, dtype: torch.dtype, lengths: tuple[int, int], heads: int
+) -> None:
+    """Forward, logsumexp and all gradients, that of a mask too. In 16 bits torch's own is wrong in a row that sees no
+    key."""
     torch.manual_seed(0)
     s, t = lengths
     for columns, causal, mask, of_mask in itertools.product((8, 5), (False, True), masks(dtype, s, t), (False, True)):
         if (causal and mask is not None) or (of_mask and (mask is None or mask.dtype == torch.bool)):
             continue
         shapes = (2, 4, s, 8), (2, heads, t, 8), (2, heads, t, columns)
-        inputs = [torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
-        q, k, v = inputs
+        given = [torch.randn(shape, dtype=dtype) for shape in shapes]
         if mask is not None:
-            mask = mask.detach().to(device).requires_grad_(of_mask)
-            inputs += [mask] * of_mask
-        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=heads != 4)
-        out, logsumexp = attention(q, k, v, mask, causal)
-        grad = torch.randn_like(out)
-        pairs = zip(torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
-        for ours, theirs in [(out, expected), *pairs]:
-            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-            assert (ours - theirs).abs().max() < CLOSE[dtype]
-        assert (logsumexp - forward_by_hand(q, k, v, mask, causal, None)[1]).abs().max() < CLOSE[dtype]
+            given.append(mask)
+        wide = [x.double() if x.is_floating_point() else x for x in given]
+        inputs, wide_inputs = ([x.requires_grad_() for x in xs[: 3 + of_mask]] for xs in (given, wide))
+        q, k, v, *bias = wide
+        options = {"attn_mask": bias[0] if bias else None, "is_causal": causal, "enable_gqa": heads != 4}
+        expected = F.scaled_dot_product_attention(q, k, v, **options)
+        q, k, v, *bias = (x.to(device) for x in given)
+        out, logsumexp = attention(q, k, v, bias[0] if bias else None, causal)
+        grad = torch.randn(expected.shape, dtype=dtype)
+        ours = torch.autograd.grad(out, inputs, grad.to(device))
+        theirs = torch.autograd.grad(expected, wide_inputs, grad.double())
+        for a, b in [(out.cpu(), expected), *zip(ours, theirs, strict=True)]:
+            assert a.shape == b.shape and a.dtype == dtype
+            assert (a - b).abs().max() < CLOSE[dtype]
+        with torch.no_grad():
+            rows = forward_by_hand(*wide[:3], wide[3] if bias else None, causal, None)[1]
+            assert (logsumexp.cpu() - rows).abs().max() < CLOSE[dtype]
 
 
 def test_dropout_leaves_the_same_however_the_whole_is_cut() -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
 import shardfx as sx
-from shardfx.ir.cost.amounts import Work
+from shardfx.ir.cost.amounts import Cost, Work
+from shardfx.ir.cost.call_facts import changed_by, kind_of
 from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.measuring import probes
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.time import turns
 from shardfx.ir.ops.traits import base_name_of
 from shardfx.ir.timing import foreseen
 from shardfx.ir.timing.doings import Receives, Sends, Starts, Waits, Works
 from shardfx.ir.timing.purposes import Purpose
 
+aten = torch.ops.aten
 LINKS = Machine.load("cpu-laptop").links
 
 
@@ -58,6 +64,38 @@ def test_kinds_that_were_not_measured_take_what_products_and_touching_do() -> No
     assert Work(0.0, 1e3).seconds(known) == 1.0
 
 
+def test_a_curve_of_a_dtype_counts_before_one_in_float32() -> None:
+    known = machine(
+        **{
+            "product": Curve(((1e3, 4.0),)),
+            "product float64": Curve(((1e3, 5.0),)),
+            "narrow product float64": Curve(((1e3, 1.0),)),
+            "touch": Curve(((1e3, 7.0),)),
+        }
+    )
+    assert Work(1e3, 1.0, torch.float64).seconds(known) == 5.0
+    assert Work(1e3, 1e4, torch.float64).seconds(known) == 10.0, "of few columns, by bytes"
+    assert Work(1e3, 1e3).seconds(known) == 7.0, "in float32 nothing is known of narrow ones"
+
+
+def test_what_a_call_writes_over_is_read_and_written() -> None:
+    graph = fx.Graph()
+    w, g, m = (graph.placeholder(name) for name in "wgm")
+    step = graph.call_function(aten._fused_sgd_.default, ([w], [g], [m]), {"lr": 0.1})
+    product = graph.call_function(aten.mm.out, (w, g), {"out": m})
+    assert changed_by(step) == [w, g, m] and changed_by(product) == []
+    total = graph.call_function(turns.add, (m, g))
+    assert changed_by(total) == [m] and changed_by(graph.call_function(aten.add.Tensor, (w, g))) == []
+
+
+def test_a_program_takes_as_long_as_device_or_host() -> None:
+    known = replace(machine(), host_call=2.0, host_view=0.5)
+    cost = Cost({Work(0.0, 1e8): 3, Work(0.0, 0.0, kind="view"): 4})
+    assert cost.computing(known) == pytest.approx(3 * 0.6) and cost.issuing(known) == 8.0
+    assert cost.seconds(known, sx.Mesh(dp=1)) == 8.0 and (1000 * cost).seconds(machine(), sx.Mesh(dp=1)) == 1800
+    assert Machine.parse(known.json()) == known
+
+
 def test_machines_with_curves_are_read_and_written() -> None:
     known = machine(gelu=Curve(((1e3, 7.0), (2e3, 8.0))))
     assert Machine.parse(known.json()) == known
@@ -65,11 +103,44 @@ def test_machines_with_curves_are_read_and_written() -> None:
         Machine.parse(known.json().replace("8.0", "6.0"))
 
 
-@pytest.mark.parametrize("kind", [*probes.KINDS, *probes.ON_CPU], ids=base_name_of)
-def test_a_probe_calls_its_op_and_knows_how_much_that_does(kind: torch._ops.OpOverload) -> None:
-    make, sizes = (probes.KINDS | probes.ON_CPU)[kind]
-    amounts = [probes._amount(kind, make(size, torch.device("cpu")))[0] for size in sizes[:2]]
+CPU = probes.Where(torch.device("cpu"))
+PROBED = [(op, make, probes.ROWS["cpu"]) for op, make in probes.BY_ROWS.items()]
+PROBED += [(each.op, each.make, each.sizes) for each in probes.HEAVY["cpu"]]
+
+
+@pytest.mark.parametrize(("op", "make", "sizes"), PROBED, ids=[base_name_of(op) for op, _, _ in PROBED])
+def test_a_probe_calls_its_op_and_knows_how_much_that_does(op: Any, make: probes.Make, sizes: Sequence[int]) -> None:
+    amounts = [probes._amount(op, make(size, CPU))[0] for size in sizes[:2]]
     assert 0 < amounts[0] < amounts[1]
+
+
+@pytest.mark.parametrize("heavy", probes.HEAVY["cuda"], ids=lambda each: each.name)
+def test_a_probe_for_cuda_makes_what_its_op_takes(heavy: probes.Heavy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, smaller."""
+    monkeypatch.setattr(probes, "TOKENS", 64)
+    monkeypatch.setattr(probes, "HEADS", 2)
+    sizes = (16, 32)
+    amounts = [probes._amount(heavy.op, heavy.make(size, CPU))[0] for size in sizes]
+    assert 0 < amounts[0] < amounts[1]
+
+
+def test_a_curve_ends_where_calls_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_seconds", lambda op, ring, device, clock: ring[0][0].shape[0] / 1e3)
+    found = probes.curve(probes.HEAVY["cpu"][0], CPU, lambda: 0.0)
+    assert found.points == ((2 * 16.0**3, 0.016), (2 * 32.0**3, 0.032)) and found.rate == 2 * 32**3 / 0.032
+
+
+def test_attention_that_leaves_out_later_keys_is_a_kind_of_its_own() -> None:
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    plain, causal = (graph.call_function(attention, (q, q, q, None, each)) for each in (False, True))
+    named = graph.call_function(attention_backward, (q,) * 6, {"causal": True})
+    assert [*map(kind_of, (plain, causal, named))] == [
+        "attention",
+        "causal attention",
+        "causal attention_backward",
+    ]
+    assert {kind_of(plain), kind_of(causal), kind_of(named)} <= {each.name for each in probes.HEAVY["cuda"]}
 
 
 def test_probes_take_off_what_stands_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ CALLS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:var\\(\\). degrees of freedom is <= 0:UserWarning")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_what_is_infinite_or_zero_is_not_said_to_be_otherwise(call: tuple[object, ...]) -> None:
     op, args, *kwargs = call

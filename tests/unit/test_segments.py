@@ -119,18 +119,19 @@ MORE = [(kind, hints) for kind in ("AdamW", "momentum") for hints in HINTS]
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("kind", "hints"), [*((kind, {}) for kind in ALL), *MORE], ids=str)
 def test_steps_are_the_same_in_segments(kind: str, hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit; what looks at a whole tensor stays as it is."""
+    """To the bit, but for what a fused kernel rounds otherwise; what looks at a whole tensor stays as it is."""
     pm = small_plan(KINDS[kind], MESHES["dp2"], **hints)
     losses = [pm.step(x, y) for x, y in batches(3)]
     assert pm.verify(), pm.verify().why
+    far = 1e-12 if any(len(one.args) == 6 for one in found(pm)) else 0.0
     if kind in ("AdamW", "Adam"):  # all four, and what is cut of them is computed where it is stored
         assert [one.args[2] for one in found(pm)] == [4]
     monkeypatch.setattr(Segments, "run", lambda *_: False)
     other = small_plan(KINDS[kind], MESHES["dp2"], **hints)
-    assert all(torch.equal(a, other.step(x, y)) for a, (x, y) in zip(losses, batches(3), strict=True))
+    assert all((a - other.step(x, y)).abs() <= far for a, (x, y) in zip(losses, batches(3), strict=True))
     assert not found(other)
     full = other.full_state_dict()
-    assert all(torch.equal(value, full[name]) for name, value in pm.full_state_dict().items())
+    assert all((value - full[name]).abs().max() <= far for name, value in pm.full_state_dict().items())
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -157,7 +158,7 @@ def test_rows_of_whole_parameters_are_stepped_and_sent_as_one(zero: int) -> None
 
 def swapped(node: fx.Node, column: int) -> None:
     """Two members of one shape take each other's column."""
-    _, _, members, tensors, _ = node.args
+    _, _, members, tensors, *_ = node.args
     width = len(tensors) // members  # type: ignore[arg-type, operator]
     changed: list[Any] = list(tensors)  # type: ignore[arg-type]
     a, b = column, column + 2 * width
@@ -171,20 +172,34 @@ def other_result(node: fx.Node) -> None:
     first.args, second.args = second.args, first.args
 
 
+def replaced(node: fx.Node, place: int, old: str, new: str) -> None:
+    """The text of calls (``place`` 0), or of what is run for them (5), says something else."""
+    calls: Any = node.args[place]
+    args = list(node.args)
+    args[place] = [each.replace(old, new) for each in calls]
+    assert args[place] != calls
+    node.args = tuple(args)
+
+
 def other_call(node: fx.Node) -> None:
-    """A call computes something else."""
-    calls: Any = node.args[0]
-    node.args = ([each.replace("1e-08", "1e-07") for each in calls], *node.args[1:])
+    """A call computes something else, and so does the kernel."""
+    replaced(node, 0, "1e-08", "1e-07")
+    replaced(node, 5, "1e-08", "1e-07")
 
 
 def left_out(node: fx.Node) -> None:
     """A call is not made: the average stays."""
-    calls: Any = node.args[0]
-    changed = [each.replace("0.09999999999999998", "0.0") if "lerp" in each else each for each in calls]
-    node.args = (changed, *node.args[1:])
+    replaced(node, 0, "0.09999999999999998", "0.0")
 
 
-DAMAGES = [partial(swapped, column=1), partial(swapped, column=2), other_result, other_call, left_out]
+KERNELS = [
+    partial(replaced, place=5, old="beta2=0.999", new="beta2=0.99"),
+    partial(replaced, place=5, old="maximize=False", new="maximize=True"),
+    partial(replaced, place=5, old="[c1], [c3]", new="[c3], [c1]"),
+    partial(replaced, place=5, old="_fused_adamw_", new="_fused_adam_"),
+    partial(replaced, place=5, old="aten", new="  aten"),
+]
+DAMAGES = [partial(swapped, column=1), partial(swapped, column=2), other_result, other_call, left_out, *KERNELS]
 
 
 @pytest.mark.long

@@ -99,7 +99,7 @@ def test_another_branch_is_an_error_and_changes_nothing() -> None:
     pm = make(model, (x, mask, image))
     with torch.no_grad():
         taken = bool(model.block.fc(x).sum() > 0)
-        other = next(n * x for n in (-9, 9) if bool(model.block.fc(n * x).sum() > 0) is not taken)
+        other = next(n * x for n in (-9e9, 9e9) if bool(model.block.fc(n * x).sum() > 0) is not taken)
     with pytest.raises(sx.Error, match="elsewhere than the example") as caught:
         pm(other, mask, image)
     error = caught.value

@@ -110,3 +110,28 @@ def test_how_an_input_lies_stands_in_the_text() -> None:
         assert [given.laid for given in back.inputs] == [given.laid for given in pm.after.inputs]
     with pytest.raises(sx.Error, match="the dims 0 to 3 in a list, each once"):
         parse_graph(text.replace("laid [0, 2, 3, 1]", "laid [0, 2, 2, 1]", 1))
+
+
+class RowsFirst(nn.Module):
+    """Attention of rows, batch, columns, as in ``nn.MultiheadAttention`` of torch 2.11: its result is viewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, batch, _ = x.shape
+        heads = (each.contiguous().view(rows, batch * 2, 4).transpose(0, 1) for each in self.qkv(x).chunk(3, -1))
+        made = F.scaled_dot_product_attention(*(each.view(batch, 2, rows, 4) for each in heads))
+        return self.out(made.permute(2, 0, 1, 3).contiguous().view(rows * batch, 8))
+
+
+def test_attention_of_rows_before_the_batch_is_viewed() -> None:
+    torch.manual_seed(0)
+    model, x = RowsFirst().double(), torch.randn(5, 4, 8).double()
+    hints = sx.Hints(args=(x,), specs={"args.0": "-, dp, -"}, loss=Tensor.mean)
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints, virtual=True)
+    pm(x).backward()
+    model(x).mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], parameter.grad)

@@ -185,7 +185,7 @@ def test_state_dicts_of_the_model_and_new_tensors_are_no_pieces() -> None:
     assert all(near(uncut.full_state_dict()[name], value + 1) for name, value in model.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated")
 def test_transforms_of_a_parallel_module_are_refused() -> None:
     """A tangent would be lost, and a gradient be that of something else."""
     pm, (x, y) = parallel(mlp()), batch()

@@ -93,6 +93,12 @@ def further(rows: Any) -> Any:
     return [further(rows[0]), *rows[1:]] if isinstance(rows[0], list) else [each - 1 for each in rows]
 
 
+def exchanged_states(run: Any) -> Any:
+    """The second and the third list of a fused kernel's call stand in each other's place."""
+    head, first, second, rest = run[-1].split("], [", 3)
+    return [*run[:-1], "], [".join((head, second, first, rest))]
+
+
 DAMAGES: dict[str, Damage] = {
     "a place where another one lies": Damage("arena", "memory.slot", put(1, lambda at: 0)),
     "a place beyond the arena": Damage("arena", "memory.slot", put(1, lambda at: at + (1 << 20))),
@@ -103,6 +109,10 @@ DAMAGES: dict[str, Damage] = {
     "another number in a fused update": Damage(
         "turns", "update.segment", put(0, lambda calls: [each.replace("0.999", "0.99") for each in calls])
     ),
+    "another number in a fused kernel": Damage(
+        "turns", "update.segment", put(5, lambda run: [each.replace("beta2=0.999", "beta2=0.99") for each in run])
+    ),
+    "states of a fused kernel are exchanged": Damage("turns", "update.segment", put(5, exchanged_states)),
     "rows of a turn from elsewhere": Damage("turns", "time.at", put(1, lambda at: at + 1)),
     "a turn's rows overlap": Damage("turns", "time.at", put(2, lambda by: by - 1)),
     "a sum that begins at one": Damage("turns", "memory.filled", put(1, lambda start: 1.0)),

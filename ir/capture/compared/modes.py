@@ -43,7 +43,7 @@ class Alike(TorchDispatchMode):
             out = self._drawn(func, args, kwargs)
         elif func in (attention, attention_backward):
             out = func(*_without_dropout(func, args), **kwargs)
-        elif func.namespace == "shardfx":  # which draws within, by a generator of its own
+        elif func.namespace == "shardfx":  # which may make numbers of a dtype within
             with self:
                 out = func.redispatch(ON_CPU, *args, **kwargs)
         else:

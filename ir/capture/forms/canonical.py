@@ -170,7 +170,9 @@ def _dropout(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict
     if train is False or p == 0:
         mask = builder.add(aten.ones_like.default, (x,), types[1], dtype=torch.bool)
         return [x, mask]
-    return builder.add(dropout, (x, float(p), *_draw(builder)), types)
+    made = builder.add(dropout, (x, float(p), *_draw(builder)), types)
+    builder.drawn[made[0]] = op, args, kwargs
+    return made
 
 
 def _draw(builder: GraphBuilder) -> tuple[Any, int, list[int]]:
@@ -179,11 +181,12 @@ def _draw(builder: GraphBuilder) -> tuple[Any, int, list[int]]:
 
 
 def _attention(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
-    """Attention, by whichever name torch has it; with dropout it draws as dropout does."""
+    """Attention, by whichever name torch has it; with dropout it draws as dropout does. Types are those of our op: to
+    torch 2.11 the logsumexp of float64 is float32."""
     given = _by_our_names(op, args, kwargs)
     if given["p"] > 0:
         given["seed"], given["number"], given["box"] = _draw(builder)
-    return builder.add(attention, positional(attention, given), types)
+    return builder.add(attention, positional(attention, given))
 
 
 def _attention_backward(

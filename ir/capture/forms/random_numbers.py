@@ -17,14 +17,12 @@ import torch
 from shardfx.ir.builder import Call, GraphBuilder
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, Value
+from shardfx.ir.ops.computing.hashing import FACTORS, GOLDEN, LAST
 from shardfx.ir.ops.dropout import draw
 from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.spec import TensorType
 
 aten = torch.ops.aten
-GOLDEN = -0x61C8864680B583EB
-FACTORS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
-"""Shifts and factors of the finaliser of splitmix64 (Steele, Lea, Flood, 2014), as signed numbers."""
 DIGITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
@@ -88,7 +86,7 @@ def _mixed(builder: GraphBuilder, x: Value) -> Value:
     for shift, factor in FACTORS:
         x = builder.add(aten.bitwise_xor.Tensor, (x, _shifted(builder, x, shift)))
         x = builder.add(aten.mul.Scalar, (x, factor))
-    result: Value = builder.add(aten.bitwise_xor.Tensor, (x, _shifted(builder, x, 31)))
+    result: Value = builder.add(aten.bitwise_xor.Tensor, (x, _shifted(builder, x, LAST)))
     return result
 
 

@@ -16,12 +16,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.utils import checkpoint as torchs
 
 from shardfx.ir.names import pattern, prefixes
 
+GENERATOR = "_checkpoint_without_reentrant_generator"
+"""Torch's function that begins and ends a checkpoint that is not reentrant, given what is called in it."""
+if hasattr(torchs, f"{GENERATOR}_impl"):  # from torch 2.15 on
+    GENERATOR += "_impl"
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -37,7 +42,7 @@ class Checkpointed:
         """Within, checkpoints that the model's code makes are noted; of several runs those of the first, which leaves
         no block out. Those that are ``traced`` keep nothing: what they do to keep it is no part of the model."""
         inside: Any = torchs
-        generator, function = inside._checkpoint_without_reentrant_generator, inside.CheckpointFunction
+        generator, function = getattr(inside, GENERATOR), inside.CheckpointFunction
         paths = {id(each): path for path, each in model.named_modules()}
         called_in = nullcontext if self.calls or self.others else partial(self._called, paths=paths)
 
@@ -47,14 +52,15 @@ class Checkpointed:
 
         def applied(called: Any, *rest: Any) -> Any:
             with called_in(called):
-                return function.apply(called, *rest)
+                return _reentrant(called, *rest) if traced else function.apply(called, *rest)
 
-        inside._checkpoint_without_reentrant_generator = noted
+        setattr(inside, GENERATOR, noted)
         inside.CheckpointFunction = SimpleNamespace(apply=applied)
         try:
             yield
         finally:
-            inside._checkpoint_without_reentrant_generator, inside.CheckpointFunction = generator, function
+            setattr(inside, GENERATOR, generator)
+            inside.CheckpointFunction = function
 
     @contextmanager
     def _called(self, function: Any, paths: Mapping[int, str]) -> Iterator[None]:
@@ -95,6 +101,12 @@ class Checkpointed:
             found[(listed,) if len(call) == 1 and alone.issuperset(matches) else call] = None
         matched = (tuple(text for text in texts if any(map(pattern(text).fullmatch, left))) for texts in found)
         return tuple(texts for texts in matched if texts)
+
+
+def _reentrant(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """What ``checkpoint(..., use_reentrant=True)`` computes: it has a gradient where one of its inputs has."""
+    with torch.set_grad_enabled(any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)):
+        return function(*args)
 
 
 def _module(function: Any) -> nn.Module | None:

@@ -56,6 +56,7 @@ DATA_DEPENDENT = (
     "GuardOnDataDependent",
     "DataDependentOutput",
     "DynamicOutputShape",
+    "MetadataMismatch",
     "data-dependent",
     "Could not guard",
     "_local_scalar_dense",
@@ -69,6 +70,7 @@ IN_WORDS = {
     "DataDependentOutput": "a number that a tensor holds: ",
     "non-nested SymInt": "a number that a tensor holds, as a member of a set or a key: ",
     ".numpy() is not supported": "what a tensor holds, as an array: ",
+    "MetadataMismatch": "an op of which torch does not know what it makes of the examples: ",
     "DynamicOutputShape": "a result whose shape follows from what a tensor holds: ",
 }
 FOREIGN = "convert all Tensors to FakeTensors"

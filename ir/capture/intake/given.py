@@ -238,7 +238,7 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake CPU tensor in place of one that is elsewhere; any other as it is."""
     if tensor.device.type == "cpu":
         return tensor
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    is_parameter = isinstance(tensor, nn.Parameter)
-    made = FakeTensor(mode, empty, torch.device("cpu"), requires_grad=tensor.requires_grad, _is_param=is_parameter)
-    return marked(made, tensor)
+    with mode:
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return marked(made.requires_grad_(tensor.requires_grad), tensor)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils.checkpoint import CheckpointFunction
+from torch.autograd.function import FunctionMeta
+from torch.overrides import TorchFunctionMode
 
 from shardfx.ir.errors import Error
 
@@ -33,15 +34,15 @@ _library.impl("own_gradient", _own_gradient, "CompositeExplicitAutograd")
 own_gradient = torch.ops.shardfx_capture.own_gradient.default
 
 
-def _in_place_of(__class__: type) -> FunctionType:
-    """A function whose code may stand in that of ``Function.apply``, which has a cell of its class."""
+class GradModeUnrecorded(TorchFunctionMode):
+    """Within, ``torch.no_grad()`` is no part of what is traced. In a function's forward it would be restored to no
+    gradients, which are off there, and so be that of all that follows."""
 
-    def apply(cls: type[Function], *args: Any, instead: Callable[..., Any], **kwargs: Any) -> Any:
-        assert __class__
-        return instead(cls, *args, **kwargs)
-
-    assert isinstance(apply, FunctionType)
-    return apply
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            with torch._C.DisableTorchFunction():
+                return func(*args)
+        return func(*args, **kwargs or {})
 
 
 class AppliedFunction:
@@ -71,23 +72,36 @@ class OwnGradients:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Within, each call is noted, and is one op of what is traced."""
-        applied = vars(Function)["apply"].__func__
-        plain = FunctionType(applied.__code__, applied.__globals__, "apply", None, applied.__closure__)
+        """Within, each call is noted, and is one op of what is traced.
 
-        def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-            if kind is CheckpointFunction:
-                return _checkpointed(*args)
-            if kind.__module__.partition(".")[0] == "torch":
-                return plain(kind, *args, **kwargs)
-            return self._note(AppliedFunction(kind, args, kwargs), plain(kind, *args, **kwargs))
+        ``apply`` reads ``kind.forward`` in every version of torch, also where it was bound before. So while a program
+        is traced, the metaclass of such functions answers that.
+        """
 
-        applied.__code__ = _in_place_of(Function).__code__  # of what is bound already (`f = Clamp.apply`), too
-        applied.__kwdefaults__ = {"instead": apply}
+        def read(kind: type[Function], name: str) -> Any:
+            found = type.__getattribute__(kind, name)
+            return self._noted(kind, found) if name == "forward" else found
+
+        FunctionMeta.__getattribute__ = read  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            applied.__code__, applied.__kwdefaults__ = plain.__code__, plain.__kwdefaults__
+            del FunctionMeta.__getattribute__
+
+    def _noted(self, kind: type[Function], forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a function: where ``apply`` calls it, its results are those of one op."""
+        of_torch = kind.__module__.partition(".")[0] == "torch"
+        context = 1 if kind.setup_context is Function.setup_context else 0
+
+        @wraps(forward)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._is_fwd_grad_enabled():  # as in no apply(): it is called by itself
+                return forward(*args, **kwargs)
+            with GradModeUnrecorded():
+                out = forward(*args, **kwargs)
+            return out if of_torch else self._note(AppliedFunction(kind, args[context:], kwargs), out)
+
+        return noted
 
     def _note(self, call: AppliedFunction, out: Any) -> Any:
         leaves, tree = pytree.tree_flatten(out)
@@ -115,9 +129,3 @@ class OwnGradients:
         if self.calls:
             exported.graph.eliminate_dead_code()
             exported.recompile()
-
-
-def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """What ``checkpoint(..., use_reentrant=True)`` computes: it has a gradient where one of its inputs has."""
-    with torch.set_grad_enabled(any(isinstance(a, Tensor) and a.requires_grad for a in args)):
-        return function(*args)

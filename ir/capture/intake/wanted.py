@@ -74,13 +74,29 @@ def _bernoulli_(asked: Asked, func: Any, input: Tensor, p: Any = 0.5, **kwargs: 
     return func(input, p, **kwargs)
 
 
-def _assert_async(asked: Asked, func: Any, condition: Tensor, message: str = "") -> None:
-    asked.wants(condition.detach() == 0, f"torch._assert_async({message!r})")
+class AllTrue:
+    """What ``torch._is_all_true`` answers, once that is asked of each call: true, and, as of torch 2.15, a tensor."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def cpu(self) -> AllTrue:
+        """Itself."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> None:
+        """Lets ``torch._assert_async`` take it."""
 
 
-def _all_true(asked: Asked, func: Any, each: Tensor) -> bool:
+def _assert_async(asked: Asked, func: Any, condition: Tensor | AllTrue, message: str = "") -> None:
+    if not isinstance(condition, AllTrue):
+        asked.wants(condition.detach() == 0, f"torch._assert_async({message!r})")
+
+
+def _all_true(asked: Asked, func: Any, each: Tensor) -> AllTrue:
     asked.wants(each.detach() == 0, "what asks whether all is true and raises else (a distribution that validates)")
-    return True
+    return AllTrue()
 
 
 def _cov(

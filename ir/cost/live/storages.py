@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -15,6 +18,7 @@ from shardfx.ir.cost.amounts import Cost, total
 from shardfx.ir.graph import Node
 from shardfx.ir.program.lending import choose
 
+from .caching_allocator import CachingAllocator
 from .call_moments import Moments
 from .stays import Numbers, Stays
 from .transport import PLAIN, Transport
@@ -79,36 +83,43 @@ class Peak:
         return sum(held.nbytes for held in self.held if held.category == category)
 
 
+class Change(NamedTuple):
+    """Memory that is made at a moment (bytes above 0), or dropped; and its number."""
+
+    moment: int
+    number: int
+    nbytes: int
+
+
 @dataclass
 class LendingPool:
-    """The sizes of memory that an engine keeps: what it does in a step, without the memory."""
+    """The sizes of memory that an engine keeps, by number: what it does in a step, without the memory."""
 
-    kept: list[int] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)
+    _number: Iterator[int] = field(default_factory=count)
 
-    def step(self, asked: Stays, calls: int) -> list[int]:
-        """The bytes that are kept when each call is done, in a step that asks for these storages."""
-        sizes, free = dict(enumerate(self.kept)), [*range(len(self.kept))]
-        lent, used = list[tuple[int, int]](), set[int]()
-        held, number, there = list[int](), len(self.kept), sum(self.kept)
+    def step(self, asked: Stays) -> list[Change]:
+        """What is made and dropped in a step that asks for these storages; behind the last call what none asked for."""
+        sizes, free = dict(self.kept), sorted(self.kept)
+        lent, used, changes = list[tuple[int, int]](), set[int](), list[Change]()
         for born, last, nbytes in asked.by_birth():
-            held += [there] * (born - len(held))
             while lent and lent[0][0] < born:
                 bisect.insort(free, heapq.heappop(lent)[1])
             choice = choose(nbytes, [sizes[key] for key in free])
             take, drop = (None if place is None else free[place] for place in choice)
             if drop is not None:
-                there -= sizes.pop(drop)
+                changes.append(Change(born, drop, -sizes.pop(drop)))
                 free.remove(drop)
             if take is None:
-                take, number, there = number, number + 1, there + nbytes
+                take = next(self._number)
                 sizes[take] = nbytes
+                changes.append(Change(born, take, nbytes))
             else:
                 free.remove(take)
             heapq.heappush(lent, (last, take))
             used.add(take)
-        held += [there] * (calls - len(held))
-        self.kept = [size for key, size in sizes.items() if key in used]
-        return held
+        self.kept = {key: size for key, size in sizes.items() if key in used}
+        return changes
 
 
 @dataclass(frozen=True)
@@ -177,14 +188,58 @@ class Footprint:
 
     @cached_property
     def _idle(self) -> Numbers:
-        kept = self._made.of([each.kept for each in self.storages])
-        held, pool, before = [0] * len(self._calls), LendingPool(), None
+        kept, pool, before = self._kept, LendingPool(), None
+        held = np.zeros(len(self._calls), dtype=np.int64)
         for _ in range(STEPS):
             if pool.kept == before:  # as it is in every step from now on
                 break
             before = pool.kept
-            held = pool.step(kept, len(self._calls))
-        return np.array(held, dtype=np.int64) - kept.in_use(len(self._calls))
+            held[:] = 0
+            for moment, _, nbytes in pool.step(kept):
+                held[moment] += nbytes
+            held = np.cumsum(held) + sum(before.values())
+        return held - kept.in_use(len(self._calls))
+
+    @cached_property
+    def _kept(self) -> Stays:
+        """What is lent of memory that is kept between steps."""
+        return self._made.of([each.kept for each in self.storages])
+
+    def reserved(self, given: Iterable[int] = ()) -> int:
+        """The bytes that torch's caching allocator reserves on CUDA for such steps (:mod:`.caching_allocator`).
+
+        What a step gives away is freed before the next one. Kernels' own workspaces are not in it.
+
+        Args:
+            given: the bytes of each tensor that is there all the time.
+        """
+        allocator, pool = CachingAllocator(), LendingPool()
+        for nbytes in given:
+            allocator.allocate(nbytes)
+        made = self._made.of([not (each.kept or each.pool) for each in self.storages])
+        lines, lent = [*made], dict[int, int]()
+        births, deaths = np.argsort(made.born, kind="stable").tolist(), np.argsort(made.last, kind="stable").tolist()
+        for _ in range(STEPS):
+            before, there = allocator.reserved, dict[int, int]()
+            changes, begins, ends = deque(pool.step(self._kept)), deque(births), deque(deaths)
+            for moment, call in enumerate(self._calls.tolist()):
+                while changes and changes[0].moment == moment:
+                    _, number, nbytes = changes.popleft()
+                    if nbytes > 0:
+                        lent[number] = allocator.allocate(nbytes)
+                    elif number in lent:
+                        allocator.free(lent.pop(number))
+                while begins and lines[begins[0]][0] == moment:
+                    line = begins.popleft()
+                    there[line] = allocator.allocate(lines[line][2])
+                allocator.free(allocator.allocate(self.inside[call]))
+                while ends and lines[ends[0]][1] == moment:
+                    allocator.free(there.pop(ends.popleft()))
+            for number in lent.keys() - pool.kept.keys():
+                allocator.free(lent.pop(number))
+            if allocator.reserved == before:
+                break
+        return allocator.reserved
 
     @cached_property
     def _fullest(self) -> Numbers:

@@ -1,13 +1,14 @@
-"""How fast the machine at hand is: the best of a few runs of one op, each long enough to be timed."""
+"""How fast the machine at hand is: the best of a few runs of one op on a CPU, the median on CUDA, by its events."""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
+import statistics
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,55 +24,93 @@ LONG, RUNS = 0.02, 5
 """Seconds that a run should take, and how many of them."""
 LARGEST = 8192
 """Rows and columns of the largest matrix that is tried."""
+BUSY, QUEUED = 1 << 29, 256
+"""The bytes that are copied a few times to keep a device busy, and how many small calls are made meanwhile."""
+CARRIED = 1 << 26
+"""The bytes that are copied to time what connects a device with the host."""
 GATHERED = 1 << 24
 """The bytes of each rank that are gathered to time a link."""
 GATHERS = 15
 """So many times, for ranks may keep one another waiting."""
 
 
-def flops_by_dtype(device: torch.device) -> dict[torch.dtype, float]:
-    """Operations a second of a square matrix product, by dtype: of the largest one that is quick enough."""
-    return {dtype: _product_rate(dtype, device) for dtype in DTYPES}
-
-
-def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    size, best = 256, 0.0
-    while True:
-        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        seconds = _fastest(lambda a=a, b=b: torch.mm(a, b), device)  # type: ignore[misc]
-        best = max(best, 2.0 * size**3 / seconds)
-        if seconds > LONG or size >= LARGEST:
-            return best
-        size *= 2
-
-
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes a second that a copy reads and writes, of memory that no cache holds."""
     nbytes = 1 << (28 if device.type == "cpu" else 30)
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    source = torch.randn(nbytes // 4, device=device)
     target = torch.zeros_like(source)
-    return 2.0 * nbytes / _fastest(lambda: target.copy_(source), device)
+    return 2.0 * nbytes / _typical(target.copy_, (source,), device)
 
 
 def host_link(device: torch.device, bandwidth: float, overhead: float) -> Link:
-    """What connects the device with the host's memory, one way: a copy of pinned memory. On a CPU that is a copy within
-    memory, which reads and writes at ``bandwidth``."""
+    """What connects the device with the host's memory: copies of pinned memory, in the slower of both directions. On a
+    CPU that is a copy within memory, which reads and writes at ``bandwidth``."""
     if device.type == "cpu":
         return Link(bandwidth / 2, overhead)
-    pinned = torch.zeros(GATHERED, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.zeros(CARRIED, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(pinned, device=device)
-    return Link(GATHERED / _fastest(lambda: target.copy_(pinned, non_blocking=True), device), overhead)
+    much = [_typical(a.copy_, (b, True), device) for a, b in ((target, pinned), (pinned, target))]
+    little = [_typical(a[:1].copy_, (b[:1], True), device) for a, b in ((target, pinned), (pinned, target))]
+    return Link(CARRIED / (max(much) - max(little)), max(little))
 
 
 def call_overhead(device: torch.device) -> float:
     """Seconds that an op on next to nothing takes, in a row of them."""
     x, many = torch.zeros(8, device=device), 2000
+    if device.type == "cuda":
+        return on_device(x.add_, [(1.0,)] * QUEUED, device, RUNS)
 
     def row() -> None:
         for _ in range(many):
             x.add_(1.0)
 
     return _fastest(row, device) / many
+
+
+def host_seconds(device: torch.device) -> tuple[float, float]:
+    """Seconds that the host spends on a call, and on a view, while the device does earlier ones; a CPU none."""
+    if device.type != "cuda":
+        return 0.0, 0.0
+    x, both = torch.zeros(8, 8, device=device), list[float]()
+    for call, args in ((torch.ops.aten.add.Tensor._op, (x, x)), (torch.ops.aten.t.default._op, (x,))):
+        times = []
+        for _ in range(RUNS + 1):
+            _wait(device)
+            started = time.perf_counter()
+            for _ in range(QUEUED):
+                call(*args)
+            times.append((time.perf_counter() - started) / QUEUED)
+        both.append(statistics.median(times[1:]))
+    return both[0], both[1]
+
+
+def on_device(
+    call: Callable[..., object], arguments: Sequence[tuple[Any, ...]], device: torch.device, runs: int
+) -> float:
+    """Seconds that a CUDA device takes for a call, once with each of some arguments, in the median run.
+
+    The calls are queued behind copies that keep the device busy while the host makes them, and their results are
+    kept: neither the host nor fresh memory is in it.
+    """
+    (source, target), times = torch.empty(2, BUSY, dtype=torch.uint8, device=device), list[float]()
+    for _ in range(runs + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(8):
+            target.copy_(source)
+        begin.record()
+        kept = [call(*each) for each in arguments]
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / len(arguments))
+        del kept  # the next run takes the same memory
+    return statistics.median(times[1:])
+
+
+def _typical(call: Callable[..., object], args: tuple[Any, ...], device: torch.device) -> float:
+    """Seconds of a call: the median on CUDA, the fastest on a CPU."""
+    if device.type == "cuda":
+        return on_device(call, [args], device, RUNS)
+    return _fastest(lambda: call(*args), device)
 
 
 def _world() -> str:

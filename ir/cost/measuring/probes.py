@@ -2,131 +2,248 @@
 
 A program's operands were made a while ago, its results are kept for a while, and between two calls of one op are many
 of others: neither operands, memory for results nor the op's own code are at hand. So a probe goes round among many
-operands, keeps as many results, and has a product between any two calls, whose time is taken off again.
+operands and keeps as many results. On a CPU it has a product between any two calls, whose time is taken off again; on
+CUDA the calls are queued, so that what the host needs for them is not in it (:func:`.calibrate.on_device`).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardfx.ir.cost.curve import PRODUCT, TOUCH, VIEW, Curve
+from shardfx.ir.cost.call_facts import CAUSAL
+from shardfx.ir.cost.curve import NARROW, PRODUCT, TOUCH, VIEW, Curve, of_dtype
 from shardfx.ir.cost.flops import formula
+from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import base_name_of
 
+from . import calibrate
+
 aten = torch.ops.aten
-RING = 1 << 24
+RING = {"cpu": 1 << 24, "cuda": 1 << 27}
 """The bytes of operands and results that a probe goes round among."""
 MOST, PASSES = 64, 5
 """So many calls are in a round at most, and so many rounds are timed."""
+ROUND = 0.1
+"""Seconds that the calls of a round take at most, unless it is one."""
 BETWEEN = 96
 """The rows and columns of the product between two calls."""
-WIDTH = 256
+WIDTH = {"cpu": 256, "cuda": 2048}
+"""The columns of what is not square."""
 Clock = Callable[[], float]
-Make = Callable[[int, torch.device], tuple[Any, ...]]
 
 
-def _random(*shape: int, device: torch.device) -> Tensor:
-    return torch.randn(shape, device=device)
+@dataclass(frozen=True)
+class Where:
+    """What operands are made on, and in which dtype."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def random(self, *shape: int) -> Tensor:
+        """Random numbers: of equal ones some devices compute faster."""
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is a GPU, on which sizes are those of large models."""
+        return self.device.type == "cuda"
+
+
+Make = Callable[[int, Where], tuple[Any, ...]]
 
 
 def _rows(count: int) -> Make:
-    return lambda rows, device: tuple(_random(rows, WIDTH, device=device) for _ in range(count))
+    return lambda rows, at: tuple(at.random(rows, WIDTH[at.device.type]) for _ in range(count))
 
 
-def _square(n: int, device: torch.device) -> tuple[Any, ...]:
-    return _random(n, n, device=device), _random(n, n, device=device)
+def _square(n: int, at: Where) -> tuple[Any, ...]:
+    return at.random(n, n), at.random(n, n)
 
 
-def _normalized(rows: int, device: torch.device) -> tuple[Any, ...]:
-    (x,), scale = _rows(1)(rows, device), torch.ones(WIDTH, device=device)
-    return x, [WIDTH], scale, scale, 1e-5
+def _narrow(n: int, at: Where) -> tuple[Any, ...]:
+    return at.random(n, n), at.random(n, 64)
 
 
-def _normalized_backward(rows: int, device: torch.device) -> tuple[Any, ...]:
-    x, *more = _normalized(rows, device)
-    _, mean, deviation = aten.native_layer_norm.default(x, *more)
-    return torch.ones_like(x), x, [WIDTH], mean, deviation, more[1], more[2], [True, True, True]
+def _normalized(rows: int, at: Where) -> tuple[Any, ...]:
+    (x,) = _rows(1)(rows, at)
+    scale = torch.ones_like(x[0])
+    return x, [*scale.shape], scale, scale, 1e-5
 
 
-def _queries(length: int, device: torch.device) -> tuple[Any, ...]:
-    return (*(_random(2, 4, length, 32, device=device) for _ in range(3)), 0.0, True)
+def _normalized_backward(rows: int, at: Where) -> tuple[Any, ...]:
+    x, shape, scale, bias, eps = _normalized(rows, at)
+    _, mean, deviation = aten.native_layer_norm.default(x, shape, scale, bias, eps)
+    return torch.ones_like(x), x, shape, mean, deviation, scale, bias, [True, True, True]
 
 
-def _queries_backward(length: int, device: torch.device) -> tuple[Any, ...]:
-    q, k, v, *more = _queries(length, device)
+def _queries(length: int, at: Where) -> tuple[Any, ...]:
+    return (*(at.random(2, 4, length, 32) for _ in range(3)), 0.0, True)
+
+
+def _queries_backward(length: int, at: Where) -> tuple[Any, ...]:
+    q, k, v, *more = _queries(length, at)
     out, normalizer = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, *more)
     return torch.ones_like(out), q, k, v, out, normalizer, *more
 
 
-def _image(size: int, device: torch.device) -> tuple[Any, ...]:
-    x, weight = _random(2, 32, size, size, device=device), _random(32, 32, 3, 3, device=device)
+TOKENS, HEADS, HEAD = 8192, 16, 128
+"""Of a batch in attention on CUDA, whatever the length of its sequences; and the heads, and their width."""
+
+
+def _attended(causal: bool) -> Make:
+    def make(length: int, at: Where) -> tuple[Any, ...]:
+        shape = max(TOKENS // length, 1), length, HEADS, HEAD
+        return (*(at.random(*shape).transpose(1, 2) for _ in range(3)), None, causal)
+
+    return make
+
+
+def _attended_backward(causal: bool) -> Make:
+    def make(length: int, at: Where) -> tuple[Any, ...]:
+        q, k, v, *how = _attended(causal)(length, at)
+        out, normalizer = attention(q, k, v, *how)
+        return torch.randn_like(out), q, k, v, out, normalizer, *how
+
+    return make
+
+
+def _image(size: int, at: Where) -> tuple[Any, ...]:
+    batch, channels = (16, 64) if at.is_cuda else (2, 32)
+    x, weight = at.random(batch, channels, size, size), at.random(channels, channels, 3, 3)
     return x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
 
-def _image_backward(size: int, device: torch.device) -> tuple[Any, ...]:
-    x, weight, _, *more = _image(size, device)
+def _image_backward(size: int, at: Where) -> tuple[Any, ...]:
+    x, weight, _, *more = _image(size, at)
     return torch.ones_like(x), x, weight, None, *more, [True, True, False]
 
 
-ROWS = (4, 64, 512, 4096)
-KINDS: dict[Any, tuple[Make, Sequence[int]]] = {
-    aten.exp.default: (_rows(1), ROWS),
-    aten.tanh.default: (_rows(1), ROWS),
-    aten.sigmoid.default: (_rows(1), ROWS),
-    aten.silu.default: (_rows(1), ROWS),
-    aten.silu_backward.default: (_rows(2), ROWS),
-    aten.gelu.default: (_rows(1), ROWS),
-    aten.gelu_backward.default: (_rows(2), ROWS),
-    aten._softmax.default: (lambda n, d: (*_rows(1)(n, d), -1, False), ROWS),
-    aten._softmax_backward_data.default: (lambda n, d: (*_rows(2)(n, d), -1, torch.float32), ROWS),
-    aten._log_softmax.default: (lambda n, d: (*_rows(1)(n, d), -1, False), ROWS),
-    aten._log_softmax_backward_data.default: (lambda n, d: (*_rows(2)(n, d), -1, torch.float32), ROWS),
-    aten.native_layer_norm.default: (_normalized, ROWS),
-    aten.native_layer_norm_backward.default: (_normalized_backward, ROWS),
-    aten.sum.dim_IntList: (lambda n, d: (*_rows(1)(n, d), [0]), ROWS),
-    aten.convolution.default: (_image, (8, 32, 64)),
-    aten.convolution_backward.default: (_image_backward, (8, 32, 64)),
-}
-"""Ops that take longer, or less, than what they touch or compute says: how operands are made, and of which sizes."""
-ON_CPU: dict[Any, tuple[Make, Sequence[int]]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (_queries, (32, 128, 512)),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (_queries_backward, (32, 128, 512)),
-}
-"""Those that the CPU alone has."""
+def _reduced(count: int, *more: Any) -> Make:
+    return lambda rows, at: (*_rows(count)(rows, at), *more)
 
 
-def curves(device: torch.device, clock: Clock) -> dict[str, Curve]:
+ROWS: Mapping[str, Sequence[int]] = {"cpu": (4, 64, 512, 4096), "cuda": (4, 256, 4096, 32768)}
+TOUCHED: Mapping[str, Sequence[int]] = {"cpu": (*ROWS["cpu"], 32768), "cuda": (4, 64, 512, 2048, 8192, 32768)}
+BY_ROWS: dict[Any, Make] = {
+    aten.exp.default: _rows(1),
+    aten.tanh.default: _rows(1),
+    aten.sigmoid.default: _rows(1),
+    aten.silu.default: _rows(1),
+    aten.silu_backward.default: _rows(2),
+    aten.gelu.default: _rows(1),
+    aten.gelu_backward.default: _rows(2),
+    aten._softmax.default: _reduced(1, -1, False),
+    aten._softmax_backward_data.default: _reduced(2, -1, torch.float32),
+    aten._log_softmax.default: _reduced(1, -1, False),
+    aten._log_softmax_backward_data.default: _reduced(2, -1, torch.float32),
+    aten.native_layer_norm.default: _normalized,
+    aten.native_layer_norm_backward.default: _normalized_backward,
+    aten.sum.dim_IntList: _reduced(1, [0]),
+}
+"""Ops that take longer, or less, than what they touch says, and how their operands are made. Bytes count, whatever the
+dtype."""
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """An op that computes, measured by operations in each dtype of its device; under its own name, or a ``kind``."""
+
+    op: Any
+    make: Make
+    sizes: Sequence[int]
+    kind: str = ""
+
+    @property
+    def name(self) -> str:
+        """What its curve is called."""
+        return self.kind or base_name_of(self.op)
+
+
+LENGTHS = (256, 1024, 2048, 4096, 8192)
+HEAVY: Mapping[str, Sequence[Heavy]] = {
+    "cpu": (
+        Heavy(aten.mm.default, _square, (16, 32, 64, 128, 256, 512, 1024), PRODUCT),
+        Heavy(aten.convolution.default, _image, (8, 32, 64)),
+        Heavy(aten.convolution_backward.default, _image_backward, (8, 32, 64)),
+        Heavy(aten._scaled_dot_product_flash_attention_for_cpu.default, _queries, (32, 128, 512)),
+        Heavy(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, _queries_backward, (32, 128, 512)),
+    ),
+    "cuda": (
+        Heavy(aten.mm.default, _square, (128, 256, 512, 1024, 2048, 4096, 8192), PRODUCT),
+        Heavy(aten.mm.default, _narrow, (256, 1024, 4096, 8192), NARROW),
+        Heavy(aten.convolution.default, _image, (16, 64, 256)),
+        Heavy(aten.convolution_backward.default, _image_backward, (16, 64, 256)),
+        *(
+            Heavy(op, make(causal), LENGTHS, f"{CAUSAL if causal else ''}{base_name_of(op)}")
+            for op, make in ((attention, _attended), (attention_backward, _attended_backward))
+            for causal in (True, False)
+        ),
+    ),
+}
+DTYPES: Mapping[str, Sequence[torch.dtype]] = {
+    "cpu": (torch.float32,),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
+"""In which :data:`HEAVY` is measured; of others is known how fast products are."""
+
+
+def products(device: torch.device, clock: Clock) -> dict[torch.dtype, Curve]:
+    """Seconds of square products by their operations, in each dtype."""
+    product = HEAVY[device.type][0]
+    return {dtype: curve(product, Where(device, dtype), clock) for dtype in calibrate.DTYPES}
+
+
+def curves(device: torch.device, clock: Clock, products: Mapping[torch.dtype, Curve]) -> dict[str, Curve]:
     """Seconds of calls by kind: of products and of what only touches memory, and of some ops under their names; on a
     CPU, where they are not hidden behind others, of views."""
-    found = {
-        PRODUCT: _curve(aten.mm.default, _square, (16, 32, 64, 128, 256, 512), device, clock),
-        TOUCH: _curve(aten.add.Tensor, _rows(2), (*ROWS, 32768), device, clock),
-    }
-    on_cpu = device.type == "cpu"
-    for op, (make, sizes) in (KINDS | ON_CPU if on_cpu else KINDS).items():
-        found[base_name_of(op)] = _curve(op, make, sizes, device, clock)
-    if on_cpu:
-        found[VIEW] = Curve(((0.0, _seconds(aten.t.default, [_rows(1)(1, device)] * MOST, device, clock)),))
+    kind, at = device.type, Where(device)
+    found = {PRODUCT: products[torch.float32]}
+    if device.type == "cuda":
+        found |= {of_dtype(PRODUCT, dtype): each for dtype, each in products.items()}
+    found[TOUCH] = _by_bytes(aten.add.Tensor, _rows(2), TOUCHED[kind], at, clock)
+    for op, make in BY_ROWS.items():
+        found[base_name_of(op)] = _by_bytes(op, make, ROWS[kind], at, clock)
+    for each in HEAVY[kind][1:]:
+        for dtype in DTYPES[kind]:
+            name = each.name if kind == "cpu" else of_dtype(each.name, dtype)
+            found[name] = curve(each, Where(device, dtype), clock)
+    if kind == "cpu":
+        found[VIEW] = Curve(((0.0, _seconds(aten.t.default, [_rows(1)(1, at)] * MOST, device, clock)),))
     return found
 
 
-def _curve(op: Any, make: Make, sizes: Sequence[int], device: torch.device, clock: Clock) -> Curve:
+def curve(heavy: Heavy, at: Where, clock: Clock) -> Curve:
+    """Seconds of an op by its operations (a narrow product's by bytes), up to a size at which a call takes long."""
+    points: list[tuple[float, float]] = []
     with torch.no_grad():
-        return Curve.of([_point(op, make, size, device, clock) for size in sizes])
+        for size in heavy.sizes:
+            if points and (points[-1][1] > calibrate.LONG or size > calibrate.LARGEST):
+                break
+            points.append(_point(heavy.op, heavy.make, size, at, clock, by_bytes=heavy.kind == NARROW))
+    return Curve.of(points)
 
 
-def _point(op: Any, make: Make, size: int, device: torch.device, clock: Clock) -> tuple[float, float]:
+def _by_bytes(op: Any, make: Make, sizes: Sequence[int], at: Where, clock: Clock) -> Curve:
+    with torch.no_grad():
+        return Curve.of([_point(op, make, size, at, clock) for size in sizes])
+
+
+def _point(op: Any, make: Make, size: int, at: Where, clock: Clock, by_bytes: bool = False) -> tuple[float, float]:
     """How much a call of this size does, and the seconds that it takes in the median round."""
-    args = make(size, device)
+    args = make(size, at)
     amount, touched = _amount(op, args)
-    ring = [args, *(make(size, device) for _ in range(min(MOST, int(RING / touched)) - 1))]
-    return amount, _seconds(op, ring, device, clock)
+    begin = clock()
+    op(*args)
+    count = min(MOST, int(RING[at.device.type] / touched), int(ROUND / max(clock() - begin, 1e-9)))
+    ring = [args, *(make(size, at) for _ in range(count - 1))]
+    return touched if by_bytes else amount, _seconds(op, ring, at.device, clock)
 
 
 def _amount(op: Any, args: tuple[Any, ...]) -> tuple[float, float]:
@@ -138,7 +255,9 @@ def _amount(op: Any, args: tuple[Any, ...]) -> tuple[float, float]:
 
 def _seconds(op: Any, ring: Sequence[tuple[Any, ...]], device: torch.device, clock: Clock) -> float:
     """Seconds of a call among all operands of a ring: in the median round, after one that warms up."""
-    between = _square(BETWEEN, device)
+    if device.type == "cuda":
+        return calibrate.on_device(op._op, ring, device, PASSES)
+    between = _square(BETWEEN, Where(device))
     rounds = [_round(op, ring, between, clock) for _ in range(PASSES + 1)]
     return max(statistics.median(rounds[1:]), 0.0)
 

@@ -23,9 +23,9 @@ aten = torch.ops.aten
 
 
 def _sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    told = torch.ones_like(rstd) if x.dtype != rstd.dtype else None  # by its dtype the kernel knows that of statistics
+    weight = torch.ones_like(rstd)  # which the sums do not depend on: CUDA's kernel makes them of its dtype and device
     asked = [False, True, True]
-    _, dot, total = aten.native_batch_norm_backward.default(grad, x, told, None, None, mean, rstd, True, 0.0, asked)
+    _, dot, total = aten.native_batch_norm_backward.default(grad, x, weight, None, None, mean, rstd, True, 0.0, asked)
     return dot, total
 
 

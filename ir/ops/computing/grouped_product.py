@@ -6,13 +6,17 @@
 The rows of group ``e`` begin where those of ``e - 1`` end, at ``ends[e - 1]``, and end before ``ends[e]``. A row of no
 group gives zeros, and costs nothing. A rank may have a part of the rows and of the groups: ``ends`` is always that of
 the whole, and ``rows`` and ``groups`` say what is held of it: of each sub-dim of the whole, major first, its size, and
-the start and length of what is held; nothing where all is held. Needs torch alone.
+the start and length of what is held; nothing where all is held.
+
+How many rows a group has is known to the device alone, and no step waits for it. Torch's grouped kernel takes such
+``ends``, in bfloat16. Elsewhere on a GPU rows are laid out in blocks of equal size, each of one group, of which there
+are twice as many as groups at most: a batched product computes at most twice what is needed. Needs torch alone.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +24,9 @@ from torch import Tensor
 _library = torch.library.Library("shardfx", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor w, Tensor ends, int[] rows=[], int[] groups=[]) -> Tensor")
 _library.define("grouped_outer(Tensor x, Tensor y, Tensor ends, int[] rows=[], int[] groups=[]) -> Tensor")
+
+ALIGNED = 16
+"""Rows begin at multiples of so many bytes, for the grouped kernel."""
 
 
 def places(held: Sequence[int], size: int) -> Sequence[int]:
@@ -33,28 +40,151 @@ def places(held: Sequence[int], size: int) -> Sequence[int]:
     return found
 
 
-def stretches(ends: Tensor, count: int, rows: Sequence[int], groups: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The held groups, by their number among those, that have some of the ``count`` rows that are held: which rows."""
-    here = places(rows, count)
-    local = [bisect.bisect_left(here, end) for end in ends.tolist()]
-    begins = [0, *local]
-    for number, group in enumerate(places(groups, len(local))):
-        if begins[group] < local[group]:
-            yield number, slice(begins[group], local[group])
+def _places(held: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """The same as a tensor, which is made where it is used."""
+    if not held:
+        return torch.arange(size, device=device)
+    found = torch.zeros(1, dtype=torch.int64, device=device)
+    for whole, start, length in zip(*[iter(held)] * 3, strict=True):
+        found = (found[:, None] * whole + torch.arange(start, start + length, device=device)).flatten()
+    return found
+
+
+def _local(ends: Tensor, rows: Sequence[int], count: int) -> Tensor:
+    """Where groups end among the ``count`` rows that are held."""
+    return torch.searchsorted(_places(rows, count, ends.device), ends.to(torch.int64))
+
+
+# ---- on the CPU: a product for each group ----------------------------------------------------------------------
+
+
+def _pieces(x: Tensor, ends: Tensor, rows: Sequence[int], groups: Sequence[int]) -> list[Tensor]:
+    """The rows of each held group."""
+    pieces = torch.tensor_split(x, _local(ends, rows, x.shape[0]))
+    return [pieces[group] for group in places(groups, ends.shape[0])]
 
 
 def _mm(x: Tensor, w: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
     out = x.new_zeros((x.shape[0], w.shape[2]))
-    for group, some in stretches(ends, x.shape[0], rows, groups):
-        out[some].addmm_(x[some], w[group])
+    for into, some, matrix in zip(_pieces(out, ends, rows, groups), _pieces(x, ends, rows, groups), w, strict=True):
+        if len(some):
+            into.addmm_(some, matrix)
     return out
 
 
 def _outer(x: Tensor, y: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
     out = x.new_zeros((len(places(groups, ends.shape[0])), x.shape[1], y.shape[1]))
-    for group, some in stretches(ends, x.shape[0], rows, groups):
-        torch.mm(x[some].t(), y[some], out=out[group])
+    for into, left, right in zip(out, _pieces(x, ends, rows, groups), _pieces(y, ends, rows, groups), strict=True):
+        if len(left):
+            torch.mm(left.t(), right, out=into)
     return out
+
+
+# ---- on a GPU: one product, whatever groups have ---------------------------------------------------------------
+
+
+class Blocks(NamedTuple):
+    """The rows of held groups in blocks of one size: a group begins with a block, and what it leaves of one is free."""
+
+    source: Tensor
+    """The row that stands at each place of the blocks; where none does, any."""
+    filled: Tensor
+    """Whether one does."""
+    place: Tensor
+    """The place of each row; of one that is of no held group, any."""
+    held: Tensor
+    """Whether it is of one."""
+    counts: Tensor
+    """How many blocks each held group has."""
+    group: Tensor
+    """The group of each block, by its number among those that are held."""
+
+
+def _blocks(ends: Tensor, count: int, rows: Sequence[int], groups: Sequence[int], size: int, most: int) -> Blocks:
+    """``most`` blocks of ``size`` places, at least as many as are needed for ``count`` rows."""
+    ends = _local(ends, rows, count)
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    if groups:
+        number = _places(groups, 0, ends.device)
+        begins, ends = begins[number], ends[number]
+    last = ends.shape[0] - 1
+    counts = ((ends - begins).clamp(min=0) + size - 1) // size
+    until = counts.cumsum(0)
+    to_place = (until - counts) * size - begins  # from a row of a group
+    row = torch.arange(count, device=ends.device)
+    group = torch.searchsorted(ends, row, right=True)
+    held, group = group <= last, group.clamp(max=last)
+    held &= row >= begins[group]
+    place = (row + to_place[group]).clamp(0, most * size - 1)
+    block = torch.arange(most, device=ends.device)
+    group = torch.searchsorted(until, block, right=True).clamp(max=last)
+    source = (block * size - to_place[group])[:, None] + torch.arange(size, device=ends.device)
+    filled = source < ends[group, None]
+    return Blocks(source.flatten().clamp(0, count - 1), filled.flatten(), place, held, counts, group)
+
+
+def _size_of_blocks(count: int, groups: int) -> tuple[int, int]:
+    """The places of a block, so that there are about as many blocks as groups, and how many there are at most."""
+    size, begun = -(-count // groups), min(count, groups)
+    return size, (count - begun) // size + begun
+
+
+def _mm_on_device(x: Tensor, w: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
+    count = x.shape[0]
+    if not count or not w.shape[0]:
+        return x.new_zeros((count, w.shape[2]))
+    if not has_kernel(x, w.shape[2]):
+        size, most = _size_of_blocks(count, w.shape[0])
+        blocks = _blocks(ends, count, rows, groups, size, most)
+        made = torch.bmm(x[blocks.source].view(most, size, -1), w[blocks.group]).flatten(0, 1)
+        return made[blocks.place].masked_fill_(~blocks.held[:, None], 0)
+    blocks = _blocks(ends, count, rows, groups, 1, count)
+    offsets = blocks.counts.cumsum(0, dtype=torch.int32)
+    if not groups:  # rows stand in the order of groups as they are
+        made = torch._grouped_mm(_aligned(x), _aligned(w), offs=offsets)
+    else:
+        made = torch._grouped_mm(x[blocks.source], _aligned(w), offs=offsets)[blocks.place]
+    return made.masked_fill_(~blocks.held[:, None], 0)
+
+
+def _outer_on_device(
+    x: Tensor, y: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()
+) -> Tensor:
+    count, held = x.shape[0], len(places(groups, ends.shape[0]))
+    if not count or not held:
+        return x.new_zeros((held, x.shape[1], y.shape[1]))
+    if not has_kernel(x, y.shape[1]):
+        size, most = _size_of_blocks(count, held)
+        blocks = _blocks(ends, count, rows, groups, size, most)
+        left, right = (each[blocks.source].masked_fill_(~blocks.filled[:, None], 0) for each in (x, y))
+        made = torch.bmm(left.view(most, size, -1).mT, right.view(most, size, -1))
+        return torch.segment_reduce(made, "sum", lengths=blocks.counts, axis=0, unsafe=True)
+    blocks = _blocks(ends, count, rows, groups, 1, count)
+    left, right = (each.contiguous() if not groups else each[blocks.source] for each in (x, y))
+    offsets = blocks.counts.cumsum(0, dtype=torch.int32)
+    made = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=offsets)
+    return made.masked_fill_((blocks.counts == 0)[:, None, None], 0)
+
+
+def has_kernel(x: Tensor, width: int) -> bool:
+    """Whether torch's grouped product of such rows and of matrices of ``width`` columns leaves ``ends`` to the device:
+    for other dtypes and devices it reads them on the host."""
+    if x.dtype is not torch.bfloat16 or x.device.type != "cuda":
+        return False
+    aligned = all(size and size * x.element_size() % ALIGNED == 0 for size in (x.shape[1], width))
+    return aligned and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A tensor as the kernel takes it: each matrix in order by rows or by columns, which begin where they may."""
+    (*outer, row, column), (height, width) = x.stride(), x.shape[-2:]
+    steps = [row] if column == 1 and row >= width else [column] if row == 1 and column >= height else [1]
+    if all(step * x.element_size() % ALIGNED == 0 for step in (*outer, *steps)) and x.data_ptr() % ALIGNED == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# ---- shapes alone ----------------------------------------------------------------------------------------------
 
 
 def _mm_meta(x: Tensor, w: Tensor, ends: Tensor, rows: Sequence[int] = (), groups: Sequence[int] = ()) -> Tensor:
@@ -65,11 +195,12 @@ def _outer_meta(x: Tensor, y: Tensor, ends: Tensor, rows: Sequence[int] = (), gr
     return x.new_empty((len(places(groups, ends.shape[0])), x.shape[1], y.shape[1]))
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("grouped_mm", _mm, _key)
-    _library.impl("grouped_outer", _outer, _key)
-_library.impl("grouped_mm", _mm_meta, "Meta")
-_library.impl("grouped_outer", _outer_meta, "Meta")
+for _name, _ways in {
+    "grouped_mm": (_mm, _mm_on_device, _mm_meta),
+    "grouped_outer": (_outer, _outer_on_device, _outer_meta),
+}.items():
+    for _key, _way in zip(("CPU", "CUDA", "Meta"), _ways, strict=True):
+        _library.impl(_name, _way, _key)
 
 grouped_mm = torch.ops.shardfx.grouped_mm.default
 grouped_outer = torch.ops.shardfx.grouped_outer.default

@@ -21,8 +21,8 @@ def _no_share(
     like: Tensor, shapes: Sequence[int], dims: Sequence[int], dtypes: Sequence[torch.dtype], values: Sequence[float]
 ) -> list[Tensor]:
     made, at = [], 0
-    for count, dtype, value in zip(dims, dtypes, values, strict=True):
-        made.append(like.new_full(list(shapes[at : at + count]), value, dtype=dtype))
+    for count, dtype, value in zip(dims, dtypes, values, strict=True):  # torch 2.11 gives dtypes in a list as numbers
+        made.append(torch.ops.aten.new_full.default(like, list(shapes[at : at + count]), value, dtype=dtype))
         at += count
     return made
 

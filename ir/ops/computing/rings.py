@@ -5,10 +5,10 @@
 
     y = shardfx.ring_tile(x, before, behind, dim, starts, lengths, at, size)   a rank's rows of either
 
-So many rows are put in ``front`` and behind (``back``); fewer than none are cut off. The image is given once for the
-rows that stay, once for those in front and once for those behind (None where there are none), for of an image that is
-cut over ranks these are three exchanges: the last rows go to the first rank. Of each of the three a tile takes so many
-rows (``lengths``), from ``starts`` on, which are rows ``at`` of its own ``size``. Needs torch alone.
+So many rows are put in ``front`` and behind (``back``); fewer than none are cut off, by ``ring`` alone. The image is
+given once for the rows that stay, once for those in front and once for those behind (None where there are none), for of
+an image that is cut over ranks these are three exchanges: the last rows go to the first rank. Of each of the three a
+tile takes so many rows (``lengths``), from ``starts`` on, which are rows ``at`` of its own ``size``. Needs torch alone.
 """
 
 from __future__ import annotations

@@ -4,9 +4,12 @@
     tensors   w, its gradient, its states; b, its gradient, its states; ...     (c0, c1, c2, c3 of each member)
     scalars   the rate, corrections of bias                                     (s0, s1, ... of all)
 
+    fused     "aten._fused_adamw_.tensor_lr([c0], [c1], [c2], [c3], [], [s1], lr=s0, beta1=0.9, ...)"
+
 ``r4`` is what call 4 gave. What a segment means is its calls, member by member (:func:`shardfx.ir.program.plain.plain`
-writes them out). It runs them block by block, so that what one call wrote is in the processor's cache for the next;
-members that lie one behind the other in memory, as stores lay them, are one. Needs torch alone.
+writes them out). Where torch has a fused kernel that computes them (:mod:`.fused_update`), that is run, for all members
+at once. Else it runs them block by block, so that what one call wrote is in the processor's cache for the next; members
+that lie one behind the other in memory, as stores lay them, are one. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 Tensor = torch.Tensor
+aten = torch.ops.aten
 BLOCK = 2**18
 """Bytes of each column that are computed at a time by a processor with caches."""
+LARGE = 2**22
+"""Bytes of each column that a fused kernel is given at least, where something is computed for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,11 @@ class Call:
         found = self.kwargs.get("out")
         return found if isinstance(found, Ref) else None
 
+    @property
+    def refs(self) -> list[Ref]:
+        """The tensors that it takes, but for lists of them."""
+        return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, Ref)]
+
 
 def home(calls: Sequence[Call], ref: Ref) -> Ref:
     """In whose memory a tensor lies: a column, a scalar, or a call that has memory of its own."""
@@ -61,9 +72,15 @@ def home(calls: Sequence[Call], ref: Ref) -> Ref:
 
 def call_text(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """A call as it stands in a segment."""
-    parts = [str(a) if isinstance(a, Ref) else repr(a) for a in args]
-    parts += [f"{key}={str(a) if isinstance(a, Ref) else repr(a)}" for key, a in kwargs.items()]
+    parts = [_text(arg) for arg in args]
+    parts += [f"{key}={_text(arg)}" for key, arg in kwargs.items()]
     return f"{op}({', '.join(parts)})"
+
+
+def _text(arg: Any) -> str:
+    if isinstance(arg, (list, tuple)):
+        return f"[{', '.join(map(_text, arg))}]"
+    return str(arg) if isinstance(arg, Ref) else repr(arg)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,6 +101,8 @@ def read_call(text: str) -> Call:
 
 
 def _argument(each: ast.expr) -> Any:
+    if isinstance(each, ast.List):
+        return [_argument(one) for one in each.elts]
     if isinstance(each, ast.Name):
         return Ref(each.id[0], int(each.id[1:]))
     return ast.literal_eval(each)
@@ -125,42 +144,155 @@ def misfit(calls: Sequence[str], gives: Sequence[int], members: int, tensors: Se
 
 
 def segment(
-    calls: Sequence[str], gives: Sequence[int], members: int, tensors: Sequence[Tensor], scalars: Sequence[Tensor]
+    calls: Sequence[str],
+    gives: Sequence[int],
+    members: int,
+    tensors: Sequence[Tensor],
+    scalars: Sequence[Tensor],
+    fused: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Compute ``calls`` for each member; of each member the columns ``gives``, which were written."""
+    """Compute ``calls`` for each member; of each member the columns ``gives``, which were written.
+
+    ``fused``: calls that compute the same, of which the last is a fused kernel; it takes members in lists.
+    """
     width = len(tensors) // members
-    body = _body(tuple(calls), width, len(scalars))
     rows = [tensors[i * width : (i + 1) * width] for i in range(members)]
-    for columns in _joined(sorted(rows, key=_begin)):
-        first = columns[0]
-        size = BLOCK // first.element_size() if first.device.type == "cpu" else first.numel()
-        if first.numel() <= size or first.dim() != 1:
-            body(*columns, *scalars)
-        else:
-            for block in zip(*(column.split(size) for column in columns), strict=True):
-                body(*block, *scalars)
+    left = _run_fused(fused, gives, rows, scalars) if fused else rows
+    if left:
+        body = _body(tuple(calls), width, len(scalars))(*scalars)
+        for columns in _joined(sorted(left, key=_begin), BLOCK):
+            size = BLOCK if columns[0].device.type == "cpu" else columns[0].nbytes
+            for block in _blocks(columns, size):
+                body(*block)
     return [row[column] for row in rows for column in gives]
 
 
+def written_columns(args: Sequence[Any]) -> list[Any]:
+    """Of the arguments of a segment the tensors that it writes over."""
+    _, gives, members, tensors, *_ = args
+    width = len(tensors) // members
+    return [tensors[member * width + column] for member in range(members) for column in gives]
+
+
+def _blocks(columns: Sequence[Tensor], nbytes: int) -> Iterator[Sequence[Tensor]]:
+    """Columns, in blocks of so many bytes where they are flat."""
+    first = columns[0]
+    if first.nbytes <= nbytes or first.dim() != 1:
+        return iter([columns])
+    return zip(*(column.split(nbytes // first.element_size()) for column in columns), strict=True)
+
+
 @functools.lru_cache(maxsize=256)
-def _body(calls: tuple[str, ...], columns: int, scalars: int) -> Callable[..., None]:
-    """The calls as a function of columns and scalars."""
-    takes = [*(f"c{i}" for i in range(columns)), *(f"s{i}" for i in range(scalars))]
+def _body(calls: tuple[str, ...], columns: int, scalars: int, wanted: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """The calls as a function of scalars, which gives one of columns; that gives what the ``wanted`` calls do."""
     scope: dict[str, Any] = {}
-    lines = [f"def body({', '.join(takes)}):"]
-    for number, call in enumerate(map(read_call, calls)):
+    shared, own = list[str](), list[str]()
+    read = list(map(read_call, calls))
+    among = common(read)
+    for number, call in enumerate(read):
         scope[f"op{number}"] = call.op._op
-        lines.append(f"    r{number} = {call_text(f'op{number}', call.args, call.kwargs)}")
-    exec("\n".join(lines), scope)
-    made: Callable[..., None] = scope["body"]
+        lines = shared if number in among else own
+        lines.append(f"r{number} = {call_text(f'op{number}', call.args, call.kwargs)}")
+    code = [
+        f"def body({', '.join(f's{i}' for i in range(scalars))}):",
+        *(f"    {line}" for line in shared),
+        f"    def of({', '.join(f'c{i}' for i in range(columns))}):",
+        *(f"        {line}" for line in own),
+        f"        return [{', '.join(f'r{number}' for number in wanted)}]",
+        "    return of",
+    ]
+    exec("\n".join(code), scope)
+    made: Callable[..., Any] = scope["body"]
     return made
 
 
-def _joined(rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-    """The columns of members, flat; of those that lie one behind the other in all columns, together."""
+def common(calls: Sequence[Call]) -> set[int]:
+    """The calls that take no column: they are the same for all members."""
+    found = set[int]()
+    for number, call in enumerate(calls):
+        if all(ref.kind == "s" or (ref.kind == "r" and ref.index in found) for ref in call.refs):
+            found.add(number)
+    return found
+
+
+def _run_fused(
+    fused: Sequence[str], gives: Sequence[int], rows: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor]
+) -> Sequence[Sequence[Tensor]]:
+    """Run a fused kernel over the members that it takes; gives the others.
+
+    What is computed for the kernel is there for one member at a time, or for as much as the largest has.
+    """
+    *before, kernel = map(read_call, fused)
+    taken = [_as_taken(kernel, row, gives) for row in rows]
+    left = [row for row, found in zip(rows, taken, strict=True) if not found]
+    fitting = [found for found in taken if found]
+    if not fitting:
+        return left
+    if not before:
+        _launch(kernel, gives, fitting, [[] for _ in fitting], scalars)
+        return left
+    wanted = tuple(range(len(before)))
+    body = _body(tuple(fused[:-1]), len(rows[0]), len(scalars), wanted)(*scalars)
+    largest = max(row[0].nbytes for row in fitting)
+    for columns in _joined(sorted(fitting, key=_begin), largest):
+        for block in _blocks(columns, max(largest, LARGE)):
+            _launch(kernel, gives, [block], [body(*block)], scalars)
+    return left
+
+
+def _as_taken(kernel: Call, row: Sequence[Tensor], gives: Sequence[int]) -> Sequence[Tensor]:
+    """The columns of a member as fused kernels take them: of one dtype, and in one order of elements; nothing where
+    what is written is not so."""
+    like = row[gives[0]]
+    if not like.is_floating_point() or any(column.dtype != like.dtype for column in row):
+        return ()
+    if like.is_cuda and like.dtype is torch.float64:  # there kernels take the learning rate in float32
+        return ()
+    if not like.is_cuda and like.itemsize == 2 and kernel.op is aten._fused_sgd_.tensor_lr:  # wrong before torch 2.15
+        return ()
+    if not like.is_contiguous() and not aten.is_non_overlapping_and_dense(like):
+        return ()
+    if any(row[place].stride() != like.stride() for place in gives):
+        return ()
+    return [c if c.stride() == like.stride() else torch.empty_like(like).copy_(c) for c in row]
+
+
+def _launch(
+    kernel: Call,
+    gives: Sequence[int],
+    rows: Sequence[Sequence[Tensor]],
+    results: Sequence[Sequence[Tensor]],
+    scalars: Sequence[Tensor],
+) -> None:
+    """Run a kernel over members, of which ``results`` were computed."""
+    if isinstance(rows[0][0], FakeTensor):  # for which some kernels are not known: they allocate nothing
+        torch._foreach_zero_([row[place] for row in rows for place in gives])
+        return
+    on_cuda = rows[0][0].is_cuda
+
+    def scalar(ref: Ref) -> Tensor:
+        return scalars[ref.index].float() if on_cuda else scalars[ref.index]
+
+    def put(arg: Any) -> Any:
+        if not isinstance(arg, list):
+            return scalar(arg) if isinstance(arg, Ref) else arg
+        found = list[Tensor]()
+        for ref in arg:
+            if ref.kind == "s":
+                found += [scalar(ref)] * len(rows)
+            else:
+                found += [each[ref.index] for each in (rows if ref.kind == "c" else results)]
+        return found
+
+    kernel.op._op(*map(put, kernel.args), **{key: put(arg) for key, arg in kernel.kwargs.items()})
+
+
+def _joined(rows: Sequence[Sequence[Tensor]], nbytes: int) -> Iterator[Sequence[Tensor]]:
+    """The columns of members, flat; of those that lie one behind the other in all columns, together. They are computed
+    in blocks of ``nbytes``."""
     if isinstance(rows[0][0], FakeTensor):  # which lies nowhere, and is computed in one block
         largest = max(rows, key=lambda row: row[0].numel())
-        total = min(sum(row[0].numel() for row in rows), BLOCK // rows[0][0].element_size())
+        total = min(sum(row[0].numel() for row in rows), nbytes // rows[0][0].element_size())
         count = min(total, largest[0].numel())
         flat = all(column.is_contiguous() for column in largest)
         yield [column.reshape(-1)[:count] for column in largest] if flat else largest

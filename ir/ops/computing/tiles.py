@@ -148,7 +148,7 @@ def _max_pool_backward(
     flat = number(places, shape).masked_fill(beside, rest)  # what other ranks have goes into one element more
     made = grad.new_zeros((math.prod(lead), rest + 1))
     made.scatter_add_(1, flat.reshape(math.prod(lead), -1), grad.reshape(math.prod(lead), -1))
-    return made[:, :rest].reshape(*lead, *shape)
+    return made[:, :rest].reshape(*lead, *shape).contiguous()
 
 
 def _max_pool_backward_meta(

@@ -29,8 +29,10 @@ def _same(source: Spec, shape: Sequence[int], mesh: Mesh, **keywords: Any) -> Sp
 def _away(emit: RankEmit) -> list[Any]:
     x = emit.args[0]
     if emit.node.op is to_disk:
-        return [emit.call(transfer.to_disk, x, emit.node.kwargs.get("folder", ""), gives=_shape(emit))]
-    return [emit.call(transfer.to_host, x, gives=_shape(emit))]
+        started = emit.call(transfer.to_disk, x, emit.node.kwargs.get("folder", ""), gives=_shape(emit))
+    else:
+        started = emit.call(transfer.to_host, x, gives=_shape(emit))
+    return [emit.call(transfer.stored, started, gives=_shape(emit))]
 
 
 def _back(emit: RankEmit) -> list[Any]:

@@ -1,11 +1,15 @@
 """Copies between the device's memory and the pools beside it: the host's, and files.
 
-    away = memory.to_host(x)                    the copy starts; x may be let go
-    back = memory.to_device(away, "cuda")       starts as well
+    away = memory.to_host(x)                    the copy starts
+    kept = memory.stored(away)                  the device waits for it: from here on x may be freed, kept fetched
+    back = memory.to_device(kept, "cuda")       starts as well
     here = memory.arrived(back)                 from here on it may be read
 
-On CUDA the host's memory is pinned, and copies run on a stream of their own, one behind the other, so that what was put
-away is whole before it is fetched. On a CPU both pools are the same memory: a copy is made all the same, so that a
+On CUDA the host's memory is pinned, and each direction has a stream of its own. All order between the streams goes
+through the computing one: a copy starts behind what was computed before it, and ``stored`` and ``arrived`` make the
+computing stream wait for the copy's event. So memory is freed where the program says, in stream order, and the
+allocator need not know of the copies (no ``record_stream``); nothing synchronizes the host but ``arrived`` of what lies
+in its memory. On a CPU both pools are the same memory: a copy is made all the same, so that a
 program holds there what it would hold elsewhere. A file is mapped into memory and has no name any more: it goes with
 the last tensor that lies in it, also where the process dies. Under ``torch.compile``, which plans memory itself, a
 tensor only moves. Needs torch alone.
@@ -26,6 +30,8 @@ Tensor = torch.Tensor
 HOST, DISK = "host", "disk"
 THERE = "_shardfx_there"
 """The attribute of a tensor that holds the event behind its copy."""
+SOURCE = "_shardfx_source"
+"""The attribute of a copy on the host that keeps its source until the copy is waited for."""
 
 
 def to_host(x: Tensor) -> Tensor:
@@ -60,6 +66,16 @@ def to_device(away: Tensor, device: str = "cpu") -> Tensor:
     return _copied(away, torch.device(device))
 
 
+def stored(away: Tensor) -> Tensor:
+    """``away``, once the device has waited for its copy: then the source may be freed, and ``away`` fetched. The host
+    may read it behind :func:`arrived`, or :func:`finish`."""
+    source = None if is_compiling() else getattr(away, SOURCE, None)
+    if source is not None:
+        torch.cuda.current_stream(source.device).wait_event(getattr(away, THERE))
+        delattr(away, SOURCE)
+    return away
+
+
 def arrived(x: Tensor) -> Tensor:
     """``x``, once its copy is there: the device waits for it, or, where it lies beside the device, this process."""
     event = None if is_compiling() else getattr(x, THERE, None)
@@ -81,9 +97,10 @@ def settled(tensor: Tensor, pool: str, device: torch.device) -> Tensor:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until what was fetched from other memory is there: then that may be written over."""
+    """Wait until no copy is under way: then other memory may be read, and written over. A step does not call it."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        for to_host in (True, False):
+            _stream(_indexed(device), to_host).synchronize()
 
 
 def mapped(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, folder: str = "") -> Tensor:
@@ -102,9 +119,14 @@ def mapped(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, fol
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which copies of a device run."""
+def _stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
+    """The stream on which copies of a device run in one direction."""
     return torch.cuda.Stream(device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """A CUDA device with its number."""
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _copied(x: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
@@ -116,8 +138,7 @@ def _copied(x: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
         into = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         _distinct(into).copy_(_distinct(x))
         return into
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    device = _indexed(device) if device.type == "cuda" else device
     into = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device, pin_memory=pinned)
     return _started(into, x, x.device if x.is_cuda else device)
 
@@ -131,12 +152,16 @@ def _distinct(x: Tensor) -> Tensor:
 
 
 def _started(into: Tensor, x: Tensor, device: torch.device) -> Tensor:
-    """Start to copy ``x`` into ``into``, behind all that the device was given to do so far."""
-    stream, computing = _stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(computing)
+    """Start to copy ``x`` into ``into``, behind all that the device was given to do so far.
+
+    A source on the device is kept until :func:`stored`. One in pinned memory may be let go at once: torch's allocator
+    of pinned memory has an event for the copy.
+    """
+    stream = _stream(device, x.is_cuda)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         _distinct(into).copy_(_distinct(x), non_blocking=True)
     if x.is_cuda:
-        x.record_stream(stream)
+        setattr(into, SOURCE, x)
     setattr(into, THERE, stream.record_event())
     return into

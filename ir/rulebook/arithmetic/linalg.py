@@ -69,8 +69,7 @@ def distance_gradient(form: str) -> Callable[[Node], Template]:
 
 
 RULES: tuple[RuleEntry, ...] = (
-    rule((aten.cholesky, aten.linalg_matrix_exp), f"{MATRIX} -> {MATRIX}"),
-    rule(aten.cholesky_inverse, f"{MATRIX} -> {MATRIX}"),
+    rule((aten.cholesky_inverse, aten.linalg_matrix_exp), f"{MATRIX} -> {MATRIX}"),
     rule((aten.linalg_cholesky_ex.default, aten.linalg_inv_ex.default), f"{MATRIX} -> {MATRIX}, n.."),
     rule((aten.linalg_lu_factor_ex, aten.linalg_ldl_factor_ex), f"{MATRIX} -> {MATRIX}, n.. p!, n.."),
     rule(aten.linalg_lu, "n.. i! j! -> n.. i! i!, n.. i! p!, n.. p! j!"),

@@ -96,8 +96,11 @@ def _settings(group: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {value!r}"
 
 
-def backward_of(scale: torch.Tensor, grads: Iterable[torch.Tensor | None]) -> str:
+def backward_of(scale: torch.Tensor | float, grads: Iterable[torch.Tensor | None]) -> str:
     """A backward, in words: what the loss was multiplied by, and whether gradients are added to others."""
-    times = f" of {scale.item()!r} times the loss" if scale.device.type == "cpu" and scale.numel() == 1 else ""
+    if isinstance(scale, torch.Tensor):
+        times = f" of {scale.item()!r} times the loss" if scale.device.type == "cpu" and scale.numel() == 1 else ""
+    else:
+        times = f" of {scale!r} times the loss"
     added = any(grad is not None for grad in grads)
     return f"a backward{times}, {'added to gradients' if added else 'with no gradients before'}"

@@ -38,7 +38,7 @@ def clip(total: Tensor, grads: Mapping[str, Sequence[Tensor]], max_norm: float) 
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch.no_grad():
         for grad in (grad for pieces in grads.values() for grad in pieces):
-            grad.mul_(float(scale))
+            grad.mul_(scale.to(grad.device))
 
 
 def watch_norms(store: Store, norm: Norm) -> None:

@@ -17,6 +17,7 @@ import torch
 from shardfx.ir.capture.update.loss_scale import SCALE
 from shardfx.ir.capture.update.stepped import NAMES, HeldState, fixed, inputs_of, options_by_name
 from shardfx.ir.errors import Error
+from shardfx.ir.ops.pools.transfer import finish
 
 from .optimizer_states import StatesElsewhere
 from .state import ModelState
@@ -137,6 +138,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         """The states of this process, in pieces (under ``torchrun`` DTensors), by the model's names; and the groups."""
         self.begin()
         store = self.held.store
+        finish(store.device)
         pieces = {name: held[0] if len(held) == 1 else list(held) for name, held in store.states.items()}
         return {"state": pieces, "param_groups": self.named_groups(), "placed": self._placed()}
 
@@ -158,6 +160,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
             said = (_few({name: each.get(name, "none") for name in apart}) for each in (wanted, have))
             raise _other_states(where, *said)
         options = self._options_of(state_dict, where)
+        finish(store.device)
         with torch.no_grad():
             for name, held in store.states.items():
                 for piece, content in zip(held, new[name], strict=True):

@@ -1,0 +1,126 @@
+"""The CUDA caching allocator of torch, simulated: which memory it reserves for a sequence of allocations and frees.
+
+>>> allocator = CachingAllocator()
+>>> block = allocator.allocate(3 << 20)             # of 1 to 10 MB: a part of a segment of 20 MB
+>>> allocator.free(block)
+>>> allocator.allocate(12 << 20), allocator.reserved >> 20          # lies in the same segment
+(0, 20)
+
+The rules are those of torch 2.11 to 2.15 in their default settings (``c10/cuda/CUDACachingAllocator.cpp``,
+``c10/core/AllocatorConfig.h``):
+
+- sizes are rounded up to 512 bytes;
+- a request takes the smallest free block that is large enough, at the lowest address among equals, of the pool of its
+  stream and class: *small* up to 1 MB, *large* above;
+- where there is none a segment is reserved: 2 MB for a small request, 20 MB for one below 10 MB, else the size rounded
+  up to 2 MB;
+- what remains of a block is split off, of a small one from 512 bytes on, of a large one above 1 MB;
+- a freed block merges with free neighbours of its segment; segments are never returned.
+
+Not in it: expandable segments, an upper limit for splitting, garbage collection, the retry that returns cached segments
+where memory runs out.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+UNIT = 512
+"""Sizes are multiples of it."""
+SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
+"""The largest small request, and the segment for it."""
+MEDIUM, MEDIUM_SEGMENT = 10 << 20, 20 << 20
+"""Requests below it share segments."""
+ROUND = 2 << 20
+"""Segments of larger requests are multiples of it."""
+NOTHING = -1
+"""The address of an allocation of no bytes."""
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A part of a segment, between its neighbours there."""
+
+    address: int
+    size: int
+    pool: list[tuple[int, int]]
+    small: bool
+    before: _Block | None = None
+    behind: _Block | None = None
+    free: bool = False
+
+
+class CachingAllocator:
+    """Allocations by address; ``reserved`` are the bytes of all segments, ``allocated`` those of blocks in use."""
+
+    def __init__(self) -> None:
+        self.reserved = self.allocated = 0
+        self._blocks: dict[int, _Block] = {}
+        self._pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        """By stream and class: the free blocks, by size and address."""
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        """The address of a block of at least so many bytes."""
+        if not nbytes:
+            return NOTHING
+        size = -(-nbytes // UNIT) * UNIT
+        small = size <= SMALL
+        pool = self._pools.setdefault((stream, small), [])
+        at = bisect.bisect_left(pool, (size, -1))
+        if at < len(pool):
+            block = self._blocks[pool.pop(at)[1]]
+            block.free = False
+        else:
+            block = _Block(self.reserved, segment_size(size), pool, small)
+            self._blocks[block.address] = block
+            self.reserved += block.size
+        self._split(block, size)
+        self.allocated += block.size
+        return block.address
+
+    def free(self, address: int) -> None:
+        """Give a block back."""
+        if address == NOTHING:
+            return
+        block = self._blocks[address]
+        self.allocated -= block.size
+        if block.behind is not None and block.behind.free:
+            self._merge(block, block.behind)
+        if block.before is not None and block.before.free:
+            before = block.before
+            self._merge(before, block)
+            block = before
+        block.free = True
+        bisect.insort(block.pool, (block.size, block.address))
+
+    def _split(self, block: _Block, size: int) -> None:
+        """Let a block have this size, if what remains is worth it."""
+        left = block.size - size
+        if left < UNIT if block.small else left <= SMALL:
+            return
+        rest = _Block(block.address + size, left, block.pool, block.small, block, block.behind, free=True)
+        if rest.behind is not None:
+            rest.behind.before = rest
+        block.behind, block.size = rest, size
+        self._blocks[rest.address] = rest
+        bisect.insort(rest.pool, (rest.size, rest.address))
+
+    def _merge(self, first: _Block, second: _Block) -> None:
+        """Make one block of two neighbours; those of them that were free are taken out of their pool."""
+        for block in (first, second):
+            if block.free:
+                del block.pool[bisect.bisect_left(block.pool, (block.size, block.address))]
+                block.free = False
+        first.size += second.size
+        first.behind = second.behind
+        if second.behind is not None:
+            second.behind.before = first
+        del self._blocks[second.address]
+
+
+def segment_size(size: int) -> int:
+    """The bytes of the segment that is reserved for a request of a rounded size."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return MEDIUM_SEGMENT if size < MEDIUM else -(-size // ROUND) * ROUND

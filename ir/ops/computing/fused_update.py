@@ -1,0 +1,268 @@
+"""torch's fused optimizer kernels: which calls of a segment one of them computes.
+
+    aten.lerp.Scalar(c1, c2, 0.1)
+    aten.mul.Tensor(c3, 0.999)                              aten._fused_adamw_.tensor_lr([c0], [c2], [c1], [c3], [],
+    aten.addcmul.default(r1, c2, c2, value=0.001)     ->        [s1], lr=s0, beta1=0.9, beta2=0.999, eps=1e-08, ...)
+    ...
+
+A kernel is data: what it computes, as the terms that torch's own single-tensor step is made of, over tensors and
+hyperparameters that are named as in the kernel's schema. Calls are a kernel's if their results are these terms, op by
+op and number by number: nothing is assumed about arithmetic. What computes the gradient (clipping, a loss scale) stays
+a call, and runs before the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardfx.ir.ops.traits import with_defaults
+
+from .segment import Call, Ref, call_text, home, read_call
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Name:
+    """A tensor of a kernel, by the name of its argument."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Number:
+    """A hyperparameter, by the name of its argument; or one minus it (``complement``)."""
+
+    name: str
+    complement: bool = False
+
+
+@dataclass(frozen=True)
+class Term:
+    """A call of terms; ``args`` are all that differ from the op's defaults, by name."""
+
+    op: Any
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused kernel with some flags.
+
+    Args:
+        op: of lists of tensors, which it writes over.
+        results: by the name of a list that is written, the term that its tensors become.
+        fixed: the arguments that say which of the kernel's variants it is.
+    """
+
+    op: Any
+    results: Mapping[str, Term]
+    fixed: Mapping[str, Any]
+
+
+def _term(op: Any, *args: Any, **kwargs: Any) -> Term:
+    return Term(op, with_defaults(op, args, kwargs))
+
+
+def _maximized(grad: Any, maximize: bool) -> Any:
+    return _term(aten.neg.default, grad) if maximize else grad
+
+
+def _decayed(grad: Any, decays: bool) -> Any:
+    if not decays:
+        return grad
+    return _term(aten.add.Tensor, grad, Name("self"), alpha=Number("weight_decay"))
+
+
+def _adam(decays: bool, decoupled: bool, amsgrad: bool, maximize: bool) -> Kernel:
+    """``torch.optim.adam._single_tensor_adam``; ``decoupled``: that of AdamW."""
+    new: Name | Term = Name("self")
+    lr, step = Name("lr"), Name("state_steps")
+    grad = _decayed(_maximized(Name("grads"), maximize), decays and not decoupled)
+    if decays and decoupled:
+        rate = _term(aten.rsub.Scalar, _term(aten.mul.Tensor, lr, Number("weight_decay")), 1)
+        new = _term(aten.mul.Tensor, new, rate)
+    mean = _term(aten.lerp.Scalar, Name("exp_avgs"), grad, Number("beta1", complement=True))
+    square = _term(aten.mul.Tensor, Name("exp_avg_sqs"), Number("beta2"))
+    square = _term(aten.addcmul.default, square, grad, grad, value=Number("beta2", complement=True))
+    largest = _term(aten.maximum.default, Name("max_exp_avg_sqs"), square) if amsgrad else square
+    corrections = [_term(aten.rsub.Scalar, _term(aten.pow.Scalar, Number(b), step), 1) for b in ("beta1", "beta2")]
+    root = _term(aten.pow.Tensor_Scalar, corrections[1], 0.5)
+    rate = _term(aten.neg.default, _term(aten.div.Tensor, lr, corrections[0]))
+    divisor = _term(aten.div.Tensor, _term(aten.sqrt.default, largest), root)
+    divisor = _term(aten.add.Tensor, divisor, Number("eps"))
+    stepped = _term(aten.addcdiv.default, new, _term(aten.mul.Tensor, mean, rate), divisor)
+    results = {"self": stepped, "exp_avgs": mean, "exp_avg_sqs": square}
+    results |= {"max_exp_avg_sqs": largest} if amsgrad else {}
+    op = aten._fused_adamw_ if decoupled else aten._fused_adam_
+    fixed = {"amsgrad": amsgrad, "maximize": maximize} | ({} if decays else {"weight_decay": 0.0})
+    return Kernel(op.tensor_lr, results, fixed)
+
+
+def _sgd(decays: bool, momentum: bool, nesterov: bool, maximize: bool) -> Kernel:
+    """``torch.optim.sgd._single_tensor_sgd`` without dampening: then a buffer of zeros is none yet."""
+    grad = _decayed(_maximized(Name("grads"), maximize), decays)
+    results = {}
+    if momentum:
+        by = Number("momentum")
+        buffer = _term(aten.add.Tensor, _term(aten.mul.Tensor, Name("momentum_buffer_list"), by), grad)
+        results["momentum_buffer_list"] = buffer
+        grad = _term(aten.add.Tensor, grad, buffer, alpha=by) if nesterov else buffer
+    step = _term(aten.mul.Tensor, grad, _term(aten.neg.default, Name("lr")))
+    results["self"] = _term(aten.add.Tensor, Name("self"), step)
+    fixed = {"dampening": 0.0, "nesterov": nesterov, "maximize": maximize, "is_first_step": False}
+    fixed |= ({} if decays else {"weight_decay": 0.0}) | ({} if momentum else {"momentum": 0.0})
+    return Kernel(aten._fused_sgd_.tensor_lr, results, fixed)
+
+
+def _adagrad(decays: bool, maximize: bool) -> Kernel:
+    """``torch.optim.adagrad._single_tensor_adagrad``."""
+    grad = _decayed(_maximized(Name("grads"), maximize), decays)
+    before = _term(aten.sub.Tensor, Name("state_steps"), 1)
+    slower = _term(aten.add.Tensor, _term(aten.mul.Tensor, before, Number("lr_decay")), 1)
+    rate = _term(aten.neg.default, _term(aten.div.Tensor, Name("lr"), slower))
+    total = _term(aten.addcmul.default, Name("state_sums"), grad, grad)
+    divisor = _term(aten.add.Tensor, _term(aten.sqrt.default, total), Number("eps"))
+    new = _term(aten.addcdiv.default, Name("self"), _term(aten.mul.Tensor, grad, rate), divisor)
+    fixed = {"maximize": maximize} | ({} if decays else {"weight_decay": 0.0})
+    return Kernel(aten._fused_adagrad_.tensor_lr, {"self": new, "state_sums": total}, fixed)
+
+
+BOTH = (False, True)
+KERNELS: tuple[Kernel, ...] = (
+    *(_adam(*flags) for flags in itertools.product(BOTH, repeat=4) if flags[0] or not flags[1]),
+    *(_sgd(*flags) for flags in itertools.product(BOTH, repeat=4) if flags[1] or not flags[2]),
+    *(_adagrad(*flags) for flags in itertools.product(BOTH, repeat=2)),
+)
+"""What torch has kernels for, on CPUs and on CUDA."""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A kernel that computes what calls do.
+
+    Args:
+        computed: the numbers of the calls that it stands for.
+        call: of the kernel: lists of columns and of results of other calls; the learning rate and step counts.
+        scalars: the last two.
+    """
+
+    computed: frozenset[int]
+    call: str
+    scalars: tuple[Ref, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def fusion_of(calls: tuple[str, ...], gives: tuple[int, ...]) -> Fusion | None:
+    """The kernel that computes most of what calls give, over what they write; None where there is none.
+
+    Other calls may compute the gradient that it takes; they write nothing that it writes.
+    """
+    read = [read_call(text) for text in calls]
+    last = {home(read, Ref("r", number)): number for number in range(len(read))}
+    columns = {Ref("c", column): last[Ref("c", column)] for column in gives if Ref("c", column) in last}
+    if len(columns) != len(gives):
+        return None
+    found = list[Fusion]()
+    for kernel in KERNELS:
+        if len(kernel.results) != len(columns):
+            continue
+        for order in itertools.permutations(columns):
+            wanted = dict(zip(kernel.results, order, strict=True))
+            match = _Match(read, wanted)
+            if all(match.same(kernel.results[name], Ref("r", columns[c])) for name, c in wanted.items()):
+                found += _fusions(kernel, match)
+    return max(found, key=lambda each: len(each.computed), default=None)
+
+
+def run_of(calls: Sequence[str], gives: Sequence[int]) -> list[str]:
+    """What is run for calls that a kernel computes: what it does not, and the kernel; nothing where there is none."""
+    found = fusion_of(tuple(calls), tuple(gives))
+    if found is None or any(each.kind != "s" for each in found.scalars):
+        return []
+    read = [read_call(text) for text in calls]
+    others = [number for number in range(len(read)) if number not in found.computed]
+    places = {Ref("r", number): Ref("r", place) for place, number in enumerate(others)}
+    kernel = read_call(found.call)
+    return [_moved(call, places) for call in (*(read[number] for number in others), kernel)]
+
+
+def _moved(call: Call, places: Mapping[Ref, Ref]) -> str:
+    def put(arg: Any) -> Any:
+        return places.get(arg, arg) if isinstance(arg, Ref) else arg
+
+    return call_text(call.op, *fx.node.map_aggregate((call.args, call.kwargs), put))
+
+
+class _Match:
+    """Terms of a kernel, matched with calls: what its names and numbers stand for, and which calls it computes."""
+
+    def __init__(self, calls: Sequence[Call], names: Mapping[str, Ref]) -> None:
+        self.calls = calls
+        self.names: dict[str, Ref] = dict(names)
+        self.numbers: dict[str, float] = {}
+        self.complements: dict[str, float] = {}
+        self.computed: set[int] = set()
+
+    def same(self, term: Any, found: Any) -> bool:
+        """Whether what stands in calls is a term."""
+        if isinstance(term, Name):
+            return isinstance(found, Ref) and self.names.setdefault(term.name, found) == found
+        if isinstance(term, Number):
+            known = self.complements if term.complement else self.numbers
+            return type(found) in (int, float) and known.setdefault(term.name, found) == found
+        if not isinstance(term, Term):
+            return type(term) is type(found) and bool(term == found)
+        if not isinstance(found, Ref) or found.kind != "r":
+            return False
+        call = self.calls[found.index]
+        if _plain(call.op) is not term.op:
+            return False
+        given = with_defaults(term.op, call.args, {key: arg for key, arg in call.kwargs.items() if key != "out"})
+        if given.keys() != term.args.keys() or not all(self.same(term.args[key], given[key]) for key in given):
+            return False
+        self.computed.add(found.index)
+        return True
+
+
+@functools.cache
+def _plain(op: Any) -> Any:
+    """The op whose form with ``out`` this one is; an op that has no ``out`` itself."""
+    given = [(each.name, str(each.type)) for each in op._schema.arguments if not each.is_out]
+    if len(given) == len(op._schema.arguments):
+        return op
+    forms = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
+    return next(f for f in forms if [(each.name, str(each.type)) for each in f._schema.arguments] == given)
+
+
+def _fusions(kernel: Kernel, match: _Match) -> list[Fusion]:
+    """The call of a kernel with what was matched, if that may run behind all other calls."""
+    numbers, calls = match.numbers, match.calls
+    if any(key not in numbers or 1 - numbers[key] != found for key, found in match.complements.items()):
+        return []
+    others = [number for number in range(len(calls)) if number not in match.computed]
+    written = {match.names[name] for name in kernel.results}
+    if any(home(calls, Ref("r", number)) in written for number in others):
+        return []
+    taken = {ref.index for number in others for ref in calls[number].refs if ref.kind == "r"}
+    taken |= {ref.index for ref in match.names.values() if ref.kind == "r"}
+    if taken & match.computed:
+        return []
+    args, kwargs = list[Any](), dict[str, Any]()
+    for each in kernel.op._schema.arguments:
+        if str(each.type) == "List[Tensor]":
+            args.append([match.names[each.name]] if each.name in match.names else [])
+        elif each.name == "lr":
+            kwargs["lr"] = match.names["lr"]
+        elif not each.has_default_value():
+            given = kernel.fixed.get(each.name)
+            kwargs[each.name] = float(numbers[each.name]) if given is None else given
+    scalars = tuple(match.names[name] for name in ("lr", "state_steps") if name in match.names)
+    return [Fusion(frozenset(match.computed), call_text(kernel.op, args, kwargs), scalars)]

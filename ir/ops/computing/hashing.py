@@ -1,0 +1,51 @@
+"""Counter-based random numbers: hashes of a seed tensor and of places, computed where the seed is.
+
+    key = keyed(seed, number, *box)                                       0-d, int64
+    keep = kept(mix_(rows + key), mix_(columns + key), p)                 bool, one for each row and column
+
+No number is read on the host, so that a step never waits for the device and a CUDA graph draws anew at each replay.
+Plain integer ops wrap alike on CPU and GPU: both draw the same. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN = -0x61C8864680B583EB
+"""2**64 over the golden ratio, as splitmix64 steps."""
+FACTORS = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+"""Shifts and factors of the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators,
+2014), as signed numbers."""
+LAST = 31
+"""The shift behind these."""
+
+
+def mix_(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64, in place: each bit (of an int64) depends on all bits."""
+    for shift, factor in FACTORS:
+        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+    return x.bitwise_xor_((x >> LAST).bitwise_and_(2 ** (64 - LAST) - 1))
+
+
+def keyed(seed: Tensor, *parts: int) -> Tensor:
+    """A key (0-d, int64) of a seed and integers. Seeds next to each other have keys that are far apart."""
+    salt = 0
+    for part in parts:
+        salt = salt + part & 2**64 - 1
+        for shift, factor in FACTORS:
+            salt = (salt ^ salt >> shift) * factor & 2**64 - 1
+        salt ^= salt >> LAST
+    return seed * GOLDEN + (salt - 2**64 if salt >= 2**63 else salt)
+
+
+def kept(rows: Tensor, columns: Tensor, p: float) -> Tensor:
+    """What dropout leaves (bool): each of ``rows x columns``, hashes (int64) that broadcast, with chance ``1 - p``.
+
+    A product of a hash of the row and one of the column, modulo 2**32, is uniform and independent of those beside it.
+    What is added and multiplied then leaves no two rows or columns in proportion. That is three passes over the mask,
+    where a hash of each element's own number takes eleven.
+    """
+    product = rows.to(torch.int32) * columns.to(torch.int32)
+    product.bitwise_xor_((rows >> 32).to(torch.int32)).mul_((columns >> 32).to(torch.int32).bitwise_or_(1))
+    return product >= min(round(p * 2**32) - 2**31, 2**31 - 1)

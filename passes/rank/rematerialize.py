@@ -1,0 +1,138 @@
+"""rematerialize: the backward recomputes pointwise values of the forward where that saves memory.
+
+    h = aten.mul.Tensor(s, u)                        h = aten.mul.Tensor(s, u)
+    y = aten.mm.default(h, w)                        y = aten.mm.default(h, w)            h is freed behind it
+    ...                                              ...
+    gw = aten.mm.default(gy, h)                ->    mul_1 = aten.mul.Tensor(s, u)
+                                                     gw = aten.mm.default(gy, mul_1)
+
+For programs that ``torch.compile`` runs: it fuses the copies into the kernels of the backward. Which values are saved
+is a minimum cut of the forward, by bytes, between what is not pointwise and what the backward reads, as in the
+partitioner of AOTAutograd (``torch._functorch.partitioners.min_cut_rematerialization_partition``); among cuts of equal
+bytes the one that recomputes least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+from torch import fx
+
+from shardfx.ir.graph import Node, Phase
+from shardfx.ir.ops.traits import draws
+from shardfx.ir.program.looped.within_turns import regions
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import lies_in
+
+from .rank_pass import RankContext, RankPass
+
+TOTAL = 2**29
+"""All capacities of a flow together, of the 32 bits that scipy computes in."""
+UNCUT = 2**30
+"""A capacity that no cut has."""
+SOURCE, SINK = 0, 1
+"""Vertices of the flow; each value has two more, with its bytes between them."""
+CAST = torch.ops.aten._to_copy.default
+"""Elementwise, though torch does not tag it so."""
+
+
+@dataclass(frozen=True)
+class Rematerialize(RankPass):
+    """Recompute pointwise values in the backward, as a minimum cut of the bytes that are saved for it says."""
+
+    name: ClassVar[str] = "rematerialize"
+
+    def run(self, program: RankProgram, context: RankContext) -> bool:
+        """Insert the copies, each before its first use in the backward."""
+        nodes = list(program.graph.nodes)
+        recomputed = _recomputed(nodes, program)
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in nodes if recomputed else ():
+            if not _is_late(node):
+                continue
+            for used in node.all_input_nodes:
+                if used in recomputed:
+                    node.replace_input_with(used, _copied(used, node, recomputed, copies))
+        return bool(copies)
+
+
+def _copied(value: fx.Node, before: fx.Node, recomputed: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The copy of a value, made before ``before`` with what it needs, unless it is there."""
+    todo = [value]
+    while todo:
+        node = todo[-1]
+        missing = [used for used in node.all_input_nodes if used in recomputed and used not in copies]
+        if node in copies or missing:
+            todo += missing
+            if not missing:
+                todo.pop()
+            continue
+        with before.graph.inserting_before(before):
+            copies[todo.pop()] = before.graph.node_copy(node, lambda used: copies.get(used, used))
+    return copies[value]
+
+
+def _recomputed(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
+    """The values of the forward that the backward recomputes."""
+    inside = regions(nodes)
+    forward = [node for node in nodes if not _is_late(node) and node.op == "call_function"]
+    number = {node: 2 + 2 * i for i, node in enumerate(forward)}
+    edges: dict[tuple[int, int], int] = {}
+    nbytes = {node: _nbytes(node, program) for node in forward}
+    unit = max(1, sum(nbytes.values()) // TOTAL)
+    for node, into in number.items():
+        late = [user for user in node.users if _is_late(user)]
+        stays = late and any(user.op == "output" for user in node.users)
+        edges[into, into + 1] = 0 if stays or _lies_in_input(node) else 1 + nbytes[node] // unit
+        if any(user.op != "output" for user in late):
+            edges[into + 1, SINK] = UNCUT
+        if _is_pointwise(node) and all(inside[user] == inside[node] for user in late):
+            edges |= {(number[used] + 1, into): UNCUT for used in node.all_input_nodes if used in number}
+        else:
+            edges[SOURCE, into] = UNCUT
+    if not any(end == SINK for _, end in edges) or not any(start == SOURCE for start, _ in edges):
+        return set()
+    behind = _behind_cut(edges, 2 + 2 * len(forward))
+    return {node for node, into in number.items() if into in behind and into + 1 in behind}
+
+
+def _behind_cut(edges: dict[tuple[int, int], int], size: int) -> set[int]:
+    """The vertices on the sink's side of the minimum cut that is nearest to it."""
+    starts, ends = np.array([*edges], dtype=np.int32).T
+    capacity = csr_array((np.array([*edges.values()], dtype=np.int32), (starts, ends)), shape=(size, size))
+    left = csr_array(capacity - maximum_flow(capacity, SOURCE, SINK).flow)
+    left.eliminate_zeros()
+    return set(breadth_first_order(left.T.tocsr(), SINK, return_predecessors=False).tolist())
+
+
+def _lies_in_input(node: fx.Node) -> bool:
+    """Whether a value is a view of an input of the program, which is there in any case."""
+    seen: fx.Node | None = node
+    while seen is not None and seen.op == "call_function":
+        seen = lies_in(seen, None)
+    return seen is not None
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether a call is one that compilers fuse into what reads it: elementwise without random numbers, or a view."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or draws(op):
+        return False
+    return torch.Tag.pointwise in op.tags or op is CAST or lies_in(node, None) is not None
+
+
+def _is_late(node: fx.Node) -> bool:
+    """Whether a call stands behind the forward."""
+    made = node.meta.get("shardfx")
+    return node.op == "output" or (isinstance(made, Node) and made.phase is not Phase.FORWARD)
+
+
+def _nbytes(node: fx.Node, program: RankProgram) -> int:
+    made = node.meta.get("shardfx")
+    return sum(value.local_bytes(program.mesh) for value in made.outs) if isinstance(made, Node) else 0

@@ -1,0 +1,94 @@
+"""rematerialize: pointwise values of the forward are recomputed in the backward, by a minimum cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardfx as sx
+from shardfx.ir.graph import Node, Phase
+from shardfx.ir.program.lower import lower
+from shardfx.ir.program.rank_program import RankProgram
+from shardfx.module.programs import TRAIN
+from shardfx.passes.rank import RankContext, Rematerialize, run_rank_passes
+
+
+class Block(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.p = nn.Parameter(torch.rand(6)), p
+        self.gate, self.up, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.norm
+        return x + F.dropout(self.down(F.silu(self.gate(h)) * self.up(h)), self.p)
+
+
+def plan(p: float = 0.0, mesh: sx.Mesh | None = None, **hints: object) -> tuple[nn.Module, Tensor, sx.ParallelModule]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(p), Block(p)).double(), torch.rand(8, 6, dtype=torch.float64)
+    given = sx.Hints(args=(x,), loss=torch.sum, **hints)  # type: ignore[arg-type]
+    return model, x, sx.parallelize(model, mesh or sx.Mesh(dp=1), given, virtual=True)
+
+
+def phase(node: fx.Node) -> Phase | None:
+    made = node.meta.get("shardfx")
+    return made.phase if isinstance(made, Node) else None
+
+
+def split(program: RankProgram) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The calls in front of the backward, and the others; the gradient of the loss, a constant, is in front."""
+    nodes = list(program.graph.nodes)
+    begin = next(i for i, node in enumerate(nodes) if phase(node) is Phase.BACKWARD and node.all_input_nodes)
+    return nodes[:begin], nodes[begin:]
+
+
+def saved(program: RankProgram) -> set[str]:
+    """The ops whose results the backward reads."""
+    forward, backward = split(program)
+    read = {used for node in backward for used in node.all_input_nodes}
+    return {str(node.target).removeprefix("aten.").partition(".")[0] for node in forward if node in read}
+
+
+def rematerialized(pm: sx.ParallelModule) -> tuple[RankProgram, RankProgram]:
+    before, after = (
+        lower(pm.after, 0, pm.rule_book, TRAIN, torch.device("cpu")),
+        lower(pm.after, 0, pm.rule_book, TRAIN, torch.device("cpu")),
+    )
+    return before, run_rank_passes(after, [Rematerialize()], RankContext(pm.after))
+
+
+def test_products_of_activations_and_norms_are_recomputed_and_residuals_saved() -> None:
+    before, after = rematerialized(plan()[2])
+    assert {"mul", "silu"} <= saved(before)
+    assert not {"mul", "silu"} & saved(after) and {"addmm", "add"} <= saved(after)
+
+
+def test_copies_stand_before_their_first_use() -> None:
+    _, after = rematerialized(plan()[2])
+    _, backward = split(after)
+    copies = {node for node in backward if phase(node) is Phase.FORWARD}
+    assert copies
+    for node in copies:
+        place = backward.index(node)
+        assert copies.issuperset(backward[place : min(map(backward.index, node.users))])
+
+
+def test_what_is_drawn_is_saved() -> None:
+    _, after = rematerialized(plan(p=0.5)[2])
+    drawn = [node for node in after.graph.nodes if node.target is torch.ops.shardfx.dropout.default]
+    assert len(drawn) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hints", [{}, {"specs": {"args.0": "dp, -"}}, {"specs": {"args.0": "dp, -"}, "zero": 3}])
+def test_compiled_programs_are_proven_and_right(hints: dict[str, object]) -> None:
+    model, x, pm = plan(mesh=sx.Mesh(dp=2) if hints else None, **hints)
+    pm.compile(backend="eager")
+    assert pm.verify()
+    pm(x).backward()
+    model(x).sum().backward()
+    for name, grad in pm.full_grads().items():
+        torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12)

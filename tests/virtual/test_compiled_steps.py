@@ -1,0 +1,138 @@
+"""``pm.compile()`` and ``pm.step``: new parameters and states are written where the old ones lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardfx as sx
+from shardfx.runtime.module_engine import ModuleEngine
+from shardfx.runtime.peak_memory import MeasuredPeaks
+from tests.plans import MESHES
+from tests.stepped import KINDS, alone, apart, batches, small_plan
+
+ALONE = sx.Mesh(dp=1)
+
+
+class _Calls(TorchDispatchMode):
+    """Names of the ops that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def outside_of_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Calls]:
+    """The ops that a step dispatches beside its compiled program."""
+    calls, run = _Calls(), ModuleEngine.run
+
+    def apart_from(self: ModuleEngine, *args: Any) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return run(self, *args)
+
+    monkeypatch.setattr(ModuleEngine, "run", apart_from)
+    with pytest.warns(sx.ShardfxWarning, match="sees the ops of the ranks' programs"), calls:
+        yield calls
+
+
+def places(pm: sx.ParallelModule) -> dict[str, list[int]]:
+    """Where parameters and states lie."""
+    held = {**pm.store.parameters, **pm.store.states}
+    return {name: [piece.data_ptr() for piece in pieces] for name, pieces in held.items()}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, when Inductor is imported
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_step_writes_parameters_and_states_in_place(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, params, _ = alone(KINDS["AdamW"], 4)
+    pm = small_plan(KINDS["AdamW"], ALONE)
+    pm.compile(backend=backend)
+    assert apart(pm, losses[:2], {}) < 1e-12
+    before, ((x, y), *_) = places(pm), batches(4)[2:]
+    with outside_of_programs(monkeypatch) as calls:
+        pm.step(x, y)
+    assert places(pm) == before and {*calls.names} <= {
+        "aten.detach.default",
+        "aten.view.default",
+        "aten.lift_fresh.default",
+    }
+    pm.step(*batches(4)[3])
+    state = pm.full_state_dict()
+    assert all(torch.allclose(state[name], value, rtol=0, atol=1e-12) for name, value in params.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hints", [{"zero": 1}, {"zero": 3}, {"clip": 0.5}], ids=str)
+def test_compiled_steps_of_virtual_ranks_equal_one_device(hints: dict[str, Any]) -> None:
+    """Ranks that share a piece step it once."""
+    losses, params, _ = alone(KINDS["AdamW"], 3, clip=hints.get("clip"))
+    pm = small_plan(KINDS["AdamW"], MESHES["dp2"], **hints)
+    pm.compile(backend="aot_eager")
+    assert apart(pm, losses, params) < 1e-12 and pm.verify()
+
+
+@pytest.mark.long
+def test_compiled_program_writes_buffers_in_place() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), targets=(y,), loss=F.mse_loss)
+    pm, reference = (sx.parallelize(model, ALONE, hints) for _ in range(2))
+    pm.compile(backend="aot_eager")
+    text = str(pm.rank_program(0))
+    assert "memory.write(%_1_running_mean" in text and pm.verify()
+    for each in (pm, reference):
+        each(x, y).backward()
+        each(x + 1, y)
+    wanted = reference.full_state_dict()
+    assert all(torch.allclose(value, wanted[name], atol=1e-12) for name, value in pm.full_state_dict().items())
+
+
+@pytest.mark.long
+def test_peak_of_compiled_program_is_measured_at_its_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, whose allocator a test has to speak for here; elsewhere it is predicted, and says so."""
+    pm = small_plan(KINDS["SGD"], ALONE)
+    pm.compile(backend="eager")
+    (x, y), *_ = batches(1)
+    for name, value in {"reset_peak_memory_stats": None, "memory_allocated": 700, "max_memory_allocated": 5700}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    pm.step(x, y)
+    before = pm.memory()
+    assert before.measured is None and before.peak == before.predicted and "predicted" in str(before)
+    during = MeasuredPeaks.during
+    monkeypatch.setattr(MeasuredPeaks, "during", lambda self, each, _: during(self, each, torch.device("cuda")))
+    for _ in range(2):
+        pm.step(x, y)
+        memory = pm.memory()
+        assert memory.peak == memory.predicted - memory.footprint.peak.nbytes + 5000 == pm.report().memory.peak_bytes
+        assert "measured" in str(memory) and "measured" in str(pm.report())
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 9999)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_compiled_step_on_cuda_is_in_place_and_its_peak_is_measured() -> None:
+    losses, params, _ = alone(KINDS["AdamW"], 4)
+    pm = small_plan(KINDS["AdamW"], ALONE, device="cuda")
+    pm.compile()
+    assert apart(pm, losses[:2], {}) < 1e-12
+    before, held = places(pm), torch.cuda.memory_allocated()
+    for (x, y), loss in list(zip(batches(4), losses, strict=True))[2:]:
+        assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
+    assert places(pm) == before and torch.cuda.memory_allocated() == held
+    state = pm.full_state_dict()
+    assert all(torch.allclose(state[name].cpu(), value, rtol=0, atol=1e-12) for name, value in params.items())
+    memory = pm.memory()
+    assert memory.measured is not None and 0 < memory.measured < 2**24 and "measured" in str(pm.report())

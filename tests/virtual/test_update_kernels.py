@@ -1,0 +1,124 @@
+"""What an update dispatches: at most three kernels for each parameter and rank, beside forward and backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardfx as sx
+from shardfx.ir.ops.computing.segment import segment
+from shardfx.module.programs import STEP
+from tests.plans import MESHES
+from tests.stepped import alone, apart, small_plan
+
+Factory = Callable[[Any], Any]
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what is dispatched, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        views = returns and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        self.seen.update([] if views else [str(func)])
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched(call: Callable[[], Any]) -> Counter[str]:
+    """The kernels of a call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a mode sees the ranks' ops
+        with Kernels() as kernels:
+            call()
+    return kernels.seen
+
+
+def small() -> nn.Module:
+    """Three layers, in float32."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def plan(mesh: sx.Mesh, optimizer: Factory | None, **hints: Any) -> sx.ParallelModule:
+    batch = {"args": (torch.rand(12, 6),), "targets": (torch.rand(12, 4),), "loss": F.mse_loss}
+    specs = {"args.0": "dp, -"} if "dp" in mesh.names else {}
+    return sx.parallelize(small(), mesh, sx.Hints(**batch, specs=specs, optimizer=optimizer, zero_min=0, **hints))
+
+
+FACTORIES: dict[str, Factory] = {
+    "AdamW": lambda ps: optim.AdamW(ps, lr=1e-3),
+    "amsgrad": lambda ps: optim.Adam(ps, lr=1e-3, amsgrad=True, weight_decay=0.1),
+    "momentum": lambda ps: optim.SGD(ps, lr=1e-3, momentum=0.9),
+}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("one", "AdamW", {}),
+    ("dp2", "AdamW", {}),
+    ("dp2", "AdamW", {"zero": 1}),
+    ("dp2", "AdamW", {"zero": 3}),
+    ("dp2", "AdamW", {"clip": 0.1}),
+    ("one", "AdamW", {"clip": 0.1}),
+    ("dp2", "AdamW", {"zero": 3, "clip": 0.1}),
+    ("dp2", "AdamW", {"compute": torch.bfloat16}),
+    ("dp2", "AdamW", {"compute": torch.bfloat16, "zero": 1}),
+    ("dp2", "momentum", {}),
+    ("dp2", "amsgrad", {"zero": 1}),
+    ("dp4", "amsgrad", {}),
+]
+MORE = {"one": sx.Mesh(dp=1), "dp4": sx.Mesh(dp=4)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mesh", "kind", "hints"), CASES, ids=str)
+def test_an_update_dispatches_at_most_three_kernels(mesh: str, kind: str, hints: dict[str, Any]) -> None:
+    ranks, factory = (MESHES | MORE)[mesh], FACTORIES[kind]
+    x, y = torch.rand(12, 6), torch.rand(12, 4)
+    stepped, graded = plan(ranks, factory, **hints), plan(ranks, None, **hints)
+    for _ in range(2):
+        stepped.step(x, y)
+        graded(x, y)
+    step, forward_and_backward = dispatched(lambda: stepped.step(x, y)), dispatched(lambda: graded(x, y))
+    more = step.total() - forward_and_backward.total()
+    parameters = len(list(small().parameters()))
+    assert sum(count for name, count in step.items() if "_fused_" in name) >= ranks.size, step
+    assert 0 < more <= 3 * parameters * ranks.size, (step - forward_and_backward, more)
+    assert stepped.verify(), stepped.verify().why
+
+
+FLAGGED: dict[str, Factory] = {
+    "_fused_adamw_ amsgrad maximize": lambda ps: optim.AdamW(ps, lr=1e-2, amsgrad=True, maximize=True),
+    "_fused_adamw_ wide": lambda ps: optim.AdamW(ps, lr=1e-2, betas=(0.7, 0.8), eps=1e-4, weight_decay=0.3),
+    "_fused_adam_": lambda ps: optim.AdamW(ps, lr=1e-2, weight_decay=0.0),
+    "_fused_adam_ maximize decays": lambda ps: optim.Adam(ps, lr=1e-2, weight_decay=0.1, maximize=True),
+    "_fused_adam_ foreach": lambda ps: optim.Adam(ps, lr=1e-2, foreach=True),
+    "_fused_adamw_ fused": lambda ps: optim.AdamW(ps, lr=1e-2, fused=True),
+    "_fused_sgd_": lambda ps: optim.SGD(ps, lr=1e-2),
+    "_fused_sgd_ decays": lambda ps: optim.SGD(ps, lr=1e-2, weight_decay=0.1),
+    "_fused_sgd_ nesterov": lambda ps: optim.SGD(ps, lr=1e-2, momentum=0.8, nesterov=True, weight_decay=0.1),
+    "_fused_sgd_ maximize": lambda ps: optim.SGD(ps, lr=1e-2, momentum=0.8, maximize=True),
+    "_fused_adagrad_": lambda ps: optim.Adagrad(ps, lr=1e-2),
+    "_fused_adagrad_ decays": lambda ps: optim.Adagrad(ps, lr=1e-2, lr_decay=0.2, weight_decay=0.1, maximize=True),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FLAGGED)
+def test_steps_of_fused_kernels_are_those_of_one_device(name: str) -> None:
+    """What torch traces of each optimizer is what its kernel stands for, whatever the user's own uses."""
+    pm = small_plan(FLAGGED[name], MESHES["dp2"])
+    segments = [node for node in pm._programs.running(1, STEP).graph.nodes if node.target is segment]
+    assert segments
+    assert all(str(node.args[5][-1]).startswith(f"aten.{name.split()[0]}.") for node in segments)
+    losses, params, _ = alone(FLAGGED[name], 4)
+    assert apart(pm, losses, params) < 1e-12
