@@ -126,7 +126,7 @@ class Peers(Protocol):
 
 
 class Alone:
-    """All ranks are in this process: threads take turns, and nobody else is there to differ."""
+    """All ranks are in this process, or its own alone: threads take turns, and nobody else is there to differ."""
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
@@ -150,8 +150,8 @@ class Alone:
         alike: Contents = tuple,
         anew: bool = False,
     ) -> Agreed:
-        """Inputs are whole."""
-        return Agreed(False, draw)
+        """Nobody passes inputs in another way."""
+        return Agreed(passed is Passed.PART, draw)
 
     def holds(self, store: Store) -> None:
         """Nobody else holds it."""

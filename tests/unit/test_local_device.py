@@ -62,6 +62,7 @@ def test_unknown_device_is_an_error(kind: str) -> None:
         sx.Hints((X,), device=kind)
 
 
+@pytest.mark.long
 def test_meta_model_is_planned_for_a_gpu_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     no_gpu(monkeypatch)
     hints = sx.Hints((X,), device="cuda", machine="h100-dgx", specs={"args.0": "dp, -"})

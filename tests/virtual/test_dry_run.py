@@ -251,6 +251,7 @@ def test_memory_of_a_collective_under_way_is_not_lent(name: str) -> None:
         assert watch.lent and watch.most > 1
 
 
+@pytest.mark.long
 def test_gathers_on_cuda_send_what_lies_side_by_side_and_keep_no_memory() -> None:
     mesh, hints = PLANS["zero 3, tp, update"]
     with torch.device("meta"):
@@ -263,6 +264,15 @@ def test_gathers_on_cuda_send_what_lies_side_by_side_and_keep_no_memory() -> Non
     assert "c10d.all_gather_into(" in texts["cpu"] and "c10d.all_gather_into(" not in texts["cuda"]
 
 
+@pytest.mark.long
+def test_a_dry_run_takes_the_part_of_the_batch_that_is_the_ranks() -> None:
+    with alone(3):
+        pm = planned("zero 3, no buckets")
+        pm(X[24:32], Y[24:32]).backward()
+        assert {tuple(p.grad.shape) for p in pm.parameters()} == {tuple(p.shape) for p in pm.parameters()}
+
+
+@pytest.mark.long
 def test_an_error_in_a_dry_run_is_that_of_the_rank() -> None:
     with alone(1):
         pm = planned("tp")
