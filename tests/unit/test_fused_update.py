@@ -60,16 +60,6 @@ def name_of(kernel: Kernel) -> str:
     return " ".join([kernel.op._schema.name.removeprefix("aten::"), *flags])
 
 
-@contextmanager
-def unsynchronised() -> Iterator[None]:
-    """A synchronisation of the host with the GPU is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def both(kernel: Kernel, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
     """What a kernel gives for three parameters after three steps, and what its calls give in float64."""
     calls, gives, columns = written(kernel)
@@ -83,7 +73,7 @@ def both(kernel: Kernel, dtype: torch.dtype, device: str = "cpu") -> tuple[list[
     for step in range(1, 4):
         scalars = [torch.tensor(number, dtype=torch.float64) for number in (0.03125, float(step))]
         there = [each.to(device) for each in scalars]
-        with unsynchronised() if device == "cuda" else nullcontext():
+        with without_synchronisation() if device == "cuda" else nullcontext():
             got = segment(calls, gives, 3, mine, there, fused)
         wanted = segment(calls, gives, 3, theirs, scalars)
     return got, wanted

@@ -168,16 +168,6 @@ def test_host_reads_of_a_call_and_its_backward(name: str, monkeypatch: pytest.Mo
     check_reads(found, STEPS)
 
 
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Within, torch raises where the host waits for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def batch_on(name: str, device: str) -> tuple[Tensor, Tensor]:
     x, y = MODELS[name].example
     return x.to(device), y.to(device)
@@ -190,7 +180,7 @@ def batch_on(name: str, device: str) -> tuple[Tensor, Tensor]:
 def test_a_step_on_a_gpu_does_not_synchronise(name: str, program: str, device: str) -> None:
     pm, batch = planned(name, "cuda", optimizer=adamw, **PROGRAMS[program]), batch_on(name, device)
     for number, step in enumerate(steps(pm, batch)):
-        with no_synchronisation() if number >= WARM else nullcontext():
+        with without_synchronisation() if number >= WARM else nullcontext():
             loss = step()
     assert loss.isfinite()
 
@@ -204,7 +194,7 @@ def test_a_call_on_a_gpu_does_not_synchronise(name: str, compiled: bool, device:
     if compiled:
         pm.compile()
     for number in range(WARM + STEPS):
-        with no_synchronisation() if number >= WARM else nullcontext():
+        with without_synchronisation() if number >= WARM else nullcontext():
             loss = pm(*batch)
             loss.backward()
             pm.clip_grad_norm_(1.0)
