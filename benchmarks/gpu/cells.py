@@ -48,7 +48,7 @@ def check(name: str, plan: Plan, device: Device) -> dict[str, Any]:
         NotApplicable: the plan is none for this model.
         Wrong: the numbers are not those of one device, or the proof failed.
     """
-    model = table_model(name, device.torch_device, plan.loops)
+    model = table_model(name, device.torch_device)
     if why := plan.why_not(model):
         raise NotApplicable(why)
     alone = one_device(model, plan)

@@ -46,14 +46,14 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 """By the name of the row: the case, and what :class:`Model` says of it."""
 
 
-def table_model(name: str, device: torch.device, loops: bool) -> Model:
-    """The model of a row on a device, with its batch; ``loops``: the batch comes in micro-batches."""
+def table_model(name: str, device: torch.device) -> Model:
+    """The model of a row on a device, with its batch."""
     case_name, facts = ROWS[name]
     case = make(case_name)
     model: Any = _in_double(case.model).to(device)
     model_facts = Model(name, case, **facts)
-    if loops and model_facts.experts:
-        model.set_experts_implementation("batched_mm")  # the default sorts the tokens of the whole batch by expert
+    if model_facts.experts:  # the default's grouped product takes no float64, and reads the sizes of groups on the host
+        model.set_experts_implementation("batched_mm")
 
     def there(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x
@@ -96,11 +96,23 @@ TINY = Size(layers=2, width=32, hidden=64, heads=2, batch=4, length=16, vocab=64
 """For rehearsals."""
 
 
+class Norm(nn.Module):
+    """A root-mean-square norm as transformers' Llama has it: in float32, op by op."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
 class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(size.width, eps=1e-5), nn.RMSNorm(size.width, eps=1e-5)
+        self.attn_norm, self.mlp_norm = Norm(size.width), Norm(size.width)
         self.q, self.k, self.v, self.o = (nn.Linear(size.width, size.width, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(size.width, size.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(size.hidden, size.width, bias=False)
@@ -121,13 +133,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """RMS norms, rotary positions, SwiGLU, fused attention: nothing of transformers, so that eager is at its best."""
+    """RMS norms, rotary positions, SwiGLU, fused attention, without what transformers does beside."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embed = nn.Embedding(size.vocab, size.width)
         self.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm, self.head = nn.RMSNorm(size.width, eps=1e-5), nn.Linear(size.width, size.vocab, bias=False)
+        self.norm, self.head = Norm(size.width), nn.Linear(size.width, size.vocab, bias=False)
         half = size.width // size.heads // 2
         angles = torch.outer(torch.arange(size.length), 10000.0 ** (-torch.arange(half) / half))
         self.register_buffer("cos", angles.cos(), persistent=False)

@@ -53,7 +53,7 @@ def run(context: Context) -> None:
 def check(plan_name: str, mesh: str, device: Device) -> dict[str, Any]:
     """A step on one real rank, compared with one device."""
     plan = replace(BY_NAME[plan_name], axes=MESHES[mesh], weights="tp" in MESHES[mesh])
-    model = table_model(MODEL, device.torch_device, loops=False)
+    model = table_model(MODEL, device.torch_device)
     alone = one_device(model, plan)
     pm = sx.parallelize(
         model.case.model, sx.Mesh(**plan.axes), hints_of(plan, model, device.torch_device), virtual=False

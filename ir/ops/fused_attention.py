@@ -337,7 +337,7 @@ def _backward_by(
         made = op(grad, q, k, v, out, logsumexp, None, None, *sizes, 0.0, causal, *state, scale=scale)
     elif kernel == "efficient":
         op, many = aten._scaled_dot_product_efficient_attention_backward.default, [per_query_head(t, q) for t in (k, v)]
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # of 16 bits the kernel reads it so, whatever its strides
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # 16 bits are read so, whatever its strides
         rows = F.pad(logsumexp, (0, -q.shape[2] % ALIGNED), value=torch.inf)
         wanted = [True, True, True, False]
         made = op(grad, q, *many, bias, out, rows, *state, 0.0, wanted, causal, scale=scale)

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import fx
 
-from shardfx.ir.ops.computing.segment import Call, Ref, common, home, read_call, segment
+from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.computing.segment import COPY, Call, Ref, common, home, read_call, segment
 from shardfx.ir.ops.local_ops import row_of
 
 from .rank_module import ORIGINS
@@ -101,7 +102,7 @@ def _member(
         if number in known:
             continue
         args, kwargs = fx.node.map_aggregate(call.args, put), fx.node.map_aggregate(call.kwargs, put)
-        made = graph.call_function(call.op, args, kwargs)
+        made = graph.call_function(memory_ops.write if call.op is COPY else call.op, args, kwargs)
         made.meta["shardfx"] = origin
         there[Ref("r", number)] = made
         written[home(calls, Ref("r", number))] = made

@@ -35,7 +35,7 @@ from torch import fx
 from shardfx.ir.graph import Node, Phase, Value
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing.fused_update import fusion_of, run_of
-from shardfx.ir.ops.computing.segment import Ref, call_text, segment
+from shardfx.ir.ops.computing.segment import CAST, COPY, Ref, call_text, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE, row_of
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.rank_module import ORIGINS
@@ -45,6 +45,8 @@ from shardfx.ir.program.sharing import Sharing, destination
 from .rank_pass import RankContext, RankPass
 
 PACKED = frozenset((*POINTWISE, *OVERWRITING.values()))
+RESULTS = frozenset((CAST, memory_ops.write))
+"""Packed behind calls that are: what these give in another dtype, and what lies where it belongs then."""
 PLAIN = {over: op for op, over in OVERWRITING.items()}
 """By the form of an op that is computed over an operand: the op."""
 NUMBERS = (bool, int, float)
@@ -139,9 +141,13 @@ class _Packing:
     def _elementwise(self, node: fx.Node) -> bool:
         """Whether a call of the step computes each element of operands of one shape, and of numbers, alone."""
         planned = node.meta.get("shardfx")
-        if node.op != "call_function" or node.target not in PACKED or not isinstance(planned, Node):
+        if node.op != "call_function" or not isinstance(planned, Node):
             return False
         if planned.phase is not Phase.UPDATE or planned in self.beside:
+            return False
+        if node.target in RESULTS:
+            return self._is_rounding(node, planned)
+        if node.target not in PACKED:
             return False
         if OVERWRITING.get(planned.op, planned.op) is not OVERWRITING.get(node.target, node.target):
             return False
@@ -155,6 +161,17 @@ class _Packing:
         if any(value.shape and self._shape(value) != shape for value in takes.values()):
             return False
         self.values |= takes
+        return True
+
+    def _is_rounding(self, node: fx.Node, planned: Node) -> bool:
+        """Whether a call casts what a member gives for a call of a member, or writes that where it belongs."""
+        source = node.args[-1]
+        if source not in self.members or planned.op is not CAST:
+            return False
+        if node.target is CAST:
+            self.values[source] = planned.operands[0]  # type: ignore[index]
+            return node.kwargs.keys() == {"dtype"} and all(user.target in PACKED | RESULTS for user in node.users)
+        self.values |= dict.fromkeys(node.all_input_nodes, planned.outs[0])
         return True
 
     def _shape(self, value: Value) -> tuple[int, ...]:
@@ -189,7 +206,7 @@ class _Packing:
             for node in member.nodes[: member.waiting]:
                 for used in node.all_input_nodes:
                     roots.setdefault(self.share.root(used), set()).add(member)
-                into = node.kwargs.get("out")
+                into = destination(node)
                 written |= {self.share.root(into)} if isinstance(into, fx.Node) else set()
         return all(len(roots[root]) == 1 for root in written)
 
@@ -340,9 +357,10 @@ def _form(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Value], inlined: Se
                 refs[used] = Ref(kind, len(group))
                 group.append(used)
         target, given = (node.target, node.kwargs) if number >= len(inlined) else _of_its_own(node)
+        target = COPY if target is memory_ops.write else target
         args, kwargs = ([_put(a, refs) for a in each] for each in (node.args, given.values()))
         calls.append(call_text(target, args, dict(zip(given, kwargs, strict=True))))
-        into = given.get("out")
+        into = given.get("out") if target is not COPY else node.args[0]
         home[node] = home.get(into, into) if isinstance(into, fx.Node) else node
         refs[node] = Ref("r", number)
         last[home[node]] = node

@@ -122,3 +122,24 @@ def test_steps_of_fused_kernels_are_those_of_one_device(name: str) -> None:
     assert all(str(node.args[5][-1]).startswith(f"aten.{name.split()[0]}.") for node in segments)
     losses, params, _ = alone(FLAGGED[name], 4)
     assert apart(pm, losses, params) < 1e-12
+
+
+@pytest.mark.parametrize("mesh", ["one", "dp2"])
+def test_parameters_of_16_bits_are_stepped_by_the_fused_kernel(mesh: str) -> None:
+    """It computes in float32 and rounds once, as torch's ``fused=True``; the captured calls round each result."""
+    x, y = torch.rand(12, 6).bfloat16(), torch.rand(12, 4).bfloat16()
+    model, ranks = small().bfloat16(), (MESHES | MORE)[mesh]
+    specs = {"args.0": "dp, -"} if mesh == "dp2" else {}
+    hints = sx.Hints((x,), targets=(y,), loss=F.mse_loss, specs=specs, optimizer=FACTORIES["AdamW"])
+    pm = sx.parallelize(model, ranks, hints)
+    own = optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for _ in range(3):
+        own.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        own.step()
+        seen = dispatched(lambda: pm.step(x, y))
+    assert seen["aten._fused_adamw_.tensor_lr"] == ranks.size and not seen["aten.addcdiv.out"]
+    assert pm.verify()
+    for name, value in pm.full_state_dict().items():
+        expected = model.get_parameter(name)
+        assert torch.equal(value, expected) if mesh == "one" else (value - expected).abs().max() < 5e-3

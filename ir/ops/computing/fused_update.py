@@ -24,7 +24,7 @@ from torch import fx
 
 from shardfx.ir.ops.traits import with_defaults
 
-from .segment import Call, Ref, call_text, home, read_call
+from .segment import CAST, COPY, Call, Ref, call_text, home, read_call
 
 aten = torch.ops.aten
 
@@ -214,12 +214,14 @@ class _Match:
     def same(self, term: Any, found: Any) -> bool:
         """Whether what stands in calls is a term."""
         if isinstance(term, Name):
+            found = self.uncast(found)
             return isinstance(found, Ref) and self.names.setdefault(term.name, found) == found
         if isinstance(term, Number):
             known = self.complements if term.complement else self.numbers
             return type(found) in (int, float) and known.setdefault(term.name, found) == found
         if not isinstance(term, Term):
             return type(term) is type(found) and bool(term == found)
+        found = self.uncast(found)
         if not isinstance(found, Ref) or found.kind != "r":
             return False
         call = self.calls[found.index]
@@ -230,6 +232,13 @@ class _Match:
             return False
         self.computed.add(found.index)
         return True
+
+    def uncast(self, found: Any) -> Any:
+        """Behind casts: a kernel computes columns of 16 bits in float32, and rounds what it writes."""
+        while isinstance(found, Ref) and found.kind == "r" and self.calls[found.index].op in (CAST, COPY):
+            self.computed.add(found.index)
+            found = self.calls[found.index].args[-1]
+        return found
 
 
 @functools.cache

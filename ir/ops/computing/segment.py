@@ -28,6 +28,8 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 BLOCK = 2**18
 """Bytes of each column that are computed at a time by a processor with caches."""
+CAST, COPY = aten._to_copy.default, aten.copy_.default
+"""Elementwise, though torch does not tag them so; the second one writes into its first operand."""
 LARGE = 2**22
 """Bytes of each column that a fused kernel is given at least, where something is computed for it."""
 
@@ -54,7 +56,7 @@ class Call:
     @property
     def into(self) -> Ref | None:
         """What it writes into, where that is not memory of its own."""
-        found = self.kwargs.get("out")
+        found = self.args[0] if self.op is COPY else self.kwargs.get("out")
         return found if isinstance(found, Ref) else None
 
     @property
@@ -105,6 +107,8 @@ def _argument(each: ast.expr) -> Any:
         return [_argument(one) for one in each.elts]
     if isinstance(each, ast.Name):
         return Ref(each.id[0], int(each.id[1:]))
+    if isinstance(each, ast.Attribute):
+        return getattr(torch, each.attr)  # a dtype
     return ast.literal_eval(each)
 
 
@@ -123,7 +127,7 @@ def misfit(calls: Sequence[str], gives: Sequence[int], members: int, tensors: Se
         except ValueError as error:
             return str(error)
         read.append(call)
-        if torch.Tag.pointwise not in call.op.tags:
+        if torch.Tag.pointwise not in call.op.tags and call.op not in (CAST, COPY):
             return f"{call.op} computes on more than one element at a time"
         room = {"c": width, "s": scalars, "r": number}
         for ref in (*call.args, *call.kwargs.values()):
@@ -185,7 +189,7 @@ def _blocks(columns: Sequence[Tensor], nbytes: int) -> Iterator[Sequence[Tensor]
 @functools.lru_cache(maxsize=256)
 def _body(calls: tuple[str, ...], columns: int, scalars: int, wanted: tuple[int, ...] = ()) -> Callable[..., Any]:
     """The calls as a function of scalars, which gives one of columns; that gives what the ``wanted`` calls do."""
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"torch": torch}
     shared, own = list[str](), list[str]()
     read = list(map(read_call, calls))
     among = common(read)
