@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,9 +13,7 @@ def without_synchronisation() -> Iterator[None]:
     """An error where the host waits for the device."""
     torch.cuda.synchronize()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
-            torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 import shardfx as sx
 from tests.on_gpu import without_synchronisation
@@ -179,6 +180,8 @@ def batch_on(name: str, device: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_on_a_gpu_does_not_synchronise(name: str, program: str, device: str) -> None:
+    if name == "mixtral" and program != "bfloat16" and not hasattr(moe, "_grouped_mm_fallback_bwd"):
+        pytest.skip("this transformers has a gradient of grouped products in bfloat16 alone")
     pm, batch = planned(name, "cuda", optimizer=adamw, **PROGRAMS[program]), batch_on(name, device)
     for number, step in enumerate(steps(pm, batch)):
         with without_synchronisation() if number >= WARM else nullcontext():
