@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 from shardfx.ir.ops.computing.fused_update import KERNELS, Kernel, Name, Number, Term, run_of
 from shardfx.ir.ops.computing.segment import Ref, call_text, read_call, segment
 from shardfx.ir.ops.local_ops import OVERWRITING
+from tests.on_gpu import without_synchronisation
 
 NUMBERS = {
     "beta1": 0.8,

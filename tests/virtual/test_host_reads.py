@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from tests.on_gpu import without_synchronisation
 
 READS = ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__")
 WARM, STEPS, MOST = 4, 3, 2
