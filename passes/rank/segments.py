@@ -221,8 +221,9 @@ class _Packing:
             return ()
         inlined = [node for number, node in enumerate(made_of) if number in found.computed]
         made = [each for old in forms if (each := _form(old.nodes, self.values, inlined)) is not None]
-        new = [scalar for scalar in made[0].scalars if scalar not in form.scalars]
-        if not run_of(made[0].calls, made[0].gives) or not all(map(self._stays, new)):
+        if len(made) != len(forms) or not run_of(made[0].calls, made[0].gives):
+            return ()
+        if not all(self._stays(scalar) for scalar in made[0].scalars if scalar not in form.scalars):
             return ()
         self.spent.update(inlined)
         return made

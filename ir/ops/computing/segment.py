@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -289,6 +290,8 @@ def _launch(
         return found
 
     kernel.op._op(*map(put, kernel.args), **{key: put(arg) for key, arg in kernel.kwargs.items()})
+    written = [row[place] for row in rows for place in gives]
+    increment_version([each for each in written if not each.is_inference()])  # which fused kernels do not
 
 
 def _joined(rows: Sequence[Sequence[Tensor]], nbytes: int) -> Iterator[Sequence[Tensor]]:
