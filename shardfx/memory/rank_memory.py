@@ -97,8 +97,8 @@ class RankMemory:
 
     @property
     def predicted(self) -> int:
-        """The bytes that are there when most is, from the program alone; of a compiled one without elementwise values that
-        its kernels compute where they are used."""
+        """The bytes that are there when most is, from the program alone: of a compiled one without elementwise values,
+        which its kernels compute where they are used."""
         return sum(held.nbytes for held in self.given) + self.footprint.peak.nbytes
 
     @property
