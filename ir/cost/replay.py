@@ -15,7 +15,7 @@ belong to the caller. What ``memory.empty`` gives is kept between steps, and cou
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -44,6 +44,7 @@ from .curve import VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
 from .live.call_moments import Moments, Standpoint
+from .live.fusion import fuse
 from .live.storages import Footprint
 from .live.transport import PLAIN, Transport
 from .live.turn_sizes import FIRST, At, sizes_of_turns
@@ -59,11 +60,14 @@ KEPT = {
 }
 
 
-def replay(program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None) -> Footprint:
+def replay(
+    program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, fused: bool = False
+) -> Footprint:
     """Replay a rank's program (rank 0 holds most). ``fakes`` knows what calls of other programs made.
 
     Args:
         transport: what is held of what is under way.
+        fused: elementwise values are computed in the kernels that take them (:mod:`.live.fusion`).
 
     Raises:
         Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that
@@ -71,6 +75,8 @@ def replay(program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls 
     """
     fakes = fakes or FakeCalls()
     walk = _walked(program, transport, fakes)
+    if fused:
+        fuse(walk.calls, walk.blocks_of)
     sizes_of_turns(program.graph.nodes, walk.blocks, lambda turn: _walked(program, transport, fakes, turn).blocks)
     return walk.footprint()
 
@@ -273,6 +279,10 @@ class _Walk:
             sent = Sent(1.0, nbytes) if row is None else row.sent(row.whole_of(nbytes, n), n)
             self._costs[key] = Cost(sent={self.mesh.sort(axes): sent})
         return self._costs[key]
+
+    def blocks_of(self, node: fx.Node) -> Iterator[Block]:
+        """The memory in which a value lies."""
+        return (tensor.block for tensor in leaves(self.held[node], BlockTensor))
 
     def keep(self, node: fx.Node, category: str) -> None:
         """An output: it lives to the end. A gradient was one before it was reduced, too."""

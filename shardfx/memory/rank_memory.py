@@ -97,8 +97,8 @@ class RankMemory:
 
     @property
     def predicted(self) -> int:
-        """The bytes that are there when most is, from the program alone; of a compiled one at most, for fused kernels
-        make fewer tensors."""
+        """The bytes that are there when most is, from the program alone: of a compiled one without elementwise values,
+        which its kernels compute where they are used."""
         return sum(held.nbytes for held in self.given) + self.footprint.peak.nbytes
 
     @property
@@ -106,7 +106,7 @@ class RankMemory:
         """What the peak is based on, in words."""
         if self.measured is not None:
             return f"measured; predicted are {size_text(self.predicted)}"
-        return "predicted, from tensors that torch.compile may not make" if self.compiled else "predicted"
+        return "predicted; torch.compile plans memory itself" if self.compiled else "predicted"
 
     @cached_property
     def reserved(self) -> int:
