@@ -51,8 +51,13 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
+def squared(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The squared error in float32, of results in any dtype."""
+    return F.mse_loss(out.float(), y)
+
+
 def plan(mesh: sx.Mesh, optimizer: Factory | None, **hints: Any) -> sx.ParallelModule:
-    batch = {"args": (torch.rand(12, 6),), "targets": (torch.rand(12, 4),), "loss": F.mse_loss}
+    batch = {"args": (torch.rand(12, 6),), "targets": (torch.rand(12, 4),), "loss": squared}
     specs = {"args.0": "dp, -"} if "dp" in mesh.names else {}
     return sx.parallelize(small(), mesh, sx.Hints(**batch, specs=specs, optimizer=optimizer, zero_min=0, **hints))
 
