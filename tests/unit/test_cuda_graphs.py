@@ -131,8 +131,9 @@ def refused(pm: sx.ParallelModule, match: str, device: str = "cuda", **options: 
 def test_plans_without_a_step_to_record_are_refused(
     match: str, mesh: sx.Mesh, hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pm = small_plan(hints.pop("optimizer", KINDS["AdamW"]), mesh, **hints)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    refused(small_plan(hints.pop("optimizer", KINDS["AdamW"]), mesh, **hints), match)
+    refused(pm, match)
 
 
 @pytest.mark.long
