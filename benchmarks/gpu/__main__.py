@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from .context import ROOT
+from .plans import COMPILED
 from .processes import Worker, wait_for
 from .results import Results
 from .tables import REHEARSAL, as_text, write_readme
@@ -42,8 +43,9 @@ class Part:
         until: the share of the whole time at which it ends; what earlier parts leave is left to it.
         alone: measures time, and wants the machine for itself; the others run beside one another before.
         cell: the share of the whole time that one cell may take.
-        spread: its cells are shared among several processes, by what stands before ``|``.
+        spread: its cells are shared among several processes: what one compiles, and the rest of each row.
         threads: that Inductor compiles with, in each process.
+        nice: how far its processes stand back behind others.
     """
 
     module: str
@@ -52,6 +54,7 @@ class Part:
     cell: float = 0.12
     spread: bool = False
     threads: int = 2
+    nice: int = 0
 
     @property
     def path(self) -> str:
@@ -60,15 +63,15 @@ class Part:
 
 
 PARTS = {
-    "tests": Part("gpu_tests", 0.48),
-    "table": Part("cells", 0.48, spread=True, cell=0.2),
-    "nccl": Part("nccl", 0.4),
-    "speed": Part("speed", 0.76, cell=0.3, threads=8),
-    "machine": Part("machine", 0.58, alone=True),
-    "memory": Part("offload", 0.95, alone=True),
+    "tests": Part("gpu_tests", 0.56, nice=5),
+    "table": Part("cells", 0.56, spread=True, cell=0.3, nice=10),
+    "nccl": Part("nccl", 0.5, nice=10),
+    "speed": Part("speed", 0.84, cell=0.4, threads=8),
+    "machine": Part("machine", 0.67, alone=True),
+    "memory": Part("offload", 0.985, alone=True),
 }
 """In order. ``speed`` is built beside the others (it compiles), and waits until the machine is measured."""
-BUILT = 0.5
+BUILT = 0.56
 """The share of the time at which ``speed`` stops building and measures what it has."""
 
 
@@ -110,14 +113,16 @@ class Run:
         cells = self._cells[name]
         groups = [cells]
         if part.spread:
-            by_row: dict[str, list[str]] = {}
+            by_row: dict[tuple[bool, str], list[str]] = {}
             for cell in cells:
-                by_row.setdefault(cell.split(" | ")[0], []).append(cell)
-            rows, count = list(by_row.values()), min(len(by_row), max(1, (os.cpu_count() or 2) // 2))
+                row, column = cell.split(" | ")
+                by_row.setdefault((column == COMPILED, row), []).append(cell)
+            rows, count = list(by_row.values()), min(len(by_row), max(1, (os.cpu_count() or 2) - 2))
             groups = [[cell for row in rows[i::count] for cell in row] for i in range(count)]
         told: dict[str, Any] = {"part": name, "device": self.device, "rehearse": self.rehearse}
         told |= {
             "threads": part.threads,
+            "nice": part.nice,
             "until": self.at(part.until),
             "ready_by": self.at(BUILT),
             "cell_seconds": part.cell * self.seconds,

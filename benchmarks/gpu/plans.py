@@ -36,6 +36,10 @@ def with_logits_of_tokens(model: Model) -> str:
     return "" if model.head else "no logits by token"
 
 
+COMPILED = "compiled"
+"""The plan that is run by ``pm.compile()``."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """One column of the table.
@@ -84,7 +88,7 @@ def _update(model: Model) -> dict[str, Any]:
 
 PLANS = (
     Plan("dp2 x tp2", {"dp": 2, "tp": 2}, weights=True),
-    Plan("compiled", {"dp": 2}, compiled=True),
+    Plan(COMPILED, {"dp": 2}, compiled=True),
     Plan("dp2 x tp2, zero 3", {"dp": 2, "tp": 2}, weights=True, hints=_zero(3)),
     Plan("update", {"dp": 2, "tp": 2}, weights=True, compare="program", hints=_update),
     Plan(

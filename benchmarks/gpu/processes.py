@@ -35,14 +35,15 @@ class Worker:
         until: float,
         ready_by: float,
         threads: int = 2,
+        nice: int = 0,
         **told: Any,
     ) -> None:
         """``told`` are the fields of :class:`.context.Context`, without times; ``until`` and ``ready_by`` are moments
-        of ``time.monotonic()``."""
+        of ``time.monotonic()``, and ``nice`` is the priority of the process."""
         self.results, self.part, self.cells = results, str(told["part"]), list(told["cells"])
         self.ready = threading.Event()
         self._told = {**told, "module": module, "folder": str(folder)}
-        self._until, self._ready_by, self._threads = until, ready_by, threads
+        self._until, self._ready_by, self._threads, self._nice = until, ready_by, threads, nice
         self._log = folder / f"{self.part}-{number}.log"
         self._process: subprocess.Popen[str] | None = None
         self._killed = ""
@@ -97,7 +98,7 @@ class Worker:
     def _once(self, cells: list[str]) -> int:
         told = {**self._told, "cells": cells, "seconds": self._until - time.monotonic()}
         told["build_seconds"] = self._ready_by - time.monotonic()
-        command = [sys.executable, "-m", f"{__package__}.worker", json.dumps(told)]
+        command = ["nice", "-n", str(self._nice), sys.executable, "-m", f"{__package__}.worker", json.dumps(told)]
         threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(self._threads)}
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, **ENVIRONMENT, **threads, "PYTHONPATH": path}

@@ -22,7 +22,7 @@ from .device import Device
 from .models import FULL, TINY, Size, batch_of, decoder, next_token
 from .real_rank import real_rank
 
-ROUNDS, TIMED, WARM = 6, 3, 2
+ROUNDS, TIMED, WARM = 5, 3, 2
 """Rounds; steps of a contender in a round, behind one that is not timed; steps before all rounds."""
 COMMON, EAGER = "torch.compile", "eager"
 """The contender of both groups, and the other one of torch's own: with fused AdamW, as is
@@ -41,10 +41,12 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 @dataclass
 class Contender:
-    """A step that can be repeated, and the parallel module behind it, if there is one."""
+    """A step that can be repeated, the parallel module behind it, if there is one, and whether its program is the whole
+    step: the states of an optimizer outside are not in its footprint."""
 
     step: Callable[[], Tensor]
     pm: sx.ParallelModule | None = None
+    stepped: bool = False
 
 
 def eager(size: Size, device: Device, compiled: bool) -> Contender:
@@ -100,7 +102,7 @@ def stepped(size: Size, device: Device, compiled: dict[str, Any] | None = None, 
     pm, x, y = plan(size, device, optimizer=adamw, **hints)
     if compiled is not None:
         pm.compile(**device.compile_options(**compiled))
-    return Contender(lambda: pm.step(x, y), pm)
+    return Contender(lambda: pm.step(x, y), pm, stepped=True)
 
 
 Build = Callable[[Size, Device], Contender]
@@ -154,7 +156,7 @@ def build(context: Context, name: str, size: Size, built: dict[str, Contender]) 
     peak = device.peak_of(lambda: losses.extend(contender.step().clone() for _ in range(2)), before)
     context.emit(name, loss=float(losses[-1]), **asdict(peak))
     built[name] = contender
-    return predicted_memory(contender.pm) if contender.pm is not None else {}
+    return predicted_memory(contender.pm) if contender.pm is not None and contender.stepped else {}
 
 
 def predicted_memory(pm: sx.ParallelModule) -> dict[str, Any]:
