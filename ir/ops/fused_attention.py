@@ -234,12 +234,13 @@ def _suits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None, kernel: str) -> Tensor | None:
-    """A mask as a kernel wants it: the memory-efficient one in full, with rows of a multiple of 16 in memory."""
+    """A mask as a kernel wants it: the memory-efficient one in full, by rows of a multiple of 16 in memory."""
     bias = bias_of(mask, q.dtype)
     if bias is None or kernel == "cpu":
         return bias
     keys = k.shape[2]
-    return F.pad(bias.expand(*q.shape[:3], keys), (0, -keys % 16))[..., :keys]
+    rows = bias.contiguous().expand(*q.shape[:3], keys)  # F.pad leaves what lies innermost there
+    return F.pad(rows, (0, -keys % 16))[..., :keys]
 
 
 def _attention(

@@ -142,6 +142,20 @@ def test_meta_functions_say_the_strides_that_kernels_give(
                 assert not copies.count
 
 
+@pytest.mark.parametrize("keys", [16, 13])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (0, 1, 3, 2)], ids=str)
+def test_memory_efficient_kernel_gets_masks_by_rows(order: tuple[int, ...], keys: int) -> None:
+    """Whatever lies innermost in the mask: heads, as in a table of relative positions, or queries."""
+    q, k = torch.zeros(1, 4, 6, 8), torch.zeros(1, 4, keys, 8)
+    sizes = (1, 4, 6, keys)
+    outer_to_inner = sorted(range(4), key=order.__getitem__)
+    mask = torch.randn([sizes[dim] for dim in outer_to_inner]).permute(order)
+    assert mask.shape == sizes
+    bias = fused_attention._bias(q, k, mask, "efficient")
+    assert bias is not None and torch.equal(bias, mask)
+    assert bias.stride(3) == 1 and all(n % 8 == 0 for n in bias.stride()[:3])
+
+
 class Attends(nn.Module):
     """Attention of three projections, whose rows lie first, and of contiguous copies."""
 

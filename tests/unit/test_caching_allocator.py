@@ -10,6 +10,7 @@ import torch
 
 import shardfx as sx
 from shardfx.ir.cost.live.caching_allocator import CachingAllocator
+from tests.on_gpu import allocated
 from tests.virtual.test_memory import blocks
 
 MB = 1 << 20
@@ -106,8 +107,7 @@ def large(**hints: Any) -> sx.ParallelModule:
 @pytest.mark.parametrize("seed", range(4))
 def test_on_a_gpu_random_allocations_reserve_as_much(seed: int) -> None:
     draw, allocator = random.Random(seed), CachingAllocator()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    allocated()
     before = torch.cuda.memory_reserved()
     held: list[tuple[torch.Tensor, int]] = []
     for _ in range(2000):
@@ -130,9 +130,7 @@ def test_on_a_gpu_a_step_reserves_what_is_predicted(offload: tuple[sx.Offload, .
     a, b = torch.randn(2, 64, 64, device="cuda")
     torch.addmm(a[0], torch.mm(a, b), b)  # cuBLAS takes its workspaces
     del a, b
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    before, reserved = allocated(), torch.cuda.memory_reserved()
     x, y = (torch.randn(2**15, 2048, device="cuda") for _ in range(2))
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6)))
     loss = torch.nn.functional.mse_loss
@@ -146,14 +144,13 @@ def test_on_a_gpu_a_step_reserves_what_is_predicted(offload: tuple[sx.Offload, .
     )
     pm = sx.parallelize(model, sx.Mesh(dp=1), hints, virtual=True)
     pm.step(x, y)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    allocated()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         pm.step(x, y)
     torch.cuda.synchronize()
     memory = pm.memory()
-    peak, held = torch.cuda.max_memory_allocated() - allocated, torch.cuda.max_memory_reserved() - reserved
+    peak, held = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved() - reserved
     assert abs(memory.peak / peak - 1) < 0.02, (memory.peak, peak)
-    assert torch.cuda.memory_stats()["active_bytes.all.peak"] - allocated == peak, "no block waits for an event"
+    assert torch.cuda.memory_stats()["active_bytes.all.peak"] - before == peak, "no block waits for an event"
     assert abs(memory.reserved / held - 1) < 0.1, (memory.reserved, held)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardfx as sx
 from shardfx.runtime.module_engine import ModuleEngine
 from shardfx.runtime.peak_memory import MeasuredPeaks
+from tests.on_gpu import allocated
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, small_plan
 
@@ -128,10 +129,10 @@ def test_compiled_step_on_cuda_is_in_place_and_its_peak_is_measured() -> None:
     pm = small_plan(KINDS["AdamW"], ALONE, device="cuda")
     pm.compile()
     assert apart(pm, losses[:2], {}) < 1e-12
-    before, held = places(pm), torch.cuda.memory_allocated()
+    before, held = places(pm), allocated()
     for (x, y), loss in list(zip(batches(4), losses, strict=True))[2:]:
         assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
-    assert places(pm) == before and torch.cuda.memory_allocated() == held
+    assert places(pm) == before and allocated() == held
     state = pm.full_state_dict()
     assert all(torch.allclose(state[name].cpu(), value, rtol=0, atol=1e-12) for name, value in params.items())
     memory = pm.memory()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardfx.ir.ops.pools import transfer
+from tests.on_gpu import allocated
 from tests.virtual.test_memory import blocks
 from tests.virtual.test_offload import adamw, away
 
@@ -20,7 +21,8 @@ def test_on_a_gpu_copies_run_beside_the_step() -> None:
         torch.testing.assert_close(plain.step(x, x), pm.step(x, x))
     theirs = plain.full_state_dict()
     for name, value in pm.full_state_dict().items():
-        torch.testing.assert_close(value.cpu(), theirs[name].cpu())
+        # Kernels of the update differ, and Adam divides a gradient near zero by its own size: a step is 1e-2.
+        torch.testing.assert_close(value.cpu(), theirs[name].cpu(), rtol=1e-3, atol=1e-3)
     assert all(p.is_pinned() for p in pm.parameters())
     device = torch.device("cuda", torch.cuda.current_device())
     streams = {transfer._stream(device, to_host) for to_host in (True, False)} | {torch.cuda.current_stream()}
@@ -31,9 +33,7 @@ def test_on_a_gpu_copies_run_beside_the_step() -> None:
 
 def test_on_a_gpu_a_source_is_freed_in_stream_order() -> None:
     """Its memory is free behind the wait, not before, and what takes it then does not change the copy."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     x = torch.arange(1 << 24, device="cuda")
     expected, away = x.cpu(), transfer.to_host(x)
     at, nbytes = x.data_ptr(), x.nbytes
