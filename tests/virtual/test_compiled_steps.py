@@ -128,12 +128,12 @@ def test_compiled_step_on_cuda_is_in_place_and_its_peak_is_measured() -> None:
     losses, params, _ = alone(KINDS["AdamW"], 4)
     pm = small_plan(KINDS["AdamW"], ALONE, device="cuda")
     pm.compile()
-    assert apart(pm, losses[:2], {}) < 1e-12
+    assert apart(pm, losses[:2], {}) < 1e-10
     before, held = places(pm), allocated()
     for (x, y), loss in list(zip(batches(4), losses, strict=True))[2:]:
-        assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-12)
+        assert float(pm.step(x, y)) == pytest.approx(loss, abs=1e-10)
     assert places(pm) == before and allocated() == held
     state = pm.full_state_dict()
-    assert all(torch.allclose(state[name].cpu(), value, rtol=0, atol=1e-12) for name, value in params.items())
+    assert all(torch.allclose(state[name].cpu(), value, rtol=0, atol=1e-10) for name, value in params.items())
     memory = pm.memory()
     assert memory.measured is not None and 0 < memory.measured < 2**24 and "measured" in str(pm.report())

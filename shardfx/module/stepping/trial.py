@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,9 @@ def _try(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], device: 
     for parts in (1, 2):
         held = [nn.Parameter(piece.clone()) for piece in start.chunk(parts)]
         try:
-            _step(kind, options, held, grads)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer itself gives them where it steps
+                _step(kind, options, held, grads)
         except Exception as error:  # of somebody's optimizer, which may want what is not known here
             return Trial(failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])
         found.append(torch.cat([parameter.detach() for parameter in held]))
