@@ -241,40 +241,40 @@ def a_tied_gradient_twice(graph: fx.Graph) -> None:
     both.args = (own, own)
 
 
-def segment_with(graph: fx.Graph, place: fx.Node, totals: bool) -> None:
-    """Step before ``place``; ``totals``: with what was collected, else with what it is collected in."""
-    (segment,) = of(graph, "update.segment")
-    lowered = [node for node in segment.all_input_nodes if node.target is aten.neg.default]
-    for node in (*lowered, segment):
-        place.prepend(node)
-    if not totals:
-        sums = {each: each.args[0] for each in segment.all_input_nodes if each.target in SUMS}
-        for each, memory in sums.items():
-            segment.replace_input_with(each, memory)  # type: ignore[arg-type]
-
-
 SUMS = [BY_NAME[name].function for name in ("time.add", "time.add_product", "time.add_rows")]
 
 
+def segment_of_turns(graph: fx.Graph) -> tuple[fx.Node, dict[fx.Node, Any]]:
+    """The segment that takes gradients as turns added them up, and what each of these is added into."""
+    sums = {node: node.args[0] for node in graph.nodes if node.target in SUMS}
+    (found,) = (node for node in of(graph, "update.segment") if sums.keys() & set(node.all_input_nodes))
+    return found, {each: sums[each] for each in found.all_input_nodes if each in sums}
+
+
 def a_step_before_the_turns(graph: fx.Graph) -> None:
-    segment_with(graph, of(graph, "time.turns")[-1], totals=False)
+    segment, _ = segment_of_turns(graph)
+    a_step_without_the_turns(graph)
+    of(graph, "time.turns")[-1].prepend(segment)
 
 
 def a_step_in_each_backward(graph: fx.Graph) -> None:
-    segment_with(graph, of(graph, "time.done")[-1], totals=True)
+    segment, _ = segment_of_turns(graph)
+    of(graph, "time.done")[-1].prepend(segment)
 
 
 def a_step_without_the_turns(graph: fx.Graph) -> None:
     """It is done with what gradients were before any was added."""
-    (segment,) = of(graph, "update.segment")
-    for each in [each for each in segment.all_input_nodes if each.target in SUMS]:
-        segment.replace_input_with(each, each.args[0])  # type: ignore[arg-type]
+    segment, sums = segment_of_turns(graph)
+    for each, memory in sums.items():
+        segment.replace_input_with(each, memory)
 
 
 def old_weights_are_sent(graph: fx.Graph) -> None:
-    new = next(node for node in of(graph, "stage.send") if node.args[0].target is aten.add.out)  # type: ignore[union-attr]
-    of(graph, "time.turns")[-1].append(new)
-    new.update_arg(0, named(graph, "emb_weight"))
+    stepped = {user for segment in of(graph, "update.segment") for user in segment.users}
+    (new,) = (node for node in of(graph, "stage.send") if node.args[0] in stepped)
+    with graph.inserting_before(of(graph, "time.turns")[-1]):
+        old = graph.call_function(aten.clone.default, (named(graph, "emb_weight"),))
+    new.update_arg(0, old)
 
 
 def other_rows(graph: fx.Graph, which: int) -> None:

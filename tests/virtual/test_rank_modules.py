@@ -266,9 +266,12 @@ def test_another_dtype_is_another_plan() -> None:
 
 
 def test_a_plan_for_another_device_names_it() -> None:
-    """What is planned here may run elsewhere: its programs ask for memory there."""
-    text = str(planned(sx.Mesh(dp=2), device="meta").rank_program(0))
-    assert '"meta"' in text and '"cpu"' not in text
+    """A model on meta is planned for a device that need not be here: its programs ask for memory there."""
+    hints = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), specs={"args.0": "dp, -"}, device="cuda")
+    with torch.device("meta"):
+        model = MLP()
+    text = str(sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True).rank_program(0))
+    assert 'torch.float32, "cuda"' in text and '"cpu"' not in text
 
 
 @pytest.mark.gpu
