@@ -31,6 +31,7 @@ from .context import ROOT
 from .plans import COMPILED
 from .processes import Worker, wait_for
 from .results import Results
+from .speed import GROUPS, drive
 from .tables import REHEARSAL, as_text, write_readme
 
 
@@ -44,6 +45,7 @@ class Part:
         alone: measures time, and wants the machine for itself; the others run beside one another before.
         cell: the share of the whole time that one cell may take.
         spread: its cells are shared among several processes: what one compiles, and the rest of each row.
+        each: each of its cells has a process of its own.
         threads: that Inductor compiles with, in each process.
         nice: how far its processes stand back behind others.
     """
@@ -53,6 +55,7 @@ class Part:
     alone: bool = False
     cell: float = 0.12
     spread: bool = False
+    each: bool = False
     threads: int = 2
     nice: int = 0
 
@@ -63,15 +66,15 @@ class Part:
 
 
 PARTS = {
-    "tests": Part("gpu_tests", 0.56, nice=5),
-    "table": Part("cells", 0.56, spread=True, cell=0.3, nice=10),
+    "tests": Part("gpu_tests", 0.53, nice=5),
+    "table": Part("cells", 0.53, spread=True, cell=0.3, nice=10),
     "nccl": Part("nccl", 0.5, nice=10),
-    "speed": Part("speed", 0.84, cell=0.4, threads=8),
-    "machine": Part("machine", 0.67, alone=True),
+    "speed": Part("speed", 0.82, cell=0.5, threads=6, each=True),
+    "machine": Part("machine", 0.64, alone=True),
     "memory": Part("offload", 0.985, alone=True),
 }
 """In order. ``speed`` is built beside the others (it compiles), and waits until the machine is measured."""
-BUILT = 0.56
+BUILT = 0.54
 """The share of the time at which ``speed`` stops building and measures what it has."""
 
 
@@ -111,7 +114,7 @@ class Run:
         """Start the processes of a part."""
         part = self.parts[name]
         cells = self._cells[name]
-        groups = [cells]
+        groups = [[cell] for cell in cells] if part.each else [cells]
         if part.spread:
             by_row: dict[tuple[bool, str], list[str]] = {}
             for cell in cells:
@@ -139,16 +142,18 @@ class Run:
         for name, cells in self._cells.items():
             self.results.expect(name, cells)
         beside = {name: self.start(name) for name, part in self.parts.items() if not part.alone}
-        speed = beside["speed"][0] if "speed" in beside else None
-        wait_for([worker for each in beside.values() for worker in each], self.at(BUILT), ready=speed)
+        speed = dict(zip(self._cells["speed"], beside["speed"], strict=True)) if "speed" in beside else {}
+        first = [speed[name] for name in GROUPS[0] if name in speed]
+        others = [worker for name, each in beside.items() if name != "speed" for worker in each]
+        wait_for([*others, *first], self.at(BUILT), ready=first)
         for name, part in self.parts.items():
             if part.alone and name != "memory":
                 wait_for(self.start(name), self.at(part.until))
-        if speed is not None:
-            wait_for([speed], self.at(BUILT), ready=speed)
+        if speed:
             machine = self.folder / "machine.json"
-            speed.tell(machine=str(machine) if machine.exists() else "")
-            wait_for([speed], self.at(PARTS["speed"].until))
+            until = self.at(PARTS["speed"].until)
+            drive(speed, self.results, str(machine) if machine.exists() else "", self.rehearse, until)
+            wait_for([*speed.values()], until)
         if "memory" in self.parts:
             wait_for(self.start("memory"), self.at(self.parts["memory"].until))
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,17 @@ class Worker:
         return not self._thread.is_alive()
 
     def tell(self, **what: Any) -> None:
-        """Send it a line, which it waits for."""
+        """Send it a line, which it waits for; an empty one ends it."""
         if self._process is not None and self._process.poll() is None:
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.write((json.dumps(what) if what else "") + "\n")
             self._process.stdin.flush()
+
+    def ask(self, **what: Any) -> None:
+        """Send it a line; it is ready again when it has done what that says."""
+        if not self.done:
+            self.ready.clear()
+        self.tell(**what)
 
     def check(self) -> None:
         """End it if its time is over."""
@@ -128,10 +135,10 @@ def _name(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
-def wait_for(workers: list[Worker], until: float, ready: Worker | None = None) -> None:
-    """Wait until workers are done (one of them: until it is ready), or their time is over."""
-    while time.monotonic() < until + 2 and not all(w.done or (w is ready and w.ready.is_set()) for w in workers):
+def wait_for(workers: list[Worker], until: float, ready: Collection[Worker] = ()) -> None:
+    """Wait until workers are done (some of them: until they are ready), or their time is over."""
+    while time.monotonic() < until + 2 and not all(w.done or (w in ready and w.ready.is_set()) for w in workers):
         for worker in workers:
-            if worker is not ready:
+            if worker not in ready:
                 worker.check()
         time.sleep(0.1)

@@ -1,14 +1,17 @@
 """Time and memory of a step of a large decoder: eager PyTorch, torch.compile, and shardfx on one real rank.
 
-Contenders of one group live together and run in interleaved rounds, so that clocks and temperature are the same for
-all. The groups share a contender, by which their times are compared.
+Each contender has a process of its own, so that they are compiled beside one another. Those of a group take turns in
+interleaved rounds, with the same clocks and temperature for all, while nothing else runs. The groups share a contender,
+by which their times are compared; more than a group has no room in the memory of a GPU.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +23,9 @@ import shardfx as sx
 from .context import Context, one_line
 from .device import Device
 from .models import FULL, TINY, Size, batch_of, decoder, next_token
+from .processes import Worker
 from .real_rank import real_rank
+from .results import Results
 
 ROUNDS, TIMED, WARM = 5, 3, 2
 """Rounds; steps of a contender in a round, behind one that is not timed; steps before all rounds."""
@@ -28,6 +33,7 @@ COMMON, EAGER = "torch.compile", "eager"
 """The contender of both groups, and the other one of torch's own: with fused AdamW, as is
 ``pm(x, y)`` with ``backward()``."""
 STEP, STEP_COMPILED, STEP_GRAPHS = "pm.step", "pm.compile, pm.step", "CUDA graphs, pm.step"
+CALLED = "pm(x, y)"
 DTYPE = torch.bfloat16
 
 
@@ -80,11 +86,9 @@ def plan(size: Size, device: Device, **hints: Any) -> tuple[sx.ParallelModule, T
     return pm, x, y
 
 
-def called(size: Size, device: Device, compiled: dict[str, Any] | None = None) -> Contender:
+def called(size: Size, device: Device) -> Contender:
     """``pm(x, y)``, ``backward()`` and the user's own fused AdamW."""
     pm, x, y = plan(size, device)
-    if compiled is not None:
-        pm.compile(**device.compile_options(**compiled))
     optimizer = fused_adamw(pm.parameters())
 
     def step() -> Tensor:
@@ -110,12 +114,11 @@ CONTENDERS: dict[str, Build] = {
     COMMON: lambda size, device: eager(size, device, compiled=True),
     STEP_COMPILED: lambda size, device: stepped(size, device, {}),
     STEP_GRAPHS: lambda size, device: stepped(size, device, {"cuda_graphs": True}),
-    "pm.compile, pm(x, y)": lambda size, device: called(size, device, {}),
     EAGER: lambda size, device: eager(size, device, compiled=False),
     STEP: lambda size, device: stepped(size, device),
-    "pm(x, y)": lambda size, device: called(size, device),
+    CALLED: called,
 }
-GROUPS = (tuple(CONTENDERS)[:4], (COMMON, *tuple(CONTENDERS)[4:]))
+GROUPS = ((COMMON, STEP_COMPILED, STEP_GRAPHS), (COMMON, EAGER, STEP), (COMMON, CALLED))
 """What runs interleaved. The first group is built while other parts run: it is compiled, which takes long."""
 
 
@@ -124,25 +127,52 @@ def names(rehearse: bool) -> list[str]:
 
 
 def run(context: Context) -> None:
-    """Build the first group, wait until the machine is idle, and measure one group after the other."""
-    size = TINY if context.rehearse else FULL
-    rounds = 2 if context.rehearse else ROUNDS
+    """Build the contender of this process, and do with it what the parent says, one line after the other."""
+    (name,), size = context.cells, TINY if context.rehearse else FULL
     built: dict[str, Contender] = {}
     with real_rank(context.device):
-        for number, group in enumerate(GROUPS):
-            group = tuple(name for name in group if name in context.cells)
-            for name in built.keys() - set(group):
-                del built[name]
-            for name in group:
-                if name not in built:
-                    limit = context.build_left if number == 0 else None
-                    context.attempt(name, lambda name=name: build(context, name, size, built), limit)  # type: ignore[misc]
-            if number == 0:
-                machine = context.wait().get("machine")
-            measure(context, group, built, rounds)
-            for name, contender in built.items():
-                if contender.pm is not None and machine:
-                    predict(context, name, contender.pm, machine)
+        first = name in GROUPS[0]
+        if not first:
+            context.wait()  # until there is room for it
+        context.attempt(name, lambda: build(context, name, size, built), context.build_left if first else None)
+        while told := context.wait():
+            for contender in built.values():
+                if told.get("machine"):
+                    predict(context, name, contender.pm, told["machine"])
+                else:
+                    contender.step()
+                    context.emit(name, ms=context.device.milliseconds(contender.step, TIMED))
+
+
+def drive(workers: Mapping[str, Worker], results: Results, machine: str, rehearse: bool, until: float) -> None:
+    """Have the contenders of each group run in interleaved rounds, as the parent of their processes."""
+
+    def ask(names: Iterable[str], **what: Any) -> None:
+        there = [workers[name] for name in names if name in workers]
+        for worker in there:
+            worker.ask(**what)
+        for worker in there:
+            worker.ready.wait(max(0.0, until - time.monotonic()))
+
+    started = {*GROUPS[0]}
+    for group in GROUPS:
+        ask([name for name in group if name not in started], build=True)
+        times: dict[str, list[float]] = {name: [] for name in group if results.status("speed", name) == "ok"}
+        for _ in range(2 if rehearse else ROUNDS):
+            for name in times if time.monotonic() < until else ():
+                ask([name], steps=TIMED)
+                times[name].append(results.of("speed")[name].get("ms", math.nan))
+        for name, each in times.items():
+            ratios = [a / b for a, b in zip(each, times.get(COMMON, ()), strict=False)]
+            row = {"ms": statistics.median(each), "rounds": each} if each else {}
+            results.add("speed", name, row | ({"ratio": statistics.median(ratios)} if ratios else {}))
+        if machine:
+            ask([name for name in group if name in times], machine=machine)
+        for name in group:
+            if name != COMMON and name in workers:
+                workers[name].tell()
+                workers[name].join()
+    workers[COMMON].tell()
 
 
 def build(context: Context, name: str, size: Size, built: dict[str, Contender]) -> dict[str, Any]:
@@ -164,28 +194,10 @@ def predicted_memory(pm: sx.ParallelModule) -> dict[str, Any]:
     return {"peak_predicted": memory.peak, "reserved_predicted": memory.reserved, "host": memory.host}
 
 
-def measure(context: Context, group: tuple[str, ...], built: dict[str, Contender], rounds: int) -> None:
-    """Interleaved rounds of a group; each round's medians are reported."""
-    there = {name: built[name] for name in group if name in built}
-    times: dict[str, list[float]] = {name: [] for name in there}
-    for _ in range(rounds):
-        for name, contender in list(there.items()):
-            if context.left < 5:
-                return
-            try:
-                contender.step()
-                times[name].append(context.device.milliseconds(contender.step, TIMED))
-            except Exception as error:
-                context.emit(name, status="error", why=f"in the rounds: {one_line(error)}")
-                del there[name]
-        for name in [name for name in there if times[name]]:
-            of_common = [a / b for a, b in zip(times[name], times.get(COMMON, ()), strict=False)]
-            ratio = {"ratio": statistics.median(of_common)} if of_common else {}
-            context.emit(name, ms=statistics.median(times[name]), rounds=times[name], **ratio)
-
-
-def predict(context: Context, name: str, pm: sx.ParallelModule, machine: str) -> None:
+def predict(context: Context, name: str, pm: sx.ParallelModule | None, machine: str) -> None:
     """The predicted time of the step on the machine as it was measured."""
+    if pm is None:
+        return
     try:
         seconds = pm.timeline(machine).step
         context.emit(name, ms_predicted=seconds * 1e3)
