@@ -12,6 +12,7 @@ from torch import fx
 
 from . import memory_ops, pack
 from .computing import no_share  # noqa: F401, an op that rules name
+from .computing.materialize import materialize
 from .computing.segment import segment, written_columns
 from .pools import transfer
 from .table import LocalOp, Written
@@ -96,7 +97,7 @@ MEMORY = (
         plain=lambda args, kwargs: (pack.flatten, (*args, 1), {}),
     ),
     LocalOp("memory.spread", memory_ops.spread, into=0, plain=lambda args, kwargs: (pack.unflatten, args[1:], {})),
-    LocalOp("memory.materialize", memory_ops.materialize, shares=True, plain=lambda args, kwargs: args[0]),
+    LocalOp("memory.materialize", materialize, shares=True, plain=lambda args, kwargs: args[0]),
     LocalOp("memory.own", memory_ops.own, plain=lambda args, kwargs: args[0]),
 )
 """Destinations."""

@@ -151,16 +151,6 @@ def all_gather_into(x: Tensor, ranks: int, group: str, *, out: Tensor) -> Tensor
     return c10d.all_gather_into_tensor_out(x, ranks, group, out=out)  # type: ignore[no-any-return]
 
 
-def materialize(x: Tensor) -> Tensor:
-    """``x``, which a compiler computes once: it is opaque to what would compute it where it is used."""
-    return torch.ops.shardfx.materialize(x) if is_compiling() else x
-
-
-_library = torch.library.Library("shardfx", "FRAGMENT")
-_library.define("materialize(Tensor x) -> Tensor")
-_library.impl("materialize", torch.clone, "CompositeExplicitAutograd")
-
-
 def own(x: Any) -> Any:
     """A copy, in memory of its own: what a program gives away."""
     return x.clone()

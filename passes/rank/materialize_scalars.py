@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.graph import Node, Phase
-from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.computing.materialize import materialize
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
@@ -42,7 +42,7 @@ class MaterializeScalars(RankPass):
             if not takers or torch.Tag.pointwise not in node.target.tags:
                 continue
             with program.graph.inserting_after(node):
-                scalar = program.graph.call_function(memory_ops.materialize, (node,))
+                scalar = program.graph.call_function(materialize, (node,))
             scalar.meta = {key: value for key, value in node.meta.items() if key == "shardfx"}
             for user in takers:
                 user.replace_input_with(node, scalar)

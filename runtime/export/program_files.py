@@ -26,6 +26,7 @@ from shardfx.ir.ops.computing import (
     batch_gradient,
     grouped_product,
     hashing,
+    materialize,
     moments,
     no_share,
     resized,
@@ -49,6 +50,7 @@ FILES = {
     "segments": "computing_segment",
     "time_turns": "time_turns",
     "hashing": "computing_hashing",
+    "materialize_ops": "computing_materialize",
 }
 """What our functions stand in, and how programs name it."""
 
@@ -115,6 +117,7 @@ OWN_FILES: dict[str, tuple[str | None, set[Any]]] = {
     ),
     "transfer": (transfer.__file__, {row.function for row in POOLS}),
     "time_turns": (turns.__file__, {row.function for row in TURNS}),
+    "materialize_ops": (materialize.__file__, {materialize.materialize}),
     "segments": (segment.__file__, {segment.segment}),
     "grouped_ops": (grouped_product.__file__, {grouped_product.grouped_mm, grouped_product.grouped_outer}),
     "tiles": (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +140,30 @@ def test_compiled_step_on_cuda_is_in_place_and_its_peak_is_measured() -> None:
     assert all(torch.allclose(state[name].cpu(), value, rtol=0, atol=1e-10) for name, value in params.items())
     memory = pm.memory()
     assert memory.measured is not None and 0 < memory.measured < 2**24 and "measured" in str(pm.report())
+
+
+SAVED = """
+import sys, torch
+sys.path.insert(0, {folder!r})
+import rank0
+state = torch.load({folder!r} + "/rank0.pt", weights_only=True)
+results = rank0.forward(*[state[name] for name in rank0.INPUTS])
+torch.save(dict(zip(rank0.OUTPUTS, results)), {folder!r} + "/results.pt")
+assert not [name for name in sys.modules if name.startswith("shardfx")]
+"""
+
+
+@pytest.mark.long
+def test_saved_program_of_a_compiled_plan_needs_torch_alone(tmp_path: Path) -> None:
+    pm = small_plan(KINDS["AdamW"], ALONE, specs={"args.0": "-, -"})  # no group of one rank
+    pm.compile(backend="aot_eager")
+    pm.save_programs(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", SAVED.format(folder=str(tmp_path))], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "materialize(" in (tmp_path / "rank0.py").read_text()
+    results = torch.load(tmp_path / "results.pt", weights_only=True)
+    pm.step(*batches(1)[0])
+    for name, value in pm.full_state_dict().items():
+        torch.testing.assert_close(results[f"parameter:{name}"], value, rtol=0, atol=1e-12)
