@@ -13,7 +13,7 @@ from typing import Any
 from .context import ROOT, Context, Wrong
 
 CELL = "pytest -m gpu"
-WORKERS = min(4, os.cpu_count() or 1)
+WORKERS = min(8, os.cpu_count() or 1)
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 LINE = re.compile(r"(?:\[gw\d+\].*)?(tests/\S+::\S+)")
 
