@@ -236,12 +236,12 @@ def test_a_budget_that_holds_and_one_that_does_not() -> None:
 
 @pytest.mark.long
 def test_what_may_be_put_away_is_a_remedy() -> None:
-    """Where the other features are asked for already, and it is not."""
+    """Where the other features are asked for already, and it is not; a copy holds its source until it is waited for."""
     hints: dict[str, Any] = {"recompute": "layers.0", "zero": 3, "zero_min": 0}
     with pytest.raises(sx.Error, match="more than Hints") as raised:
-        blocks(memory="300 kB", **hints)
+        blocks(memory="350 kB", **hints)
     assert "Hints(offload=('activations',)) holds" in str(raised.value.remedy)
-    assert blocks(memory="300 kB", offload=("activations",), **hints).memory().peak <= 300 * 1000
+    assert blocks(memory="350 kB", offload=("activations",), **hints).memory().peak <= 350 * 1000
     with pytest.raises(sx.Error, match="more than Hints") as raised:
         blocks(memory="100 kB", offload=("activations",), **hints)
     assert "Hints(offload=('activations', 'parameters')) comes to" in str(raised.value.remedy)
