@@ -114,9 +114,10 @@ def test_cuda_gives_what_the_cpu_does_and_the_host_does_not_wait(name: str) -> N
         there = on("cuda", args)
         with without_synchronisation():
             made = call(name, there)
+        rounded = max((CLOSE.get(a.dtype, 0.0) for a in args if isinstance(a, Tensor)), default=0.0)
         for ours, theirs in zip(made, call(name, args), strict=True):
             assert ours.is_cuda and ours.stride() == theirs.stride()
-            close = CLOSE.get(theirs.dtype, 0.0)
+            close = max(CLOSE.get(theirs.dtype, 0.0), rounded)  # kernels round differences of 16 bits within
             torch.testing.assert_close(ours.cpu(), theirs, rtol=close, atol=close)
 
 
