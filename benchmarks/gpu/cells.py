@@ -20,8 +20,15 @@ from .models import ROWS, Model, table_model
 from .plans import ADAMW, BY_NAME, CLIP, MICROBATCHES, PLANS, Plan, hints_of
 
 TOLERANCE, STEPS = 1e-9, 2
+FLOAT32 = 1e-6
+"""The tolerance where a model computes in float32 within (Mixtral's router), which Inductor rounds otherwise."""
 REHEARSED = ("dp2 x tp2", "zero 1, fused AdamW")
 """The plans that a rehearsal takes of each model; of the MLP it takes all, and of the UNet tiles."""
+
+
+def tolerance(model: Model, plan: Plan) -> float:
+    """How far a cell may be off, relative to the largest of what is compared."""
+    return FLOAT32 if model.experts and plan.compiled else TOLERANCE
 
 
 def names(rehearse: bool) -> list[str]:
@@ -60,8 +67,13 @@ def check(name: str, plan: Plan, device: Device) -> dict[str, Any]:
     found = parallel(pm, model, plan)
     error = found.error(alone)
     verdict = pm.verify()
-    row = {"error": error, "proven": verdict.status, "peak_predicted": pm.memory(0).peak}
-    if not error <= TOLERANCE:
+    row: dict[str, Any] = {
+        "error": error,
+        "tolerance": tolerance(model, plan),
+        "proven": verdict.status,
+        "peak_predicted": pm.memory(0).peak,
+    }
+    if not error <= row["tolerance"]:
         raise Wrong(f"off by {error:.1e}", row)
     if not verdict:
         raise Wrong(f"{verdict.status}: {str(verdict.why)[:200]}", row)

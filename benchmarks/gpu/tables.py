@@ -187,11 +187,11 @@ def _columns(lines: list[list[str]]) -> list[str]:
 
 
 def as_markdown(results: Results) -> str:
-    """All tables, for README.md."""
+    """All tables but the aims, for README.md."""
     parts = [f"{heading(results)} (`make gpu`):"]
     for title, make in TABLES.items():
         titles, lines = make(results)
-        if lines:
+        if lines and make is not aims:
             rule = ["---"] * len(titles)
             parts += ["", f"**{title}**", "", *("| " + " | ".join(line) + " |" for line in (titles, rule, *lines))]
     return "\n".join(parts)
