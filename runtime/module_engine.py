@@ -38,9 +38,28 @@ MEETING = Forms({c10d.wait_tensor.default: _here}, Request.of)
 """How virtual ranks do what they do together: the coroutine asks for it."""
 
 
+ORDERED = {"reorder_for_locality": False}
+"""Options of Inductor: products of weights' gradients stay where the backward has them. In a graph without autograd it
+would move each in front of the update, its only user, and keep all activations until then."""
+
+
 def compiler(options: Mapping[str, Any] | None) -> Callable[[fx.GraphModule], Any]:
     """What runs a module: ``torch.compile`` with some options; None: it runs as it is."""
-    return (lambda module: module) if options is None else lambda module: torch.compile(module, **options)
+    if options is None:
+        return lambda module: module
+    given = in_order(options)
+    return lambda module: torch.compile(module, **given)
+
+
+def in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options of ``torch.compile`` with :data:`ORDERED`, where they are Inductor's; a mode is written out as its own
+    options."""
+    mode, own = options.get("mode"), options.get("options")
+    if options.get("backend", "inductor") != "inductor" or (mode is not None and own is not None):
+        return options
+    of_mode = {} if mode is None else torch._inductor.list_mode_options(mode, options.get("dynamic"))
+    rest = {name: option for name, option in options.items() if name != "mode"}
+    return {**rest, "options": {**ORDERED, **of_mode, **(own or {})}}
 
 
 @contextmanager
