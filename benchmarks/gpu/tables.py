@@ -56,7 +56,7 @@ def _cell(row: Row) -> str:
 
 
 def speed(results: Results) -> Table:
-    titles = ["", "ms", "/ compile", "/ eager", "said", "GB", "said", "reserved", "said", "loss", ""]
+    titles = ["", "ms", "/ compile", "/ eager", "predicted", "GB", "predicted", "reserved", "predicted", "loss", ""]
     eager = results.of("speed").get(EAGER, {}).get("ratio")
     lines = [
         [
@@ -78,7 +78,7 @@ def speed(results: Results) -> Table:
 
 
 def memory(results: Results) -> Table:
-    titles = ["", "ms", "GB", "said", "active", "reserved", "said", "host", "moved", "link", "ratio", ""]
+    titles = ["", "ms", "GB", "predicted", "active", "reserved", "predicted", "host", "moved", "link", "ratio", ""]
     lines = [
         [
             name,
@@ -118,9 +118,9 @@ def nccl(results: Results) -> Table:
     lines = [
         [
             name,
-            f"{row['error']:.0e}" if "error" in row else row.get("ranks", ""),
+            f"{row['error']:.0e}" if "error" in row else "",
             row.get("backend", ""),
-            status(row)[:80],
+            status(row)[:80] or (f"a {row['ranks']} rank" if "ranks" in row else ""),
         ]
         for name, row in results.of("nccl").items()
     ]

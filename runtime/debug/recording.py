@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input
 from shardfx.ir.program.units.execution import Turns, executed
 from shardfx.ir.schedule.actions import KINDS, Action
@@ -90,7 +91,19 @@ class Recording:
         """The order of starts and waits of a rank of this process in the last step, by stream::
 
         print(recording.order(0))
+
+        Raises:
+            Error: the rank was not recorded in this process.
         """
+        recorded = self._open[-1] if self._open else {}
+        if rank not in recorded:
+            raise Error(
+                f"rank {rank} was not recorded here",
+                where=f"recording.order({rank})",
+                expected=f"a rank of this process: {', '.join(map(str, sorted(recorded))) or 'none ran within'}",
+                got=rank,
+                remedy="with pm.record(path) as recording: pm.step(x, y), on the process of that rank",
+            )
         return order_text(stream_order(self.calls(rank)))
 
     def close(self, everybody: Sequence[Sequence[tuple[Mapping[int, Row], Span]]]) -> None:

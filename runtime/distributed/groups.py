@@ -81,6 +81,10 @@ def check_size(mesh: Mesh) -> None:
             got=f"{mesh}, {mesh.size} ranks",
             remedy=f"start {mesh.size} processes, or parallelize(..., virtual=True) for ranks within each process",
         )
+    if is_dry_run():
+        log.warning(
+            "a dry run: rank %d alone, so losses, gradients and full state dicts are no numbers", dist.get_rank()
+        )
 
 
 def initialise(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardfx.ir.cost.live.storages import Footprint
 from shardfx.ir.cost.machine import Machine
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.schedule.actions import Action, Schedule
@@ -87,7 +88,14 @@ class PlanTimeline(Timeline):
         return tracks, events
 
     def text(self, rank: int = 0) -> str:
-        """What the streams of a rank do when, a line each: when it starts and how long it takes, in microseconds."""
+        """What the streams of a rank do when, a line each: when it starts and how long it takes, in microseconds.
+
+        Raises:
+            Error: the mesh has no such rank.
+        """
+        if not 0 <= rank < len(self._rows):
+            known = f"a rank, 0 .. {len(self._rows) - 1}"
+            raise Error(f"no rank {rank} on this mesh", where=f"timeline.text({rank})", expected=known, got=rank)
         row = self._rows[rank]
         course, actions = self.courses[row], self.schedule.rows[row]
         lines = [(piece, COMPUTE, str(action)) for action in actions for piece in self.pieces(action)]

@@ -41,6 +41,8 @@ _stepped = WeakIdKeyDictionary()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, ProgramOptimizer):  # which says itself that it is a part of the program
+        return
     reject_stepped(optimizer)
     kind = type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
