@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,46 +22,23 @@ from .call import Call
 from .pull_back import reject_second
 
 Note = Callable[[torch.Tensor | float], None]
-_ones: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-"""By dtype and device: the gradient of a loss whose own ``backward()`` was called."""
 
 
-class Loss(torch.Tensor):
-    """The loss of ``pm(...)``: a tensor whose own ``backward()`` multiplies no gradient by one.
-
-    What that gives to the graph is a constant that is known when it comes back, so that no number is read. What is
-    computed of a loss is a plain tensor, and it is shown and pickled as one.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def backward(self, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """As ``Tensor.backward``."""
-        super().backward(_one(self.dtype, self.device) if gradient is None else gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def __format__(self, spec: str) -> str:
-        return format(self.detach(), spec)
-
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return repr(self.as_subclass(torch.Tensor))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-def _one(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One, as long as nobody has written over it; else another one."""
-    known = _ones.get((dtype, device))
-    if known is None or known._version:
-        with torch.inference_mode(mode=False):
-            known = torch.ones((), dtype=dtype, device=device)
-        _ones[dtype, device] = known
-    return known
-
-
-def _is_one(scale: torch.Tensor) -> bool:
-    """Whether a gradient is known to be one."""
-    return scale is _ones.get((scale.dtype, scale.device)) and not scale._version
+def _backward(
+    loss: weakref.ref[torch.Tensor],
+    copy: torch.Tensor,
+    node: Any,
+    gradient: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """``Tensor.backward`` of a loss: its gradient is the one that its node knows, unless a hook may change that. In
+    ``pm(x, y).backward()`` the loss is gone by now, and a copy stands for it."""
+    self = loss()
+    own = gradient is None and self is not None and self.grad_fn is node
+    own = own and not (self._backward_hooks or self.retains_grad)  # type: ignore[union-attr]
+    given = node.one if own else gradient
+    torch.Tensor.backward(copy if self is None else self, given, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class HandOut(torch.autograd.Function):
@@ -73,8 +52,8 @@ class HandOut(torch.autograd.Function):
         ctx: Any, loss: torch.Tensor, grads: list[torch.Tensor | None], note: Note, *parameters: torch.Tensor
     ) -> torch.Tensor:
         """The loss as it is, and the gradients of ``parameters`` kept for ``backward``."""
-        ctx.grads, ctx.note = grads, note
-        return torch.Tensor._make_subclass(Loss, loss.clone())
+        ctx.grads, ctx.note, ctx.one = grads, note, None
+        return loss.clone()
 
     @staticmethod
     @torch._disable_dynamo
@@ -95,7 +74,7 @@ class HandOut(torch.autograd.Function):
                 got="another one",
                 remedy="call pm(...) again, or keep them: loss.backward(retain_graph=True)",
             )
-        one = _is_one(scale)
+        one = scale is ctx.one
         ctx.note(1.0 if one and scale.device.type == "cpu" else scale)
         if _kept_for_later():
             return (None, None, None, *(g if g is None else g * scale for g in grads))
@@ -123,8 +102,18 @@ def _kept_for_later() -> bool:
 def hand_out(
     loss: torch.Tensor, grads: list[torch.Tensor | None], parameters: Sequence[torch.Tensor], note: Note
 ) -> torch.Tensor:
-    """The loss, whose ``backward()`` gives ``grads`` to ``parameters``, and notes what they are multiplied by."""
-    return HandOut.apply(loss, grads, note, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    """The loss, whose ``backward()`` gives ``grads`` to ``parameters``, and notes what they are multiplied by.
+
+    Its own ``backward()`` multiplies by nothing, and reads nothing to know that: it is an attribute of this tensor,
+    which is saved and pickled without it.
+    """
+    made: Any = HandOut.apply(loss, grads, note, *parameters)  # type: ignore[no-untyped-call]
+    node: Any = made.grad_fn
+    if node is not None:
+        node.one = torch.ones_like(loss)
+        made.backward = partial(_backward, weakref.ref(made), made.clone(), node)
+        made.__getstate__ = dict
+    return made  # type: ignore[no-any-return]
 
 
 def wanting(store: Store, call: Call | None = None) -> dict[str, list[torch.Tensor]]:

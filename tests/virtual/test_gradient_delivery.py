@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.module import hand_out
 from tests.plans import MESHES
 from tests.virtual.test_update_kernels import dispatched
 
@@ -155,10 +154,39 @@ def test_a_loss_is_a_tensor_like_others(trained: Any) -> None:
         gc.enable()
 
 
-def test_nothing_is_written_over_the_one_that_losses_share(trained: Any) -> None:
-    """Whoever did so gets another."""
+def test_a_hook_that_writes_unnoticed_counts_and_is_nobody_elses(trained: Any) -> None:
+    """``.data`` and collectives write without a new version."""
     pm, grads = trained
-    pm(X, Y).backward()
-    next(iter(hand_out._ones.values())).mul_(5)
-    for mine, theirs in zip(delivered(pm, lambda loss: loss.backward()), grads, strict=True):
+    twice = delivered(pm, hooked(lambda grad: grad.data.mul_(2) and None))
+    for mine, theirs in zip(twice, grads, strict=True):
+        torch.testing.assert_close(mine, 2 * theirs)
+    for mine, theirs in zip(delivered(pm, lambda loss: loss.backward(retain_graph=True)), grads, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_take_a_loss(backend: str, trained: Any) -> None:
+    pm, grads = trained
+
+    def backward(loss: Tensor) -> None:
+        (loss / 2).backward()
+
+    def whole(x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = pm(x, y)
+        loss.backward()
+        return loss
+
+    compiled: dict[float, Callable[[Tensor], Any]] = {
+        3.0: lambda loss: torch.compile(lambda q: q * 3 + 1, backend=backend)(loss).backward(),
+        0.5: torch.compile(backward, backend=backend),
+        1.0: torch.compile(lambda loss: loss.backward(), backend=backend),
+    }
+    for scale, way in compiled.items():
+        for mine, theirs in zip(delivered(pm, way), grads, strict=True):
+            torch.testing.assert_close(mine, scale * theirs)
+    pm.zero_grad()
+    torch.compile(whole, backend=backend)(X, Y)
+    for piece, theirs in zip(pm.parameters(), grads, strict=True):
+        torch.testing.assert_close(piece.grad, theirs)
