@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -44,7 +45,7 @@ from .curve import VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
 from .live.call_moments import Moments, Standpoint
-from .live.fusion import fuse
+from .live.fusion import fuse, fused, loaded
 from .live.storages import Footprint
 from .live.transport import PLAIN, Transport
 from .live.turn_sizes import FIRST, At, sizes_of_turns
@@ -61,13 +62,13 @@ KEPT = {
 
 
 def replay(
-    program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, fused: bool = False
+    program: RankProgram, transport: Transport = PLAIN, fakes: FakeCalls | None = None, compiled: bool = False
 ) -> Footprint:
     """Replay a rank's program (rank 0 holds most). ``fakes`` knows what calls of other programs made.
 
     Args:
         transport: what is held of what is under way.
-        fused: elementwise values are computed in the kernels that take them (:mod:`.live.fusion`).
+        compiled: elementwise values are computed in the kernels that take them (:mod:`.live.fusion`).
 
     Raises:
         Error: the program has nodes that are no calls of functions, or speaks to a group of another mesh; a call that
@@ -75,10 +76,31 @@ def replay(
     """
     fakes = fakes or FakeCalls()
     walk = _walked(program, transport, fakes)
-    if fused:
+    if compiled:
+        walk.costs = _fused_costs(walk)
         fuse(walk.calls, walk.blocks_of)
     sizes_of_turns(program.graph.nodes, walk.blocks, lambda turn: _walked(program, transport, fakes, turn).blocks)
     return walk.footprint()
+
+
+def _fused_costs(walk: _Walk) -> list[Cost]:
+    """The costs of calls whose elementwise operands are computed in their own kernels, which load what those take."""
+    inside = fused(walk.calls)
+
+    def nbytes(nodes: Iterable[fx.Node]) -> int:
+        return sum(tensor.layout.nbytes for node in nodes for tensor in leaves(walk.held[node], BlockTensor))
+
+    found = []
+    for node, cost in zip(walk.calls, walk.costs, strict=True):
+        if node in inside:
+            found.append(NOTHING)
+        elif len(cost.work) == 1 and (sources := loaded(node, inside)) != set(node.all_input_nodes):
+            ((work, count),) = cost.work.items()
+            touched = work.touched - nbytes(node.all_input_nodes) + nbytes(sources)
+            found.append(replace(cost, work={work._replace(touched=max(touched, 0.0)): count}))
+        else:
+            found.append(cost)
+    return found
 
 
 def values(program: RankProgram) -> dict[str, Any]:

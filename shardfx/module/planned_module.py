@@ -207,14 +207,14 @@ class PlannedModule(Root):
     def _replays(self) -> Callable[[RankProgram], Footprint]:
         """Replays programs, each once."""
         fakes, transport = FakeCalls(), self._transport
-        fused = self._compiling is not None
-        return cache(lambda program: replay(program, transport, fakes, fused))
+        compiled = self._compiling is not None
+        return cache(lambda program: replay(program, transport, fakes, compiled))
 
     def _memory(self, programs: Programs, rank: int, kinds: Kinds) -> RankMemory:
         with no_collection():
             program = programs.running(rank, kinds)
             compiled = programs.peaks is not None
-            footprint = replay(program, self._transport, fused=compiled)
+            footprint = replay(program, self._transport, compiled=compiled)
         return RankMemory(program, footprint, measured=programs.measured(rank, kinds), compiled=compiled)
 
     @property

@@ -33,7 +33,7 @@ def program() -> RankProgram:
 
 def test_elementwise_values_between_kernels_hold_nothing() -> None:
     """``shifted`` is computed in the sum and in ``scaled``, which a product takes: it is stored."""
-    made = [(storage.nbytes, storage.born, storage.last) for storage in replay(program(), fused=True).storages]
+    made = [(storage.nbytes, storage.born, storage.last) for storage in replay(program(), compiled=True).storages]
     first, shifted, total, scaled, second = made
     assert [nbytes for nbytes, _, _ in made] == [SIZE, 0, 4, SIZE, SIZE]
     assert first[2] == shifted[2] == scaled[1] and scaled[2] == second[1] and total[2] == second[2]
@@ -41,3 +41,9 @@ def test_elementwise_values_between_kernels_hold_nothing() -> None:
 
 def test_uncompiled_programs_store_elementwise_values() -> None:
     assert [storage.nbytes for storage in replay(program()).storages] == [SIZE, SIZE, 4, SIZE, SIZE]
+
+
+def test_kernels_load_what_their_elementwise_operands_take() -> None:
+    touched = [cost.touched for cost in replay(program(), compiled=True).costs]
+    assert touched[1] == touched[2] == 0  # `shifted`, and its view
+    assert touched[3:5] == [SIZE + 4, 2 * SIZE]

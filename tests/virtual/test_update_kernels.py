@@ -97,7 +97,7 @@ def test_an_update_dispatches_at_most_three_kernels(mesh: str, kind: str, hints:
     more = step.total() - forward_and_backward.total()
     parameters = len(list(small().parameters()))
     assert sum(count for name, count in step.items() if "_fused_" in name) >= ranks.size, step
-    assert 0 < more <= 3 * parameters * ranks.size, (step - forward_and_backward, more)
+    assert more <= 3 * parameters * ranks.size, (step - forward_and_backward, more)
     assert stepped.verify(), stepped.verify().why
 
 

@@ -44,12 +44,31 @@ REDUCTIONS = {
 """Ops whose kernels compute elementwise operands."""
 
 
+def fused(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The values that are computed where they are used."""
+    own = (node for node in nodes if _is_elementwise(node) and lies_in(node, None) is None)
+    return {node for node in own if all(map(_computes, _users(node)))}
+
+
+def loaded(node: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+    """What a kernel loads: the operands of a call, and of those that are computed ``inside`` it their own."""
+    found, todo = set[fx.Node](), [*node.all_input_nodes]
+    while todo:
+        used = todo.pop()
+        while (source := lies_in(used, None)) is not None and used.op == "call_function":
+            used = source
+        if used in inside:
+            todo += used.all_input_nodes
+        else:
+            found.add(used)
+    return found
+
+
 def fuse(nodes: Sequence[fx.Node], blocks: Callable[[fx.Node], Iterator[Block]]) -> None:
     """Let values that are computed where they are used hold nothing. ``blocks`` are those in which a value lies."""
+    inside = fused(nodes)
     for node in reversed(nodes):
-        if not _is_elementwise(node) or lies_in(node, None) is not None:
-            continue
-        if not all(map(_computes, _users(node))):
+        if node not in inside:
             continue
         for block in blocks(node):
             for used in node.all_input_nodes:
