@@ -27,6 +27,7 @@ from torch import fx
 
 from shardfx.ir.graph import Input, Node, Phase, Value
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops.computing.segment import CAST
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.rank_program import RankProgram
@@ -82,6 +83,8 @@ class _Overwriting:
                 node.target, node.kwargs = form, {**node.kwargs, "out": into}
                 changed = True
         self.share = Sharing(self.program.graph.nodes)
+        if self._write_rounded():
+            changed, self.share = True, Sharing(self.program.graph.nodes)
         return self._write(inputs) or changed
 
     def _put(self) -> bool:
@@ -98,6 +101,27 @@ class _Overwriting:
                 changed = True
         if changed:
             self.share, self.renewed = Sharing(self.program.graph.nodes), renewed(self.program, STEPPED)
+        return changed
+
+    def _write_rounded(self) -> bool:
+        """New rows of a parameter that were computed in more bits, and rounded, are written where the old ones lie."""
+        changed = False
+        for node in list(self.program.graph.nodes):
+            planned = node.meta.get("shardfx")
+            if node.target is not CAST or not isinstance(planned, Node) or planned.phase is not Phase.UPDATE:
+                continue
+            rows = _rows(node)
+            if rows is None or rows not in self.values:
+                continue
+            free = self.share.last_use(rows, node) and self.share.sender(rows, node) is None
+            old, new = self.values[rows], planned.outs[0]
+            if not free or old.type.dtype is not new.type.dtype or self._shape(old) != self._shape(new):
+                continue
+            with self.program.graph.inserting_after(node):
+                made = self.program.graph.call_function(memory_ops.write, (rows, node))
+            made.meta = {key: value for key, value in node.meta.items() if key == "shardfx"}
+            node.replace_all_uses_with(made, lambda user, made=made: user is not made)
+            changed = True
         return changed
 
     def _write(self, inputs: Mapping[fx.Node, Input]) -> bool:
@@ -147,6 +171,14 @@ class _Overwriting:
     def _shape(self, value: Value) -> tuple[int, ...]:
         assert value.spec is not None
         return torch.Size(value.spec.local_shape(value.shape, self.program.mesh, self.coords))
+
+
+def _rows(node: fx.Node) -> fx.Node | None:
+    """A rank's rows of what it has whole, with which a chain of calls began, each of the one before first of all."""
+    found: Any = node
+    while isinstance(found, fx.Node) and found.op == "call_function" and found.target is not pack.take:
+        found = found.args[0] if found.args else None
+    return found if isinstance(found, fx.Node) and found.target is pack.take else None
 
 
 def _part(result: fx.Node) -> tuple[Any, ...] | None:

@@ -129,13 +129,15 @@ def test_steps_of_fused_kernels_are_those_of_one_device(name: str) -> None:
     assert apart(pm, losses, params) < 1e-12
 
 
-@pytest.mark.parametrize("mesh", ["one", "dp2"])
-def test_parameters_of_16_bits_are_stepped_by_the_fused_kernel(mesh: str) -> None:
+@pytest.mark.parametrize(("mesh", "zero"), [("one", 0), ("dp2", 0), ("dp2", 1), ("dp2", 3)])
+def test_parameters_of_16_bits_are_stepped_by_the_fused_kernel(mesh: str, zero: int) -> None:
     """It computes in float32 and rounds once, as torch's ``fused=True``; the captured calls round each result."""
     x, y = torch.rand(12, 6).bfloat16(), torch.rand(12, 4).bfloat16()
     model, ranks = small().bfloat16(), (MESHES | MORE)[mesh]
     specs = {"args.0": "dp, -"} if mesh == "dp2" else {}
-    hints = sx.Hints((x,), targets=(y,), loss=F.mse_loss, specs=specs, optimizer=FACTORIES["AdamW"])
+    hints = sx.Hints(
+        (x,), targets=(y,), loss=F.mse_loss, specs=specs, optimizer=FACTORIES["AdamW"], zero=zero, zero_min=0
+    )
     pm = sx.parallelize(model, ranks, hints)
     own = optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for _ in range(3):
@@ -143,7 +145,7 @@ def test_parameters_of_16_bits_are_stepped_by_the_fused_kernel(mesh: str) -> Non
         F.mse_loss(model(x), y).backward()
         own.step()
         seen = dispatched(lambda: pm.step(x, y))
-    assert seen["aten._fused_adamw_.tensor_lr"] == ranks.size and not seen["aten.addcdiv.out"]
+    assert seen["aten._fused_adamw_.tensor_lr"] >= ranks.size and not seen["aten.addcdiv.out"]
     assert pm.verify()
     for name, value in pm.full_state_dict().items():
         assert (value - model.get_parameter(name)).abs().max() < 5e-3
