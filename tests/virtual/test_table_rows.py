@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,17 +65,19 @@ def looked(mode: str = "sum", specs: dict[str, str] | None = None, tied: bool = 
     ids=str,
 )
 @pytest.mark.slow
-def test_five_steps_are_the_same_to_the_bit(name: str, mesh: str, kind: str, hints: dict[str, Any]) -> None:
+def test_five_steps_are_the_same(name: str, mesh: str, kind: str, hints: dict[str, Any]) -> None:
+    """Up to rounding: steps of what lies on the device run as fused kernels, or over segments."""
+    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
     case = make(name)
     away = (*rows(), sx.Offload(("activations", "optimizer"), least=0))
     plain, other = (plan(make(name), MESHES[mesh], optimizer=KINDS[kind], offload=o, **hints) for o in (away[1:], away))
     for _ in range(5):
-        assert torch.equal(*(pm.step(*case.args, *case.targets, **case.kwargs) for pm in (plain, other)))
-    state = other.full_state_dict()
-    assert all(torch.equal(value, state[key]) for key, value in plain.full_state_dict().items())
+        close(*(pm.step(*case.args, *case.targets, **case.kwargs) for pm in (plain, other)))
+    close(plain.full_state_dict(), other.full_state_dict())
     mine, theirs = (pm.optimizer.full_state_dict()["state"] for pm in (plain, other))
     for key, held in mine.items():
-        assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key][of])) for of, value in held.items())
+        for of, value in held.items():
+            close(torch.as_tensor(value), torch.as_tensor(theirs[key][of]))
     assert other.verify(), other.verify().why
     tables = [given for given in other.after.of_kind(InputKind.PARAMETER) if given.pool]
     assert tables and all("emb" in given.name for given in tables)
@@ -116,7 +119,8 @@ def test_a_step_brings_rows_alone(specs: dict[str, str] | None) -> None:
     batch = (8 if specs else 4) * 4
     assert sorted(storage.nbytes for storage in fetched) == [8, batch * 16 * 8], "a norm, and rows"
     assert {storage.node.phase for storage in fetched if storage.node} == {Phase.FORWARD, Phase.UPDATE}
-    assert plain.memory().peak - pm.memory().peak > 2 * 64 * 16 * 8 and "emb.weight" not in str(pm.memory())
+    tables = 1 if specs else 2  # of what lies on the device the fused update makes no temporaries
+    assert plain.memory().peak - pm.memory().peak > tables * 64 * 16 * 8 and "emb.weight" not in str(pm.memory())
 
 
 @pytest.mark.long
