@@ -170,8 +170,7 @@ def test_saved_program_of_a_compiled_plan_needs_torch_alone(tmp_path: Path) -> N
 
 
 def test_inductor_keeps_the_order_of_the_backward() -> None:
-    """Its pass for inference would put off the products of weights' gradients until the update: 0.5 of 4.5 GB at the
-    peak of four layers of the decoder in benchmarks/gpu."""
+    """Its pass for inference would put off the products of weights' gradients until the update, with what they take."""
     from torch._inductor import config
 
     assert config.reorder_for_locality
