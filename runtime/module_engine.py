@@ -21,6 +21,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms
 
 from .engine import Engine, Watch
+from .inductor_passes import WholeStep
 from .module_stretches import Stretches, stands_alone
 from .peak_memory import MeasuredPeaks
 from .rank_errors import failed
@@ -38,9 +39,14 @@ MEETING = Forms({c10d.wait_tensor.default: _here}, Request.of)
 """How virtual ranks do what they do together: the coroutine asks for it."""
 
 
-ORDERED = {"reorder_for_locality": False}
+ORDERED = {
+    "reorder_for_locality": False,
+    "score_fusion_memory_threshold": 1024,
+    "post_grad_custom_post_pass": WholeStep(),
+}
 """Options of Inductor: products of weights' gradients stay where the backward has them. In a graph without autograd it
-would move each in front of the update, its only user, and keep all activations until then."""
+would move each in front of the update, its only user, and keep all activations until then. Updates share no kernel for
+the few bytes of their rates, and stand behind their gradients (:mod:`.inductor_passes`)."""
 
 
 def compiler(options: Mapping[str, Any] | None) -> Callable[[fx.GraphModule], Any]:

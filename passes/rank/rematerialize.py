@@ -1,22 +1,24 @@
 """rematerialize: the backward recomputes pointwise values of the forward where that saves memory.
 
-    h = aten.mul.Tensor(s, u)                        h = aten.mul.Tensor(s, u)
-    y = aten.mm.default(h, w)                        y = aten.mm.default(h, w)            h is freed behind it
+    s = aten.silu.default(g)                         s = aten.silu.default(g)
+    h = aten.mul.Tensor(s, u)                        h = aten.mul.Tensor(s, u)            s is in no memory
+    y = aten.mm.default(h, w)                        y = aten.mm.default(h, w)
     ...                                              ...
-    gw = aten.mm.default(gy, h)                ->    mul_1 = aten.mul.Tensor(s, u)
-                                                     gw = aten.mm.default(gy, mul_1)
+    gw = aten.mm.default(gy, h)                ->    gw = aten.mm.default(gy, h)
+    gu = aten.mul.Tensor(gh, s)                      silu_1 = aten.silu.default(g)
+                                                     gu = aten.mul.Tensor(gh, silu_1)
 
 For programs that ``torch.compile`` runs: it fuses the copies into the kernels of the backward. Which values are saved
 is a minimum cut of the forward, by bytes, between what is not pointwise and what the backward reads, as in the
 partitioner of AOTAutograd (``torch._functorch.partitioners.min_cut_rematerialization_partition``); among cuts of equal
-bytes the one that recomputes least.
+bytes the one that recomputes least. What a product of the backward reads lies in memory in any case, and is saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +26,8 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
+from shardfx.ir.cost.live.fusion import ELEMENTWISE, REDUCTIONS
+from shardfx.ir.cost.replay import values
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops.traits import draws
 from shardfx.ir.program.looped.within_turns import regions
@@ -83,6 +87,7 @@ def _recomputed(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
     inside = regions(nodes)
     forward = [node for node in nodes if not _is_late(node) and node.op == "call_function"]
     number = {node: 2 + 2 * i for i, node in enumerate(forward)}
+    views = _views(nodes, program)
     edges: dict[tuple[int, int], int] = {}
     nbytes = {node: _nbytes(node, program) for node in forward}
     unit = max(1, sum(nbytes.values()) // TOTAL)
@@ -92,7 +97,8 @@ def _recomputed(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
         edges[into, into + 1] = 0 if stays or _lies_in_input(node) else 1 + nbytes[node] // unit
         if any(user.op != "output" for user in late):
             edges[into + 1, SINK] = UNCUT
-        if _is_pointwise(node) and all(inside[user] == inside[node] for user in late):
+        free = _is_pointwise(node) and not (node not in views and _is_materialized(node, views))
+        if free and all(inside[user] == inside[node] for user in late):
             edges |= {(number[used] + 1, into): UNCUT for used in node.all_input_nodes if used in number}
         else:
             edges[SOURCE, into] = UNCUT
@@ -125,6 +131,27 @@ def _is_pointwise(node: fx.Node) -> bool:
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or draws(op):
         return False
     return torch.Tag.pointwise in op.tags or op is CAST or lies_in(node, None) is not None
+
+
+def _is_materialized(node: fx.Node, views: set[fx.Node]) -> bool:
+    """Whether a call of the backward that compilers fuse nothing into reads a value, or a view of it."""
+    return any(
+        _is_materialized(user, views) if user in views else _is_late(user) and user.op != "output" and not _fuses(user)
+        for user in node.users
+    )
+
+
+def _views(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
+    """The calls that copy nothing: a reshape of a transposed value does."""
+    views = {node for node in nodes if lies_in(node, None) is not None}
+    reshapes: list[Any] = [node for node in views if node.target is torch.ops.aten.reshape.default]
+    made = values(program) if reshapes else {}
+    return views - {node for node in reshapes if not made[node.args[0].name].reshape(made[node.name].shape)._is_view()}
+
+
+def _fuses(node: fx.Node) -> bool:
+    """Whether compilers compute elementwise operands in the kernel of a call."""
+    return _is_pointwise(node) or node.target in ELEMENTWISE or node.target in REDUCTIONS
 
 
 def _is_late(node: fx.Node) -> bool:
