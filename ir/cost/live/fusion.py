@@ -49,13 +49,11 @@ REDUCTIONS = {
     aten.embedding_dense_backward.default,
 }
 """Ops whose kernels compute elementwise operands."""
-
-
+BY_DIMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.var_mean.correction}
+"""Those of them that take the dims that they reduce."""
 READS = 4
 """The most tensors that a value with several users loads if it is not stored: Inductor's
 ``realize_reads_threshold``."""
-BY_DIMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.var_mean.correction}
-"""Those of them that take the dims that they reduce."""
 Loads = set[fx.Node]
 """Values, or views of them, that a kernel loads."""
 Layouts = Callable[[fx.Node], Sequence[Layout]]
@@ -136,7 +134,7 @@ def kernels(
         sized = node.all_input_nodes if node.target in REDUCTIONS else (node,)
         elements = max((_numel(layouts(each)) for each in sized), default=0)
         size = (elements, loop(node)) if computes else None
-        if node.target is memory_ops.write and is_computed(maker_of(value := root(node.args[1]))):
+        if node.target is memory_ops.write and is_computed(maker_of(value := root(node.all_input_nodes[-1]))):
             kernel, loads = makers[value], set()
         else:
             ended = {makers[value] for value in makers if _ends_kernel(maker_of(value), layouts)}
@@ -190,11 +188,12 @@ def _ends_kernel(node: fx.Node, layouts: Layouts) -> bool:
     """Whether a call is a reduction whose result is known at its kernel's end alone: not of rows, each on its own."""
     if node.target not in REDUCTIONS:
         return False
-    if node.target not in BY_DIMS or len(node.args) < 2 or not node.args[1]:
+    operand, dims = (*node.args, None)[:2]
+    if node.target not in BY_DIMS or not isinstance(dims, Sequence) or not isinstance(operand, fx.Node):
         return True
-    (rank,) = (len(layout.shape) for layout in layouts(node.args[0]))
-    dims = {dim % rank for dim in node.args[1]}
-    return len(dims) == rank or dims != {*range(rank - len(dims), rank)}
+    (rank,) = (len(layout.shape) for layout in layouts(operand))
+    reduced = {dim % rank for dim in dims if isinstance(dim, int)}
+    return len(reduced) in (0, rank) or reduced != {*range(rank - len(reduced), rank)}
 
 
 def _numel(layouts: Iterable[Layout]) -> int:

@@ -127,7 +127,7 @@ def sustained(
             kept.append(call(*each))
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / (timed * len(arguments))
+    return float(begin.elapsed_time(end)) / 1e3 / (timed * len(arguments))
 
 
 def _typical(call: Callable[..., object], args: tuple[Any, ...], device: torch.device) -> float:
