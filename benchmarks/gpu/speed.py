@@ -48,7 +48,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 @dataclass
 class Contender:
     """A step that can be repeated, the parallel module behind it, if there is one, and whether its program is the whole
-    step: the states of an optimizer outside are not in its footprint."""
+    step: an optimizer outside is neither in its footprint nor in its predicted time."""
 
     step: Callable[[], Tensor]
     pm: sx.ParallelModule | None = None
@@ -138,7 +138,7 @@ def run(context: Context) -> None:
         while told := context.wait():
             for contender in built.values():
                 if told.get("machine"):
-                    predict(context, name, contender.pm, told["machine"])
+                    predict(context, name, contender, told["machine"])
                 else:
                     contender.step()
                     context.emit(name, ms=context.device.milliseconds(contender.step, TIMED))
@@ -194,12 +194,12 @@ def predicted_memory(pm: sx.ParallelModule) -> dict[str, Any]:
     return {"peak_predicted": memory.peak, "reserved_predicted": memory.reserved, "host": memory.host}
 
 
-def predict(context: Context, name: str, pm: sx.ParallelModule | None, machine: str) -> None:
-    """The predicted time of the step on the machine as it was measured."""
-    if pm is None:
+def predict(context: Context, name: str, contender: Contender, machine: str) -> None:
+    """The predicted time of the step on the machine as it was measured, if its program is the whole step."""
+    if contender.pm is None or not contender.stepped:
         return
     try:
-        seconds = pm.timeline(machine).step
+        seconds = contender.pm.timeline(machine).step
         context.emit(name, ms_predicted=seconds * 1e3)
     except Exception as error:
         context.emit(name, prediction_error=one_line(error))

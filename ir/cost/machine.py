@@ -3,7 +3,7 @@
 >>> machine = Machine.load("h100-dgx")              # a file of machines/, or the path of one like them
 >>> machine.rate(torch.bfloat16), machine.connect(Mesh(dp=4, tp=8))["tp"].link.bandwidth
 (989000000000000.0, 450000000000.0)
->>> Machine.measure().save("mine.json")             # some ten seconds, on the machine at hand
+>>> Machine.measure().save("mine.json")             # ten to twenty seconds, on the machine at hand
 """
 
 from __future__ import annotations
@@ -201,10 +201,12 @@ class Machine:
 
     @classmethod
     def measure(cls, device: str | torch.device | None = None, name: str = "") -> Machine:
-        """The machine at hand, measured in some ten seconds: matrix products by dtype and size, a copy of memory, small
-        ops, what connects it with the host, and some ops by their size, as programs call them. On a CPU of one thread
-        the seconds are those that it worked; on CUDA those of the device, and apart from them what the host spends on
-        calls. Products in float32 run as they are set to now (``torch.set_float32_matmul_precision``).
+        """The machine at hand, measured in some ten seconds, on CUDA in some twenty: matrix products by dtype and size,
+        a copy of memory, small ops, what connects it with the host, and some ops by their size, as programs call them.
+        On a CPU of one thread the seconds are those that it worked; on CUDA those of the device, and apart from them
+        what the host spends on calls. There, products, convolutions and attention run for a while before they are
+        timed, at the clock that the device sustains. Products in float32 run as they are set to now
+        (``torch.set_float32_matmul_precision``).
 
         Where a process group of several ranks is there, all of them call this together, and what connects them is
         measured as well: as one link between any two, whichever machine they are on; and all get the first rank's

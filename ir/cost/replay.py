@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -35,17 +34,18 @@ from shardfx.ir.ops.table import LocalOp, OwnOp
 from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.program.neighbours import neighbours
 from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.sharing import lies_in
 from shardfx.ir.program.units.lifetimes import Lifetimes
 from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import laid_of
 
 from .amounts import Cost, Work
 from .call_facts import before_communication, called, changed_by, group_of, is_memory, kind_of
-from .curve import VIEW
+from .curve import TOUCH, VIEW
 from .fake_calls import FakeCalls, Layout, Made, Result, cannot, change, leaves
 from .live.blocks import Block, BlockTensor
-from .live.call_moments import Moments, Standpoint
-from .live.fusion import fuse, fused, loaded
+from .live.call_moments import Moments, Place, Standpoint
+from .live.fusion import fuse, fused, is_computed, kernels, maker_of, root
 from .live.storages import Footprint
 from .live.transport import PLAIN, Transport
 from .live.turn_sizes import FIRST, At, sizes_of_turns
@@ -84,23 +84,31 @@ def replay(
 
 
 def _fused_costs(walk: _Walk) -> list[Cost]:
-    """The costs of calls whose elementwise operands are computed in their own kernels, which load what those take."""
-    inside = fused(walk.calls)
+    """The costs of calls in fused kernels: each kernel's at its last call."""
+    places = {node: at for at, node in enumerate(walk.calls)}
+    inside, costs = fused(walk.calls), [*walk.costs]
 
-    def nbytes(nodes: Iterable[fx.Node]) -> int:
-        return sum(tensor.layout.nbytes for node in nodes for tensor in leaves(walk.held[node], BlockTensor))
+    def layouts(node: fx.Node) -> list[Layout]:
+        return [tensor.layout for tensor in leaves(walk.held[node], BlockTensor)]
 
-    found = []
-    for node, cost in zip(walk.calls, walk.costs, strict=True):
-        if node in inside:
-            found.append(NOTHING)
-        elif len(cost.work) == 1 and (sources := loaded(node, inside)) != set(node.all_input_nodes):
-            ((work, count),) = cost.work.items()
-            touched = work.touched - nbytes(node.all_input_nodes) + nbytes(sources)
-            found.append(replace(cost, work={work._replace(touched=max(touched, 0.0)): count}))
-        else:
-            found.append(cost)
-    return found
+    def loop(node: fx.Node) -> tuple[Place, float]:
+        """In which loop a call is, and how often it is done."""
+        at = places[node]
+        return walk.stand.places[at], max(walk.costs[at].work.values(), default=1)
+
+    for kernel in kernels(walk.calls, inside, layouts, loop):
+        last = kernel.calls[-1]
+        if kernel.size is None or (len(kernel.calls) == 1 and kernel.loads == {*last.all_input_nodes}):
+            continue
+        _, count = loop(last)
+        for node in kernel.calls:
+            costs[places[node]] = NOTHING
+        work = Work(0.0, kernel.touched(layouts), layouts(kernel.calls[0])[0].dtype, TOUCH)
+        costs[places[last]] = Cost({work: count})
+    for node in walk.calls:
+        if node in inside or (lies_in(node, None) is not None and is_computed(maker_of(root(node)))):
+            costs[places[node]] = NOTHING  # computed in kernels, which store the layout that is used
+    return costs
 
 
 def values(program: RankProgram) -> dict[str, Any]:

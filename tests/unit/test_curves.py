@@ -15,7 +15,7 @@ from shardfx.ir.cost.amounts import Cost, Work
 from shardfx.ir.cost.call_facts import changed_by, kind_of
 from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.cost.measuring import probes
+from shardfx.ir.cost.measuring import calibrate, probes
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.time import turns
 from shardfx.ir.ops.traits import base_name_of
@@ -120,8 +120,41 @@ def test_a_probe_for_cuda_makes_what_its_op_takes(heavy: probes.Heavy, monkeypat
     monkeypatch.setattr(probes, "TOKENS", 64)
     monkeypatch.setattr(probes, "HEADS", 2)
     sizes = (16, 32)
-    amounts = [probes._amount(heavy.op, heavy.make(size, CPU))[0] for size in sizes]
-    assert 0 < amounts[0] < amounts[1]
+    for make in (heavy.make, *heavy.more):
+        amounts = [probes._amount(heavy.op, make(size, CPU))[0] for size in sizes]
+        assert 0 < amounts[0] < amounts[1]
+
+
+def test_the_products_of_a_linear_layer_do_as_much_as_a_square_one() -> None:
+    (product, *_) = probes.HEAVY["cuda"]
+    makes = (product.make, *product.more)
+    assert [probes._amount(product.op, make(32, CPU))[0] for make in makes] == [2 * 32.0**3] * 3
+    assert [[x.is_contiguous() for x in make(32, CPU)] for make in makes] == [
+        [True, False],
+        [True, True],
+        [False, True],
+    ]
+
+
+def test_sustained_calls_run_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of calls, of which the first ten take half as long."""
+    done: list[int] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = float(len(done) + max(len(done) - 10, 0))
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) * 10.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    seconds = calibrate.sustained(done.append, [(0,), (1,)], torch.device("cuda"), 0.01, warm=0.1)
+    assert seconds == 0.02 and len(done) == 10 + 4 and done[:3] == [0, 1, 0]
 
 
 def test_a_curve_ends_where_calls_take_long(monkeypatch: pytest.MonkeyPatch) -> None:

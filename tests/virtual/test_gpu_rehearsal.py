@@ -49,7 +49,7 @@ def test_rehearsal_of_all_parts_is_right(tmp_path: Path) -> None:
         "MLP | 2 x 2 tiles",
     }
     assert all(row["ms"] > 0 and row["ratio"] > 0 for row in found["parts"]["speed"].values())
-    ours = [row for name, row in found["parts"]["speed"].items() if "pm" in name]
+    ours = [row for name, row in found["parts"]["speed"].items() if "pm.step" in name]
     assert all(row["ms_predicted"] > 0 and row["peak_predicted"] > 0 for row in ours)
     memory = found["parts"]["memory"]
     assert all(row["moved"] > 0 and row["link_ratio"] > 0 for name, row in memory.items() if "offload" in name)

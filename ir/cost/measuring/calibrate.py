@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LONG, RUNS = 0.02, 5
 """Seconds that a run should take, and how many of them."""
+TIMED = 0.03
+"""Seconds in which the calls of a sustained run are timed."""
 LARGEST = 8192
 """Rows and columns of the largest matrix that is tried."""
 BUSY, QUEUED = 1 << 29, 256
@@ -104,6 +107,27 @@ def on_device(
         times.append(begin.elapsed_time(end) / 1e3 / len(arguments))
         del kept  # the next run takes the same memory
     return statistics.median(times[1:])
+
+
+def sustained(
+    call: Callable[..., object], arguments: Sequence[tuple[Any, ...]], device: torch.device, seconds: float, warm: float
+) -> float:
+    """Seconds of a call on CUDA behind others of its kind that took ``warm`` seconds: at the clock that the device
+    holds under its power limit, as in a training step. ``seconds`` is about what a call takes.
+
+    Calls are queued one behind the other; as many results are kept as there are arguments.
+    """
+    before, timed = (max(math.ceil(each / (seconds * len(arguments))), 1) for each in (warm, TIMED))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    kept = deque[object](maxlen=len(arguments))
+    for number in range(before + timed):
+        if number == before:
+            begin.record()
+        for each in arguments:
+            kept.append(call(*each))
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / (timed * len(arguments))
 
 
 def _typical(call: Callable[..., object], args: tuple[Any, ...], device: torch.device) -> float:

@@ -3,7 +3,8 @@
 A program's operands were made a while ago, its results are kept for a while, and between two calls of one op are many
 of others: neither operands, memory for results nor the op's own code are at hand. So a probe goes round among many
 operands and keeps as many results. On a CPU it has a product between any two calls, whose time is taken off again; on
-CUDA the calls are queued, so that what the host needs for them is not in it (:func:`.calibrate.on_device`).
+CUDA the calls are queued, so that what the host needs for them is not in it (:func:`.calibrate.on_device`), and
+those that compute for long run until the device's clock has settled (:func:`.calibrate.sustained`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from shardfx.ir.ops.traits import base_name_of
 from . import calibrate
 
 aten = torch.ops.aten
-RING = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""The bytes of operands and results that a probe goes round among."""
+RING = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""The bytes of operands and results that a probe goes round among: more than a cache holds."""
 MOST, PASSES = 64, 5
 """So many calls are in a round at most, and so many rounds are timed."""
 ROUND = 0.1
@@ -61,6 +62,19 @@ Make = Callable[[int, Where], tuple[Any, ...]]
 
 def _rows(count: int) -> Make:
     return lambda rows, at: tuple(at.random(rows, WIDTH[at.device.type]) for _ in range(count))
+
+
+def _forward(n: int, at: Where) -> tuple[Any, ...]:
+    """The product of a linear layer of n outputs, n / 2 inputs and 2 n tokens."""
+    return at.random(2 * n, n // 2), at.random(n, n // 2).t()
+
+
+def _input_gradient(n: int, at: Where) -> tuple[Any, ...]:
+    return at.random(2 * n, n), at.random(n, n // 2)
+
+
+def _weight_gradient(n: int, at: Where) -> tuple[Any, ...]:
+    return at.random(2 * n, n).t(), at.random(2 * n, n // 2)
 
 
 def _square(n: int, at: Where) -> tuple[Any, ...]:
@@ -129,6 +143,34 @@ def _reduced(count: int, *more: Any) -> Make:
     return lambda rows, at: (*_rows(count)(rows, at), *more)
 
 
+def _by_vector(rows: int, at: Where) -> tuple[Any, ...]:
+    (x,) = _rows(1)(rows, at)
+    return x, at.random(x.shape[1])
+
+
+def _by_column(rows: int, at: Where) -> tuple[Any, ...]:
+    return *_rows(1)(rows, at), at.random(rows, 1)
+
+
+def _half_by_vector(rows: int, at: Where) -> tuple[Any, ...]:
+    """Half of each row, as rotary positions see it."""
+    x, scale = _by_vector(rows, at)
+    return x.chunk(2, -1)[0], scale.chunk(2)[0]
+
+
+def _cast(rows: int, at: Where) -> tuple[Any, ...]:
+    return *_rows(1)(rows, at), torch.bfloat16 if at.dtype is torch.float32 else torch.float32
+
+
+def _of_heads(rows: int, at: Where) -> tuple[Any, ...]:
+    """Results of attention, which a product takes as rows."""
+    return at.random(1, HEADS, rows, HEAD).transpose(1, 2), [rows, HEADS * HEAD]
+
+
+def _halves(rows: int, at: Where) -> tuple[Any, ...]:
+    return [x.chunk(2, -1)[0].contiguous() for x in _rows(2)(rows, at)], -1
+
+
 ROWS: Mapping[str, Sequence[int]] = {"cpu": (4, 64, 512, 4096), "cuda": (4, 256, 4096, 32768)}
 TOUCHED: Mapping[str, Sequence[int]] = {"cpu": (*ROWS["cpu"], 32768), "cuda": (4, 64, 512, 2048, 8192, 32768)}
 BY_ROWS: dict[Any, Make] = {
@@ -153,12 +195,21 @@ dtype."""
 
 @dataclass(frozen=True)
 class Heavy:
-    """An op that computes, measured by operations in each dtype of its device; under its own name, or a ``kind``."""
+    """An op that is measured in each dtype of its device, by operations, or by bytes if it has none; under its own
+    name, or a ``kind``.
+
+    Args:
+        make: how its operands are made.
+        more: other layouts of operands: the probe goes round among all, and measures their mean.
+        warm: seconds that calls run before they are timed on CUDA, if one takes long (:data:`LONG_CALL`).
+    """
 
     op: Any
     make: Make
     sizes: Sequence[int]
     kind: str = ""
+    more: Sequence[Make] = ()
+    warm: float = 0.0
 
     @property
     def name(self) -> str:
@@ -166,7 +217,13 @@ class Heavy:
         return self.kind or base_name_of(self.op)
 
 
-LENGTHS = (256, 1024, 2048, 4096, 8192)
+LENGTHS = (256, 1024, 4096, 8192)
+LONG_CALL = 2e-5
+"""Seconds from which on the time of a call on CUDA depends on the clock more than on its launch."""
+CLOCK_SETTLES = 0.2
+"""Seconds of products until the device's clock has settled under its power limit."""
+HOT = 0.03
+"""Seconds of calls behind others that have kept the device as busy."""
 HEAVY: Mapping[str, Sequence[Heavy]] = {
     "cpu": (
         Heavy(aten.mm.default, _square, (16, 32, 64, 128, 256, 512, 1024), PRODUCT),
@@ -176,12 +233,25 @@ HEAVY: Mapping[str, Sequence[Heavy]] = {
         Heavy(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, _queries_backward, (32, 128, 512)),
     ),
     "cuda": (
-        Heavy(aten.mm.default, _square, (128, 256, 512, 1024, 2048, 4096, 8192), PRODUCT),
+        Heavy(
+            aten.mm.default,
+            _forward,
+            (128, 256, 512, 1024, 2048, 4096, 8192),
+            PRODUCT,
+            (_input_gradient, _weight_gradient),
+            CLOCK_SETTLES,
+        ),
         Heavy(aten.mm.default, _narrow, (256, 1024, 4096, 8192), NARROW),
-        Heavy(aten.convolution.default, _image, (16, 64, 256)),
-        Heavy(aten.convolution_backward.default, _image_backward, (16, 64, 256)),
+        Heavy(aten.mul.Tensor, _rows(2), ROWS["cuda"], more=(_by_vector, _by_column, _half_by_vector)),
+        Heavy(aten.to.dtype, _cast, ROWS["cuda"], "_to_copy"),
+        Heavy(aten.reshape.default, _of_heads, ROWS["cuda"]),
+        Heavy(aten.cat.default, _halves, ROWS["cuda"]),
+        Heavy(aten.mean.dim, _reduced(1, [-1]), ROWS["cuda"]),
+        Heavy(aten.sum.dim_IntList, _reduced(1, [0]), ROWS["cuda"], more=(_reduced(1, [-1]),)),
+        Heavy(aten.convolution.default, _image, (16, 64, 256), warm=HOT),
+        Heavy(aten.convolution_backward.default, _image_backward, (16, 64, 256), warm=HOT),
         *(
-            Heavy(op, make(causal), LENGTHS, f"{CAUSAL if causal else ''}{base_name_of(op)}")
+            Heavy(op, make(causal), LENGTHS, f"{CAUSAL if causal else ''}{base_name_of(op)}", warm=HOT)
             for op, make in ((attention, _attended), (attention_backward, _attended_backward))
             for causal in (True, False)
         ),
@@ -195,7 +265,8 @@ DTYPES: Mapping[str, Sequence[torch.dtype]] = {
 
 
 def products(device: torch.device, clock: Clock) -> dict[torch.dtype, Curve]:
-    """Seconds of square products by their operations, in each dtype."""
+    """Seconds of products by their operations, in each dtype: on CUDA the mean of the three of a linear layer, which
+    lie differently in memory; on a CPU square ones."""
     product = HEAVY[device.type][0]
     return {dtype: curve(product, Where(device, dtype), clock) for dtype in calibrate.DTYPES}
 
@@ -220,30 +291,37 @@ def curves(device: torch.device, clock: Clock, products: Mapping[torch.dtype, Cu
 
 
 def curve(heavy: Heavy, at: Where, clock: Clock) -> Curve:
-    """Seconds of an op by its operations (a narrow product's by bytes), up to a size at which a call takes long."""
+    """Seconds of an op by its operations, or bytes (a narrow product's, too), up to a size at which it takes long."""
     points: list[tuple[float, float]] = []
     with torch.no_grad():
         for size in heavy.sizes:
-            if points and (points[-1][1] > calibrate.LONG or size > calibrate.LARGEST):
+            computes = formula(heavy.op) is not None
+            if points and (points[-1][1] > calibrate.LONG or (computes and size > calibrate.LARGEST)):
                 break
-            points.append(_point(heavy.op, heavy.make, size, at, clock, by_bytes=heavy.kind == NARROW))
+            points.append(_point(heavy, size, at, clock))
     return Curve.of(points)
 
 
 def _by_bytes(op: Any, make: Make, sizes: Sequence[int], at: Where, clock: Clock) -> Curve:
     with torch.no_grad():
-        return Curve.of([_point(op, make, size, at, clock) for size in sizes])
+        return Curve.of([_point(Heavy(op, make, sizes), size, at, clock) for size in sizes])
 
 
-def _point(op: Any, make: Make, size: int, at: Where, clock: Clock, by_bytes: bool = False) -> tuple[float, float]:
+def _point(heavy: Heavy, size: int, at: Where, clock: Clock) -> tuple[float, float]:
     """How much a call of this size does, and the seconds that it takes in the median round."""
-    args = make(size, at)
-    amount, touched = _amount(op, args)
+    op, makes = heavy.op, (heavy.make, *heavy.more)
+    ring = [make(size, at) for make in makes]
+    amounts = [_amount(op, args) for args in ring]
+    amount, touched = (statistics.fmean(each) for each in zip(*amounts, strict=True))
     begin = clock()
-    op(*args)
+    op(*ring[0])
     count = min(MOST, int(RING[at.device.type] / touched), int(ROUND / max(clock() - begin, 1e-9)))
-    ring = [args, *(make(size, at) for _ in range(count - 1))]
-    return touched if by_bytes else amount, _seconds(op, ring, at.device, clock)
+    rounds = max(count // len(makes), 1)
+    ring += [make(size, at) for _ in range(rounds - 1) for make in makes]
+    seconds = _seconds(op, ring, at.device, clock)
+    if at.is_cuda and heavy.warm and seconds > LONG_CALL:
+        seconds = calibrate.sustained(op._op, ring, at.device, seconds, heavy.warm)
+    return touched if heavy.kind == NARROW else amount, seconds
 
 
 def _amount(op: Any, args: tuple[Any, ...]) -> tuple[float, float]:
