@@ -122,7 +122,7 @@ def _before(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _reads(given: fx.Node) -> Iterator[fx.Node]:
-    """The calls in which an input is read: those that take it, and those that take what is computed in their kernels."""
+    """The calls in which an input is read: those that take it, or what is computed of it in their kernels."""
     found, todo = set[fx.Node](), [given]
     while todo:
         for user in todo.pop().users:

@@ -187,6 +187,12 @@ def _laid_like(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(x)
 
 
+def _rows_first(x: Tensor) -> Tensor:
+    """``x`` [batch, heads, rows, head] with all heads of a row together, as a projection behind attention gives its
+    gradient."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 # ---- torch's kernels -------------------------------------------------------------------------------------------
 
 
@@ -330,7 +336,7 @@ def _backward_by(
         made = op(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
     elif kernel == "cudnn":  # whose compiled graphs are found by the layout of q, k and v alone up to torch 2.11
         op, sizes = aten._scaled_dot_product_cudnn_attention_backward.default, (q.shape[2], k.shape[2])
-        grad, out = _laid_like(grad, q), _laid_like(out, q)
+        grad, out = _rows_first(grad), _laid_like(out, q)
         rest = (logsumexp[..., None], *state, None, None, None, *sizes, 0.0, causal)
         made = op(grad, q, k, v, out, *rest, scale=scale)
     elif kernel == "flash":
@@ -338,7 +344,7 @@ def _backward_by(
         made = op(grad, q, k, v, out, logsumexp, None, None, *sizes, 0.0, causal, *state, scale=scale)
     elif kernel == "efficient":
         op, many = aten._scaled_dot_product_efficient_attention_backward.default, [per_query_head(t, q) for t in (k, v)]
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # 16 bits are read so, whatever its strides
+        out = _rows_first(out)  # 16 bits are read so, whatever its strides
         rows = F.pad(logsumexp, (0, -q.shape[2] % ALIGNED), value=torch.inf)
         wanted = [True, True, True, False]
         made = op(grad, q, *many, bias, out, rows, *state, 0.0, wanted, causal, scale=scale)

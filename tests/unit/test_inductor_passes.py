@@ -15,7 +15,7 @@ W, V, X = torch.rand(4, 4), torch.rand(4, 4), torch.rand(8, 4)
 
 
 def step(x: Tensor, w: Tensor, v: Tensor, momentum: Tensor, count: Tensor) -> Tensor:
-    """Two layers, their gradients, and updates with a rate that counts, as AOTAutograd leaves them: writes at the end."""
+    """Two layers, their gradients, and updates with a rate that counts: writes at the end, as from AOTAutograd."""
     hidden = x @ w
     out = hidden @ v
     grad_v = hidden.t() @ out

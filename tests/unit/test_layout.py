@@ -83,11 +83,11 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "passes.communication": (*ONE_OP, "passes"),
     "passes.memory": (*ONE_OP, "passes"),
     "passes.sharding": (*ONE_OP, "ir.capture", "ir.capture.forms", "passes"),
-    "passes.rank": (*PROGRAMS, "ir.cost", "passes"),
+    "passes.rank": (*PROGRAMS, "ir.cost", "ir.cost.live", "passes"),
     "passes.space": (*ONE_OP, "ir.cost", "passes"),
     "passes.stages": (*ONE_OP, "ir.cost", "ir.schedule", "passes", "passes.time"),
     "passes.time": (*PROGRAMS, "ir.cost", "ir.schedule", "passes"),
-    "runtime": PROGRAMS,
+    "runtime": (*PROGRAMS, "ir.cost.live"),  # the pass for Inductor: what it fuses
     "runtime.virtual": (*PROGRAMS, "runtime"),
     "runtime.distributed": (*PROGRAMS, "runtime", *OF_RANKS, "runtime.same_host"),
     "runtime.distributed.agreement": (*GRAPHS, "ir.text", "runtime", "runtime.distributed"),

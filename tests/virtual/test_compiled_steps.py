@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfx as sx
-from shardfx.runtime.module_engine import ModuleEngine, in_order
+from shardfx.runtime.module_engine import ORDERED, ModuleEngine, in_order
 from shardfx.runtime.peak_memory import MeasuredPeaks
 from tests.on_gpu import allocated
 from tests.plans import MESHES
@@ -169,15 +169,15 @@ def test_saved_program_of_a_compiled_plan_needs_torch_alone(tmp_path: Path) -> N
         torch.testing.assert_close(results[f"parameter:{name}"], value, rtol=0, atol=1e-12)
 
 
-def test_inductor_keeps_the_order_of_the_backward() -> None:
+def test_options_of_inductor_are_those_for_whole_steps_unless_others_are_given() -> None:
     """Its pass for inference would put off the products of weights' gradients until the update, with what they take."""
     from torch._inductor import config
 
-    assert config.reorder_for_locality
-    assert in_order({}) == {"options": {"reorder_for_locality": False}}
+    assert config.reorder_for_locality and ORDERED["reorder_for_locality"] is False
+    assert in_order({}) == {"options": ORDERED}
     assert in_order({"mode": "max-autotune-no-cudagraphs", "fullgraph": True}) == {
         "fullgraph": True,
-        "options": {"reorder_for_locality": False, "max_autotune": True, "coordinate_descent_tuning": True},
+        "options": {**ORDERED, "max_autotune": True, "coordinate_descent_tuning": True},
     }
-    assert in_order({"options": {"reorder_for_locality": True}})["options"] == {"reorder_for_locality": True}
+    assert in_order({"options": {"reorder_for_locality": True}})["options"] == {**ORDERED, "reorder_for_locality": True}
     assert in_order({"backend": "eager"}) == {"backend": "eager"}
