@@ -26,6 +26,7 @@ from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 from .put_away import Pool, put_away_waiting, store_beside
 from .regions import of_ops, regions
+from .update_order import update_early
 
 ACTIVATIONS, OPTIMIZER, PARAMETERS, ROWS = WHAT = ("activations", "optimizer", "parameters", "rows")
 USUAL = (ACTIVATIONS, OPTIMIZER, PARAMETERS)
@@ -128,6 +129,8 @@ class Offload(Pass):
         found = [given for given in graph.of_kind(STORED[what]) if given.value.type.ndim and not given.pool]
         large = [given for given in found if given.value.type.numel >= self.least]
         if large:
+            if what == OPTIMIZER:
+                update_early(graph, large)
             store_beside(graph, self._pool, large)
         return len(large)
 
