@@ -65,12 +65,9 @@ class Course:
     def __post_init__(self) -> None:
         nodes = self.graph.nodes
         self.places = {node: i for i, node in enumerate(nodes)}
-        behind = (i for i, node in enumerate(nodes) if node.phase is not Phase.FORWARD and node.operands)
-        self.begin = next(behind, len(nodes))
-        self.phases = {
-            phase: [i for i, node in enumerate(nodes) if node.phase is phase and (i >= self.begin or node.operands)]
-            for phase in Phase
-        }
+        self.begin = next((i for i, node in enumerate(nodes) if node.phase is not Phase.FORWARD), len(nodes))
+        self.update = [i for i, node in enumerate(nodes) if node.phase is Phase.UPDATE]
+        self.other = [i for i, node in enumerate(nodes) if node.phase is not Phase.UPDATE]
         for i, node in enumerate(nodes):
             forward = node.phase is Phase.FORWARD
             if forward and gives_alias(node.op) and len(node.operands) == 1:
@@ -94,8 +91,8 @@ class Course:
         return found
 
     def ahead(self, user: Node, count: int) -> int:
-        """The place so many nodes of the same phase before a user, or where that begins."""
-        places = self.phases[user.phase]
+        """The place so many nodes before a user; those of the update, which stand among others, count in it alone."""
+        places = self.update if user.phase is Phase.UPDATE else self.other
         return places[max(bisect_left(places, self.places[user]) - count, 0)]
 
     def end_of(self, value: Value) -> int:
@@ -113,7 +110,7 @@ def put_away_waiting(graph: Graph, pool: Pool, takes: Callable[[Value], bool]) -
         node = value.node
         if node is None or node.phase is not Phase.FORWARD or value in stays or moves_pool(node) or not takes(value):
             return False
-        return first - pool.ahead > max(course.end_of(value) + 1, course.begin)
+        return course.ahead(graph.nodes[first], pool.ahead) > max(course.end_of(value) + 1, course.begin)
 
     away = {value for value, first in course.needed.items() if waits(value, first)}
     fetched: dict[Value, Value] = {}
@@ -122,7 +119,8 @@ def put_away_waiting(graph: Graph, pool: Pool, takes: Callable[[Value], bool]) -
         if value in away and value not in fetched:
             put = pool.put(rewriter, value)
             rewriter.after(graph.nodes[course.end_of(value)], put)
-            fetched[value] = pool.fetch(rewriter, put.outs[0], anchor, course.ahead(anchor, pool.ahead))
+            place = max(course.ahead(anchor, pool.ahead), course.begin)
+            fetched[value] = pool.fetch(rewriter, put.outs[0], anchor, place)
         return fetched.get(value, value)
 
     Repeats(graph, lambda value: course.source(value) is not value and course.source(value) in away, instead).run()
@@ -140,7 +138,7 @@ def store_beside(graph: Graph, pool: Pool, stored: Sequence[Input]) -> None:
     """What is fetched for the forward."""
     updates = updates_of(graph, [given for given in stored if given.kind is InputKind.STATE])
     starts = _starts(updates, course, pool.ahead)
-    ends = {given: update.nodes[-1] for update in updates for given in update.states}
+    ends = {given.name: update.nodes[-1] for update in updates for given in update.states}
     for given in (*starts, *(given for given in stored if given not in starts)):
         given.pool = pool.name
         by_phase = {phase: [n for n in users[given.value] if n.phase is phase] for phase in Phase}
@@ -148,7 +146,9 @@ def store_beside(graph: Graph, pool: Pool, stored: Sequence[Input]) -> None:
             by_phase[Phase.FORWARD] += by_phase.pop(Phase.BACKWARD)
         for phase, mine in by_phase.items():
             if mine:
-                place = starts.get(given, course.ahead(mine[0], pool.ahead))
+                place = course.ahead(mine[0], pool.ahead)
+                if phase is Phase.UPDATE and given in starts:
+                    place = min(starts[given], course.places[mine[0]])
                 value = pool.fetch(rewriter, given.value, mine[0], place)
                 rewriter.replace(given.value, value, users=mine)
                 if phase is Phase.FORWARD:
@@ -156,7 +156,8 @@ def store_beside(graph: Graph, pool: Pool, stored: Sequence[Input]) -> None:
         for output in outputs.get(given.name, ()):
             if output.value.node is not None:
                 away = pool.put(rewriter, output.value)
-                rewriter.after(ends.get(given, output.value.node), away)
+                made = output.value.node
+                rewriter.after(max(made, ends.get(given.name, made), key=course.places.__getitem__), away)
                 rewriter.replace(output.value, away.outs[0], users=[output])
     rewriter.apply()
     graph.rename()
@@ -164,7 +165,8 @@ def store_beside(graph: Graph, pool: Pool, stored: Sequence[Input]) -> None:
 
 
 def _starts(updates: Sequence[Update], course: Course, ahead: int) -> dict[Input, int]:
-    """Where states are fetched for their updates: once no more is there of others than of the two largest together."""
+    """Where states are fetched for their updates, in that order: as early as may be, so that no more bytes of them are
+    there at a time than of the two largest updates."""
     room, first, there = 2 * max((update.nbytes for update in updates), default=0), 0, 0
     found: dict[Input, int] = {}
     for update in updates:
@@ -185,7 +187,8 @@ def _fetch_again(graph: Graph, pool: Pool, whole: Mapping[Value, Input]) -> None
 
     def instead(rewriter: Rewriter, value: Value, anchor: Node) -> Value:
         if value in whole and value not in fetched:
-            fetched[value] = pool.fetch(rewriter, whole[value].value, anchor, course.ahead(anchor, pool.ahead))
+            place = max(course.ahead(anchor, pool.ahead), course.begin)
+            fetched[value] = pool.fetch(rewriter, whole[value].value, anchor, place)
         return fetched.get(value, value)
 
     Repeats(graph, lambda value: course.source(value) is not value and course.source(value) in whole, instead).run()

@@ -91,14 +91,13 @@ def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
     read: dict[Value, int] = {}
     found: dict[Node, float] = {}
     final = _final(graph, now)
-    begin = max((i for i, node in enumerate(graph.nodes) if node.phase is Phase.FORWARD), default=0)
     for i, node in enumerate(graph.nodes):
         if node.phase is Phase.UPDATE:
-            places: list[float] = [math.inf if _travels(node, graph) else begin]
+            places: list[float] = [math.inf if _travels(node, graph) else 0]
             for value in node.operands:
                 made = value.node
                 if made is None:
-                    places.append(read.get(value, begin))
+                    places.append(read.get(value, 0))
                 else:
                     places.append(found[made] if made in found else max(now[made], final.get(value, 0)))
             found[node] = max(places)
