@@ -56,10 +56,10 @@ def updates_of(graph: Graph, states: Iterable[Input]) -> list[Update]:
         if not names:
             continue
         alone = len(names) == 1 and not _travels(node, graph)
-        owner = names.pop() if alone else None  # several, or what is gathered
-        owners.update(dict.fromkeys(node.outs, owner))
-        if owner in found:
-            found[owner].nodes.append(node)
+        name = names.pop() if alone else None  # several, or what is gathered
+        owners.update(dict.fromkeys(node.outs, name))
+        if name in found:
+            found[name].nodes.append(node)
     place = {node: i for i, node in enumerate(graph.nodes)}
     return sorted((each for each in found.values() if each.nodes), key=lambda each: place[each.nodes[0]])
 
