@@ -24,6 +24,7 @@ from torch import fx
 
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.program.looped.within_turns import part_in_turns, regions
 from shardfx.ir.program.units.lifetimes import name_of
 from shardfx.ir.schedule.actions import KINDS
@@ -95,11 +96,19 @@ def _in_units(calls: Sequence[fx.Node]) -> dict[fx.Node, Purpose]:
 
 
 def _parted(calls: Sequence[fx.Node], stage: int) -> dict[fx.Node, Purpose]:
-    """Forward, backward, update, one behind the other."""
+    """Forward, backward, update, one behind the other. What is updated before the last product of the backward is part
+    of that."""
     back = _parting(calls, lambda phase: phase is not Phase.FORWARD)
-    update = back + _parting(calls[back:], lambda phase: phase is Phase.UPDATE)
+    products = [i for i, node in enumerate(calls) if _phase(node) is Phase.BACKWARD and _is_heavy(node)]
+    update = max(back, products[-1] + 1 if products else 0)
+    update += _parting(calls[update:], lambda phase: phase is Phase.UPDATE)
     parts = ("F", calls[:back]), ("B", calls[back:update]), ("U", calls[update:])
     return {node: Purpose(kind, stage) for kind, part in parts for node in part}
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    planned = _planned(node)
+    return planned is not None and is_heavy(planned)
 
 
 def _parting(calls: Sequence[fx.Node], behind: Callable[[Phase], bool]) -> int:

@@ -48,7 +48,7 @@ def link_of(call: fx.Node) -> str:
     row = row_of(call.target)
     assert row is not None
     if row.copies:
-        return "from host" if row.fetches else "to host"
+        return "to host" if row.holds else "from host"
     name = str(call.args[row.group or 0])
     axes = name.partition("/")[2].partition("@")[0].replace(".", ", ")
     if row.message == "sends":

@@ -10,8 +10,9 @@
       %9 = aten.gelu_backward(%8, %1)                  %10 = aten.gelu_backward(%9, %7)
 
 So are states of the optimizer, which lie there for good: each is fetched for its update, and what the update makes is
-put away again; and parameters, which are fetched for each of forward, backward and update. (Rajbhandari et al.,
-ZeRO-Infinity, 2021.) Of what is made again in the backward nothing waits: what is put away then is where it starts.
+put away again, during the backward of earlier layers (:mod:`.update_order`); and parameters, which are fetched for each
+of forward, backward and update. (Rajbhandari et al., ZeRO-Infinity, 2021.) Of what is made again in the backward
+nothing waits: what is put away then is where it starts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
 
 from .put_away import Pool, put_away_waiting, store_beside
 from .regions import of_ops, regions
+from .update_order import update_early
 
 ACTIVATIONS, OPTIMIZER, PARAMETERS, ROWS = WHAT = ("activations", "optimizer", "parameters", "rows")
 USUAL = (ACTIVATIONS, OPTIMIZER, PARAMETERS)
@@ -40,12 +42,17 @@ STORED = {OPTIMIZER: InputKind.STATE, PARAMETERS: InputKind.PARAMETER}
 class Offload(Pass):
     """Put away what waits, and fetch it before it is needed.
 
+    A parameter with states in the other pool is updated as soon as its gradient is final and the backward reads it no
+    more, so that its states travel while the backward of earlier layers is computed. An update that needs all gradients
+    (a clip by the norm of all, a loss scale that skips) stays behind the backward.
+
     Args:
         what: ``"activations"`` (what the forward made for the backward), ``"optimizer"`` (its states),
             ``"parameters"``, ``"rows"`` (of tables that are looked up in: :class:`.TableRows`); or several of them.
         to: ``"host"``: the host's memory (pinned, on CUDA); ``"disk"``: files that are mapped into memory, of the
             ``folder``, or of the system's for temporary files. They have no names, and go with the plan.
-        ahead: so many nodes before its first use something is fetched.
+        ahead: so many nodes before its first use something is fetched. States are fetched as early as no more bytes of
+            them are on the device at a time than of the two largest updates, and at least so many nodes before theirs.
         least: what has fewer elements stays where it is.
         modules: of which modules activations are put away (patterns of paths, as in ``Hints(recompute=...)``); and
             ``only``, of which ops: ``"aten.mm"``, or ``"layers.*.mlp:aten.mm"``.
@@ -128,6 +135,8 @@ class Offload(Pass):
         found = [given for given in graph.of_kind(STORED[what]) if given.value.type.ndim and not given.pool]
         large = [given for given in found if given.value.type.numel >= self.least]
         if large:
+            if what == OPTIMIZER:
+                update_early(graph, large)
             store_beside(graph, self._pool, large)
         return len(large)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardfx.ir.ops.traits import gives_alias
 from shardfx.ir.rewriter import Rewriter
 
 from .made_again import Repeats
+from .update_order import Update, updates_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Pool:
         folder: dict[str, Any] = {"folder": self.folder} if self.folder else {}
         return rewriter.comm(to_disk, value, why="put away", **folder)
 
-    def fetch(self, rewriter: Rewriter, away: Value, user: Node, places: Mapping[Node, int], begin: int) -> Value:
-        """What is fetched for its first user, so many nodes ahead, not before ``begin``."""
+    def fetch(self, rewriter: Rewriter, away: Value, user: Node, place: int) -> Value:
+        """What is fetched for its first user, before the node at ``place``."""
         back = rewriter.comm(to_device, away, like=user, why=f"fetched for {user.name}")
         if away.node is not None:
             back.where = away.node.where
@@ -44,7 +46,7 @@ class Pool:
                 back.at = away.node.at
         else:  # what several stages hold, each fetches
             back.at = next(given.at for given in rewriter.graph.inputs if given.value is away)
-        rewriter.before(rewriter.graph.nodes[max(places[user] - self.ahead, begin)], back)
+        rewriter.before(rewriter.graph.nodes[place], back)
         return back.outs[0]
 
 
@@ -64,6 +66,8 @@ class Course:
         nodes = self.graph.nodes
         self.places = {node: i for i, node in enumerate(nodes)}
         self.begin = next((i for i, node in enumerate(nodes) if node.phase is not Phase.FORWARD), len(nodes))
+        self.update = [i for i, node in enumerate(nodes) if node.phase is Phase.UPDATE]
+        self.other = [i for i, node in enumerate(nodes) if node.phase is not Phase.UPDATE]
         for i, node in enumerate(nodes):
             forward = node.phase is Phase.FORWARD
             if forward and gives_alias(node.op) and len(node.operands) == 1:
@@ -86,6 +90,11 @@ class Course:
                 found.update(node.outs)
         return found
 
+    def ahead(self, user: Node, count: int) -> int:
+        """The place so many nodes before a user; those of the update, which stand among others, count in it alone."""
+        places = self.update if user.phase is Phase.UPDATE else self.other
+        return places[max(bisect_left(places, self.places[user]) - count, 0)]
+
     def end_of(self, value: Value) -> int:
         """The place of what uses a value of the forward last, there."""
         assert value.node is not None
@@ -101,7 +110,7 @@ def put_away_waiting(graph: Graph, pool: Pool, takes: Callable[[Value], bool]) -
         node = value.node
         if node is None or node.phase is not Phase.FORWARD or value in stays or moves_pool(node) or not takes(value):
             return False
-        return first - pool.ahead > max(course.end_of(value) + 1, course.begin)
+        return course.ahead(graph.nodes[first], pool.ahead) > max(course.end_of(value) + 1, course.begin)
 
     away = {value for value, first in course.needed.items() if waits(value, first)}
     fetched: dict[Value, Value] = {}
@@ -110,42 +119,65 @@ def put_away_waiting(graph: Graph, pool: Pool, takes: Callable[[Value], bool]) -
         if value in away and value not in fetched:
             put = pool.put(rewriter, value)
             rewriter.after(graph.nodes[course.end_of(value)], put)
-            fetched[value] = pool.fetch(rewriter, put.outs[0], anchor, course.places, course.begin)
+            place = max(course.ahead(anchor, pool.ahead), course.begin)
+            fetched[value] = pool.fetch(rewriter, put.outs[0], anchor, place)
         return fetched.get(value, value)
 
     Repeats(graph, lambda value: course.source(value) is not value and course.source(value) in away, instead).run()
     return len(away)
 
 
-def store_beside(graph: Graph, pool: Pool, stored: Iterable[Input]) -> None:
+def store_beside(graph: Graph, pool: Pool, stored: Sequence[Input]) -> None:
     """Let inputs lie in another pool: each is fetched for every phase that takes it, and its new content put there."""
     rewriter, course, users = Rewriter(graph), Course(graph), graph.users()
     outputs: dict[str, list[Output]] = {}
     for output in graph.outputs:
         if output.kind.is_given_away:
             outputs.setdefault(output.name, []).append(output)
-    begins = {node.phase: i for i, node in reversed(list(enumerate(graph.nodes)))}
     whole: dict[Value, Input] = {}
     """What is fetched for the forward."""
-    for given in stored:
+    updates = updates_of(graph, [given for given in stored if given.kind is InputKind.STATE])
+    starts = _starts(updates, course, pool.ahead)
+    ends = {given.name: update.nodes[-1] for update in updates for given in update.states}
+    for given in (*starts, *(given for given in stored if given not in starts)):
         given.pool = pool.name
         by_phase = {phase: [n for n in users[given.value] if n.phase is phase] for phase in Phase}
         if by_phase[Phase.FORWARD]:  # the backward takes that as well, and views of it, until it is given its own
             by_phase[Phase.FORWARD] += by_phase.pop(Phase.BACKWARD)
         for phase, mine in by_phase.items():
             if mine:
-                value = pool.fetch(rewriter, given.value, mine[0], course.places, begins[phase])
+                place = course.ahead(mine[0], pool.ahead)
+                if phase is Phase.UPDATE and given in starts:
+                    place = min(starts[given], course.places[mine[0]])
+                value = pool.fetch(rewriter, given.value, mine[0], place)
                 rewriter.replace(given.value, value, users=mine)
                 if phase is Phase.FORWARD:
                     whole[value] = given
         for output in outputs.get(given.name, ()):
             if output.value.node is not None:
                 away = pool.put(rewriter, output.value)
-                rewriter.after(output.value.node, away)
+                made = output.value.node
+                rewriter.after(max(made, ends.get(given.name, made), key=course.places.__getitem__), away)
                 rewriter.replace(output.value, away.outs[0], users=[output])
     rewriter.apply()
     graph.rename()
     _fetch_again(graph, pool, whole)
+
+
+def _starts(updates: Sequence[Update], course: Course, ahead: int) -> dict[Input, int]:
+    """Where states are fetched for their updates, in that order: as early as may be, so that no more bytes of them are
+    there at a time than of the two largest updates."""
+    room, first, there = 2 * max((update.nbytes for update in updates), default=0), 0, 0
+    found: dict[Input, int] = {}
+    for update in updates:
+        there += update.nbytes
+        while there > room:
+            there -= updates[first].nbytes
+            first += 1
+        earliest = course.places[updates[first].nodes[0]]
+        place = max(min(earliest, course.places[update.nodes[0]] - ahead), course.begin)
+        found.update(dict.fromkeys(update.states, place))
+    return found
 
 
 def _fetch_again(graph: Graph, pool: Pool, whole: Mapping[Value, Input]) -> None:
@@ -155,7 +187,8 @@ def _fetch_again(graph: Graph, pool: Pool, whole: Mapping[Value, Input]) -> None
 
     def instead(rewriter: Rewriter, value: Value, anchor: Node) -> Value:
         if value in whole and value not in fetched:
-            fetched[value] = pool.fetch(rewriter, whole[value].value, anchor, course.places, course.begin)
+            place = max(course.ahead(anchor, pool.ahead), course.begin)
+            fetched[value] = pool.fetch(rewriter, whole[value].value, anchor, place)
         return fetched.get(value, value)
 
     Repeats(graph, lambda value: course.source(value) is not value and course.source(value) in whole, instead).run()

@@ -7,7 +7,8 @@ sum = aten.add(done, other)          sum = aten.add(done, other)
 
 What is made of single numbers, and needed at the end only (a loss), is computed there, so that nobody is waited for
 before. A reduce-scatter holds all that a rank puts in until it is done, and gradients are needed at the end only: it is
-waited for when ``under_way`` later ones start. So is a copy to the host, which holds its source:
+waited for before later ones start, with which more bytes would be under way than ``under_way`` times the largest so
+far. So is a copy to the host, which holds its source:
 
 away = memory.to_host(x)             away = memory.to_host(x)
 kept = memory.stored(away)           next = memory.to_host(y)
@@ -18,7 +19,7 @@ more = memory.to_host(z)             more = memory.to_host(z)
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,13 +34,13 @@ from shardfx.ir.program.rank_program import RankProgram
 from .rank_pass import RankContext, RankPass
 
 BOUNDED = ({"c10d.reduce_scatter_tensor"}, {"memory.to_host", "memory.to_disk"})
-"""Of what, in each group, only so many are under way at a time, for each holds memory."""
+"""Of what, in each group, only so many bytes are under way at a time, for they hold memory."""
 
 
 @dataclass(frozen=True)
 class Waits(RankPass):
     """Move each wait, and what unpacks its result, to the first use of that; that for a reduce-scatter, or for a copy
-    to the host, to where ``under_way`` later ones have started."""
+    to the host, to where more bytes would be under way than of ``under_way`` times the largest so far."""
 
     name: ClassVar[str] = "waits"
     establishes: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
@@ -54,7 +55,7 @@ class Waits(RankPass):
         behind: dict[fx.Node, fx.Node] = {}
         for names in BOUNDED:
             started = [node for node in nodes if _is(node, names)]
-            behind.update(zip(started, started[self.under_way :], strict=False))
+            behind.update(_room(started, self.under_way, program))
         inside = regions(nodes)
         for i, node in enumerate(nodes):
             if not _waits(node):
@@ -96,6 +97,25 @@ def _numbers_last(program: RankProgram) -> bool:
     for node in moved if changed else ():
         end.prepend(node)
     return changed
+
+
+def _room(started: Sequence[fx.Node], times: int, program: RankProgram) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Of what was started: before which later one it is waited for, lest more bytes are under way than of so many of
+    the largest so far."""
+    most = there = first = 0
+    sizes = [_nbytes(node, program) for node in started]
+    for node, nbytes in zip(started, sizes, strict=True):
+        most, there = max(most, nbytes), there + nbytes
+        while there > times * most:
+            yield started[first], node
+            there -= sizes[first]
+            first += 1
+
+
+def _nbytes(started: fx.Node, program: RankProgram) -> int:
+    """Of what a call starts to send or to copy, on the rank that holds most."""
+    planned = started.meta["shardfx"]
+    return sum(value.local_bytes(program.mesh) for value in planned.operands)
 
 
 def _before_turns(first: fx.Node, wait: fx.Node, inside: Mapping[fx.Node, tuple[fx.Node, ...]]) -> fx.Node:

@@ -1,0 +1,130 @@
+"""The update where states of the optimizer are offloaded: of each parameter as soon as its gradient is final.
+
+    backward:                                        backward:
+      %7 = aten.mm(%6, %x)       gradient of w         %7 = aten.mm(%6, %x)
+      %8 = aten.mm(%6, %w)       last read of w        %8 = aten.mm(%6, %w)
+      %9 = aten.mm(%8, %y)                      ->   update:
+    update:                                            %9 = aten.lerp(%w.m, %7)
+      %10 = aten.lerp(%w.m, %7)                        %10 = aten.sub(%w, %9)
+      %11 = aten.sub(%w, %10)                        backward:
+                                                       %11 = aten.mm(%8, %y)
+
+So states are fetched and stored during the backward of earlier layers, and a gradient is freed by its update. What
+depends on all gradients (clipping by a norm of all, a loss scale that skips) stays behind the backward; and where a
+condition is watched, all of it, for nothing may be stored before. A gradient that ranks reduce is final where
+``UNDER_WAY`` later ones are sent, so that nobody waits for it. New content that ranks gather is gathered at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, Value
+from shardfx.ir.ops.sends import is_comm, is_part
+from shardfx.ir.ops.traits import gives_alias, is_cast, is_view
+
+UNDER_WAY = 2
+"""So many later gradients are sent, before one is waited for."""
+
+
+@dataclass
+class Update:
+    """The update of one parameter: its nodes in order, up to where ranks gather new content; and the offloaded states
+    that they take."""
+
+    nodes: list[Node] = field(default_factory=list)
+    states: list[Input] = field(default_factory=list)
+    nbytes: int = 0
+    """Of its states on the rank that holds most."""
+
+
+def updates_of(graph: Graph, states: Iterable[Input]) -> list[Update]:
+    """The updates that take some states, in the order of the graph."""
+    found: dict[str, Update] = {}
+    owners: dict[Value, str | None] = {given.value: given.name for given in graph.of_kind(InputKind.PARAMETER)}
+    for given in states:
+        owner = owners[given.value] = given.name.rpartition(".")[0]
+        update = found.setdefault(owner, Update())
+        update.states.append(given)
+        update.nbytes += given.value.local_bytes(graph.mesh)
+    for node in graph.nodes:
+        if node.phase is not Phase.UPDATE:
+            continue
+        names = {owners[value] for value in node.operands if value in owners}
+        if not names:
+            continue
+        alone = len(names) == 1 and not _travels(node, graph)
+        name = names.pop() if alone else None  # several, or what is gathered
+        owners.update(dict.fromkeys(node.outs, name))
+        if name in found:
+            found[name].nodes.append(node)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted((each for each in found.values() if each.nodes), key=lambda each: place[each.nodes[0]])
+
+
+def update_early(graph: Graph, states: Iterable[Input]) -> None:
+    """Move the updates that take some states to where their gradients are final, and their parameters read no more."""
+    if any(output.guard is not None for output in graph.outputs):
+        return
+    now = {node: i for i, node in enumerate(graph.nodes)}
+    ready = _ready(graph, now)
+    at: dict[Node, float] = {}
+    for update in updates_of(graph, states):
+        place = max(ready[node] for node in update.nodes)
+        if place < math.inf:
+            at.update((node, place + 0.5) for node in update.nodes)
+    users = graph.users()
+    for node in reversed(graph.nodes):  # what they are computed from stands with the first of them
+        if node.phase is Phase.UPDATE and ready[node] < math.inf:
+            places = [at[user] for value in node.outs for user in users[value] if user in at]
+            if places:
+                at[node] = min([at.get(node, math.inf), *places])
+    graph.nodes.sort(key=lambda node: (at.get(node, now[node]), now[node]))
+
+
+def _ready(graph: Graph, now: Mapping[Node, int]) -> dict[Node, float]:
+    """Of each node of the update: behind which place of the graph it may stand; infinite: where it does."""
+    shown: dict[Value, Value] = {given.value: given.value for given in graph.of_kind(InputKind.PARAMETER)}
+    """Of parameters, and of views of them, the parameter."""
+    read: dict[Value, int] = {}
+    found: dict[Node, float] = {}
+    final = _final(graph, now)
+    for i, node in enumerate(graph.nodes):
+        if node.phase is Phase.UPDATE:
+            places: list[float] = [math.inf if _travels(node, graph) else 0]
+            for value in node.operands:
+                made = value.node
+                if made is None:
+                    places.append(read.get(value, 0))
+                else:
+                    places.append(found[made] if made in found else max(now[made], final.get(value, 0)))
+            found[node] = max(places)
+            continue
+        for value in node.operands:
+            if value in shown:
+                read[shown[value]] = i
+                if gives_alias(node.op):
+                    shown.update(dict.fromkeys(node.outs, shown[value]))
+    return found
+
+
+def _final(graph: Graph, now: Mapping[Node, int]) -> dict[Value, float]:
+    """Of gradients that ranks reduce: where they are final."""
+    brought: dict[Value, Node] = {}
+    for node in graph.nodes:
+        for value in node.operands if node.phase is Phase.UPDATE else ():
+            made = value.node
+            while made is not None and made.phase is Phase.BACKWARD and (is_view(made) or is_cast(made)):
+                made = made.operands[0].node
+            if made is not None and made.phase is Phase.BACKWARD and _travels(made, graph):
+                brought[value] = made
+    sent = sorted({now[node] for node in brought.values()})
+    later = dict(zip(sent, sent[UNDER_WAY:], strict=False))
+    return {value: later.get(now[node], math.inf) for value, node in brought.items()}
+
+
+def _travels(node: Node, graph: Graph) -> bool:
+    """Whether a node sends something to other ranks."""
+    return is_comm(node) and not node.op.stays and not is_part(node, graph.mesh)
