@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.inductor_prims
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -26,6 +27,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 WRITE = aten.copy_.default
 ELEMENTWISE = {aten.cat.default, prims.convert_element_type.default, aten.gather.default, aten.embedding.default}
 """Computed element by element where they are used, though torch does not tag them so."""
+SOFTMAX = torch._inductor.inductor_prims.prepare_softmax_online
+"""The maxima and sums of a softmax, which Inductor computes in one reduction."""
 STORED = "inductor_realize_to_strides"
 """A key of ``node.meta`` by which Inductor stores a value, in the strides of ``meta["val"]``."""
 
@@ -34,10 +37,12 @@ class WholeStep(CustomGraphPass):
     """Stores values that many kernels read, and updates parameters as soon as possible."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        """Change a graph in place."""
         store_once(graph)
         write_early(graph)
 
     def uuid(self) -> Any:
+        """By which Inductor's cache of compiled graphs knows this pass."""
         return get_hash_for_files((__file__,))
 
 
@@ -155,7 +160,7 @@ def _is_inlined(node: fx.Node) -> bool:
 
 def _is_opaque(node: fx.Node) -> bool:
     """Whether a call is no part of a kernel that Inductor generates: products, attention, collectives."""
-    inside = _is_inlined(node) or node.target in REDUCTIONS or node.target in (WRITE, operator.getitem)
+    inside = _is_inlined(node) or node.target in REDUCTIONS or node.target in (SOFTMAX, WRITE, operator.getitem)
     return node.op == "call_function" and not inside
 
 

@@ -2,6 +2,7 @@
 
 from .add_into import AddInto
 from .arena import Arena
+from .attention_layout import AttentionLayout
 from .buckets import Buckets
 from .gather_into import GatherInto
 from .in_place import InPlace
@@ -17,6 +18,7 @@ from .waits import Waits
 from .write_back import WriteBack
 
 ORDER: tuple[type[RankPass], ...] = (
+    AttentionLayout,
     Rematerialize,
     Waits,
     UnpackAgain,
@@ -38,7 +40,7 @@ BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     """The rank passes for a kind of device. ``compiled``: torch plans memory."""
     if compiled:
-        return (Rematerialize(), Waits(), MaterializeScalars(), WriteBack(), OwnOutputs())
+        return (AttentionLayout(), Rematerialize(), Waits(), MaterializeScalars(), WriteBack(), OwnOutputs())
     kept = (Waits(), UnpackAgain(), Buckets(), AddInto(), GatherInto(), InPlace(), Overwrite())
     return (*kept, OwnOutputs(), Segments(), Interleave())
 
@@ -47,6 +49,7 @@ __all__ = [
     "BUILT_IN",
     "AddInto",
     "Arena",
+    "AttentionLayout",
     "Buckets",
     "GatherInto",
     "InPlace",

@@ -64,7 +64,7 @@ def fused(nodes: Sequence[fx.Node]) -> dict[fx.Node, Loads]:
     """The values that are computed where they are used, and what each loads."""
     found: dict[fx.Node, Loads] = {}
     for node in nodes:
-        if _is_elementwise(node) and lies_in(node, None) is None:
+        if is_elementwise(node) and lies_in(node, None) is None:
             users, loads = {*_users(node)}, loaded(node, found)
             if all(map(is_computed, users)) and (len(users) == 1 or len({*map(root, loads)}) <= READS):
                 found[node] = loads
@@ -227,7 +227,8 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _is_elementwise(node: fx.Node) -> bool:
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether Inductor computes each element of a call's result where it is used."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -236,4 +237,4 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def is_computed(node: fx.Node) -> bool:
     """Whether a kernel that Inductor writes does a call: an elementwise op or a reduction."""
-    return _is_elementwise(node) or node.target in REDUCTIONS
+    return is_elementwise(node) or node.target in REDUCTIONS
