@@ -71,9 +71,11 @@ PARTS = {
     "nccl": Part("nccl", 0.5, nice=10),
     "speed": Part("speed", 0.82, cell=0.5, threads=6, each=True),
     "machine": Part("machine", 0.64, alone=True),
-    "memory": Part("offload", 0.985, alone=True),
+    "memory": Part("offload", 0.97, alone=True),
 }
 """In order. ``speed`` is built beside the others (it compiles), and waits until the machine is measured."""
+ENDING = 5.0
+"""Seconds within which processes that are ended should have gone."""
 BUILT = 0.54
 """The share of the time at which ``speed`` stops building and measures what it has."""
 
@@ -158,11 +160,12 @@ class Run:
             wait_for(self.start("memory"), self.at(self.parts["memory"].until))
 
     def end(self) -> None:
-        """End what still runs."""
+        """End what still runs, within a few seconds: what a process that was killed has started may keep its pipe open."""
         for worker in self.workers:
             worker.end("the run ended")
+        until = time.monotonic() + ENDING
         for worker in self.workers:
-            worker.join()
+            worker.join(max(0.0, until - time.monotonic()))
 
 
 def main() -> int:

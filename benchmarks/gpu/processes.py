@@ -81,8 +81,8 @@ class Worker:
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def join(self) -> None:
-        self._thread.join(10)
+    def join(self, seconds: float = 10.0) -> None:
+        self._thread.join(seconds)
 
     # ---- in the thread
 
