@@ -160,7 +160,7 @@ class Run:
             wait_for(self.start("memory"), self.at(self.parts["memory"].until))
 
     def end(self) -> None:
-        """End what still runs, within a few seconds: what a process that was killed has started may keep its pipe open."""
+        """End what still runs, within seconds: what a process that was killed has started may keep its pipe."""
         for worker in self.workers:
             worker.end("the run ended")
         until = time.monotonic() + ENDING
