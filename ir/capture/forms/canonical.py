@@ -76,13 +76,14 @@ def _by_memory(builder: GraphBuilder, op: Any, given: Mapping[str, Any], types: 
     absolute = given["storage_offset"]
     offset = 0 if absolute is None else int(absolute) - int(lies.storage_offset())
     end = offset + (0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
-    order = sorted(range(lies.dim()), key=lambda dim: (-lies.stride(dim), lies.shape[dim] == 1, dim))
+    strides = lies.stride()
+    order = sorted(range(lies.dim()), key=lambda dim: (-strides[dim], lies.shape[dim] == 1, dim))
     if not lies.permute(order).is_contiguous() or offset < 0 or end > lies.numel():
         raise Error(
             f"{op} of a tensor that does not lie in order in memory",
             where=str(builder.where),
             expected="a dense tensor, and a view of its elements alone",
-            got=f"shape {tuple(lies.shape)}, strides {lies.stride()}, offset {lies.storage_offset()}; the view has "
+            got=f"shape {tuple(lies.shape)}, strides {strides}, offset {lies.storage_offset()}; the view has "
             f"shape {tuple(size)}, strides {tuple(stride)}, offset {absolute}",
             remedy="call .clone(memory_format=torch.contiguous_format) on it before, and take the view of that",
         )
