@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -256,9 +257,12 @@ class PlanProof:
                 self._in_its_turn(made, graph.mesh.coords(rank))
             return made
 
+        own = {(many_ranks.place_of(self.after, rank), alike.box_of[rank]): rank for rank in self.ranks}.values()
         for number, task in enumerate(self.tasks):
             given = [task.changed[rank] for rank in sorted(task.changed)]
-            fault = task.run(given if task.asked.together is None else given[:1], self._calls)
+            given = given if task.asked.together is None else given[:1]
+            written = (task.asked.program(self.after, rank) for rank in own if rank not in task.changed)
+            fault = task.run(itertools.chain(given, written), self._calls)
             if fault is not None:
                 return fault, number
         asked = [self._asked_of_many(task) for task in self.tasks]

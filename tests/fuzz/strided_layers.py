@@ -17,18 +17,19 @@ def strided(p: Pick, t: int, d: int) -> Piece:
         return turned
     copied = p.text("y.as_strided", "torch.as_strided_copy")
     size, stride = f"(y.shape[0], {t - 1}, 2, {d})", f"({row}, {d}, {d}, 1)"
-    view = f"y.as_strided({size}, {stride})" if copied == "y.as_strided" else f"{copied}(y, {size}, {stride})"
+    windows = f"y.as_strided({size}, {stride})" if copied == "y.as_strided" else f"{copied}(y, {size}, {stride})"
     later = f"y = y.as_strided((y.shape[0], {t - 1}, {d}), ({row}, {d}, 1), {d}) + y[:, 1:]"
-    first = p.text(", 0", f", {d}")
-    scattered = f"y = torch.as_strided_scatter(y.detach(), y[:, 0], (y.shape[0], {d}), ({row}, 1){first}) + y"
+    at = p.text("0", f"{d}")
+    scattered = f"y = torch.as_strided_scatter(y.detach(), y[:, 0], (y.shape[0], {d}), ({row}, 1), {at}) + y"
     columns = (
         f"y = sum(z.as_strided({shape}, ({row}, {d}, 1), 0) for z in (y.transpose(1, 2).clone(), y.tanh(), y.sin()))"
     )
     weight, first = (("w", 0), ("w.t()", 0), ("w[1:]", d), ("w.detach()", 0))[p.of(0, 1, 2, 3)]
-    weighted = f"y = y * self.{{n}}_{weight}.as_strided(({d},), (2,), {first + p.of(0, 1, d)}) + self.{{n}}_v.mean(0)"
+    view = f"self.{{n}}_{weight}.as_strided(({d},), (2,), {first + p.of(0, 1, d)})"
+    weighted = f"y = y * {view} + (self.{{n}}_v + self.{{n}}_w).mean(0)"
     return (
         turned,
-        code(t - 1, d, f"y = {dense}", f"y = {view}.tanh().sum(2)"),
+        code(t - 1, d, f"y = {dense}", f"y = {windows}.tanh().sum(2)"),
         code(t - 1, d, f"y = {dense}", later),
         code(t, d, f"y = {dense}", scattered),
         code(t, d, columns),
