@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shardfx.ir.capture.decomposed import DECOMPOSED
 from shardfx.ir.capture.forms.random_numbers import draws_nothing
+from shardfx.ir.ops.traits import positional, storage_offset, with_defaults
 from shardfx.ir.oracle.instance import Instance, instance
 
 MOST_ELEMENTS = 3000
@@ -50,6 +51,8 @@ class Recorder(TorchDispatchMode):
         func = functional(func)
         if func is None:
             return
+        if storage_offset(func, args, kwargs) == 0:  # capture leaves it out
+            args, kwargs = positional(func, with_defaults(func, args, kwargs) | {"storage_offset": None}), {}
         if refused(func, args, kwargs):
             self.left_out.add(func)
             return
@@ -69,7 +72,10 @@ class Recorder(TorchDispatchMode):
 
 
 def refused(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether capture takes no such call: it draws random numbers, or the shape of its result depends on values."""
+    """Whether capture writes no such call: it draws random numbers, the shape of its result depends on values, or it
+    is a view at a storage offset."""
+    if storage_offset(func, args, kwargs) is not None:
+        return True
     if func is aten.index.Tensor:
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     if torch.Tag.nondeterministic_seeded in func.tags and draws_nothing(func, args, kwargs):

@@ -104,7 +104,7 @@ def others() -> list[tuple[Any, ...]]:
         (aten.unfold.default, f(4, 9), 1, 2, 3),
         (aten.unfold.default, f(4, 6), 1, 3, 2),
         (aten.unfold_backward.default, f(4, 3, 2), [4, 6], 1, 2, 2),
-        (aten.as_strided.default, f(4, 6), [3, 2], [1, 3], 2),
+        (aten.as_strided.default, f(4, 6), [3, 2], [1, 3]),
         (aten._chunk_cat.default, [f(4, 3, 2), f(4, 5)], 1, 2),
         (aten.isin.Tensor_Tensor, i(9, 4, 6), i(9, 5)),
         (aten.isin.Tensor_Tensor, i(9, 4, 6), i(9, 5), {"invert": True}),

@@ -70,6 +70,7 @@ PACKING = (
     LocalOp("pack.unflatten", pack.unflatten, shares=True, moves=True),
     LocalOp("pack.part_of", pack.part_of, shares=True, moves=True),
     LocalOp("pack.dense_last", pack.dense_last, shares=True),
+    LocalOp("pack.aligned", pack.aligned, shares=True),
     LocalOp("pack.inside", pack.inside, shares=True, plain=lambda args, kwargs: args[0]),
 )
 """What stands before and after."""

@@ -18,6 +18,18 @@ def dense_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def aligned(x: Tensor) -> Tensor:
+    """``x``, contiguous from an offset on that is a multiple of every dtype's size: at others torch refuses to read
+    wider numbers, as a complex number of two."""
+    fine = x.is_contiguous() and x.storage_offset() * x.itemsize % WIDEST == 0
+    return x if fine else x.clone(memory_format=torch.contiguous_format)
+
+
+WIDEST = torch.complex128.itemsize
+IDENTITY = {torch.ops.aten.contiguous.default, dense_last, aligned}
+"""What gives its operand in another memory layout at most."""
+
+
 def inside(index: Tensor, size: int, ignored: int | None = None) -> Tensor:
     """``index`` as it is; its numbers must be one of 0 .. size - 1, or the one that is ignored.
 

@@ -37,6 +37,18 @@ def positional(op: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(given.get(each.name, each.default_value) for each in schema)
 
 
+OF_MEMORY = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
+"""Ops that read the memory of a dense operand, from its first element on. Their ``storage_offset`` counts from the
+begin of the storage instead, which a value may share with others: graphs and programs leave it out."""
+
+
+def storage_offset(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The offset in its storage at which a call reads memory; None where it is that of its operand, or reads none."""
+    if getattr(op, "overloadpacket", None) not in OF_MEMORY:
+        return None
+    return with_defaults(op, args, kwargs)["storage_offset"]
+
+
 @cache
 def _slot(op: Any, name: str) -> int | None:
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "shardfx":

@@ -10,7 +10,7 @@ Each rank's call is made by :func:`shardfx.ir.rules.book.perform`, as code gener
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from shardfx.ir.cut import Cut, Part, compound, smallest
 from shardfx.ir.graph import Strategy
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.pack import aligned, dense_last
 from shardfx.ir.oracle.running.draws import draws, of_dtype, positive
 from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
 from shardfx.ir.rules.local import Share
@@ -248,10 +249,34 @@ def _split(tensor: torch.Tensor, count: int, kind: str, generator: torch.Generat
     return [term * count for term in terms] if kind == "avg" else terms
 
 
+DENSE: dict[Contiguous, Callable[[torch.Tensor], torch.Tensor]] = {
+    Contiguous.ANY: lambda x: x,
+    Contiguous.LAST_DIM: lambda x: dense_last(x) if x.dim() else x,
+    Contiguous.ALL: torch.Tensor.contiguous,
+    Contiguous.ALIGNED: aligned,
+}
+"""An operand as programs give it to a kernel."""
+
+
 def lay_out(tensor: torch.Tensor, wanted: Contiguous) -> torch.Tensor:
-    """A tensor as the op's kernel takes it."""
-    fine = wanted is Contiguous.ANY or (wanted is Contiguous.LAST_DIM and (not tensor.dim() or tensor.stride(-1) == 1))
-    return tensor if fine else tensor.contiguous()
+    """A tensor as the op's kernel takes it, at an offset in a larger storage, as the values of programs may lie."""
+    return DENSE[wanted](beside_others(tensor))
+
+
+def beside_others(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor at an offset in a larger storage."""
+    if not tensor.numel():
+        return tensor
+    given = tensor.resolve_conj().resolve_neg()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(given.shape, given.stride(), strict=True))
+    fill = 1 if given.dtype is torch.bool else 0xFF  # NaN, or -1, for what reads beside its operand
+    storage = torch.full(((span + 2 * BESIDE) * given.itemsize,), fill, dtype=torch.uint8).view(given.dtype)
+    storage[BESIDE : BESIDE + span] = given.as_strided((span,), (1,))
+    return storage.as_strided(given.shape, given.stride(), BESIDE)
+
+
+BESIDE = 3
+"""How many elements of a storage lie before and behind an operand that is tried."""
 
 
 @dataclass

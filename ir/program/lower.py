@@ -133,6 +133,7 @@ class Lowering:
             Contiguous.ANY: self._there,
             Contiguous.LAST_DIM: lambda v: self.call(pack.dense_last, self._there(v)) if v.shape else self._there(v),
             Contiguous.ALL: lambda value: self.call(aten.contiguous.default, self._there(value)),
+            Contiguous.ALIGNED: lambda value: self.call(pack.aligned, self._there(value)),
         }
 
     def call(self, target: Any, *args: Any, gives: Sequence[int] | None = None, **kwargs: Any) -> torch.fx.Node:

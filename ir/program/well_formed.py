@@ -19,6 +19,7 @@ from torch import fx
 from shardfx.ir.ops.computing.fused_update import run_of
 from shardfx.ir.ops.computing.segment import misfit, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, row_of
+from shardfx.ir.ops.traits import storage_offset
 
 from .looped.within_turns import gives_number
 
@@ -77,6 +78,8 @@ def malformed(node: fx.Node) -> str:
     row = row_of(node.target)
     slots = _slots(node.target) if row is not None or isinstance(node.target, torch._ops.OpOverload) else None
     wrong = "" if slots is None else _misfit(node, slots)
+    if not wrong and storage_offset(node.target, node.args, node.kwargs) is not None:
+        return f"{node.name} has a storage offset, which counts from the begin of memory that it may share with others"
     if not wrong and node.target is segment:
         return _no_segment(node)
     if not wrong and row is not None and row.group is not None and not isinstance(_at(node, row.group), str):

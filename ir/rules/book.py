@@ -15,7 +15,7 @@ of an op, for any number of mesh axes: see :func:`shardfx.ir.rules.strategy.stra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -88,11 +88,18 @@ def local_size(rule: ShardingRule, emit: Emit, dim: Dim) -> int:
 
 
 class Contiguous(Enum):
-    """Which layout of its tensors a kernel takes: some give wrong numbers for another, without a word."""
+    """The memory layout of its operands that a kernel takes: some give wrong numbers for another, without a word."""
 
     ANY = "any"
     LAST_DIM = "last dim"
     ALL = "all dims"
+    ALIGNED = "all dims, where a number of any dtype may lie"
+
+    def takes(self, shape: Sequence[int], stride: Sequence[int]) -> bool:
+        """Whether the kernel takes an operand of this layout."""
+        if self is Contiguous.ANY or (self is Contiguous.LAST_DIM and (not shape or stride[-1] == 1)):
+            return True
+        return torch.empty_strided(tuple(shape), tuple(stride), device="meta").is_contiguous()
 
 
 MakeRule = Callable[[Node], "ShardingRule | None"]

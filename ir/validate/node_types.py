@@ -8,6 +8,7 @@ import torch
 
 from shardfx.ir.builder import infer
 from shardfx.ir.graph import Node, op_name
+from shardfx.ir.ops.traits import storage_offset
 from shardfx.ir.spec import TensorType
 
 from .complaint import Complaint
@@ -24,6 +25,9 @@ def check_types(node: Node, wrong: Complaint) -> None:
     """
     if not isinstance(node.op, torch._ops.OpOverload):
         return
+    if (offset := storage_offset(node.op, node.args, node.kwargs)) is not None:
+        what = f"{op_name(node.op)} has a storage offset, which is no property of a value"
+        wrong.fail(what, node, expected="storage_offset None, of a slice where the view starts later", got=offset)
     given = [None if value is None else value.type for value in node.results]
     opinions: list[str | list[TensorType | None]] = []
     for device in DEVICES:

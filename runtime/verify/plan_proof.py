@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from shardfx.ir.program.units.of_stages import ends_here, made_at
 from shardfx.ir.program.validate_program import ProgramError, validate_program
 from shardfx.ir.rules.book import RuleBook
 
-from .exact_calls import ExactCalls
+from .exact_calls import ExactCalls, Misread
 from .families import many_ranks, own_programs
 from .families.alike_ranks import AlikeRanks, alike_ranks
 from .fault import Fault
@@ -109,8 +110,8 @@ class Task:
             raise Broken(Fault(said, f"{output.kind.value} {output.name}", program.rank, "output", certain=True))
         return plain(program, in_place=in_place)
 
-    def run(self, programs: Iterable[RankProgram], fakes: FakeCalls) -> None:
-        """Every call gives something, of operands that lie in memory as they will.
+    def run(self, programs: Iterable[RankProgram], fakes: FakeCalls) -> Fault | None:
+        """Every call gives something, of operands that lie in memory as they will; the first that may misread one.
 
         Raises:
             Broken: one does not.
@@ -120,8 +121,12 @@ class Task:
                 replay(program, fakes=fakes)
             except FAILS as error:
                 node = getattr(error, "node", "")
+                if isinstance(error.__cause__, Misread):
+                    what = first_line(error.__cause__)
+                    return Fault(what, _leads_to(program, node), program.rank, node)
                 what = f"the program does not run: {first_line(error)}"
                 raise Broken(Fault(what, _leads_to(program, node), program.rank, node, certain=True)) from error
+        return None
 
 
 @dataclass
@@ -137,9 +142,12 @@ class PlanProof:
     counts: Counter[str]
     mesh: Mesh
     """That of the plan: its turns are none of :attr:`after`'s, where each is a rank."""
-    fakes: FakeCalls = field(default_factory=ExactCalls)
+    fakes: FakeCalls = field(default_factory=FakeCalls)
     rewrites: bool = False
     """Programs that somebody changed are written as the plan writes them, before they are proven."""
+
+    def __post_init__(self) -> None:
+        self._calls = ExactCalls(self.rules, {node.op for node in self.after.nodes})
 
     @property
     def ranks(self) -> range:
@@ -229,8 +237,8 @@ class PlanProof:
         for number, task in enumerate(self.tasks):
             given = {r: task.changed.get(r) or task.asked.program(self.after, r) for r in self.ranks}
             sound = {r: self._sound(task, each) for r, each in given.items()}
-            task.run(given.values(), self.fakes)
-            fault = every_rank.interpret(proof, sound, task.inputs, task.outputs)
+            fault = task.run(given.values(), self._calls)
+            fault = fault or every_rank.interpret(proof, sound, task.inputs, task.outputs)
             if fault is not None:
                 return fault, number
         return None, 0
@@ -249,6 +257,14 @@ class PlanProof:
                 self._in_its_turn(made, graph.mesh.coords(rank))
             return made
 
+        own = {(many_ranks.place_of(self.after, rank), alike.box_of[rank]): rank for rank in self.ranks}.values()
+        for number, task in enumerate(self.tasks):
+            given = [task.changed[rank] for rank in sorted(task.changed)]
+            given = given if task.asked.together is None else given[:1]
+            written = (task.asked.program(self.after, rank) for rank in own if rank not in task.changed)
+            fault = task.run(itertools.chain(given, written), self._calls)
+            if fault is not None:
+                return fault, number
         asked = [self._asked_of_many(task) for task in self.tasks]
         return many_ranks.verify(proof, self.rules, write, asked, alike, self.counts)
 
@@ -265,7 +281,6 @@ class PlanProof:
         together = task.asked.together
         alone = {} if together is not None else task.changed
         given = frozenset(task.changed) - alone.keys()
-        task.run((*alone.values(), *(task.changed[rank] for rank in sorted(given)[:1])), self.fakes)
         program = together or task.asked.program
         return own_programs.Asked(
             lambda rank: task.sound(program(self.after, rank), in_place=True),

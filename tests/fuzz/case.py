@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from .grammar import KINDS
+from .grammar import FIRST, KINDS, LATER
 from .pieces import NUMBERS, Pick, Piece
 from .staged import Staged, deep_layers, deep_skips, in_blocks, is_deep, staged
 from .template import FOOTER, HEADER, LOSSES, MODEL, PLUGINS, RESULTS, SECOND
@@ -228,12 +228,11 @@ def precision(seed: int) -> dict[str, object]:
 
 def draw_net(seed: int) -> Net:
     rng = random.Random(f"model {seed}")
-    kinds = sorted(KINDS)
     layers = tuple(
-        (rng.choice(kinds), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in range(rng.randint(1, 4))
+        (rng.choice(FIRST), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in range(rng.randint(1, 4))
     )
     more = random.Random(f"deep {seed}")
-    layers = deep_layers(more) if is_deep(seed) else layers
+    layers = deep_layers(more) if is_deep(seed) else with_later_kinds(seed, layers)
     return Net(
         seed,
         rng.choice((2, 3, 4, 8)) if not is_deep(seed) else more.choice((8, 12)),
@@ -249,6 +248,16 @@ def draw_net(seed: int) -> Net:
         deep_skips(more, len(layers)) if is_deep(seed) else (),
         is_deep(seed),
     )
+
+
+def with_later_kinds(seed: int, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """One layer more in every tenth model, of each of the kinds that came later."""
+    for kind in LATER:
+        rng = random.Random(f"{kind} of {seed}")
+        if rng.random() < 0.1:
+            at = rng.randint(0, len(layers))
+            layers = (*layers[:at], (kind, tuple(rng.randrange(60) for _ in range(NUMBERS))), *layers[at:])
+    return layers
 
 
 def named(net: Net) -> Iterator[tuple[str, int, float]]:

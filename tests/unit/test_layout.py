@@ -65,7 +65,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.capture.update": (*ONE_OP, "ir.capture", "ir.capture.forms", "ir.capture.update.trial", "ir.unfolding"),
     "ir.capture.update.trial": ("ir", "ir.capture.update"),
     "ir.capture.patterns": (*ONE_OP, "ir.capture"),
-    "ir.oracle": (*RULES, "ir.oracle.running"),
+    "ir.oracle": (*ONE_OP, "ir.oracle.running"),
     "ir.oracle.running": (*RULES, "ir.oracle"),
     "ir.oracle.planned": (*ONE_OP, "ir.oracle", "ir.oracle.running"),
     "passes": (

@@ -331,7 +331,7 @@ def _first_result(out: Any) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
-@pytest.mark.parametrize(("build", "tolerance"), [(_llava, 1e-12), (_longformer, 1e-3)])  # float32 inside: longformer
+@pytest.mark.parametrize(("build", "tolerance"), [(_llava, 1e-12), (_longformer, 1e-8)])  # float32 inside: longformer
 def test_models_of_transformers(build: Callable[[], Any], tolerance: float) -> None:
     with double():
         model, kwargs = build()

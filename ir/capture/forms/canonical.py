@@ -14,7 +14,7 @@ from shardfx.ir.graph import Value, op_name
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.ops.traits import draws, positional, with_defaults
+from shardfx.ir.ops.traits import OF_MEMORY, draws, positional, with_defaults
 
 from .diagonals import within_rows
 from .lone_numbers import numbers_as_tensors
@@ -49,7 +49,8 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     args = numbers_as_tensors(builder, target, args)
     types = types_of(node.meta.get("val"))
     if target.overloadpacket in OF_MEMORY:
-        return _by_memory(builder, target, args, types, kwargs, in_order(node, str(builder.where)))
+        lies = node.args[0].meta["val"]  # type: ignore[union-attr]
+        return _by_memory(builder, target, with_defaults(target, args, kwargs), types, lies)
     canonical = CANONICAL.get(target) or CANONICAL.get(target.overloadpacket) or OF_OTHERS.get(op_name(target))
     if canonical is not None:
         made = canonical(builder, target, args, kwargs, types)
@@ -61,43 +62,43 @@ def convert_call(builder: GraphBuilder, node: torch.fx.Node) -> Any:
     return builder.add(target, args, types, **kwargs)
 
 
-OF_MEMORY = (aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
-"""Ops that see how a tensor lies in memory. In a program every operand of theirs lies in order, from the start on."""
+def _by_memory(builder: GraphBuilder, op: Any, given: Mapping[str, Any], types: Any, lies: torch.Tensor) -> Any:
+    """A strided view as an op of values: of the tensor with its dims in memory order, from its own first element on.
 
+    ``lies`` is the tensor as it lies on one device. A view that starts behind its first element is one of a slice::
 
-def in_order(node: torch.fx.Node, where: str) -> list[int]:
-    """The order of dims in which the tensor that such an op sees lies in memory on one device, all of it and no more.
+        as_strided(x, [3, 2], [1, 3], 2)    ->    as_strided(slice(view(x, [24]), 0, 2, 8), [3, 2], [1, 3])
 
     Raises:
-        Error: it does not.
+        Error: the tensor is not dense, or the view leaves it.
     """
-    source = node.args[0]
-    assert isinstance(source, torch.fx.Node)
-    lies = source.meta["val"]
-    order = sorted(range(lies.dim()), key=lambda dim: (-lies.stride(dim), lies.shape[dim] == 1, dim))
-    whole = lies.untyped_storage().nbytes() == lies.numel() * lies.element_size()
-    if not lies.permute(order).is_contiguous() or lies.storage_offset() or not whole:
+    x, size, stride = given["self"], given["size"], given["stride"]
+    absolute = given["storage_offset"]
+    offset = 0 if absolute is None else int(absolute) - int(lies.storage_offset())
+    end = offset + (0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
+    strides = lies.stride()
+    order = sorted(range(lies.dim()), key=lambda dim: (-strides[dim], lies.shape[dim] == 1, dim))
+    if not lies.permute(order).is_contiguous() or offset < 0 or end > lies.numel():
         raise Error(
-            f"{node.target} of a tensor that does not lie in order in memory",
-            where=where,
-            expected="a tensor that is the whole of its storage",
-            got=f"shape {tuple(lies.shape)}, strides {lies.stride()}, offset {lies.storage_offset()}",
-            remedy="call .clone(memory_format=torch.contiguous_format) on it before",
+            f"{op} of a tensor that does not lie in order in memory",
+            where=str(builder.where),
+            expected="a dense tensor, and a view of its elements alone",
+            got=f"shape {tuple(lies.shape)}, strides {strides}, offset {lies.storage_offset()}; the view has "
+            f"shape {tuple(size)}, strides {tuple(stride)}, offset {absolute}",
+            remedy="call .clone(memory_format=torch.contiguous_format) on it before, and take the view of that",
         )
-    return order
-
-
-def _by_memory(
-    builder: GraphBuilder, op: Any, args: tuple[Any, ...], types: Any, kwargs: dict[str, Any], order: list[int]
-) -> Any:
-    """A call that sees memory: its tensor, and what is written into it, with the dims as they lie there."""
-    if order == sorted(order):
-        return builder.add(op, args, types, **kwargs)
-    x = builder.add(aten.permute.default, (args[0], order))
+    permuted = order != sorted(order)
+    dense = source = builder.add(aten.permute.default, (x, order)) if permuted else x
+    if offset:
+        flat = builder.add(aten.view.default, (dense, [lies.numel()]))
+        source = builder.add(aten.slice.Tensor, (flat, 0, offset, end))
     if op.overloadpacket is not aten.as_strided_scatter:
-        return builder.add(op, (x, *args[1:]), types, **kwargs)
-    made = builder.add(op, (x, *args[1:]), **kwargs)
-    return builder.add(aten.permute.default, (made, [order.index(dim) for dim in range(len(order))]), types)
+        return builder.add(op, (source, size, stride), types)
+    made = builder.add(op, (source, given["src"], size, stride))
+    if offset:
+        made = builder.add(aten.slice_scatter.default, (flat, made, 0, offset, end))
+        made = builder.add(aten.view.default, (made, list(dense.shape)))
+    return builder.add(aten.permute.default, (made, [order.index(d) for d in range(len(order))])) if permuted else made
 
 
 Canonical = Callable[[GraphBuilder, Any, tuple[Any, ...], dict[str, Any], Any], Any]

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_
 from torch.utils._pytree import tree_leaves
 
 from shardfx.ir.capture.shells import Form, Outcomes
+from shardfx.ir.ops.traits import OF_MEMORY
 
 aten = torch.ops.aten
 
@@ -26,9 +27,7 @@ class Beyond(Exception):
 
 
 NOT_HERE = {
-    aten.as_strided,
-    aten.as_strided_copy,
-    aten.as_strided_scatter,
+    *OF_MEMORY,
     aten.cudnn_batch_norm,
     aten.miopen_batch_norm,
     aten._efficientzerotensor,

@@ -67,11 +67,14 @@ def transposed(node: Node) -> str:
     return f"~{words(f'd{d}' for d in sorted(order))} -> {words(f'd{d}' for d in order)}"
 
 
-def strided(node: Node) -> ShardingRule:
-    """``as_strided`` of all elements in their order is a view; else nothing is cut."""
+def strided(node: Node) -> ShardingRule | None:
+    """``as_strided`` of all elements in their order is a view; else nothing is sharded. With a storage offset it is no
+    function of its operand's values."""
     size, stride, offset = (argument(node, name) for name in ("size", "stride", "storage_offset"))
+    if offset is not None:
+        return None
     in_order = list(itertools.accumulate([1, *size[:0:-1]], operator.mul))[::-1]
-    plain = all(s == 1 or a == b for s, a, b in zip(size, stride, in_order, strict=True)) and not offset
+    plain = all(s == 1 or a == b for s, a, b in zip(size, stride, in_order, strict=True))
     return view(node) if plain and math.prod(size) == node.operands[0].type.numel else replicated(node, "0")
 
 
@@ -86,7 +89,7 @@ def reread(node: Node) -> str:
 
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.view.default, aten._unsafe_view, aten.reshape, aten.view_copy.default), view, shape_arg=1, free=True),
-    rule((aten.view.dtype, aten.view_copy.dtype), reread, contiguous=Contiguous.ALL),
+    rule((aten.view.dtype, aten.view_copy.dtype), reread, contiguous=Contiguous.ALIGNED),
     rule((aten.unsqueeze, aten.unsqueeze_copy), view, free=True),
     # A dim of which a rank holds one element is no dim of size one.
     rule((aten.squeeze, aten.squeeze_copy), view, local=reshaped, free=True),
@@ -97,5 +100,5 @@ RULES: tuple[RuleEntry, ...] = (
     moves((aten.transpose.int, aten.transpose_copy.int, aten.t, aten.t_copy), transposed, free=True),
     # A complex number and its two parts: what is a sum in the one form is so in the other, a product is not.
     rule(aten.view_as_real, "n.. -> n.. e!", linear="0"),
-    rule(aten.view_as_complex, "n.. e! -> n..", linear="0", contiguous=Contiguous.LAST_DIM),
+    rule(aten.view_as_complex, "n.. e! -> n..", linear="0", contiguous=Contiguous.ALIGNED),
 )

@@ -19,8 +19,8 @@ from typing import Any
 from torch import fx
 
 from shardfx.ir.graph import Input, Node, Output, Value
+from shardfx.ir.ops.pack import IDENTITY
 from shardfx.runtime.verify.movers import MESSAGES
-from shardfx.runtime.verify.proof.interpreter import IDENTITY
 
 from .family import Family, varies
 from .varying import Varying, leaves

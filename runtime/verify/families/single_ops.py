@@ -31,13 +31,14 @@ from shardfx.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, 
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.alike import argument_key
+from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.table import OwnOp, carried
 from shardfx.ir.program.units.of_stages import ends_here, made_at
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.rules.local import gives_list, is_cut
 from shardfx.runtime.verify.fault import Failed, Fault, place
 from shardfx.runtime.verify.proof.deduction import Deduction, same, written
-from shardfx.runtime.verify.proof.interpreter import IDENTITY, HasGraph, Rank
+from shardfx.runtime.verify.proof.interpreter import HasGraph, Rank
 from shardfx.runtime.verify.proof.known import Proof
 from shardfx.runtime.verify.proof.meeting import LockStep
 from shardfx.runtime.verify.proof.numbering import Numbering

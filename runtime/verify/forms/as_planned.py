@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from shardfx.ir.cost.fake_calls import FakeCalls
-from shardfx.ir.ops import pack
+from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.runtime.verify.movers import COLLECTIVES, MESSAGES, MOVERS
 
@@ -30,8 +30,7 @@ from .values import key_of, values_in
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-IDENTICAL = {aten.contiguous.default, pack.dense_last}
-FREE = {*MOVERS, *IDENTICAL, operator.getitem}
+FREE = {*MOVERS, *IDENTITY, operator.getitem}
 """Functions that are no ops of torch, and only give something."""
 
 
@@ -94,7 +93,7 @@ class _Read:
         early = any(n in self.pending for n in node.all_input_nodes)
         if early and node.target is not c10d.wait_tensor.default:
             self.pending.add(node)
-        if node.target in IDENTICAL and node not in self.pending:
+        if node.target in IDENTITY and node not in self.pending:
             return args[0]
         if node in self.pending or not (isinstance(node.target, torch._ops.OpOverload) or node.target in FREE):
             return self.forms.each_apart(types())

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardfx.ir.errors import DOES_NOT_RUN
 from shardfx.ir.graph import Input, Node, Output, OutputKind, op_name
-from shardfx.ir.ops import pack
+from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.fault import Failed, Fault, place
@@ -31,7 +31,6 @@ from .numbering import Numbering, Source, Wrong
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-IDENTITY = {aten.contiguous.default, pack.dense_last}
 MOVES: dict[Any, Callable[..., Any]] = {**ALSO, **MOVERS, operator.getitem: operator.getitem}
 
 BY_HAND: dict[Any, Callable[..., Elements]] = {

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import fx
 
+from shardfx.ir.ops.pack import IDENTITY
 from shardfx.runtime.verify.movers import COLLECTIVES, MESSAGES
 
-from .interpreter import IDENTITY, Rank
+from .interpreter import Rank
 
 
 class Within:
