@@ -15,6 +15,7 @@ from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.local_ops import observers
 from shardfx.ir.ops.time.handover import turn_number
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.plain import plain
@@ -78,6 +79,8 @@ class Task:
     nodes: Sequence[Node]
     outputs: Sequence[Output]
     after: Graph
+    observers: dict[str, None] = field(default_factory=dict)
+    """The names of the observers that its programs call."""
 
     @staticmethod
     def of(asked: Asked, changed: Mapping[int, RankProgram], after: Graph) -> Task:
@@ -107,6 +110,7 @@ class Task:
             output = gives[none]
             said = f"the program returns {results[none]!r}"
             raise Broken(Fault(said, f"{output.kind.value} {output.name}", program.rank, "output", certain=True))
+        self.observers.update(dict.fromkeys(observers(program.graph)))
         return plain(program, in_place=in_place)
 
     def run(self, programs: Iterable[RankProgram], fakes: FakeCalls) -> None:
@@ -140,6 +144,11 @@ class PlanProof:
     fakes: FakeCalls = field(default_factory=ExactCalls)
     rewrites: bool = False
     """Programs that somebody changed are written as the plan writes them, before they are proven."""
+
+    @property
+    def observers(self) -> list[str]:
+        """The names of the observers that the programs call."""
+        return list(dict.fromkeys(name for task in self.tasks for name in task.observers))
 
     @property
     def ranks(self) -> range:
