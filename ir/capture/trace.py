@@ -28,6 +28,7 @@ from shardfx.ir.spec import laid_of
 from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
+from .carried.autograd_history import reject_history
 from .carried.between_forms import between_forms, trained_by
 from .carried.earlier import Earlier
 from .carried.two_calls import Called, reject_carried
@@ -296,6 +297,7 @@ def _traced(
                     lambda one, given: write(one, given, names=names_of_one(given)),
                     names.loss,
                 )
+        reject_history(Called(program, tensors), graph, around)
         if program.results.keeps:
             reject_carried(Called(program, tensors), around, trained=trained)
         graph.notes = [each for each in (as_it_is.note, *graph.notes) if each]
