@@ -84,11 +84,11 @@ def _through(call: Called, names: Collection[str], mode: FakeTensorMode) -> tupl
         if not loss.requires_grad:
             return None
         found = torch.autograd.grad(loss, inputs, allow_unused=True)
-        name = next((n for n, grad in zip(begins, found, strict=False) if grad is not None), None)
-        if name is None:
+        reached = next((name for name, grad in zip(begins, found, strict=False) if grad is not None), None)
+        if reached is None:
             return None
         try:
             torch.autograd.grad(program(*given)[0], inputs, allow_unused=True)
         except RuntimeError as error:
-            return name, f"{type(error).__name__} in the second backward: {str(error).splitlines()[0]}"
-    return name, ALL_CALLS.format(name.removeprefix(MODEL))
+            return reached, f"{type(error).__name__} in the second backward: {str(error).splitlines()[0]}"
+        return reached, ALL_CALLS.format(reached.removeprefix(MODEL))
