@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from .grammar import KINDS
+from .grammar import FIRST, KINDS, LATER
 from .pieces import NUMBERS, Pick, Piece
 from .staged import Staged, deep_layers, deep_skips, in_blocks, is_deep, staged
 from .template import FOOTER, HEADER, LOSSES, MODEL, PLUGINS, RESULTS, SECOND
@@ -228,12 +228,11 @@ def precision(seed: int) -> dict[str, object]:
 
 def draw_net(seed: int) -> Net:
     rng = random.Random(f"model {seed}")
-    kinds = sorted(KINDS)
     layers = tuple(
-        (rng.choice(kinds), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in range(rng.randint(1, 4))
+        (rng.choice(FIRST), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in range(rng.randint(1, 4))
     )
     more = random.Random(f"deep {seed}")
-    layers = deep_layers(more) if is_deep(seed) else layers
+    layers = with_a_later_kind(seed, deep_layers(more) if is_deep(seed) else layers)
     return Net(
         seed,
         rng.choice((2, 3, 4, 8)) if not is_deep(seed) else more.choice((8, 12)),
@@ -251,6 +250,15 @@ def draw_net(seed: int) -> Net:
     )
 
 
+def with_a_later_kind(seed: int, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """One layer more in every eighth model, of the kinds that came later."""
+    rng = random.Random(f"later {seed}")
+    if rng.random() >= 0.12:
+        return layers
+    at, kind = rng.randint(0, len(layers)), rng.choice(LATER)
+    return (*layers[:at], (kind, tuple(rng.randrange(60) for _ in range(NUMBERS))), *layers[at:])
+
+
 def named(net: Net) -> Iterator[tuple[str, int, float]]:
     """What a hint may name: with its number of dims, and how often it is hinted."""
     yield "args.0", 2 if net.vocabulary else 3, 0.8
@@ -262,7 +270,8 @@ def named(net: Net) -> Iterator[tuple[str, int, float]]:
     exec(compile(HEADER.format(seed=0) + net.source(), "<names>", "exec"), scope)
     model = scope["Model"]()  # type: ignore[operator]
     for name, parameter in model.named_parameters():
-        yield name, parameter.dim(), 0.35
+        if parameter.dim():
+            yield name, parameter.dim(), 0.35
     for name, buffer in model.named_buffers():
         if buffer.dim():
             yield name, buffer.dim(), 0.1

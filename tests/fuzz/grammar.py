@@ -6,8 +6,12 @@ before it, it is written for other sizes, and is a layer still.
 
 from __future__ import annotations
 
-from . import computing_layers, moving_layers
+from . import computing_layers, moving_layers, stateful_layers
 from .pieces import Kind
 
-KINDS: dict[str, Kind] = {**computing_layers.KINDS, **moving_layers.KINDS}
-"""By name. Seeds draw from them in this order."""
+FIRST = sorted([*computing_layers.KINDS, *moving_layers.KINDS])
+"""The names that seeds draw the layers of a model from, in this order."""
+LATER = sorted([*stateful_layers.KINDS])
+"""Those of one layer more, that some seeds draw beside these: so earlier cases stay what they are."""
+KINDS: dict[str, Kind] = {**computing_layers.KINDS, **moving_layers.KINDS, **stateful_layers.KINDS}
+"""By name."""

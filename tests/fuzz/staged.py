@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
-from .grammar import KINDS
+from .grammar import FIRST, KINDS
 from .pieces import NUMBERS, Pick, Piece
 
 Layer = tuple[str, tuple[int, ...]]
@@ -69,7 +69,7 @@ def deep_layers(rng: random.Random) -> tuple[Layer, ...]:
     """Four to eight layers, in which one to three repeat, the first of them with parameters."""
     period: list[Layer] = []
     for _ in range(rng.randint(1, 3)):
-        drawn = ((rng.choice(sorted(KINDS)), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in count())
+        drawn = ((rng.choice(FIRST), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in count())
         period.append(next(layer for layer in drawn if not mixes(layer, bool(period))))
     return tuple(period[i % len(period)] for i in range(rng.randint(4, 8)))
 
