@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -92,6 +93,25 @@ def test_buffer_written_in_place_with_gradient_matches_single_device(how: Callab
             pm.full_state_dict(), {n: each.detach() for n, each in reference.state_dict().items()}
         )
     assert pm.verify()
+
+
+def only_where_small(inner: Inner, y: Tensor) -> Tensor:
+    inner.kept.mul_(0.9).add_(y.mean(0))
+    return y + inner.kept.detach() if y.sum() < 1e9 else y
+
+
+def test_guarded_model_that_eager_stepped_before_matches_single_device() -> None:
+    """Its buffer has a grad_fn already."""
+    model = Model(only_where_small)
+    reference = copy.deepcopy(model)
+    for each in (model, reference):
+        each(X).sum().backward()
+        each.zero_grad()
+    pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), dataclasses.replace(HINTS, guard=True))
+    for _ in range(2):
+        pm(X).backward()
+        reference(X).pow(2).sum().backward()
+    torch.testing.assert_close(pm.full_grads(), {name: p.grad for name, p in reference.named_parameters()})
 
 
 def read_behind(inner: Inner, y: Tensor) -> Tensor:

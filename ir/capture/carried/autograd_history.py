@@ -41,11 +41,10 @@ def reject_history(call: Called, graph: Graph, around: Surroundings) -> None:
     names = call.program.assigned.with_history
     if not names or call.program.loss is None:
         return
-    mode = FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=ShapeEnv() if call.program.guard else None, static_shapes=True
-    )
+    guarded = call.program.guard
     with ExitStack() as stack:
-        stack.enter_context(with_numbers() if call.program.guard else nullcontext())
+        stack.enter_context(with_numbers() if guarded else nullcontext())
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if guarded else None, static_shapes=True)
         stack.enter_context(mode)
         stack.enter_context(left_as_found(around))
         try:

@@ -66,8 +66,8 @@ class AssignedBuffers:
         for was, given in found.values():
             held_as[id(was)].add(id(given))
         for name, (was, given) in found.items():
-            if was in leaves and given is copies.get(was, was):
-                if given.requires_grad:
+            if given is copies.get(was, was):
+                if was in leaves and given is not None and given.requires_grad:
                     self.names.add(name)
                     self.with_history.add(name)
             elif given is not was:
