@@ -232,7 +232,7 @@ def draw_net(seed: int) -> Net:
         (rng.choice(FIRST), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in range(rng.randint(1, 4))
     )
     more = random.Random(f"deep {seed}")
-    layers = with_a_later_kind(seed, deep_layers(more) if is_deep(seed) else layers)
+    layers = deep_layers(more) if is_deep(seed) else with_a_later_kind(seed, layers)
     return Net(
         seed,
         rng.choice((2, 3, 4, 8)) if not is_deep(seed) else more.choice((8, 12)),
