@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
@@ -60,6 +61,25 @@ SHARDED: dict[str, dict[str, Any]] = {
     "zero": {"specs": {"args.0": "dp, -"}, "zero": 3, "zero_min": 1},
     "accumulated": {"specs": {"args.0": "dp, -"}, "accumulate": 2},
 }
+
+
+class Polar(nn.Module):
+    """A complex number whose gradient is rounding of a sum that cancels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave, self.layer = nn.Parameter(torch.randn((), dtype=torch.complex64)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.polar(F.softplus(self.layer(x)), x) * self.wave
+        return (z * z.conj()).real / 9
+
+
+def test_rounding_of_complex64_gradients_is_no_other_function() -> None:
+    torch.manual_seed(4)
+    x = torch.randn(64, 8)
+    hints = sx.Hints((x,), loss=lambda out: F.log_softmax(out / 10, -1)[:, 0].mean(), specs={"args.0": "dp, -"})
+    assert sx.parallelize(Polar(), sx.Mesh(dp=2), hints).verify()
 
 
 def squares(out: Tensor) -> Tensor:
