@@ -111,6 +111,9 @@ def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: Names) -> Va
         return builder.input(kind, name, type)
     if isinstance(desc, TangentAOTInput):
         builder.phase = Phase.BACKWARD
+        if not isinstance(desc.output, PlainAOTOutput):  # nobody asks for the gradient of what a buffer then holds
+            none: Value = builder.add(aten.full.default, (list(type.shape), 0.0), type, dtype=type.dtype)
+            return none
         _check_holds(names.seed, type.dtype)
         if names.seed_state:
             scale = builder.input(InputKind.STATE, names.seed_state, TensorType((), torch.float64))

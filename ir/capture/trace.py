@@ -28,12 +28,14 @@ from shardfx.ir.spec import laid_of
 from shardfx.ir.unfolding.regular import Irregular
 from shardfx.ir.unfolding.unfold import check_regular
 
+from .carried.autograd_history import reject_history
 from .carried.between_forms import between_forms, trained_by
 from .carried.earlier import Earlier
 from .carried.two_calls import Called, reject_carried
 from .compared.as_eager import AsItIs
 from .compared.both_runs import Named
 from .compared.mended import AS_TORCH, mended
+from .compared.step_rewrites import compare_rewrites
 from .convert import Names
 from .decisions import NotKnown, with_numbers
 from .forms.compute import Compute
@@ -66,7 +68,8 @@ class Captured:
 
     ``leaves`` are the names (``args.0``) of the tensor inputs, in order; ``aliases`` name tied parameters. ``update``
     is what the graph has of an optimizer, ``checkpointed`` the modules (patterns) that the model's code checkpoints, by
-    call. ``keeps``: the model's code changes what it holds beside buffers.
+    call. ``keeps``: the model's code changes what it holds beside buffers. ``compared``: what was written into the step
+    and compared with plain torch.
     """
 
     graph: Graph
@@ -77,6 +80,7 @@ class Captured:
     update: Update | None = None
     checkpointed: tuple[tuple[str, ...], ...] = ()
     keeps: bool = False
+    compared: tuple[str, ...] = ()
 
 
 def capture(
@@ -219,6 +223,7 @@ def _capture(
         content = given.constant if given.constant is not None else known.get(given.name)
         given.laid = laid_of(content) if content is not None else ()
     step = Behind(scale if loss is not None else None, clip, optimizer, scheduled)
+    compared = compare_rewrites(graph, step, compute, batch_parts)
     graph, update, apart = step.write(graph, dict(traced.named_parameters()))
     guards = _decisions(graph)
     said = f"the data decide {guards} times what the model does, which is checked at every call" if guards else ""
@@ -228,7 +233,7 @@ def _capture(
     again = asked.patterns(traced, {node.where.module for node in graph.nodes})
     unsaid = NO_MODULE if asked.others and loss is not None else ""
     graph.notes = [each for each in (*graph.notes, note, apart, said, parts, unsaid) if each]
-    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again, results.keeps)
+    return Captured(graph, tuple(names), results.tree, results.leaves, aliases, update, again, results.keeps, compared)
 
 
 NO_MODULE = (
@@ -296,6 +301,7 @@ def _traced(
                     lambda one, given: write(one, given, names=names_of_one(given)),
                     names.loss,
                 )
+        reject_history(Called(program, tensors), graph, around)
         if program.results.keeps:
             reject_carried(Called(program, tensors), around, trained=trained)
         graph.notes = [each for each in (as_it_is.note, *graph.notes) if each]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
+
+from shardfx.ir.errors import Error
 
 from . import memory_ops, pack
 from .computing import no_share  # noqa: F401, an op that rules name
@@ -280,18 +284,55 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def observes(function: Function) -> Function:
-    """Say of a function that it looks at its first argument and gives it back: a rank pass may put it into programs.
+    """Declare a function an observer, which a rank pass may insert into programs: a call of it is the identity.
 
-    Such a program is proven as if the call were not there.
+    The function gets copies of its tensors; what it returns is ignored, and its first argument is passed on. Such a
+    program is proven as if the call were not there, and the assumptions of the verdict name the function.
+
+    Raises:
+        Error: when a program runs: the function writes in place to a tensor that it is given.
 
     Example::
 
         @sx.observes
         def noted(x, name):
             times[name] = time.perf_counter()
-            return x
     """
     name = f"{function.__module__}.{function.__qualname__}"
-    row = LocalOp(name, function, shares=True, plain=lambda args, kwargs: args[0])
-    setattr(function, ROW, row)
-    return function
+
+    @torch._disable_dynamo  # it is no part of what torch.compile traces
+    @functools.wraps(function)
+    def observer(x: Any, *args: Any, **kwargs: Any) -> Any:
+        copies: list[tuple[torch.Tensor, int]] = []
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            made = tensor.detach().clone()
+            copies.append((made, made._version))
+            return made
+
+        with torch.inference_mode(False):  # else copies have no version
+            given = (
+                pytree.tree_map_only(torch.Tensor, copy, (x, *args)),
+                pytree.tree_map_only(torch.Tensor, copy, kwargs),
+            )
+            function(*given[0], **given[1])
+        if any(made._version != version for made, version in copies):
+            code = getattr(function, "__code__", None)
+            raise Error(
+                f"the observer {name} writes in place to a tensor that it is given",
+                where=f"{code.co_filename}:{code.co_firstlineno}" if code is not None else name,
+                expected="a function that reads its arguments",
+                got="a tensor that was written to",
+                remedy="write to a clone() of it; a function that computes something new is an op with a rule",
+            )
+        return x
+
+    row = LocalOp(name, observer, shares=True, observes=True, plain=lambda args, kwargs: args[0])
+    setattr(observer, ROW, row)
+    return cast(Function, observer)
+
+
+def observers(graph: fx.Graph) -> list[str]:
+    """The names of the observers that a program calls."""
+    rows = (row_of(node.target) for node in graph.nodes if node.op == "call_function")
+    return list(dict.fromkeys(row.name for row in rows if row is not None and row.observes))

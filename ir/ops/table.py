@@ -156,6 +156,7 @@ class LocalOp:
         message: ``sends`` or ``receives`` one of another rank's, where not all of the group meet.
         turns: its part in what is done once for each turn of a time axis: ``opens`` and ``closes`` them, begins a
             ``unit`` of them, is a ``number`` of the turn, or ``collects`` what leaves them.
+        observes: it is the identity, of an operand that a function of a user's reads.
         adds: of the arguments, the call whose result is added to what is collected, where it is done into that.
     """
 
@@ -179,6 +180,7 @@ class LocalOp:
     turns: str = ""
     message: str = ""
     adds: Plain | None = None
+    observes: bool = False
 
     @property
     def is_number(self) -> bool:

@@ -16,6 +16,7 @@ from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.replay import replay
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.local_ops import observers
 from shardfx.ir.ops.time.handover import turn_number
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.plain import plain
@@ -79,6 +80,8 @@ class Task:
     nodes: Sequence[Node]
     outputs: Sequence[Output]
     after: Graph
+    observers: dict[str, None] = field(default_factory=dict)
+    """The names of the observers that its programs call."""
 
     @staticmethod
     def of(asked: Asked, changed: Mapping[int, RankProgram], after: Graph) -> Task:
@@ -108,6 +111,7 @@ class Task:
             output = gives[none]
             said = f"the program returns {results[none]!r}"
             raise Broken(Fault(said, f"{output.kind.value} {output.name}", program.rank, "output", certain=True))
+        self.observers.update(dict.fromkeys(observers(program.graph)))
         return plain(program, in_place=in_place)
 
     def run(self, programs: Iterable[RankProgram], fakes: FakeCalls) -> Fault | None:
@@ -148,6 +152,11 @@ class PlanProof:
 
     def __post_init__(self) -> None:
         self._calls = ExactCalls(self.rules, {node.op for node in self.after.nodes})
+
+    @property
+    def observers(self) -> list[str]:
+        """The names of the observers that the programs call."""
+        return list(dict.fromkeys(name for task in self.tasks for name in task.observers))
 
     @property
     def ranks(self) -> range:

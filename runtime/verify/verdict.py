@@ -88,7 +88,8 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
     for each in verdicts:
         counts.update({what: count for what, count in each.checked.items() if what != "ranks"})
     checked = {"ranks": verdicts[0].checked["ranks"], **counts}
-    return replace(verdicts[0], checked=checked, programs=sum((each.programs for each in verdicts), ()))
+    programs, given = (sum((getattr(each, name) for each in verdicts), ()) for name in ("programs", "given"))
+    return replace(verdicts[0], checked=checked, programs=programs, given=tuple(dict.fromkeys(given)))
 
 
 def text(fault: Fault) -> str:
@@ -166,4 +167,6 @@ def verify(
         fault = of_the_rank(fault, mesh)
     if small is not None:
         counts["sizes shrunk"] += small.sizes
-    return Verdict.of(fault, how=how, checked=dict(counts), programs=() if fault is not None else names)
+    assumed = tuple(f"the observer {name} has no side effect on tensors of the program" for name in proof.observers)
+    programs = () if fault is not None else names
+    return Verdict.of(fault, how=how, checked=dict(counts), programs=programs, given=assumed)

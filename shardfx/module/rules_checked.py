@@ -36,7 +36,7 @@ def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
     verdict = replace(
         verdict,
         checked={**verdict.checked, **{what: count for what, count in counts.items() if count}},
-        given=(*GIVEN, *left_out),
+        given=(*GIVEN, *verdict.given, *left_out),
     )
     if not found.wrong:
         return verdict

@@ -271,7 +271,8 @@ def named(net: Net) -> Iterator[tuple[str, int, float]]:
     exec(compile(HEADER.format(seed=0) + net.source(), "<names>", "exec"), scope)
     model = scope["Model"]()  # type: ignore[operator]
     for name, parameter in model.named_parameters():
-        yield name, parameter.dim(), 0.35
+        if parameter.dim():
+            yield name, parameter.dim(), 0.35
     for name, buffer in model.named_buffers():
         if buffer.dim():
             yield name, buffer.dim(), 0.1

@@ -6,12 +6,17 @@ before it, it is written for other sizes, and is a layer still.
 
 from __future__ import annotations
 
-from . import computing_layers, moving_layers, strided_layers
+from . import computing_layers, moving_layers, stateful_layers, strided_layers
 from .pieces import Kind
 
 FIRST = sorted([*computing_layers.KINDS, *moving_layers.KINDS])
 """The names that seeds draw the layers of a model from, in this order."""
-LATER = sorted(strided_layers.KINDS)
+LATER = sorted([*stateful_layers.KINDS, *strided_layers.KINDS])
 """Those that some seeds draw beside these, each by itself: so earlier cases stay what they are."""
-KINDS: dict[str, Kind] = {**computing_layers.KINDS, **moving_layers.KINDS, **strided_layers.KINDS}
+KINDS: dict[str, Kind] = {
+    **computing_layers.KINDS,
+    **moving_layers.KINDS,
+    **stateful_layers.KINDS,
+    **strided_layers.KINDS,
+}
 """By name."""

@@ -82,7 +82,8 @@ def apart(ours, theirs):
     """The largest difference over the largest number; where one device gives no number, this must be none likewise."""
     if ours.shape != theirs.shape:
         return float("inf")
-    ours, theirs = ours.detach().double(), theirs.detach().double()
+    parts = lambda t: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    ours, theirs = parts(ours.detach()).double(), parts(theirs.detach()).double()
     alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
     ours, theirs = (t.masked_fill(alike & ~theirs.isfinite(), 0) for t in (ours, theirs))
     if not theirs.numel():
@@ -186,8 +187,8 @@ def on_one_device(model, args, kwargs, targets):
 def moved(tree):
     """The floating tensors of a nest, each number moved by a rounding of the dtype that is computed in."""
     least = torch.finfo(torch.float32 if "compute" in OPTIONS else torch.float64).eps
-    floating = lambda x: isinstance(x, torch.Tensor) and x.dtype.is_floating_point
-    move = lambda x: x * (1 + least * torch.empty_like(x).uniform_(-1, 1)) if floating(x) else x
+    floating = lambda x: isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+    move = lambda x: x * (1 + least * torch.empty_like(x.real).uniform_(-1, 1)) if floating(x) else x
     return torch.utils._pytree.tree_map(move, tree)
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 import shardfx as sx
 from shardfx.ir.capture import trace, write_graph
+from shardfx.ir.capture.compared.whole_run import run_whole
+from shardfx.ir.capture.convert import Names, convert
 from shardfx.ir.capture.joint.call_writer import Beyond
 from shardfx.ir.capture.joint.joint_graph import joint_graph
+from shardfx.ir.graph import OutputKind, Where
 from shardfx.ir.text import print_graph
 from tests.zoo import make
 
@@ -66,10 +71,6 @@ class Followed(nn.Module):
 def of_a_view(model: Followed, x: Tensor) -> None:
     with torch.no_grad():
         model.seen[:2].add_(x.detach()[0, :2])
-
-
-def with_a_gradient(model: Followed, x: Tensor) -> None:
-    model.seen.add_(x.mean(0))
 
 
 def in_one_place(model: Followed, x: Tensor) -> None:
@@ -209,18 +210,43 @@ def test_what_is_not_is_left_to_autograd(
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("between", "why", "said"),
-    [
-        (Followed(with_a_gradient), "has a gradient", "computes something else when it is traced"),
-        (beside_itself(), "lies where another", r"lies where another of its tensors lies[\s\S]*other"),
-    ],
-    ids="a_gradient beside".split(),
-)
-def test_buffers_that_are_more_than_that_are_refused(between: Any, why: str, said: str, written: list[str]) -> None:
-    with pytest.raises(sx.Error, match=said):
-        trace.capture(Model(between), sx.Mesh(dp=2), args=(torch.rand(4, 6),), loss=lambda y: y.square().mean())
-    assert written[0].startswith("Beyond: ") and why in written[0]
+def test_a_buffer_where_another_tensor_lies_is_refused(written: list[str]) -> None:
+    with pytest.raises(sx.Error, match=r"lies where another of its tensors lies[\s\S]*other"):
+        trace.capture(Model(beside_itself()), sx.Mesh(dp=2), args=(torch.rand(4, 6),), loss=lambda y: y.square().mean())
+    assert written[0].startswith("Beyond: ") and "lies where another" in written[0]
+
+
+class Keeps(nn.Module):
+    """Writes a value with a gradient to its buffer, and gives another."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6))
+        self.register_buffer("kept", torch.zeros(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight
+        self.kept.mul_(0.9).add_(y)
+        return y.square().sum()
+
+
+@pytest.mark.parametrize("by", ["here", "AOTAutograd"])
+def test_tangent_of_a_buffer_written_in_place_is_zero(by: str) -> None:
+    model, x = Keeps(), torch.rand(4, 6)
+    exported = torch.export.export(model, (x,), strict=False).module(check_guards=False)
+    with ExitStack() as stack:
+        joint = (
+            joint_graph(exported, (x,), {})
+            if by == "here"
+            else aot_export_joint_with_descriptors(stack, exported, (x,)).graph_module
+        )
+        graph = convert(joint, sx.Mesh(dp=2), Names(("args.0",), {"weight": "weight", "kept": "kept"}, Where("loss")))
+    env = run_whole(graph, {"weight": model.weight.detach(), "kept": model.kept, "args.0": x})
+    model(x).backward()
+    (gradient,) = (env[output.value] for output in graph.outputs if output.kind is OutputKind.GRADIENT)
+    torch.testing.assert_close(gradient, model.weight.grad)
 
 
 def test_a_tensor_that_is_no_part_of_the_model_is_refused(written: list[str]) -> None:

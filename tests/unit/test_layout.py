@@ -56,7 +56,7 @@ SUB_PACKAGES: dict[str, tuple[str, ...]] = {
     "ir.timing": (*PROGRAMS, "ir.cost", "ir.cost.live", "ir.schedule"),
     "ir.unfolding": GRAPHS,
     "ir.capture": (*CAPTURE, *COMPARED, "ir.capture.joint", "ir.capture.named", "ir.capture.update", "ir.unfolding"),
-    "ir.capture.compared": (*CAPTURE, *COMPARED, "ir.capture", "ir.capture.named"),
+    "ir.capture.compared": (*CAPTURE, *COMPARED, "ir.capture", "ir.capture.named", "ir.capture.update"),
     "ir.capture.carried": (*CAPTURE, *COMPARED, "ir.capture", "ir.capture.named"),
     "ir.capture.forms": (*ONE_OP, "ir.capture"),
     "ir.capture.intake": (*ONE_OP, "ir.capture", "ir.capture.named"),

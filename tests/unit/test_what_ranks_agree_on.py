@@ -36,6 +36,7 @@ def test_sketches_are_alike_up_to_rounding(dtype: torch.dtype) -> None:
         assert not sketch.is_like(Sketch.of(x * 50 + 0.05 * x.sign()), tolerance)
     nan = torch.full((3,), torch.nan)
     assert Sketch.of(nan).is_like(Sketch.of(nan), 0.1) and not Sketch.of(nan).is_like(sketch, 0.1)
+    assert not Sketch.of(torch.ones(3) + 0j).is_like(Sketch.of(torch.ones(3) + 1j), tolerance)
     assert not Sketch.of(torch.tensor(3)).is_like(Sketch.of(torch.tensor(4)), tolerance_of(torch.int64))
 
 

@@ -212,9 +212,8 @@ TIMES: dict[str, float] = {}
 
 
 @sx.observes
-def noted(x: Any, name: str) -> Any:
+def noted(x: Any, name: str) -> None:
     TIMES[name] = time.perf_counter()
-    return x
 
 
 @dataclass(frozen=True)
@@ -241,6 +240,74 @@ def test_a_users_rank_pass_runs_and_is_proven() -> None:
     assert torch.equal(pm(X, Y), reference(X, Y))
     assert TIMES and len(TIMES) % 2 == 0
     assert pm.verify() and "noted" in str(pm.rank_program(0))
+
+
+SEEN: list[torch.Tensor] = []
+
+
+@sx.observes
+def returns_another(x: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@sx.observes
+def returns_nothing(x: torch.Tensor, operand: torch.Tensor) -> None:
+    SEEN.append(x)
+
+
+@sx.observes
+def writes_through_data(x: torch.Tensor, operand: torch.Tensor) -> None:
+    x.data.mul_(2)
+
+
+@sx.observes
+def writes_later(x: torch.Tensor, operand: torch.Tensor) -> None:
+    SEEN.append(x)
+    if len(SEEN) > 4:
+        x.mul_(2)
+
+
+@sx.observes
+def writes_to_another(x: torch.Tensor, operand: torch.Tensor) -> None:
+    SEEN.append(x)
+    if len(SEEN) > 4:
+        operand.add_(1)
+
+
+@dataclass(frozen=True)
+class Observed(sx.RankPass):
+    """Observes what goes into the loss, and the operand of that."""
+
+    name: ClassVar[str] = "observed"
+    by: Any = None
+
+    def run(self, program: Any, context: Any) -> bool:
+        node = next(node for node in program.graph.nodes if node.target is aten.relu.default)
+        with program.graph.inserting_after(node):
+            seen = program.graph.call_function(self.by, (node, node.args[0]))
+        node.replace_all_uses_with(seen, delete_user_cb=lambda user: user is not seen)
+        return True
+
+
+@pytest.mark.parametrize("by", [returns_another, returns_nothing, writes_through_data])
+def test_observer_returns_its_operand_and_is_an_assumption(by: Any) -> None:
+    pm, reference = planned(sx.Mesh(dp=2), rank_passes=[Observed(by)]), planned(sx.Mesh(dp=2))
+    assert torch.equal(pm(X, Y), reference(X, Y))
+    pm.compile(backend="eager")
+    assert torch.equal(pm(X, Y), reference(X, Y))
+    verdict = pm.verify()
+    assert verdict and any(by.__qualname__ in each for each in verdict.given)
+    assert not any("observer" in each for each in reference.verify().given)
+
+
+@pytest.mark.parametrize("by", [writes_later, writes_to_another])
+def test_observer_that_writes_in_place_at_a_later_call_is_an_error(by: Any) -> None:
+    SEEN.clear()
+    pm = planned(sx.Mesh(dp=2), rank_passes=[Observed(by)])
+    before = [pm(X, Y).detach() for _ in range(2)]
+    with pytest.raises(sx.Error, match=f"{by.__qualname__} writes in place") as caught, torch.inference_mode():
+        pm(X, Y)
+    assert torch.equal(*before) and str(caught.value.where).startswith(__file__)
 
 
 @pytest.mark.one_in(2)

@@ -105,7 +105,7 @@ class Calls:
         made: dict[int, Tensor] = {}
         program = call.program
         stored = (*program.named_parameters(remove_duplicate=False), *program.named_buffers(remove_duplicate=False))
-        self.own = {name: made.setdefault(id(each), self._fake(each)) for name, each in stored}
+        self.own = {name: made.setdefault(id(each), fake_of(each, mode)) for name, each in stored}
         """Parameters and buffers without content."""
         for name, each in stored:  # which lists may hold, too
             self.terms.stands_for(each, self.own[name])
@@ -151,19 +151,6 @@ class Calls:
             way = "another one" if self._call is self._behind else "one in another form"
             raise self._error(blamed, changed, f"another {other} in a call behind {way} than in a first call")
 
-    def _fake(self, tensor: Tensor) -> Tensor:
-        """The same on the CPU without content; with it, if it is to go along."""
-        if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
-            with self._mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        else:
-            with _disable_current_modes():  # else it is a fake one already, without its numbers
-                real = tensor.detach() if isinstance(tensor, nn.Parameter) else as_it_lies(tensor)
-            made = self._mode.from_tensor(real, static_shapes=True)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
-
     def _begin(self, call: str) -> dict[str, Place]:
         """A call begins: what optimizers and forwards change between calls is its own."""
         self.terms.begin(call)
@@ -187,7 +174,7 @@ class Calls:
     def _gave(self, call: Called, name: str) -> Gave:
         """What a call gives, and which gradients."""
         program, given, _ = call
-        fakes = [self._fake(each) for each in given]
+        fakes = [fake_of(each, self._mode) for each in given]
         self.terms.give({f"{name} input {number}": each for number, each in enumerate(fakes)})
         was, program.exported = program.exported, True
         try:
@@ -245,3 +232,17 @@ class Calls:
 
 def _trained(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
+
+
+def fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """The same on the CPU without content; with it, if it is to go along."""
+    if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
+        with mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    else:
+        with _disable_current_modes():  # else it is a fake one already, without its numbers
+            real = tensor.detach() if isinstance(tensor, nn.Parameter) else as_it_lies(tensor)
+        made = mode.from_tensor(real, static_shapes=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

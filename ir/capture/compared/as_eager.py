@@ -171,7 +171,7 @@ class AsItIs:
         return [name for name in left if not is_rounding(ours[name], theirs[name], share[name], moved[name])]
 
     def _widened(self, mode: Alike) -> Made:
-        own = copied(self._program, {}).to(torch.float64)
+        own = copied(self._program, {})._apply(mode.cast)  # `to` would make complex parameters real
         given = [mode.cast(each.detach()).requires_grad_(each.requires_grad) for each in self._given]
         return eager_run(own, given, self._named, self._trains, mode)
 

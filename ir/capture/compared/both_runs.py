@@ -66,7 +66,8 @@ def eager_run(program: nn.Module, given: Sequence[Tensor], named: Named, trains:
     with torch.no_grad():
         for name, was in before.items():
             if name in after and after[name].shape == was.shape:
-                after[name].copy_(was)
+                held = after[name].detach_() if after[name].requires_grad else after[name]  # the backward is done
+                held.copy_(was)
     return made
 
 

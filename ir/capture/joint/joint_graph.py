@@ -122,14 +122,12 @@ class _Run:
         """The buffers that the program writes into, each with what it then holds.
 
         Raises:
-            Beyond: one of them lies where something else lies that the program is given, or has a gradient.
+            Beyond: one of them lies where something else lies that the program is given.
         """
         found = {desc: each for desc, each in given.items() if self.writer.node_of(each).op != "placeholder"}
         memories = Counter(tensor.untyped_storage()._cdata for tensor in self._given.values())
         if any(memories[self._given[desc].untyped_storage()._cdata] > 1 for desc in found):
             raise Beyond("a buffer that is written into lies where another tensor lies")
-        if any(each.requires_grad for each in found.values()):
-            raise Beyond("a buffer that is written into has a gradient")
         return found
 
     def _placeholder(self, shell: Tensor, desc: object) -> None:

@@ -3,7 +3,10 @@
     self.low = torch.min(self.low, x.amin())    ->    low.copy_(torch.min(low.clone(), x.amin()))
 
 Torch's export sees that for buffers of the outermost module alone, and forgets what becomes of the others. What was
-read of the old one may be kept for the backward, so that a forward reads a copy of it.
+read of the old one may be kept for the backward, so that a forward reads a copy of it. So does a forward that writes a
+value with a gradient in place: what is stored is no result of which there is a gradient.
+
+    self.k.mul_(0.9).add_(y)                    ->    copy = k.clone(); copy.mul_(0.9).add_(y); k.copy_(copy.detach())
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from shardfx.ir.errors import Error
 
 
 class AssignedBuffers:
-    """Which buffers a program's forward replaces: known once it ran."""
+    """Which buffers a program's forward replaces, or writes a value with a gradient to: known once it ran."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.with_history: set[str] = set()
+        """Those that carry an autograd graph from one call to the next (:mod:`..carried.autograd_history`)."""
 
     @contextmanager
     def noting(self, program: nn.Module, *, written: bool) -> Iterator[None]:
@@ -35,11 +40,15 @@ class AssignedBuffers:
         """
         modules = [(path, each, dict(each._buffers), dict(each._parameters)) for path, each in program.named_modules()]
         known: list[tuple[nn.Module, str, Tensor]] = []
+        copies: dict[Tensor, Tensor] = {}
+        leaves = {
+            was for _, _, were, _ in modules for was in were.values() if was is not None and not was.requires_grad
+        }
         for path, module, were, _ in modules if written else ():
             for name, was in were.items():
                 if was is not None and f"{path}.{name}" in self.names:
                     known.append((module, name, was))
-                    module._buffers[name] = was.clone()
+                    module._buffers[name] = copies[was] = copies[was] if was in copies else was.clone()
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         try:
             yield
@@ -57,7 +66,11 @@ class AssignedBuffers:
         for was, given in found.values():
             held_as[id(was)].add(id(given))
         for name, (was, given) in found.items():
-            if given is not was:
+            if given is copies.get(was, was):
+                if was in leaves and given is not None and given.requires_grad:
+                    self.names.add(name)
+                    self.with_history.add(name)
+            elif given is not was:
                 _check(name.removeprefix("model."), was, given, len(held_as[id(was)]) == 1)
                 self.names.add(name)
         with torch.no_grad():

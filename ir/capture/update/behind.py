@@ -15,7 +15,7 @@ from shardfx.ir.unfolding.unfold import check_regular, unfold
 from .clip import clip_gradients
 from .loss_scale import adapt, skip_overflow, unscale_gradients
 from .made_groups import Factory
-from .stepped import Update
+from .stepped import Count, Update
 from .written import write_update
 
 APART = "repeated blocks were planned one by one, which takes longer"
@@ -50,15 +50,23 @@ class Behind:
             return bare, self._write(bare, model), f"{APART} ({error.what})"
 
     def _write(self, graph: Graph, model: Mapping[str, nn.Parameter]) -> Update | None:
+        self.write_gradients(graph)
+        if self.optimizer is None:
+            return None
+        update = write_update(graph, self.optimizer, model, self.scheduled)
+        return replace(update, counts={**update.counts, **self.skip_and_adapt(graph)})
+
+    def write_gradients(self, graph: Graph) -> None:
+        """Write how gradients are scaled back and clipped."""
         if self.scale is not None:
             unscale_gradients(graph, self.scale)
         if self.clip is not None:
             clip_gradients(graph, self.clip)
-        update = None
-        if self.optimizer is not None:
-            update = write_update(graph, self.optimizer, model, self.scheduled)
-        if update is not None and self.scale is not None:
-            finite = skip_overflow(graph)
-            if isinstance(self.scale, LossScale):
-                update = replace(update, counts={**update.counts, **adapt(graph, finite, self.scale)})
-        return update
+
+    def skip_and_adapt(self, graph: Graph) -> Mapping[str, Count]:
+        """Write behind an update that a step which overflows is none, and how the scale goes on; gives what the states
+        of the scale begin with."""
+        if self.scale is None:
+            return {}
+        finite = skip_overflow(graph)
+        return adapt(graph, finite, self.scale) if isinstance(self.scale, LossScale) else {}

@@ -38,8 +38,16 @@ def clip_gradients(graph: Graph, most: float) -> None:
     scale = builder.add(aten.clamp.default, (ratio, None, 1.0))
     for output in outputs:
         builder.where = _of(output)
-        output.value = builder.add(aten.mul.Tensor, (output.value, scale), output.value.type)
+        output.value = scaled(builder, output.value, scale)
     graph.rename()
+
+
+def scaled(builder: GraphBuilder, gradient: Value, by: Value | float) -> Value:
+    """A gradient times a real number, in its own dtype."""
+    made: Value = builder.add(aten.mul.Tensor, (gradient, by), gradient.type if gradient.shape else None)
+    if made.type.dtype is not gradient.type.dtype:  # of numbers without dims the wider dtype
+        made = builder.add(aten._to_copy.default, (made,), dtype=gradient.type.dtype)
+    return made
 
 
 def sum_of_squares(builder: GraphBuilder, outputs: Sequence[Output]) -> Value:
@@ -61,7 +69,9 @@ def _of(output: Output) -> Where:
 
 
 def _square(builder: GraphBuilder, gradient: Value) -> Value:
-    """The sum of a gradient's squares, in float32 at least."""
+    """The sum of the squares of a gradient's absolute values, in float32 at least."""
+    if gradient.type.dtype.is_complex:
+        gradient = builder.add(aten.abs.default, (gradient,))
     exact = gradient.type.dtype in (torch.float32, torch.float64)
     wide = gradient if exact else builder.add(aten._to_copy.default, (gradient,), dtype=torch.float32)
     square: Value = builder.add(aten.sum.default, (builder.add(aten.pow.Tensor_Scalar, (wide, 2)),))

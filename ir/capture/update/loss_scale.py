@@ -20,7 +20,7 @@ from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.capture.forms.loss_scaling import LossScale
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind, Phase, Value, Where
 
-from .clip import MODULE, aten, sum_of_squares
+from .clip import MODULE, aten, scaled, sum_of_squares
 from .stepped import Count
 
 SCALE, STEPS = "optimizer.loss_scale", "optimizer.loss_scale.steps"
@@ -37,14 +37,13 @@ def unscale_gradients(graph: Graph, scale: float | LossScale) -> None:
     for output in sorted(outputs, key=lambda each: each.name in parameters):
         builder.phase = Phase.UPDATE if output.name in parameters else Phase.BACKWARD
         builder.where = Where(output.name.rpartition(".")[0])
-        type = output.value.type
         by: float | Value
         if isinstance(scale, LossScale):
-            key = builder.phase, type.dtype
-            by = inverse[key] = inverse.get(key) or _inverse(builder, type.dtype)
+            key = builder.phase, output.value.type.dtype.to_real()
+            by = inverse[key] = inverse.get(key) or _inverse(builder, key[1])
         else:
             by = 1 / scale
-        output.value = builder.add(aten.mul.Tensor, (output.value, by), type)
+        output.value = scaled(builder, output.value, by)
     graph.rename()
 
 

@@ -150,7 +150,7 @@ class Loops:
 
 def fitting(number: float, dtype: torch.dtype) -> float | int:
     """A number as elements of a dtype have it: the largest there is for infinity."""
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return number
     info = torch.iinfo(dtype) if dtype is not torch.bool else None
     if number == 0 or info is None:

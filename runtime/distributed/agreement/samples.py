@@ -48,7 +48,9 @@ class Sketch(NamedTuple):
         """That of a tensor, if there is one."""
         if x is None or not x.numel():
             return Sketch(0.0, 0.0)
-        values = some(x, MANY).reshape(-1).to(torch.float64)
+        part = some(x, MANY).reshape(-1)
+        part = torch.view_as_real(part.resolve_conj()).reshape(-1) if part.is_complex() else part
+        values = part.to(torch.float64)
         weights = torch.arange(1, 1 + values.numel(), dtype=torch.float64, device=x.device).cos()
         return Sketch(*torch.stack([(values * weights).sum(), values.norm()]).tolist())
 
