@@ -174,7 +174,7 @@ def _kind(value: object) -> Hashable:
         return tuple([(name, _kind(each)) for name, each in value.items()])
     if isinstance(value, (tuple, list)):
         return tuple(map(_kind, value))
-    return repr(value) if isinstance(value, PLAIN) else type(value)
+    return repr(value) if isinstance(value, PLAIN) else type(value).__name__
 
 
 def _known_trial(optimizer: Optimizer, options: Options, with_closure: bool) -> Trial:
