@@ -12,7 +12,6 @@ or that gives other weights when it is run twice, is not compared. The exit stat
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +19,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +66,13 @@ def model() -> Net:
 def example() -> Tensor:
     """A batch."""
     return torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@cache
+def planned(plan: str) -> sx.ParallelModule:
+    """The model under a plan."""
+    mesh, hints = PLANS[plan]
+    return sx.parallelize(model(), mesh, sx.Hints(args=(example(),), loss=squares, **hints))
 
 
 def makers(kind: type[torch.optim.Optimizer]) -> list[Make]:
@@ -149,8 +156,9 @@ def survey(name: str, steps: int) -> dict[str, str]:
     if not all(bool(tensor.isfinite().all()) for tensor in whole.values()):
         return {"": "not compared: no finite weights"}
     found = {}
-    for plan, (mesh, hints) in PLANS.items():
-        pm = sx.parallelize(model(), mesh, sx.Hints(args=(example(),), loss=squares, **copy.deepcopy(hints)))
+    for plan in PLANS:
+        pm = planned(plan)
+        pm.load_full_state_dict(model().state_dict())
         try:
             far = apart(trained(pm, make(pm), steps), whole)
             found[plan] = f"{'right' if far < CLOSE else 'WRONG'} ({far:.0e})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class FanIn(WholeTensor):
     """The rate of a matrix goes by its number of columns."""
 
     def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return grad / max(1, p.numel() // p.shape[0] // 2) if p.dim() > 1 else grad
+        return grad / max(1, math.prod(p.shape[1:]) // 2) if p.dim() > 1 else grad
 
 
 class AdaptiveClipping(WholeTensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,3 +157,138 @@ def test_large_parameters_are_tried_small_with_the_same_ratio(
     assert torch.Size(kind.shape).numel() <= trial.MOST and kind.shape[0] * shape[1] == kind.shape[1] * shape[0]
     assert (trial.tried(Spectral([parameter])).apart == 0) == alike
     assert trial.tried(torch.optim.AdamW([parameter])) == trial.Trial()
+
+
+# ---- gradients that a script changes shard by shard ---------------------------------------------------------------
+
+
+def clipped_one_by_one(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        nn.utils.clip_grad_norm_(p, 0.1)
+
+
+def normalised(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.data.div_(p.grad.norm())
+
+
+def normalised_by_lists(parameters: list[nn.Parameter]) -> None:
+    grads = [p.grad for p in parameters]
+    torch._foreach_div_(grads, torch._foreach_norm(grads))
+
+
+def centred(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = p.grad - p.grad.mean(dim=-1, keepdim=True)
+
+
+def normalised_by_a_number(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.mul_(1 / p.grad.norm().item())
+
+
+def orthogonalised(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.copy_(torch.linalg.qr(p.grad.T)[0].T)
+
+
+def stepped_by_hand(parameters: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p.sub_(p.grad / p.grad.norm())
+
+
+def clipped_together(parameters: list[nn.Parameter]) -> None:
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+    nn.utils.clip_grad_value_(parameters, 0.05)
+
+
+def clipped_by_hand(parameters: list[nn.Parameter]) -> None:
+    """As scripts from before ``clip_grad_norm_`` do, and what they log."""
+    total = sum(p.grad.data.norm(2).item() ** 2 for p in parameters) ** 0.5
+    assert f"{parameters[0].grad.norm():.2f}"
+    for p in parameters:
+        p.grad.data.mul_(0.1 / (total + 1e-6))
+
+
+def clipped_after_a_look(parameters: list[nn.Parameter]) -> None:
+    assert parameters[0].grad.norm().item() > 0
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+def unscaled(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = torch.nan_to_num(p.grad / 8).clamp(-1, 1) + 0.01 * p.detach()
+
+
+def ran(change: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The weights after two steps of gradients that are added up and changed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        for _ in range(2):
+            loss = model(x) if isinstance(model, sx.ParallelModule) else squares(model(x))
+            loss.backward()
+        change(list(model.parameters()))
+        optimizer.step()
+    whole = model.full_state_dict() if isinstance(model, sx.ParallelModule) else model.state_dict()
+    return whole["weight"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        clipped_one_by_one,
+        normalised,
+        normalised_by_lists,
+        centred,
+        normalised_by_a_number,
+        orthogonalised,
+        stepped_by_hand,
+    ],
+)
+def test_gradients_that_are_changed_shard_by_shard_are_an_error(change: Any) -> None:
+    pm, x = sharded()
+    with pytest.raises(sx.Error, match="the gradient of 'weight' was changed shard by shard"):
+        ran(change, pm, x)
+
+
+@pytest.mark.parametrize("change", [clipped_together, clipped_by_hand, clipped_after_a_look, unscaled])
+def test_gradients_that_are_changed_by_all_shards_are_those_of_one_device(change: Any) -> None:
+    pm, x = sharded()
+    assert torch.allclose(ran(change, pm, x), ran(change, net("matrix")[0], x), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_shards_are_read_copied_and_saved_as_any(tmp_path: Path) -> None:
+    pm, x = sharded()
+    pm(x).backward()
+    grad = next(pm.parameters()).grad
+    assert grad is not None and grad.shape == (8, 32)
+    array = grad.numpy()
+    torch.save(grad, tmp_path / "grad.pt")
+    for each in (copy.deepcopy(grad), torch.load(tmp_path / "grad.pt"), grad.tolist(), pm.full_grads()["weight"][:8]):
+        assert torch.equal(torch.as_tensor(each, dtype=torch.float64), torch.from_numpy(array))
+    assert repr(grad) == repr(torch.from_numpy(array)) and type(pm.full_grads()["weight"]) is torch.Tensor
+
+
+def test_an_optimizer_sees_plain_gradients() -> None:
+    pm, x = sharded()
+    seen: list[type] = []
+
+    class Seeing(WholeTensor):
+        def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(type(grad))
+            return grad
+
+    stepped(pm, Seeing(pm.parameters()), x, 1)
+    assert set(seen) == {torch.Tensor}
+    optimizer = torch.optim.LBFGS(pm.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = pm(x)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert type(optimizer.state_dict()["state"][0]["prev_flat_grad"]) is torch.Tensor

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.errors import Error
 from shardfx.module.stepping.trial import Layout, lay_out, tried
+from shardfx.runtime.virtual.shard_gradient import ShardGradient
 
 from .program_optimizer import ProgramOptimizer
 
@@ -33,23 +35,27 @@ def watch_pieces(
                 _pieces[piece] = name
     if (_pieces or stepped) and not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 _hooks: list[Any] = []
+_guarded: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
+"""The gradients that an optimizer does not see while it steps: of each parameter its own, and what is there instead."""
 _pieces = WeakIdKeyDictionary()
 """The parameters that are shards, by their names in the model."""
 _stepped = WeakIdKeyDictionary()
 """The parameters that a program steps."""
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if isinstance(optimizer, ProgramOptimizer):  # which says itself that it is a part of the program
-        return
+        return None
     reject_stepped(optimizer)
     shard = next((p for group in optimizer.param_groups for p in group["params"] if p in _pieces), None)
     if shard is None:
-        return
-    found = tried(optimizer, kwargs.get("closure") is not None or any(each is not None for each in args[1:]))
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    found = tried(optimizer, closure is not None)
     if found.apart or found.failed:
         kind, name = type(optimizer).__name__, found.name or _pieces[shard]
         raise Error(
@@ -62,6 +68,37 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             remedy="Hints(optimizer=...), whose step is a part of the program and sees the whole; or leave these "
             "parameters uncut; or run under torchrun, where parameters are DTensors",
         )
+    _guarded[optimizer] = []
+    _take_plain(optimizer)
+    if closure is None:
+        return None
+
+    def computed(*given: Any, **more: Any) -> Any:
+        loss = closure(*given, **more)
+        _take_plain(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": computed}
+    return (args[0], computed, *args[2:]), kwargs
+
+
+def _take_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer see plain gradients, which were not changed shard by shard.
+
+    Raises:
+        Error: one was.
+    """
+    for p in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)):
+        p.grad.check(f"{type(optimizer).__name__}.step()")
+        _guarded[optimizer].append((p, p.grad, p.grad.plain))
+        p.grad = _guarded[optimizer][-1][2]
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for p, guarded, taken in _guarded.pop(optimizer, ()):
+        if p.grad is taken:
+            p.grad = guarded
 
 
 def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
