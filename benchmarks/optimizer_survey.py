@@ -30,6 +30,8 @@ import shardfx as sx
 LIBRARY = "pytorch_optimizer"
 CLOSE = 1e-6
 """Relative to the change of each parameter: some states are float32."""
+CLOSURES = ("AliG", "BSAM")
+"""Optimizers that want a closure, and say so when they step."""
 PLANS: dict[str, tuple[sx.Mesh, dict[str, Any]]] = {
     "rows": (sx.Mesh(tp=2), {"specs": {"conv.weight": "tp, -, -, -", "first.weight": "tp, -", "norm.*": "tp"}}),
     "columns": (sx.Mesh(tp=2), {"specs": {"conv.weight": "-, -, tp, -", "first.weight": "-, tp"}}),
@@ -97,9 +99,10 @@ def makers(kind: type[torch.optim.Optimizer]) -> list[Make]:
 def trained(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Tensor]:
     """The weights after some steps."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    needed = (closure is not None and closure.default is closure.empty) or type(optimizer).__name__ == "AliG"
+    needed = type(optimizer).__name__ in CLOSURES or (closure is not None and closure.default is closure.empty)
     x = example()
 
+    @torch.enable_grad()
     def loss() -> Tensor:
         optimizer.zero_grad()
         made: Tensor = module(x) if isinstance(module, sx.ParallelModule) else squares(module(x))

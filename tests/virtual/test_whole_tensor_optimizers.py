@@ -159,6 +159,62 @@ def test_large_parameters_are_tried_small_with_the_same_ratio(
     assert trial.tried(torch.optim.AdamW([parameter])) == trial.Trial()
 
 
+class Counting(WholeTensor):
+    """Notes how many parameters it steps, in its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["counts"].append(len(self.param_groups[0]["params"]))
+        super().step()
+
+
+def test_parameters_that_are_alike_are_tried_once() -> None:
+    """A model of many layers is tried as one of a few, and no slower."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(200)]
+    for number, parameter in enumerate(parameters):
+        layout = ((64, 8), (2, 1)) if number % 2 else ((64,), (2,))
+        trial.lay_out(parameter, trial.Layout(f"layers.{number}", *layout))
+    optimizer, seen = Counting(parameters), list[int]()
+
+    class Shared(list[int]):
+        def __deepcopy__(self, memo: Any) -> list[int]:
+            return seen
+
+    optimizer.param_groups[0]["counts"] = Shared()
+    assert trial.tried(optimizer) == trial.Trial()
+    assert seen == [2, 4] * trial.STEPS
+
+
+class Marked(WholeTensor):
+    """Goes by what a script says of a parameter."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm() if getattr(p, "normed", False) else grad
+
+
+def test_what_a_script_says_of_a_parameter_is_tried() -> None:
+    model, x = net("matrix")
+    model.weight.normed = True  # type: ignore[assignment, union-attr]
+    pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), loss=squares, specs={"weight": "tp, -"}))
+    with pytest.raises(sx.Error, match="Marked looks at whole tensors"):
+        Marked(pm.parameters()).step()
+
+
+@pytest.mark.long
+def test_a_compiled_step_is_one_of_plain_gradients() -> None:
+    pm, x = sharded()
+    model = net("matrix")[0]
+    found = []
+    for each in (pm, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(2):
+            optimizer.zero_grad()
+            (pm(x) if each is pm else squares(model(x))).backward()
+            step()
+        found.append(pm.full_state_dict()["weight"] if each is pm else model.weight)
+    assert torch.allclose(*found, rtol=1e-12, atol=1e-12)
+
+
 # ---- gradients that a script changes shard by shard ---------------------------------------------------------------
 
 

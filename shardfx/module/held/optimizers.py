@@ -47,6 +47,7 @@ _stepped = WeakIdKeyDictionary()
 """The parameters that a program steps."""
 
 
+@torch._disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if isinstance(optimizer, ProgramOptimizer):  # which says itself that it is a part of the program
         return None
@@ -95,6 +96,7 @@ def _take_plain(optimizer: torch.optim.Optimizer) -> None:
         p.grad = _guarded[optimizer][-1][2]
 
 
+@torch._disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for p, guarded, taken in _guarded.pop(optimizer, ()):
         if p.grad is taken:

@@ -27,6 +27,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardfx.ir.capture.intake.given import marks_of
+
 Tensor = torch.Tensor
 STEPS = 16
 """Some optimizers begin with plain steps: RAdam with five of them."""
@@ -83,7 +85,7 @@ class Kind:
                 break
             shape = halves
         dtype = torch.complex128 if parameter.is_complex() else torch.float64
-        return Kind(tuple(shape), tuple(counts), dtype, repr(sorted(vars(parameter).items())), layout.name)
+        return Kind(tuple(shape), tuple(counts), dtype, repr(sorted(marks_of(parameter).items())), layout.name)
 
     def shards(self, whole: Tensor) -> list[Tensor]:
         """The shards of a copy."""
@@ -157,6 +159,7 @@ def tried(optimizer: Optimizer, with_closure: bool = False) -> Trial:
     return seen.trials[with_closure]
 
 
+@torch._disable_dynamo
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _seen:
         _seen[optimizer].kinds = tuple(map(_kind, _options(optimizer)))
@@ -246,7 +249,7 @@ class _Run:
             for p, kind in group.items():
                 memo[id(p)] = copies[kind][0]
                 for each in copies[kind]:
-                    vars(each).update(vars(p))
+                    vars(each).update(marks_of(p))
             given.append([p for several in copies.values() for p in several])
             names.append([kind.name for kind, several in copies.items() for _ in several])
         self.optimizer = _made(optimizer, options, given, memo)
