@@ -184,6 +184,20 @@ def test_parameters_that_are_alike_are_tried_once() -> None:
     assert seen == [2, 4] * trial.STEPS
 
 
+class Spread(WholeTensor):
+    """Divides by the variance of a tensor, which one element does not have."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.var()
+
+
+def test_shards_that_give_no_number_are_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    trial.lay_out(parameter, trial.Layout("w", (4,), (4,)))
+    found = trial.tried(Spread([parameter]))
+    assert found.apart != 0 and "nan apart" in str(found)
+
+
 class Marked(WholeTensor):
     """Goes by what a script says of a parameter."""
 
