@@ -114,17 +114,21 @@ class Reasons:
         return (value for each in self for value in each.values)
 
     def __bool__(self) -> bool:
-        return bool(self._made)
+        return bool(self._made or self._later)
+
+    def add(self, made: Decision) -> None:
+        """A decision behind those that there are."""
+        self._later.append(lambda all_: all_.setdefault(made.value, []).append(made))
 
     def later(self, change: Callable[[ByValue], None]) -> None:
         """Change the decisions by value, when somebody asks."""
-        if self._made:
+        if self:
             self._later.append(change)
 
     def moved(self, change: Callable[[Value], Value]) -> Reasons:
         """The same of the values of another graph, when somebody asks."""
         found = Reasons()
-        if self._made:
+        if self:
             found._made = dict(self._made)
 
             def take(made: ByValue) -> None:

@@ -203,7 +203,7 @@ class Step:
         for output, pieces in made.items():
             found = [pieces[index] for index in sorted(pieces)] if len(pieces) > 1 else [*pieces.values()]
             if output.kind is OutputKind.GRADIENT and output.name in parameters:
-                found = [as_gradient(output.name, piece) for piece in found]
+                found = [as_gradient(output.name, piece, number) for number, piece in enumerate(found)]
             results[output.kind, output.name] = found
         return results
 

@@ -116,8 +116,8 @@ class Store(Protocol):
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """The whole of a value that is placed by ``spec``. All ranks call it alike."""
 
-    def as_gradient(self, name: str, piece: Tensor) -> Tensor:
-        """A parameter's gradient, as the parameter is."""
+    def as_gradient(self, name: str, piece: Tensor, number: int) -> Tensor:
+        """The gradient of a parameter's shard of this number, as the parameter is."""
 
     def shown(self, name: str) -> Shown | None:
         """How a parameter's piece is shown; None: the parameter is the piece."""

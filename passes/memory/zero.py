@@ -19,6 +19,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.sends import fetched
 from shardfx.ir.ops.traits import narrows
+from shardfx.ir.reasons import Decision
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
 from shardfx.passes.update_placement import place_update
@@ -83,11 +84,21 @@ class Zero(Pass):
                     continue
             changed |= spec != value.spec
             value.spec = spec
+            self._say(graph, value)
             if given.name in trained:
                 trained[given.name].spec = spec
         if any(node.phase is Phase.UPDATE for node in graph.nodes):
             place_update(graph, context.cache, cuts)
+            for given in graph.of_kind(InputKind.STATE):
+                if given.name.rpartition(".")[0] in cuts:
+                    self._say(graph, given.value)
         return changed or bool(cuts)
+
+    def _say(self, graph: Graph, value: Value) -> None:
+        """That a value is stored cut over the axes, where a hint says so as well."""
+        for dim, cut in enumerate(value.spec.dims if value.spec is not None else ()):
+            if axes := tuple(axis for axis in self.axes if axis in cut.axes):
+                graph.reasons.add(Decision(value, dim, Cut(axes), f"zero={self.level}"))
 
 
 @dataclass(frozen=True)

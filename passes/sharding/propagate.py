@@ -31,7 +31,7 @@ from .decompose import Expander
 from .fixpoint import Propagation
 from .held import Held
 from .pins import check_pin, hand_over, must_part
-from .seeds import as_used, data_axes, seeds_of
+from .seeds import as_used, data_axes, seeds_of, stored_by_hints
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Propagate(Pass):
         write(held, sweep(held, state.conflicts))
         report_lost_work(graph, data_axes(graph))
         graph.reasons = state.reasons()
+        for made in stored_by_hints(graph):
+            graph.reasons.add(made)
         graph.rename()
 
     def _take_apart(self, graph: Graph, expander: Expander, state: Propagation) -> None:

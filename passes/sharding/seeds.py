@@ -10,7 +10,7 @@ to meet there, layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from shardfx.ir.cut import Cut, Part, compound
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Pin, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.reasons import Decision
 from shardfx.ir.spec import Spec
 
 aten = torch.ops.aten
@@ -62,6 +63,18 @@ def seeds_of(graph: Graph) -> list[Seed]:
         if output.kind is OutputKind.GRADIENT and known is not None and output.value.hint is None:
             seeds.append(Seed(output.value, known.spec, known.name, operator=known.operator, closed=False))
     return seeds
+
+
+def stored_by_hints(graph: Graph) -> Iterator[Decision]:
+    """Why parameters are stored over data axes, which are no part of their seeds."""
+    for given in graph.of_kind(InputKind.PARAMETER):
+        value = given.value
+        if value.hint is None or value.spec is None:
+            continue
+        seed = Seed(value, value.hint, value.hinted_by)
+        for dim, cut in enumerate(value.spec.dims):
+            if axes := tuple(axis for axis in cut.axes if axis not in value.hint.axes):
+                yield Decision(value, dim, Cut(axes), f"by {seed.name}", "" if seed.by_pass else seed.name)
 
 
 def data_axes(graph: Graph) -> set[str]:

@@ -225,7 +225,7 @@ class ProcessStore:
         """Keep the new content of a buffer, parameter or state."""
         self.piece(name, rank).copy_(arrived(new))
 
-    def as_gradient(self, name: str, piece: Tensor) -> Tensor:
+    def as_gradient(self, name: str, piece: Tensor, number: int = 0) -> Tensor:
         """A gradient (or a buffer) as parameters are: a DTensor, where some parameter is cut. Its elements lie in the
         order of the parameter's, which kernels of optimizers take for granted, and torch sees to for plain tensors."""
         if not self._cuts:

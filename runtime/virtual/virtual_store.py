@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, laid
 from shardfx.runtime.local_device import check_device
 from shardfx.runtime.store import norm_of
+
+from .shard_gradient import Facts, Sharded, ShardGradient, plain
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -30,6 +33,7 @@ class VirtualStore:
         self.states: dict[str, list[Tensor]] = {}
         self._inputs = [g for g in graph.inputs if g.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         self._neighbours = neighbours(graph.nodes, graph.inputs)
+        self._sharded: dict[str, Sharded] = {}
         self._states = [given for given in graph.inputs if given.kind is InputKind.STATE]
         placed = [(given.name, given.value, given.value.spec) for given in (*self._inputs, *self._states)]
         self._pools = {given.name: given.pool for given in (*self._inputs, *self._states)}
@@ -165,20 +169,25 @@ class VirtualStore:
         if self._pools[name]:
             finish(self.device)
         held = pieces if pieces is not None else self._held(name)
-        joined = self._shards[name].join([piece.detach() for piece in held])
+        joined = self._shards[name].join([plain(piece).detach() for piece in held])
         return joined if len(held) > 1 else joined.clone()
 
     def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
         """The norm of the pieces, each of which is here once."""
-        return norm_of([piece for pieces in grads.values() for piece in pieces], kind, self.device)
+        return norm_of([plain(piece) for pieces in grads.values() for piece in pieces], kind, self.device)
 
     def assemble(self, spec: Spec, shape: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
         """The whole of a value from its distinct pieces."""
         return Shards.of(spec, shape, self.mesh).join(pieces)
 
-    def as_gradient(self, name: str, piece: Tensor) -> Tensor:
-        """The piece as it is."""
-        return piece
+    def as_gradient(self, name: str, piece: Tensor, number: int) -> Tensor:
+        """The piece; where there are several, it knows what it is computed from."""
+        held = self.parameters[name]
+        if len(held) == 1:
+            return piece
+        if name not in self._sharded:
+            self._sharded[name] = Sharded(name, len(held), [weakref.ref(each) for each in held])
+        return ShardGradient.of(piece, Facts(frozenset([(self._sharded[name], number)])))
 
     def shown(self, name: str) -> None:
         """Parameters are the pieces."""

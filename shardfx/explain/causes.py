@@ -54,7 +54,7 @@ class Trails:
             if made is not None:
                 carrier = self._carrier(made, axis)
                 if carrier is None or not made.op:
-                    yield Because(name, f"{made.how} (step {made.step})", made.step, made.down(self.name))
+                    yield Because(name, self._decided(value, axis, dim), made.step, made.down(self.name))
                     return
                 before = made.step
                 near, dim = carrier.value, carrier.dim
@@ -64,14 +64,23 @@ class Trails:
                 node = value.node
                 found = self._operand(value, axis, dim)
                 if node is None or found is None:
-                    made_here = node is not None and isinstance(node.op, OwnOp)
-                    text = f"{node.op} makes it so: {node.why}" if made_here and node else "its op makes it so"
-                    yield Because(name, text)
+                    yield Because(name, self._made(node))
                     return
                 near, dim = found
                 state = f"cut over {axis}" if dim is not None else f"partial over {axis}"
                 yield Because(name, f"{self._dim(near, dim)} is {state}, and goes into {self.op(node)}")
             value = near
+
+    def _made(self, node: Node | None) -> str:
+        """Why a value is placed as it is that nobody decided on."""
+        if node is None:  # a state
+            return "the optimizer's step, which keeps it as its parameter is stored"
+        return f"{node.op} makes it so: {node.why}" if isinstance(node.op, OwnOp) else "its op makes it so"
+
+    def _decided(self, value: Value, axis: str, dim: int | None) -> str:
+        """All that brought an axis to a dim of a value by themselves: a hint, and ``zero``."""
+        made = (d for d in self.reasons.of(value) if d.dim == dim and axis in d.cut.axes and not d.op)
+        return ", and ".join(dict.fromkeys(f"{each.how} (step {each.step})" for each in made))
 
     def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> Decision | None:
         """The decision that brought an axis to a dim of a value."""

@@ -6,17 +6,22 @@ and shardfx only. The fuzzer runs that same text, so that what it says of a case
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from tests import whole_tensor
+
 from .grammar import FIRST, KINDS, LATER
 from .pieces import NUMBERS, Pick, Piece
 from .staged import Staged, deep_layers, deep_skips, in_blocks, is_deep, staged
 from .template import FOOTER, HEADER, LOSSES, MODEL, PLUGINS, RESULTS, SECOND
 
+WHOLE_TENSOR = inspect.getsource(whole_tensor).partition("import torch\n")[2]
+LOOKING = ("RowNorm", "Centralized", "TrustRatio", "FanIn", "AdaptiveClipping")
 SHARE = 8
 """So many consecutive seeds share a model, which is captured once."""
 
@@ -121,6 +126,8 @@ class Case:
     ``offload``, ``compute``, ``accumulate``, ``arena``."""
     staged: Staged | None = None
     """Its pipeline."""
+    by_user: str | None = None
+    """An optimizer that looks at whole tensors, which steps the parameters after all else."""
 
     def script(self) -> str:
         """The case as a program: it prints how its result differs from one device's."""
@@ -137,7 +144,8 @@ class Case:
             + self.net.source()
             + f"\n\nMESH = sx.Mesh({mesh})\nSPECS = {{\n{specs}}}\n"
             + f"OPTIONS = dict(fuse_mb={self.fuse_mb}, passes=[{passes}], strict={self.strict}{memory})\n"
-            + f"MODE = {self.net.mode!r}\n"
+            + f"MODE = {self.net.mode!r}\nBY_USER = {self.by_user!r}\n"
+            + (WHOLE_TENSOR if self.by_user else "")
             + FOOTER
         )
 
@@ -161,7 +169,14 @@ def draw(seed: int) -> Case:
     fuse = rng.choice((0, 1e-5, 25))
     strict = rng.random() < 0.1
     held = {k: v for k, v in memory(seed, net, axes).items() if pipeline is None or k != "accumulate"}
-    return Case(seed, net, mesh, tuple(specs.items()), fuse, passes, strict, tuple(held.items()), pipeline)
+    user = by_user(seed) if "optimizer" not in held and net.mode != "inference" else None
+    return Case(seed, net, mesh, tuple(specs.items()), fuse, passes, strict, tuple(held.items()), pipeline, user)
+
+
+def by_user(seed: int) -> str | None:
+    """An optimizer that looks at whole tensors, in every fifth case."""
+    rng = random.Random(f"by user {seed}")
+    return rng.choice(LOOKING) if rng.random() < 0.2 else None
 
 
 def memory(seed: int, net: Net, axes: str) -> dict[str, object]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 HEADER = '''"""One random case (seed {seed}): the parallel program beside one device."""
 
 import copy
+import math
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +153,20 @@ def on_ranks(pm, args, kwargs, targets):
         with torch.no_grad():
             results = tensors(pm.eval()(*args, **kwargs))
         found |= {f"result {i} in evaluation": r for i, r in enumerate(results)}
-    return found
+    try:
+        return found | stepped_by_user(pm, pm.full_state_dict)
+    except sx.Error as error:
+        if "is sharded here" not in error.what:
+            raise
+        return found
+
+
+def stepped_by_user(model, state):
+    """The weights after a step of an optimizer that looks at whole tensors."""
+    if BY_USER is None:
+        return {}
+    globals()[BY_USER](model.parameters(), lr=0.01).step()
+    return {f"by user {name}": p for name, p in state().items()}
 
 
 def on_one_device(model, args, kwargs, targets):
@@ -181,7 +195,7 @@ def on_one_device(model, args, kwargs, targets):
         with torch.no_grad():
             results = tensors(run(model.eval(), args, kwargs))
         found |= {f"result {i} in evaluation": r for i, r in enumerate(results)}
-    return found
+    return found | stepped_by_user(model, model.state_dict)
 
 
 def moved(tree):
@@ -209,6 +223,7 @@ def differences(model, pm, args, kwargs, targets):
     given = args, kwargs, targets
     alone = copy.deepcopy(model)
     ours, theirs = on_ranks(pm, *given), on_one_device(alone, *given)
+    theirs = {what: number for what, number in theirs.items() if what in ours or not what.startswith("by user")}
     found = {what: apart(ours[what], number) for what, number in theirs.items()}
     found |= {what: float("inf") for what in ours if "result" in what and what not in theirs}
     if not max(found.values()) < CLOSE:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import pytest
+import torch
+from torch import nn
 
 import shardfx as sx
 from shardfx.explain.explanation import Entry, Trail, explain
+from shardfx.ir.graph import Graph
 from shardfx.ir.text import parse_graph, print_graph
+from shardfx.passes import Context, Pass, hint_value
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -130,3 +137,42 @@ def test_unknown_names_are_errors_with_what_comes_near(pm: sx.ParallelModule) ->
     assert caught.value.remedy is not None and "'layers.0.proj.weight'" in caught.value.remedy
     with pytest.raises(sx.Error, match="nothing is called '%9999'"):
         pm.explain("%9999")
+
+
+@dataclass(frozen=True)
+class Search(Pass):
+    """Hints a weight, as somebody's own search might: over an axis of data, too."""
+
+    name: ClassVar[str] = "search"
+    before: ClassVar[str] = "propagate"
+
+    def run(self, graph: Graph, context: Context) -> bool:
+        return hint_value(graph, graph.input("2.weight").value, "dp, tp", self, context)
+
+
+BOTH = {"specs": {"2.weight": "-, dp"}, "zero": 3}
+STORED: dict[str, tuple[dict[str, Any], str, str, list[str]]] = {
+    "zero": ({"zero": 3}, "0.weight", "dp", ["zero=3"]),
+    "a hint beside zero": ({"zero": 3}, "0.weight", "tp", ["hint '0.w*'"]),
+    "a hint over a data axis": ({"specs": {"2.*t": "tp, dp"}}, "2.weight", "dp", ["hint '2.*t'"]),
+    "a hint and zero": (BOTH, "2.weight", "dp", ["hint '2.weight'", "zero=3"]),
+    "a pass": ({"passes": (Search(),)}, "2.weight", "dp", ["pass search"]),
+    "a state": ({"zero": 1, "optimizer": torch.optim.AdamW}, "0.weight.exp_avg", "dp", ["zero=1"]),
+}
+
+
+@pytest.mark.parametrize("by", STORED)
+def test_who_decided_how_a_parameter_is_stored(by: str) -> None:
+    """A hint, ``zero``, a pass, or two of them; of no input it is an op."""
+    hints, name, axis, expected = STORED[by]
+    specs = {"args.0": "dp, -", "0.w*": "tp, -", **hints.get("specs", {})}
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    given = {"args": (torch.randn(8, 8),), "loss": lambda out: out.sum(), "zero_min": 1, **hints, "specs": specs}
+    pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), sx.Hints(**given))
+    text = trail(pm.explain(name).entries[0], axis).because[-1].text
+    said = ["hint '0.w*'", "hint '2.*t'", "hint '2.weight'", "zero=1", "zero=3", "pass search"]
+    assert [each for each in said if each in text] == expected, text
+    for each in pm.after.inputs:
+        assert all(
+            "its op" not in link.text for found in pm.explain(each.name).entries[0].trails for link in found.because
+        )

@@ -34,6 +34,12 @@ class Wants(Scaled):
         if torch.rand(()) < 2 and named is None:
             raise TypeError("wants names")
         super().__init__(params, lr=lr)
+        self.named = named
+
+    def step(self, closure: Any = None) -> None:
+        if self.named == "ours" and self.param_groups[0]["params"][0].shape[0] < 16:
+            raise TypeError("wants the whole")
+        super().step()
 
 
 def stepped(pm: sx.ParallelModule) -> sx.ParallelModule:
@@ -42,17 +48,19 @@ def stepped(pm: sx.ParallelModule) -> sx.ParallelModule:
     return pm
 
 
-def test_one_that_cannot_be_tried_is_warned_of_once() -> None:
+def test_one_that_its_options_do_not_make_is_copied() -> None:
     pm = stepped(parallel(mlp(), sx.Mesh(tp=2), specs=TP))
     before = torch.get_rng_state()
-    optimizer = Wants(pm.parameters(), named=True)
+    optimizer = Wants(pm.parameters(), named=torch.ones(3))
     torch.set_rng_state(before)
-    with pytest.warns(sx.ShardfxWarning, match=r"Wants could not be tried on pieces \(TypeError: wants names\)"):
-        optimizer.step()
+    optimizer.step()
     assert torch.equal(torch.get_rng_state(), before)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
+
+
+def test_one_that_cannot_be_tried_is_an_error() -> None:
+    pm = stepped(parallel(mlp(), sx.Mesh(tp=2), specs=TP))
+    with pytest.raises(sx.Error, match=r"(?s)Wants cannot be tried on shards.*TypeError: wants the whole"):
+        Wants(pm.parameters(), named="ours").step()
 
 
 def test_each_group_is_tried() -> None:

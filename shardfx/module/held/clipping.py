@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.runtime.store import Store
+from shardfx.runtime.virtual.shard_gradient import plain
 
 Tensor = torch.Tensor
 Norm = Callable[[Mapping[str, Sequence[Tensor]], float], Tensor]
@@ -29,7 +30,7 @@ _taken: list[Any] = []
 
 def gradients_here(store: Store) -> dict[str, list[Tensor]]:
     """The gradients of this process, in pieces."""
-    every = {name: [p.grad for p in pieces if p.grad is not None] for name, pieces in store.parameters.items()}
+    every = {name: [plain(p.grad) for p in pieces if p.grad is not None] for name, pieces in store.parameters.items()}
     return {name: grads for name, grads in every.items() if grads}
 
 

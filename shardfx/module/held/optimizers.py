@@ -1,68 +1,106 @@
-"""Optimizers on pieces: one that looks at a whole tensor (Adafactor, Muon, LAMB) computes something else on its pieces.
+"""Optimizers on shards: one that looks at a whole tensor (Adafactor, Muon, LAMB) computes something else on its shards.
 
-Whether an optimizer does is found out by running it, on a small tensor and on the two halves of it, with the options
-of each group and on the device of the pieces. One that cannot be tried is warned of, once.
+Whether an optimizer does is found out by running it (see :mod:`..stepping.trial`): one that gives other weights, or
+that cannot be tried, is an Error.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.module.stepping.trial import STEPS, Trial, tried
+from shardfx.ir.errors import Error
+from shardfx.module.stepping.trial import Layout, lay_out, tried
+from shardfx.runtime.virtual.shard_gradient import ShardGradient
 
 from .program_optimizer import ProgramOptimizer
 
-_pieces = WeakIdKeyDictionary()
 
-
-def watch_pieces(parameters: Mapping[str, Iterable[nn.Parameter]], stepped: Collection[str] = ()) -> None:
-    """Have the first step of an optimizer of any of these parameters looked at, where they are pieces of one tensor, or
-    ``stepped`` by the program (names)."""
+def watch_pieces(
+    parameters: Mapping[str, Sequence[nn.Parameter]], layouts: Mapping[str, Layout], stepped: Collection[str] = ()
+) -> None:
+    """Have the first step of an optimizer of any of these parameters looked at, where they are sharded by ``layouts``,
+    or ``stepped`` by the program (names)."""
     for name, pieces in parameters.items():
-        held = list(pieces)
-        _stepped.update(dict.fromkeys(held if name in stepped else (), True))
-        if len(held) > 1:
-            _pieces.update(dict.fromkeys(held, name))
+        _stepped.update(dict.fromkeys(pieces if name in stepped else (), True))
+        for piece in pieces:
+            lay_out(piece, layouts[name])
+            if len(pieces) > 1:
+                _pieces[piece] = name
     if (_pieces or stepped) and not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 _hooks: list[Any] = []
+_guarded: WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = WeakKeyDictionary()
+"""The gradients that an optimizer does not see while it steps: of each parameter its own, and what is there instead."""
+_pieces = WeakIdKeyDictionary()
+"""The parameters that are shards, by their names in the model."""
 _stepped = WeakIdKeyDictionary()
 """The parameters that a program steps."""
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+@torch._disable_dynamo
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if isinstance(optimizer, ProgramOptimizer):  # which says itself that it is a part of the program
-        return
+        return None
     reject_stepped(optimizer)
-    kind = type(optimizer).__name__
-    for number, group in enumerate(optimizer.param_groups):
-        piece = next((p for p in group["params"] if p in _pieces), None)
-        if piece is None:
-            continue
-        found = tried(optimizer, number, piece.device)
-        if found.apart:
-            raise Error(
-                f"{kind} looks at whole tensors, and {_pieces[piece]!r} is in pieces here",
-                where=f"{kind}.step()",
-                expected="an optimizer that works on each element alone, such as AdamW",
-                got=f"after {STEPS} steps a tensor and its halves are {found.apart:.2g} apart",
-                remedy="Hints(optimizer=...), whose step is a part of the program and sees the whole; or leave these "
-                "parameters uncut; or run under torchrun, where parameters are DTensors",
-            )
-        if found.failed and found not in _told:
-            _told.append(found)
-            text = f"{kind} could not be tried on pieces ({found.failed}), and {_pieces[piece]!r} is in pieces here: "
-            warnings.warn(f"{text}if it looks at whole tensors, its steps are wrong", ShardfxWarning, stacklevel=3)
+    shard = next((p for group in optimizer.param_groups for p in group["params"] if p in _pieces), None)
+    if shard is None:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    found = tried(optimizer, closure is not None)
+    if found.apart or found.failed:
+        kind, name = type(optimizer).__name__, found.name or _pieces[shard]
+        raise Error(
+            f"{kind} looks at whole tensors, and {name!r} is sharded here"
+            if found.apart
+            else f"{kind} cannot be tried on shards, and {name!r} is sharded here",
+            where=f"{kind}.step()",
+            expected="an optimizer that works on each element alone, such as AdamW",
+            got=found,
+            remedy="Hints(optimizer=...), whose step is a part of the program and sees the whole; or leave these "
+            "parameters uncut; or run under torchrun, where parameters are DTensors",
+        )
+    _guarded[optimizer] = []
+    _take_plain(optimizer)
+    if closure is None:
+        return None
+
+    def computed(*given: Any, **more: Any) -> Any:
+        loss = closure(*given, **more)
+        _take_plain(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": computed}
+    return (args[0], computed, *args[2:]), kwargs
+
+
+def _take_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer see plain gradients, which were not changed shard by shard.
+
+    Raises:
+        Error: one was.
+    """
+    for p in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)):
+        p.grad.check(f"{type(optimizer).__name__}.step()")
+        _guarded[optimizer].append((p, p.grad, p.grad.plain))
+        p.grad = _guarded[optimizer][-1][2]
+
+
+@torch._disable_dynamo
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for p, guarded, taken in _guarded.pop(optimizer, ()):
+        if p.grad is taken:
+            p.grad = guarded
 
 
 def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
@@ -80,6 +118,3 @@ def reject_stepped(optimizer: torch.optim.Optimizer) -> None:
                 got="a second optimizer of the same parameters",
                 remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
             )
-
-
-_told: list[Trial] = []

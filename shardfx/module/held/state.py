@@ -14,6 +14,7 @@ from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind
 from shardfx.ir.spec import TensorType
+from shardfx.module.stepping.trial import Layout
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store
 
@@ -70,6 +71,14 @@ class ModelState:
     def shape(self, name: str) -> torch.Size:
         """The whole shape of a stored parameter."""
         return torch.Size(self._given(name).value.shape)
+
+    def layouts(self) -> dict[str, Layout]:
+        """How each parameter is sharded."""
+        mesh, found = self.compiled.after.mesh, dict[str, Layout]()
+        for given in self.compiled.after.of_kind(InputKind.PARAMETER):
+            dims = given.value.spec.dims if given.value.spec is not None else ()
+            found[given.name] = Layout(given.name, given.value.shape, tuple([mesh.extent(cut.axes) for cut in dims]))
+        return found
 
     def is_whole(self, name: str) -> bool:
         """Whether every rank holds the whole of a stored parameter."""

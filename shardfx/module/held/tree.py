@@ -179,7 +179,8 @@ class Root(Like):
 def watch(state: ModelState) -> None:
     """Have optimizers of what is stored looked at, and step what it shows."""
     update = state.compiled.captured.update
-    watch_pieces(state.store.parameters, {n for group in update.groups for n in group.names} if update else ())
+    stepped = {n for group in update.groups for n in group.names} if update else ()
+    watch_pieces(state.store.parameters, state.layouts(), stepped)
     step_locally(state.store)
 
 

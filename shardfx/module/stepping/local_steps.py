@@ -150,13 +150,11 @@ def _may(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step is known to do the same to a tensor and to its pieces, and is done at once."""
     if torch.compiler.is_compiling() or optimizer._optimizer_step_pre_hooks:
         return False
-    groups = optimizer.param_groups
     own = type(optimizer).step.__module__.startswith("torch.optim.")
-    if not own or any(group.get("differentiable") for group in groups):
+    if not own or any(group.get("differentiable") for group in optimizer.param_groups):
         return False
-    devices = [next((p.device for p in group["params"]), None) for group in groups]
-    trials = [tried(optimizer, i, device) for i, device in enumerate(devices) if device is not None]
-    return not any(trial.apart or trial.failed for trial in trials)
+    trial = tried(optimizer)
+    return not (trial.apart or trial.failed)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

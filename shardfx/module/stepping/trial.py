@@ -1,93 +1,310 @@
-"""Whether an optimizer steps each element alone: found out by running it on a small tensor and on its two halves."""
+"""Whether steps on shards are steps on whole tensors: an optimizer is run on both, on small copies of its parameters.
+
+    parameter 4096 x 1024, sharded 8 x 1      ->      256 x 64 as a whole, and as 8 shards of 32 x 64
+    parameter 16, sharded 2                    ->      16 as a whole, and 2 shards of 8
+
+Each copy has the parameter's own number of dims, shards and (as far as it can) ratio of its sides; a parameter of up to
+``MOST`` elements has its own shape. Copies of one kind are tried once, all kinds and groups together: what an optimizer
+adds up over all its parameters is right on shards, and is found to be.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 import warnings
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
-STEPS = 3
+from shardfx.ir.capture.intake.given import marks_of
+
+Tensor = torch.Tensor
+STEPS, GRADIENTS = 16, 64
+"""Some optimizers begin with plain steps: RAdam with five of them. Where a step computes many gradients, fewer do."""
+MOST = 2**14
+"""Elements of a copy; 64 of a parameter that is not sharded."""
+SHARDS = 64
+"""Shards of a copy."""
+SCALES = (1.0, 50.0, 0.02)
+"""Of the gradients, step by step: what is clipped above a norm is clipped in some."""
+CLOSE, ROUNDING = 1e-6, 1e-14
+"""How far apart weights may be: of what was changed, and of the weights themselves."""
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, FunctionType)
+OF_TORCH = ("defaults", "state", "param_groups", "step")
+"""What an instance has of its own: its step is perhaps wrapped by a scheduler."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class Layout:
+    """A parameter's whole shape, and the number of its shards along each dim."""
+
+    name: str
+    shape: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there are several shards."""
+        return math.prod(self.counts) > 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an optimizer may go by of a parameter, in a small copy; ``name`` is that of one such parameter."""
+
+    shape: tuple[int, ...]
+    counts: tuple[int, ...]
+    dtype: torch.dtype
+    marks: str = ""
+    name: str = field(default="", compare=False)
+
+    @staticmethod
+    def of(parameter: Tensor) -> Kind:
+        """That of a parameter, which may be a shard, or not sharded at all."""
+        layout = _layouts.get(parameter) or Layout("", tuple(parameter.shape), (1,) * parameter.dim())
+        counts, shape = list(layout.counts), list(layout.shape)
+        while math.prod(counts) > SHARDS:
+            widest = counts.index(max(counts))
+            counts[widest] = (counts[widest] + 1) // 2
+        most = MOST if layout.is_sharded else 64
+        while math.prod(shape) > most:
+            sizes = zip(shape, counts, strict=True)
+            halves = [size // 2 if size > 16 and size // 2 >= count else size for size, count in sizes]
+            if halves == shape:
+                break
+            shape = halves
+        dtype = torch.complex128 if parameter.is_complex() else torch.float64
+        return Kind(tuple(shape), tuple(counts), dtype, repr(sorted(marks_of(parameter).items())), layout.name)
+
+    def shards(self, whole: Tensor) -> list[Tensor]:
+        """The shards of a copy."""
+        found = [whole]
+        for dim, count in enumerate(self.counts):
+            found = [shard for each in found for shard in each.tensor_split(count, dim)]
+        return found
+
+
+@dataclass(frozen=True)
 class Trial:
-    """How far apart a tensor and its halves are after a few steps, 0 for rounding alone; or why nobody knows."""
+    """How far apart shards and whole tensors are, relative to what the steps changed (0: by rounding alone), of which
+    parameter and after how many steps; or why nobody knows."""
 
     apart: float = 0.0
+    name: str = ""
+    steps: int = 0
     failed: str = ""
 
+    def __str__(self) -> str:
+        if self.failed:
+            return f"steps of small copies: {self.failed}"
+        return (
+            f"after {self.steps} {'step' if self.steps == 1 else 'steps'} of small copies, weights of shards and of "
+            f"whole tensors are {self.apart:.2g} apart, relative to their change"
+        )
 
+
+Options = list[dict[str, Any]]
+Kinds = dict[Tensor, Kind]
+
+
+@dataclass
+class _Seen:
+    """An optimizer's options when it was seen first, their kinds after its last step, and what was found."""
+
+    options: Options
+    kinds: Hashable
+    trials: dict[bool, Trial]
+
+
+_layouts = WeakIdKeyDictionary()
 _known: dict[Hashable, Trial] = {}
-_last: WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Hashable, Trial]]] = WeakKeyDictionary()
-"""Of each optimizer, by the number of the group, what was found for options of which kind."""
+_seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
+_hooks: list[Any] = []
 
 
-def tried(optimizer: torch.optim.Optimizer, number: int, device: torch.device) -> Trial:
-    """What steps of such an optimizer, with the options of one of its groups, do to pieces on a device. Numbers that a
-    schedule changes later are not tried anew, but for whether they are 0."""
-    group = optimizer.param_groups[number]
-    options = {**optimizer.defaults, **{name: value for name, value in group.items() if name != "params"}}
-    kind = device.type, *((name, _kind(value)) for name, value in options.items())
-    known = _last.setdefault(optimizer, {})
-    if number not in known or known[number][0] != kind:
-        key = type(optimizer), device.type, repr(sorted(options.items(), key=lambda item: str(item[0])))
-        if key not in _known:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                _known[key] = _try(type(optimizer), options, device)
-        known[number] = kind, _known[key]
-    return known[number][1]
+def lay_out(parameter: Tensor, layout: Layout) -> None:
+    """Say how a parameter, or a shard of it, is sharded."""
+    _layouts[parameter] = layout
+
+
+def tried(optimizer: Optimizer, with_closure: bool = False) -> Trial:
+    """What steps of an optimizer do to shards. Options that somebody changes are tried anew; numbers, only where they
+    begin or cease to be 0, and no numbers that its own step changes."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    now = _options(optimizer)
+    seen, kinds = _seen.get(optimizer), tuple(map(_kind, now))
+    if seen is None or len(seen.options) != len(now):
+        seen = _seen[optimizer] = _Seen(now, kinds, {})
+    elif seen.kinds != kinds:
+        changed = [dict(set(new) - set(old)) for new, old in zip(kinds, seen.kinds, strict=True)]  # type: ignore[call-overload]
+        options = [
+            {**first, **{name: each[name] for name in names}}
+            for first, each, names in zip(seen.options, now, changed, strict=True)
+        ]
+        seen = _seen[optimizer] = _Seen(options, kinds, {})
+    if with_closure not in seen.trials:
+        seen.trials[with_closure] = _known_trial(optimizer, seen.options, with_closure)
+    return seen.trials[with_closure]
+
+
+@torch._disable_dynamo
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _seen:
+        _seen[optimizer].kinds = tuple(map(_kind, _options(optimizer)))
+
+
+def _options(optimizer: Optimizer) -> Options:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _kind(value: object) -> Hashable:
     """What is the same for numbers that are of one kind."""
     if isinstance(value, float):
         return float, value == 0
+    if isinstance(value, dict):
+        return tuple([(name, _kind(each)) for name, each in value.items()])
     if isinstance(value, (tuple, list)):
         return tuple(map(_kind, value))
-    return torch.Tensor if isinstance(value, torch.Tensor) else repr(value)
+    return repr(value) if isinstance(value, PLAIN) else type(value).__name__
 
 
-def _try(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> Trial:
+def _known_trial(optimizer: Optimizer, options: Options, with_closure: bool) -> Trial:
+    groups = [{p: Kind.of(p) for p in group["params"]} for group in optimizer.param_groups]
+    device = next(p.device for group in groups for p in group)
+    kinds = repr([list(dict.fromkeys(group.values())) for group in groups])
+    key = type(optimizer), repr(_own(optimizer)), repr(options), kinds, device.type, with_closure
+    if key not in _known:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the optimizer itself gives them where it steps
+                    _known[key] = _try(optimizer, options, groups, device, with_closure)
+            except Exception as error:  # of somebody's optimizer, which may want what is not known here
+                _known[key] = Trial(failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    return _known[key]
+
+
+def _try(
+    optimizer: Optimizer, options: Options, groups: Sequence[Kinds], device: torch.device, with_closure: bool
+) -> Trial:
     generator = torch.Generator().manual_seed(0)
-    start, *grads = (torch.randn(8, 6, dtype=torch.float64, generator=generator).to(device) for _ in range(STEPS + 1))
-    found = []
-    for parts in (1, 2):
-        held = [nn.Parameter(piece.clone()) for piece in start.chunk(parts)]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the optimizer itself gives them where it steps
-                _step(kind, options, held, grads)
-        except Exception as error:  # of somebody's optimizer, which may want what is not known here
-            return Trial(failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        found.append(torch.cat([parameter.detach() for parameter in held]))
-    apart = float((found[0] - found[1]).abs().max())
-    return Trial(apart if apart > 1e-9 else 0.0)
+    kinds = [kind for group in groups for kind in dict.fromkeys(group.values())]
+    drawn = [torch.randn((3, *kind.shape), dtype=kind.dtype, generator=generator).to(device) for kind in kinds]
+    starts = [start for start, *_ in drawn]
+    slopes = [(one + 0.5) * other.abs() for _, one, other in drawn]
+    runs = [_Run(optimizer, options, groups, starts, sharded, with_closure) for sharded in (False, True)]
+    for number in range(STEPS):
+        if runs[0].gradients > GRADIENTS:
+            break
+        grads = [slope.roll(number) * SCALES[number % len(SCALES)] for slope in slopes]
+        for run in runs:
+            _seed(device, number)
+            run.step(grads)
+        for kind, start, whole, shards in zip(kinds, starts, *(run.held for run in runs), strict=True):
+            (one,) = whole
+            size, change = (float(t.detach().abs().max()) if t.numel() else 0.0 for t in (one, one - start))
+            if not math.isfinite(size):
+                return Trial() if number else Trial(failed="the first of them gives weights that are not finite")
+            for ours, theirs in zip(shards, kind.shards(one), strict=True):
+                error = float((ours - theirs).detach().abs().max()) if ours.numel() else 0.0
+                if not error <= CLOSE * change + ROUNDING * size:
+                    return Trial(error / change if change else math.inf, kind.name, number + 1)
+    return Trial()
 
 
-def _step(
-    kind: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    held: Sequence[nn.Parameter],
-    grads: Sequence[torch.Tensor],
-) -> None:
-    """A step for each gradient, with a closure where one is needed."""
-    takes = inspect.signature(kind.__init__).parameters
-    made = kind(held, **{name: value for name, value in options.items() if name in takes})
-    made.param_groups[0].update(options)
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    needed = closure is not None and closure.default is closure.empty
-    for grad in grads:
+def _seed(device: torch.device, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
-        def gradient(grad: torch.Tensor = grad) -> float:
-            for parameter, piece in zip(held, grad.chunk(len(held)), strict=True):
-                parameter.grad = piece.clone()
-            return float(grad.square().sum())
+
+class _Run:
+    """An optimizer of copies, as a whole or in shards."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        options: Options,
+        groups: Sequence[Kinds],
+        starts: Sequence[Tensor],
+        sharded: bool,
+        with_closure: bool,
+    ) -> None:
+        kinds = [kind for group in groups for kind in dict.fromkeys(group.values())]
+        self._cut = [kind.shards if sharded else lambda whole: [whole] for kind in kinds]
+        self.held = [[nn.Parameter(p.clone()) for p in cut(t)] for cut, t in zip(self._cut, starts, strict=True)]
+        memo: dict[int, Any] = {}
+        held, given, names = iter(self.held), [], []
+        for group in groups:
+            copies = {kind: next(held) for kind in dict.fromkeys(group.values())}
+            for p, kind in group.items():
+                memo[id(p)] = copies[kind][0]
+                for each in copies[kind]:
+                    vars(each).update(marks_of(p))
+            given.append([p for several in copies.values() for p in several])
+            names.append([kind.name for kind, several in copies.items() for _ in several])
+        self.optimizer = _made(optimizer, options, given, memo)
+        for one, several in zip(self.optimizer.param_groups, names, strict=True):
+            one |= {"param_names": several} if "param_names" in one else {}
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        self.gradients = 0
+        self._closure = with_closure or (closure is not None and closure.default is closure.empty)
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """A step on a quadratic function of these gradients."""
+
+        def gradient() -> Tensor:
+            self.gradients += 1
+            total: Tensor = torch.zeros((), dtype=torch.float64)
+            for cut, held, grad in zip(self._cut, self.held, grads, strict=True):
+                for p, shard in zip(held, cut(grad), strict=True):
+                    p.grad = torch.add(shard, p.detach(), alpha=1 / 16)
+                    total = total + (p.detach().conj() * (p.grad + shard)).real.sum().cpu() / 2
+            return total
 
         gradient()
-        made.step(*([gradient] if needed else []))
+        self.optimizer.step(*([gradient] if self._closure else []))  # type: ignore[arg-type]
+
+
+def _own(optimizer: Optimizer) -> dict[str, Any]:
+    """What an instance says in plain data: options that are no defaults of a group."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH and "hooks" not in name}
+    return {name: value for name, value in own.items() if all(isinstance(v, PLAIN) for v in tree_leaves(value))}
+
+
+def _made(
+    optimizer: Optimizer, options: Options, given: Sequence[Sequence[nn.Parameter]], memo: Mapping[int, Any]
+) -> Optimizer:
+    """Another optimizer of the same class and options: made by its constructor, or where that wants what only its
+    caller knows, a copy without states."""
+    kind = type(optimizer)
+    takes = inspect.signature(kind.__init__).parameters
+    options = copy.deepcopy(options, dict(memo))
+    groups = [{**each, "params": list(held)} for each, held in zip(options, given, strict=True)]
+    known = {name: value for name, value in optimizer.defaults.items() if name in takes}
+    unnamed = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
+    try:
+        made = kind(unnamed, **copy.deepcopy(known))
+    except Exception:
+        made = object.__new__(kind)
+        own = {n: v for n, v in vars(optimizer).items() if n not in OF_TORCH and "hooks" not in n}
+        vars(made).update(copy.deepcopy(own, {**memo, id(optimizer): made}))
+        start = {"defaults": copy.deepcopy(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups}
+        Optimizer.__setstate__(made, start)
+    else:
+        vars(made).update(copy.deepcopy(_own(optimizer)))
+        for group, each in zip(made.param_groups, groups, strict=True):
+            group.update({name: value for name, value in each.items() if name != "params"})
+    return made

@@ -1,0 +1,364 @@
+"""Optimizers that look at whole tensors, stepped on virtual shards: one device's weights, or an Error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardfx as sx
+from shardfx.module.stepping import trial
+from tests import whole_tensor
+from tests.whole_tensor import AdaptiveClipping, Centralized, FanIn, Late, RowNorm, TrustRatio, WholeTensor
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "matrix": (lambda: nn.Linear(32, 16, bias=False), (4, 32)),
+    "vector": (lambda: nn.LayerNorm(512, bias=False), (4, 512)),
+    "filters": (lambda: nn.Conv2d(4, 8, 3, bias=False), (4, 4, 5, 5)),
+}
+SHARDED = {
+    "matrix rows": "tp, -",
+    "matrix columns": "-, tp",
+    "vector rows": "tp",
+    "filters rows": "tp, -, -, -",
+    "filters columns": "-, tp, -, -",
+}
+RIGHT = {
+    RowNorm: {"matrix rows", "vector rows", "filters rows"},
+    Centralized: {"matrix rows", "vector rows", "filters rows"},
+    TrustRatio: set[str](),
+    FanIn: {"matrix rows", "vector rows", "filters rows"},
+    AdaptiveClipping: {"matrix rows", "filters rows"},
+    Late: set[str](),
+    torch.optim.AdamW: set(SHARDED),
+    torch.optim.RAdam: set(SHARDED),
+    torch.optim.Adagrad: set(SHARDED),
+    torch.optim.Adafactor: set[str](),
+}
+
+
+def squares(out: torch.Tensor) -> torch.Tensor:
+    return out.square().sum()
+
+
+def net(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    model = make().double()
+    with torch.no_grad():
+        model.weight.normal_()
+    return model, torch.randn(shape, dtype=torch.float64)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, count: int = 3) -> torch.Tensor:
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model(x) if isinstance(model, sx.ParallelModule) else squares(model(x))
+        loss.backward()
+        optimizer.step()
+    whole = model.full_state_dict() if isinstance(model, sx.ParallelModule) else model.state_dict()
+    return whole["weight"]
+
+
+@pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("sharding", SHARDED)
+def test_each_sharding_of_a_parameter_is_tried_as_it_is(sharding: str, kind: Any) -> None:
+    model, x = net(sharding.split()[0])
+    pm = sx.parallelize(
+        copy.deepcopy(model), sx.Mesh(tp=2), sx.Hints((x,), loss=squares, specs={"weight": SHARDED[sharding]})
+    )
+    if sharding in RIGHT[kind]:
+        ours = stepped(pm, kind(pm.parameters(), lr=0.01), x)
+        assert torch.allclose(ours, stepped(model, kind(model.parameters(), lr=0.01), x), rtol=1e-12, atol=1e-12)
+    else:
+        with pytest.raises(sx.Error, match=r"looks at whole tensors, and 'weight' is sharded"):
+            kind(pm.parameters(), lr=0.01).step()
+
+
+class Centring(WholeTensor):
+    """Takes means away where its constructor is told to, which no group says."""
+
+    def __init__(self, params: Any, lr: float = 0.1, centring: bool = False) -> None:
+        super().__init__(params, lr)
+        self.centring = centring
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad - grad.mean() if self.centring else grad
+
+
+class Annealed(Centring):
+    """Counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["weight"] = 0.5 ** group["steps"]
+
+
+def sharded() -> tuple[sx.ParallelModule, torch.Tensor]:
+    model, x = net("matrix")
+    return sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), loss=squares, specs={"weight": "tp, -"})), x
+
+
+def test_what_only_the_instance_says_is_tried() -> None:
+    pm, x = sharded()
+    stepped(pm, Centring(pm.parameters()), x)
+    for lr in (0.1, 1e-9):  # the difference is told from rounding by what a step changes
+        with pytest.raises(sx.Error, match="Centring looks at whole tensors"):
+            Centring(pm.parameters(), lr=lr, centring=True).step()
+
+
+def test_numbers_that_a_step_changes_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, real = [0], trial._try
+    monkeypatch.setattr(trial, "_try", lambda *args: (count.__setitem__(0, count[0] + 1), real(*args))[1])
+    pm, x = sharded()
+    optimizer = Annealed(pm.parameters(), lr=0.017)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10)  # begins with a rate of 0
+    for _ in range(3):
+        stepped(pm, optimizer, x, 1)
+        scheduler.step()
+    assert count == [2], "at the first step, and where the rate is no longer 0"
+
+
+def test_the_optimizer_itself_is_left_as_it_is() -> None:
+    """The trial works on other weights, states, counts and random numbers."""
+    pm, x = sharded()
+    optimizer = whole_tensor.WholeTensor(pm.parameters(), lr=0.0)
+    optimizer.record = []  # type: ignore[attr-defined]
+    before, random = pm.full_state_dict()["weight"], torch.get_rng_state()
+    stepped(pm, optimizer, x, 1)
+    assert torch.equal(pm.full_state_dict()["weight"], before) and not optimizer.record  # type: ignore[attr-defined]
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+class Spectral(WholeTensor):
+    """The rate of a matrix goes by the ratio of its sides."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad * max(1.0, p.shape[0] / p.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "counts", "alike"),
+    [((4096, 1024), (8, 1), False), ((1024, 4096), (1, 8), False), ((1024, 4096), (2, 1), True)],
+)
+def test_large_parameters_are_tried_small_with_the_same_ratio(
+    shape: tuple[int, ...], counts: tuple[int, ...], alike: bool
+) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    trial.lay_out(parameter, trial.Layout("w", shape, counts))
+    kind = trial.Kind.of(parameter)
+    assert torch.Size(kind.shape).numel() <= trial.MOST and kind.shape[0] * shape[1] == kind.shape[1] * shape[0]
+    assert (trial.tried(Spectral([parameter])).apart == 0) == alike
+    assert trial.tried(torch.optim.AdamW([parameter])) == trial.Trial()
+
+
+class Counting(WholeTensor):
+    """Notes how many parameters it steps, in its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["counts"].append(len(self.param_groups[0]["params"]))
+        super().step()
+
+
+def test_parameters_that_are_alike_are_tried_once() -> None:
+    """A model of many layers is tried as one of a few, and no slower."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(200)]
+    for number, parameter in enumerate(parameters):
+        layout = ((64, 8), (2, 1)) if number % 2 else ((64,), (2,))
+        trial.lay_out(parameter, trial.Layout(f"layers.{number}", *layout))
+    optimizer, seen = Counting(parameters), list[int]()
+
+    class Shared(list[int]):
+        def __deepcopy__(self, memo: Any) -> list[int]:
+            return seen
+
+    optimizer.param_groups[0]["counts"] = Shared()
+    assert trial.tried(optimizer) == trial.Trial()
+    assert seen == [2, 4] * trial.STEPS
+
+
+class Spread(WholeTensor):
+    """Divides by the variance of a tensor, which one element does not have."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.var()
+
+
+def test_shards_that_give_no_number_are_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    trial.lay_out(parameter, trial.Layout("w", (4,), (4,)))
+    found = trial.tried(Spread([parameter]))
+    assert found.apart != 0 and "nan apart" in str(found)
+
+
+class Marked(WholeTensor):
+    """Goes by what a script says of a parameter."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm() if getattr(p, "normed", False) else grad
+
+
+def test_what_a_script_says_of_a_parameter_is_tried() -> None:
+    model, x = net("matrix")
+    model.weight.normed = True  # type: ignore[assignment, union-attr]
+    pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), loss=squares, specs={"weight": "tp, -"}))
+    with pytest.raises(sx.Error, match="Marked looks at whole tensors"):
+        Marked(pm.parameters()).step()
+
+
+@pytest.mark.long
+def test_a_compiled_step_is_one_of_plain_gradients() -> None:
+    pm, x = sharded()
+    model = net("matrix")[0]
+    found = []
+    for each in (pm, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(2):
+            optimizer.zero_grad()
+            (pm(x) if each is pm else squares(model(x))).backward()
+            step()
+        found.append(pm.full_state_dict()["weight"] if each is pm else model.weight)
+    assert torch.allclose(*found, rtol=1e-12, atol=1e-12)
+
+
+# ---- gradients that a script changes shard by shard ---------------------------------------------------------------
+
+
+def clipped_one_by_one(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        nn.utils.clip_grad_norm_(p, 0.1)
+
+
+def normalised(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.data.div_(p.grad.norm())
+
+
+def normalised_by_lists(parameters: list[nn.Parameter]) -> None:
+    grads = [p.grad for p in parameters]
+    torch._foreach_div_(grads, torch._foreach_norm(grads))
+
+
+def centred(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = p.grad - p.grad.mean(dim=-1, keepdim=True)
+
+
+def normalised_by_a_number(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.mul_(1 / p.grad.norm().item())
+
+
+def orthogonalised(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.copy_(torch.linalg.qr(p.grad.T)[0].T)
+
+
+def stepped_by_hand(parameters: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for p in parameters:
+            p.sub_(p.grad / p.grad.norm())
+
+
+def clipped_together(parameters: list[nn.Parameter]) -> None:
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+    nn.utils.clip_grad_value_(parameters, 0.05)
+
+
+def clipped_by_hand(parameters: list[nn.Parameter]) -> None:
+    """As scripts from before ``clip_grad_norm_`` do, and what they log."""
+    total = sum(p.grad.data.norm(2).item() ** 2 for p in parameters) ** 0.5
+    assert f"{parameters[0].grad.norm():.2f}"
+    for p in parameters:
+        p.grad.data.mul_(0.1 / (total + 1e-6))
+
+
+def clipped_after_a_look(parameters: list[nn.Parameter]) -> None:
+    assert parameters[0].grad.norm().item() > 0
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+def unscaled(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = torch.nan_to_num(p.grad / 8).clamp(-1, 1) + 0.01 * p.detach()
+
+
+def ran(change: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The weights after two steps of gradients that are added up and changed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        for _ in range(2):
+            loss = model(x) if isinstance(model, sx.ParallelModule) else squares(model(x))
+            loss.backward()
+        change(list(model.parameters()))
+        optimizer.step()
+    whole = model.full_state_dict() if isinstance(model, sx.ParallelModule) else model.state_dict()
+    return whole["weight"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        clipped_one_by_one,
+        normalised,
+        normalised_by_lists,
+        centred,
+        normalised_by_a_number,
+        orthogonalised,
+        stepped_by_hand,
+    ],
+)
+def test_gradients_that_are_changed_shard_by_shard_are_an_error(change: Any) -> None:
+    pm, x = sharded()
+    with pytest.raises(sx.Error, match="the gradient of 'weight' was changed shard by shard"):
+        ran(change, pm, x)
+
+
+@pytest.mark.parametrize("change", [clipped_together, clipped_by_hand, clipped_after_a_look, unscaled])
+def test_gradients_that_are_changed_by_all_shards_are_those_of_one_device(change: Any) -> None:
+    pm, x = sharded()
+    assert torch.allclose(ran(change, pm, x), ran(change, net("matrix")[0], x), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_shards_are_read_copied_and_saved_as_any(tmp_path: Path) -> None:
+    pm, x = sharded()
+    pm(x).backward()
+    grad = next(pm.parameters()).grad
+    assert grad is not None and grad.shape == (8, 32)
+    array = grad.numpy()
+    torch.save(grad, tmp_path / "grad.pt")
+    for each in (copy.deepcopy(grad), torch.load(tmp_path / "grad.pt"), grad.tolist(), pm.full_grads()["weight"][:8]):
+        assert torch.equal(torch.as_tensor(each, dtype=torch.float64), torch.from_numpy(array))
+    assert repr(grad) == repr(torch.from_numpy(array)) and type(pm.full_grads()["weight"]) is torch.Tensor
+
+
+def test_an_optimizer_sees_plain_gradients() -> None:
+    pm, x = sharded()
+    seen: list[type] = []
+
+    class Seeing(WholeTensor):
+        def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(type(grad))
+            return grad
+
+    stepped(pm, Seeing(pm.parameters()), x, 1)
+    assert set(seen) == {torch.Tensor}
+    optimizer = torch.optim.LBFGS(pm.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = pm(x)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert type(optimizer.state_dict()["state"][0]["prev_flat_grad"]) is torch.Tensor
