@@ -165,7 +165,7 @@ def verdict(make: Callable[[], Sample], asked: Asked) -> str:
     lacking = sorted(whole.grads.keys() ^ found.keys())
     far, where = whole.far_from(together, found)
     notes = [str(each.message) for each in said if issubclass(each.category, sx.ShardfxWarning)]
-    lost = "; ".join(f"LOST {text}" if "not shared over" in text else text for text in notes)
+    lost = "; ".join(f"LOST {text}" if "redundant compute over" in text else text for text in notes)
     near = EQUAL if wanted.dtype == torch.float64 else EQUAL_FLOAT32
     if not far < near or any(whole.grads[path].abs().max() > 0 for path in lacking if path in whole.grads):
         own = moves_by(make(), wanted, whole)

@@ -1,8 +1,8 @@
-"""What would be computed whole on every rank of a data axis, though hints cut the batch over it: shared, or said.
+"""What would be redundant compute over a data axis, though hints shard the batch over it: it is sharded by rows.
 
 An op in the middle of a mixture of experts may need all tokens (a sort), and every rank has all of its result. What
-comes behind is cut again, by rows, where a product begins; of what is whole, a rank's part costs nothing to take. A
-batch of 2 does not feed three ranks: that is said in a warning.
+comes behind is sharded again, by rows, where a product begins: of a replicated value a rank's shard costs nothing. What
+remains redundant, as of a batch of 2 for three ranks, is reported (:mod:`shardfx.redundant_compute`).
 
     %4 = sort(%3) : [256]                       %4 = sort(%3) : [256]
     %5 = index(%2, [%4]) : [256, 48]      ->    %5 = index(%2, [%4 : [256{dp}]]) : [256{dp}, 48]
@@ -11,13 +11,11 @@ batch of 2 does not feed three ranks: that is said in a warning.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.cut import WHOLE, Cut
-from shardfx.ir.errors import ShardfxWarning
-from shardfx.ir.graph import Graph, InputKind, Node, Value, op_name
+from shardfx.ir.graph import Graph, InputKind, Node, Value
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.rules.strategy import place
@@ -26,8 +24,8 @@ from shardfx.ir.spec import Spec
 from .sharding.fixpoint import Propagation
 from .sharding.seeds import BY_PASS, Seed
 
-WORTH_SAYING = 0.01
-"""Of all arithmetic of the program, the share from which on a loss is said."""
+WORTH_SHARDING = 0.01
+"""Of all FLOPs of the program, the part from which on they are sharded."""
 
 
 def share_lost_work(graph: Graph, axes: Iterable[str], state: Propagation) -> bool:
@@ -39,7 +37,7 @@ def share_lost_work(graph: Graph, axes: Iterable[str], state: Propagation) -> bo
     for axis in _of_ranks(graph, axes):
         behind = _behind(graph, axis)
         lost = {node for node in flops if node in behind and axis not in _axes(state.conflicts.resolve(node, True)[0])}
-        if sum(flops[node] for node in lost) <= WORTH_SAYING * sum(flops.values()):
+        if sum(flops[node] for node in lost) <= WORTH_SHARDING * sum(flops.values()):
             continue
         for node in (node for node in flops if node in lost):
             cuts, _ = state.conflicts.resolve(node, True)
@@ -99,29 +97,6 @@ def _axes(cuts: Mapping[str, Cut]) -> set[str]:
     return {axis for cut in cuts.values() for axis in cut.axes}
 
 
-def report_lost_work(graph: Graph, axes: Iterable[str]) -> None:
-    """Warn, once for each of these (data) axes, of the arithmetic that is not shared between its ranks."""
-    flops = _flops_of_all(graph)
-    total = sum(flops.values())
-    for axis in _of_ranks(graph, axes):
-        size = graph.mesh.extent((axis,))
-        behind = _behind(graph, axis)
-        lost = [node for node in flops if node in behind and not _uses(node, axis)]
-        work = sum(flops[node] for node in lost)
-        if work <= WORTH_SAYING * total:
-            continue
-        cause = _cause(lost[0], behind, axis)
-        parts, where = ("turn", "in") if graph.mesh[axis].time else ("rank", "on")
-        text = (
-            f"not shared over {axis}: {work / total:.0%} of the arithmetic, {len(lost)} ops from {op_name(lost[0].op)} "
-            f"({lost[0].where} {lost[0].where.code}) on, is done whole {where} each of {size} {parts}s: {work:.3g} "
-            f"FLOPs in place of {work / size:.3g}. It begins at {op_name(cause.op)} ({cause.where} "
-            f"{cause.where.code}), which needs more than a {parts}'s part, or has too little for all {parts}s"
-        )
-        graph.notes.append(text)
-        warnings.warn(text, ShardfxWarning, stacklevel=2)
-
-
 def _behind(graph: Graph, axis: str) -> set[Node]:
     """The nodes that are made of an input whose hint cuts it over the axis."""
     cut = {
@@ -135,19 +110,3 @@ def _behind(graph: Graph, axis: str) -> set[Node]:
             found.add(node)
             cut.update(node.outs)
     return found
-
-
-def _cause(node: Node, behind: set[Node], axis: str) -> Node:
-    """The first of the ops before a node by which it is not shared."""
-    while True:
-        makers = (value.node for value in node.operands)
-        before = next((each for each in makers if each in behind and each is not None and not _uses(each, axis)), None)
-        if before is None:
-            return node
-        node = before
-
-
-def _uses(node: Node, axis: str) -> bool:
-    made = node.strategy
-    assert made is not None
-    return any(axis in axes for _, axes in made.cuts)

@@ -28,6 +28,7 @@ from shardfx.module.forms.surroundings_of_call import check_modes
 from shardfx.module.held.original import unwatched, watch_original
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.place import Place
+from shardfx.module.rules_checked import check_own_rules
 from shardfx.module.variants import Variants
 from shardfx.passes import Pass
 from shardfx.runtime.distributed.groups import group_of_all, initialise, launched
@@ -39,6 +40,7 @@ from .gradients import check_gradients, check_scale, check_stepped, product, rej
 from .hints import Hints
 from .plan import PlannedSpecs
 from .plugins import all_rules
+from .redundant_compute import report_redundant_compute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,6 +121,8 @@ def parallelize(
                 if hints.loss is not product and asked:
                     check_gradients(model, made)
                 reject_half(made, autocast_around())
+                check_own_rules(made.after, made.context, hints.rules)
+                report_redundant_compute(made)
                 return made
 
         def first() -> Compiled:
@@ -130,6 +134,8 @@ def parallelize(
             compiled = _within_budget(compiled, place)
             if isinstance(hints.specs, PlannedSpecs):
                 hints.specs.plan.check_planned(compiled)
+            check_own_rules(compiled.after, compiled.context, hints.rules)
+            report_redundant_compute(compiled)
             return compiled
 
         place = _place(module, described, hints, virtual)

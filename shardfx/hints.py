@@ -51,7 +51,8 @@ class Hints:
             error comes when weights are loaded.
         shapes: how many forms of call (batch sizes, modes, ...) beside the captured one are kept planned.
         rules: op rules of your own, as :func:`shardfx.rule` gives them; they win over built-in ones and plugins'.
-            ``pm.verify()`` executes them (see also :func:`shardfx.check_rule`).
+            They are executed at planning as the plan uses them, and a wrong one is an error (see also
+            :func:`shardfx.check_rule`).
         rank_passes: further passes on the ranks' programs, run behind the built-in ones: instances of
             :class:`shardfx.RankPass`, or text for those of installed plugins.
         guard: a model whose code depends on the data (``if x.sum() > 0``, ``.item()``, ``x[mask]``) is captured as it

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardfx.ir.graph import Node, Value, substitute
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.time.turns import add_product
+from shardfx.ir.spec import Spec
 
 aten = torch.ops.aten
 
@@ -60,16 +63,23 @@ def formula(target: Any) -> Callable[..., Any] | None:
     return FLOPS.get(target) or flop_registry.get(getattr(target, "overloadpacket", None))
 
 
-def flops_of(node: Node) -> int:
-    """The operations of a node as a whole."""
+def flops_of(node: Node, mesh: Mesh | None = None) -> int:
+    """The operations of a node: of one device, or, on a mesh, of the rank with the largest shards."""
     count = formula(node.op)
     if count is None:
         return 0
+    made = node.strategy if mesh is not None else None
+    operands = iter(made.operands) if made is not None else repeat(None)
+    results = iter(made.results) if made is not None else repeat(None)
 
-    def empty(value: Value) -> torch.Tensor:
-        return torch.empty(value.shape, dtype=value.type.dtype, device="meta")
+    def empty(value: Value, spec: Spec | None) -> torch.Tensor:
+        shape = value.shape
+        if spec is not None and mesh is not None:
+            shape = spec.local_shape(shape, mesh, dict.fromkeys(mesh.names, 0))
+        return torch.empty(shape, dtype=value.type.dtype, device="meta")
 
-    made = tuple(None if value is None else empty(value) for value in node.results)
-    out = made if len(made) > 1 else made[0]
-    kwargs = {name: substitute(arg, empty) for name, arg in node.kwargs.items()}
-    return int(count(*substitute(node.args, empty), **kwargs, out_val=out))
+    outs = tuple(None if value is None else empty(value, next(results)) for value in node.results)
+    out = outs if len(outs) > 1 else outs[0]
+    args = substitute(node.args, lambda value: empty(value, next(operands)))
+    kwargs = {name: substitute(arg, lambda value: empty(value, next(operands))) for name, arg in node.kwargs.items()}
+    return int(count(*args, **kwargs, out_val=out))

@@ -36,7 +36,7 @@ BESIDE = "beside"
 """The group of what is sent from another pool of memory: each travels alone."""
 PARTS, FINER, LEAST = 4, 16, 1e6
 """Into so many buckets at least, if they have so many bytes; and where parameters are gathered again in the backward,
-so that few of them are whole at a time."""
+of whatever size, so that few of them are whole at a time."""
 
 
 @dataclass
@@ -52,8 +52,8 @@ class FuseComm(Pass):
     """Fuse collectives of one kind, group and dtype up to ``mb`` megabytes.
 
     Where that would leave fewer than four buckets they are smaller (but not below 1 MB), so that the first ones travel
-    while the rest is computed. Where parameters are gathered again in the backward (``zero=3``) it is sixteen: a rank
-    has at most two segments of gathered parameters whole, and beside them a bucket of gradients.
+    while the rest is computed. Where parameters are gathered again in the backward (``zero=3``) it is sixteen of any
+    size: a rank has at most two segments of gathered parameters whole, and beside them a bucket of gradients.
 
     ``groups`` may name sets of parameters (patterns as in hints) whose gradients and gathers travel together,
     whatever their size; what is in no set is fused by size.
@@ -131,14 +131,14 @@ class FuseComm(Pass):
         """The most bytes of a bucket."""
         total: dict[Key, float] = {}
         stored = {given.value for given in graph.of_kind(InputKind.PARAMETER)}
-        parts = PARTS
+        parts, least = PARTS, LEAST
         for node in graph.nodes:
             key = self._key(node, graph, named)
             if key is not None:
                 total[key] = total.get(key, 0.0) + node.op.whole_bytes(node, graph.mesh)
             if node.op is comm.all_gather and node.phase is Phase.BACKWARD and uncast(node.operands[0]) in stored:
-                parts = FINER
-        return {key: min(self.mb * 1e6, max(nbytes / parts, LEAST)) for key, nbytes in total.items()}
+                parts, least = FINER, 0.0
+        return {key: min(self.mb * 1e6, max(nbytes / parts, least)) for key, nbytes in total.items()}
 
     def _late(self, graph: Graph, named: dict[Node, str]) -> list[CommGroup]:
         """Reductions, and gathers of what leaves, wait for later ones until one is used or the bucket is full."""

@@ -23,7 +23,7 @@ from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, SHARDED, Context, Pass
 from shardfx.passes.gathered_space import report_gathered_space
-from shardfx.passes.lost_work import report_lost_work, share_lost_work
+from shardfx.passes.lost_work import share_lost_work
 from shardfx.passes.update_placement import update_apart
 
 from .conflicts import Conflicts, parted
@@ -68,7 +68,6 @@ class Propagate(Pass):
             if node.pin is not None:
                 check_pin(node, held.rules[node], graph.mesh)
         write(held, sweep(held, state.conflicts))
-        report_lost_work(graph, data_axes(graph))
         graph.reasons = state.reasons()
         for made in stored_by_hints(graph):
             graph.reasons.add(made)

@@ -30,6 +30,7 @@ def run(odd: Odd, way: str, **more: Any) -> Found:
     given = odd.given()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "redundant compute")  # batches and heads are odd too
         pm = sx.parallelize(given.model, mesh(way), odd.hints(way, given, **more), virtual=True)
         alone = OneRank(one_rank(odd, given), odd) if odd.draws else OneDevice(given.alone, odd)
         wrong = [*trained(odd, pm, given, alone), *evaluated(odd, pm, given, alone)]

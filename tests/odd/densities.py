@@ -142,7 +142,13 @@ class Straight(nn.Module):
         return self.values(hard - soft.detach() + soft)
 
 
-@odd(*ROWS, loss=lambda out: out, tp={"up.weight": "tp, -"}, more={"zero": 1}, warns="no gradient for 1 of 4")
+@odd(
+    *ROWS,
+    loss=lambda out: out,
+    tp={"up.weight": "tp, -"},
+    more={"zero": 1, "zero_min": 1},
+    warns="no gradient for 1 of 4",
+)
 class ScoreMatching(TwoLayers):
     """The gradient of an energy within the forward, and the trace of its derivative along given directions."""
 

@@ -1,4 +1,4 @@
-"""``pm.verify()`` executes the rules that a plan goes by: a wrong one makes the verdict false, and is named."""
+"""The rules of a plan are executed: the user's at planning, where a wrong one is an error, all by ``pm.verify()``."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_rule_is_refuted(name: str) -> None:
-    verdict = planned(*WRONG[name]).verify()
-    assert not verdict
-    assert "the rule of" in verdict.why and "{r}" in verdict.why
-    assert "where the whole op gives" in verdict.why or "differ" in verdict.why, verdict.why
+def test_a_wrong_rule_is_an_error_at_planning(name: str) -> None:
+    with pytest.raises(sx.Error, match=r"the rule of .* is wrong, cut .*\{r\}") as caught:
+        planned(*WRONG[name])
+    assert "where the whole op gives" in caught.value.what or "differ" in caught.value.what, caught.value
 
 
 def test_a_right_rule_is_executed_once_in_a_process() -> None:
     rule = sx.rule(ops.numbered.default, "n! d -> n! d")
     pm = planned(rule, numbered, COLUMNS)
-    first, second = pm.verify(), pm.verify()
-    assert first and first.checked["shares executed"] == 1
-    assert second and second.checked["executed before"] == 1 and "shares executed" not in second.checked
+    verdict = pm.verify()
+    assert verdict and verdict.checked["executed before"] == 1 and "shares executed" not in verdict.checked
 
 
 def test_a_share_that_fails_on_the_local_shape_is_refuted() -> None:
     """4 rows of 12 on each of three ranks would do, 6 on each of two do not, by the op's fake version."""
     rule = sx.rule(ops.by_fours.default, "n d -> n d")
     hints = sx.Hints(args=(torch.randn(12, 4, dtype=torch.float64),), specs={"args.0": ROWS}, rules=[rule])
-    verdict = sx.parallelize(Calls(by_fours), sx.Mesh(r=2), hints, virtual=True).verify()
-    assert not verdict and "rows come in fours" in verdict.why and "by_fours" in verdict.why
+    with pytest.raises(sx.Error, match=r"(?s)by_fours.*rows come in fours"):
+        sx.parallelize(Calls(by_fours), sx.Mesh(r=2), hints, virtual=True)
     assert sx.parallelize(Calls(by_fours), sx.Mesh(r=3), hints, virtual=True).verify()
 
 
 def test_large_shapes_are_executed_in_small() -> None:
     """Without weights: a wrong cut of 512 ranks is seen on two."""
     x = torch.empty(4096, 8192, dtype=torch.float32, device="meta")
-    for form, good in (("n d -> n d", False), ("n d! -> n d!", True)):
-        rule = sx.rule(aten._softmax.default, form)
-        hints = sx.Hints(args=(x,), specs={"args.0": COLUMNS}, rules=[rule])
-        assert bool(sx.parallelize(Calls(lambda x: x.softmax(1)), sx.Mesh(r=8), hints, virtual=True).verify()) is good
+
+    def plan(form: str) -> sx.ParallelModule:
+        hints = sx.Hints(args=(x,), specs={"args.0": COLUMNS}, rules=[sx.rule(aten._softmax.default, form)])
+        return sx.parallelize(Calls(lambda x: x.softmax(1)), sx.Mesh(r=8), hints, virtual=True)
+
+    assert plan("n d! -> n d!").verify()
+    with pytest.raises(sx.Error, match=r"the rule of aten\._softmax is wrong"):
+        plan("n d -> n d")
 
 
 def test_a_sum_that_is_partial_over_two_axes_is_executed() -> None:

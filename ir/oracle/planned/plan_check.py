@@ -68,6 +68,7 @@ def check_plan(
     built_in: RuleBook,
     nonzero: Set[Value] = frozenset(),
     folder: AnswersFolder | None = None,
+    only: Sequence[RuleEntry] | None = None,
 ) -> PlanChecked:
     """Put the shares of a planned graph to the oracle.
 
@@ -75,11 +76,14 @@ def check_plan(
         built_in: rules whose answers are kept on disk; those of others are found anew in every process.
         nonzero: values that are sure to have no zero among their elements: by others no partial sum may be divided.
         folder: where they are kept; None: where the user's caches are.
+        only: rules of which alone the shares are executed.
     """
     folder = folder if folder is not None else kept_answers(default_folder())
     left_out: dict[str, str] = {}
     wrong = []
     asked = [(share, share.question(graph.mesh)) for share in shares(graph, rules, built_in, nonzero)]
+    if only is not None:
+        asked = [(share, question) for share, question in asked if any(share.entry is entry for entry in only)]
     before = {}
     for share, question in asked:
         kept = folder.get(share.node.op, question) if share.built_in else None

@@ -1,0 +1,254 @@
+"""Redundant compute: the mesh axes that shard too little of a plan, each in one warning with the hint to write.
+
+An op that is not sharded over an axis is computed in full by each rank along it; one that is sharded unevenly (3 heads
+over 2 ranks) takes as long as the largest shard. Both are FLOPs of a rank that an even sharding over the axis would not
+need::
+
+    Mesh(dp=2, tp=2), specs={"args.0": "dp, -"}        tp shards nothing: half of the FLOPs of a rank are redundant
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardfx.ir.cost.flops import flops_of
+from shardfx.ir.cost.how_often import Turns
+from shardfx.ir.cut import Cut
+from shardfx.ir.errors import ShardfxWarning
+from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, op_name
+from shardfx.ir.mesh import Axis, Mesh
+from shardfx.ir.names import pattern
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.alike import alike
+from shardfx.ir.ops.sends import is_comm
+from shardfx.ir.ops.traits import is_heavy, uncast
+from shardfx.passes import Pipeline
+from shardfx.passes.gathered_space import space_axes
+
+from .compiled import Compiled
+from .hints import Hints
+
+LOST = 0.05
+"""Of the FLOPs of a rank, the part from which on what is sharded unevenly over an axis, or gathered over it and then
+computed by each rank, is worth a warning: the hints ask for a sharding that is not there, and for lack of it a step
+computes at least 5 % longer. Vocabularies and sequences that an axis does not divide stay far below. Of axes that shard
+an image :mod:`shardfx.passes.gathered_space` says what is gathered."""
+UNSHARDED = 0.5
+"""Of the FLOPs of one device, the part from which on an axis that leaves it alone is worth a warning: it shards less
+than it replicates. Less is left to the hints, for a tensor-parallel plan may leave a head or a router replicated.
+Norms, residuals and losses, which any such plan replicates, are not counted: they have next to no FLOPs."""
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """What a rank computes redundantly over one axis, in FLOPs of a step.
+
+    ``total`` is all that the rank computes, ``by_node`` the redundant part of each op; ``lost`` are those of these ops
+    that the hints shard over the axis: unevenly, or in vain. ``unsharded`` is the part of one device's FLOPs in ops
+    that are replicated over the axis.
+    """
+
+    axis: Axis
+    total: int
+    by_node: Mapping[Node, float]
+    lost: frozenset[Node]
+    unsharded: float
+
+    @property
+    def flops(self) -> float:
+        """The redundant FLOPs of all ops."""
+        return sum(self.by_node.values())
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether there is so much of it that a warning says so."""
+        lost = sum(self.by_node[node] for node in self.lost)
+        return lost > LOST * self.total or self.unsharded > UNSHARDED
+
+
+def report_redundant_compute(compiled: Compiled) -> None:
+    """Warn, once for each axis of ranks or loop axis that shards too little, and of ``zero`` that shards nothing; and
+    note it in the plan."""
+    graph, hints = compiled.after, compiled.hints
+    texts = [_of_ranks(found, compiled) for found in redundancies(graph) if found.is_reported]
+    texts += [_of_loop(axis, graph) for axis in unused_loops(graph)]
+    texts += _of_zero(graph, hints)
+    for text in texts:
+        graph.notes.append(text)
+        warnings.warn(text, ShardfxWarning, stacklevel=2)
+
+
+def redundancies(graph: Graph) -> Iterator[Redundancy]:
+    """What a rank computes redundantly over each axis of ranks, but for that of a pipeline, which has stages."""
+    axes = [axis for axis in graph.mesh.space if axis.size > 1]
+    nodes = [node for node in graph.nodes if is_heavy(node)]
+    if not axes or not nodes:
+        return
+    ranks = {axis.name: 1 if axis.time else axis.size for axis in graph.mesh.axes}
+    whole, spent = _flops(nodes, None), _flops(nodes, Mesh(links=None, **ranks))
+    for axis in axes:
+        name = axis.name
+        if graph.pipeline is not None and name == graph.pipeline.axis:
+            continue
+        needed = _flops(nodes, Mesh(links=None, **{**ranks, name: 1}))
+        extra = {node: spent[node] - needed[node] / axis.size for node in nodes}
+        by_node = {node: flops for node, flops in extra.items() if flops > 0}
+        lost = frozenset() if name in space_axes(graph) else _lost(by_node, name, graph)
+        unsharded = sum(whole[node] for node in nodes if not _is_sharded(node, name))
+        yield Redundancy(axis, sum(spent.values()), by_node, lost, unsharded / sum(whole.values()))
+
+
+def _lost(nodes: Iterable[Node], axis: str, graph: Graph) -> frozenset[Node]:
+    """Those of some ops that the hints shard over an axis, unevenly or in vain: they are made of an argument that is
+    sharded over it (sums over it apart), or of what is gathered over it. The border rows of tiles do not count."""
+    behind = {given.value for given, _, _ in _sharded_arguments(graph, axis)}
+    for node in graph.nodes:
+        is_sum = is_comm(node) and axis in node.kwargs["axes"] and node.op is not comm.all_gather
+        if not is_sum and any(value in behind for value in node.operands):
+            behind.update(node.outs)
+
+    def is_lost(node: Node) -> bool:
+        if _is_sharded(node, axis):
+            made = node.strategy
+            specs = (*made.operands, *made.results) if made is not None else ()
+            return not any(cut.rows is not None and axis in cut.axes for spec in specs for cut in spec.dims)
+        return any(value in behind for value in node.operands) or _gather_before(node, axis) is not None
+
+    return frozenset(filter(is_lost, nodes))
+
+
+def _flops(nodes: Sequence[Node], mesh: Mesh | None) -> dict[Node, int]:
+    """The FLOPs of each node in a step: of one device, or of the rank with the largest shards on a mesh."""
+    priced: dict[object, int] = {}
+    found = {}
+    for node in nodes:
+        key = (alike(node), node.strategy)
+        if key not in priced:
+            priced[key] = flops_of(node, mesh)
+        found[node] = priced[key]
+    return found
+
+
+def unused_loops(graph: Graph) -> list[Axis]:
+    """The loop axes over which nothing is iterated."""
+    iterated = {name for axes in Turns.of(graph).axes.values() for name in axes}
+    return [axis for axis in graph.mesh.axes if axis.time and axis.size > 1 and axis.name not in iterated]
+
+
+def _of_ranks(found: Redundancy, compiled: Compiled) -> str:
+    """The warning of an axis of ranks."""
+    name, graph = found.axis.name, compiled.after
+    if not any(_is_sharded(node, name) for node in graph.nodes) and not any(_sharded_arguments(graph, name)):
+        return f"{_said(found)}: nothing is sharded over it. Write {_batch_hint(found.axis, graph)}"
+    node = next(node for node in found.by_node if node in found.lost or not found.lost)
+    how = "shards unevenly" if _is_sharded(node, name) else "does not shard"
+    begins = f"It begins at {_op(node)}, which {name} {how}"
+    cause = _gather_before(node, name)
+    if cause is not None and cause is not node:
+        begins += f", for {_op(cause)} needs more than a shard"
+    return f"{_said(found)}. {begins}. Write {_hint(found, compiled)}"
+
+
+def _said(found: Redundancy) -> str:
+    return (
+        f"redundant compute over {found.axis.name} ({found.axis.size} ranks): {found.flops:.3g} of the "
+        f"{found.total:.3g} FLOPs of a rank in a step ({found.flops / found.total:.0%}), in {len(found.by_node)} ops"
+    )
+
+
+def _op(node: Node) -> str:
+    return f"{op_name(node.op)} ({node.where} {node.where.code})"
+
+
+def _is_sharded(node: Node, axis: str) -> bool:
+    return node.strategy is not None and any(axis in axes for _, axes in node.strategy.cuts)
+
+
+def _gather_before(node: Node, axis: str) -> Node | None:
+    """The op by which a replicated one is replicated: itself, or one before it with no product in between, that has an
+    operand gathered over the axis. Stored parameters are gathered as a matter of course."""
+    seen, todo = {node}, [node]
+    for each in todo:
+        for maker in (value.node for value in each.operands if value.node is not None):
+            if is_comm(maker) and axis in maker.kwargs["axes"]:
+                if maker.op is comm.all_gather and any(uncast(value).node is not None for value in maker.operands):
+                    return each
+            elif maker not in seen and not is_heavy(maker) and not _is_sharded(maker, axis):
+                seen.add(maker)
+                todo.append(maker)
+    return None
+
+
+def _hint(found: Redundancy, compiled: Compiled) -> str:
+    """What to write to have the axis shard more."""
+    axis, graph = found.axis, compiled.after
+    for given, dim, cut in _sharded_arguments(graph, axis.name):
+        parts, size = graph.mesh.extent(cut.axes), given.value.shape[dim]
+        if size % parts:
+            return f"a multiple of {parts} in place of {size} as dim {dim} of {given.name}"
+    nodes = [node for node in found.by_node if node in found.lost or not found.lost]
+    node = max([each for each in nodes if each.phase is Phase.FORWARD] or nodes, key=found.by_node.__getitem__)
+    strategy = dict(node.strategy.cuts) if node.strategy is not None else {}
+    rule = compiled.context.cache.rule(node)
+    for factor in (factor for dims in rule.results for dim in dims or () for factor in dim):
+        if factor not in rule.whole and not strategy.get(factor) and rule.sizes[factor] % axis.size == 0:
+            return f'cuts={{"{_hint_name(node, graph)}": "{factor}{{{axis.name}}}"}}'
+    sizes = ", ".join(f"{factor}={size}" for factor, size in rule.sizes.items())
+    return f"a mesh whose {axis.name} divides a dim of {op_name(node.op)}: {sizes}"
+
+
+def _hint_name(node: Node, graph: Graph) -> str:
+    """How a hint names an op; with those of other layers, where these are alike."""
+    op, path = op_name(node.op).split(".")[1], node.where.module
+    layers = ".".join("*" if part.isdigit() else part for part in path.split("."))
+    forward = [each for each in graph.nodes if each.phase is Phase.FORWARD and op_name(each.op) == op_name(node.op)]
+    those = [each for each in forward if pattern(layers).fullmatch(each.where.module)]
+    return f"{layers if all(alike(each) == alike(node) for each in those) else path}:{op}"
+
+
+def _sharded_arguments(graph: Graph, axis: str) -> Iterator[tuple[Input, int, Cut]]:
+    """The arguments that a hint shards over an axis: each with the dim, and how it is sharded."""
+    for given in graph.of_kind(InputKind.ARGUMENT):
+        for dim, cut in enumerate(given.value.hint.dims if given.value.hint is not None else ()):
+            if axis in cut.axes:
+                yield given, dim, cut
+
+
+def _batch_hint(axis: Axis, graph: Graph) -> str:
+    """The spec of the first argument whose leading dim, the batch, the axis divides."""
+    stages = f'pipeline=sx.Pipeline(axis="{axis.name}", time=""), or ' if axis.name == Pipeline.axis else ""
+    for given in graph.of_kind(InputKind.ARGUMENT):
+        value = given.value
+        dims = [list(cut.axes) for cut in value.hint.dims] if value.hint is not None else [[] for _ in value.shape]
+        if not dims:
+            continue
+        dims[0] = [axis.name, *dims[0]] if axis.time else [*dims[0], axis.name]
+        if value.shape[0] and value.shape[0] % graph.mesh.extent(dims[0]) == 0:
+            text = ", ".join(" ".join(axes) or "-" for axes in dims)
+            return f'{stages}specs={{"{given.name}": "{text}"}}, or leave {axis.name} out of the mesh'
+    name = axis.name
+    return f"{stages}specs of parameters over {name}, or leave {name} out of the mesh: no batch is a multiple of it"
+
+
+def _of_loop(axis: Axis, graph: Graph) -> str:
+    """The warning of a loop axis."""
+    return (
+        f"loop axis {axis.name} ({axis.size} iterations) is not used: a step is one iteration, with the memory of the "
+        f"whole batch and 0 redundant FLOPs. Write {_batch_hint(axis, graph)}"
+    )
+
+
+def _of_zero(graph: Graph, hints: Hints) -> Iterator[str]:
+    """The warning of ``zero`` where no parameter or state is sharded over its axis."""
+    axes = {hints.zero_axis} if isinstance(hints.zero_axis, str) else set(hints.zero_axis)
+    stored = [given for given in graph.inputs if given.kind in (InputKind.PARAMETER, InputKind.STATE)]
+    sharded = any(given.value.spec is not None and axes & set(given.value.spec.axes) for given in stored)
+    largest = max((given.value.type.numel for given in stored), default=0)
+    if hints.zero and graph.mesh.extent(axes) > 1 and not sharded and 0 < largest < hints.zero_min:
+        yield (
+            f"zero={hints.zero} shards nothing over {', '.join(sorted(axes))}: the largest has {largest} elements, "
+            f"fewer than zero_min={hints.zero_min}, and each rank stores all of them; 0 FLOPs are redundant. Write "
+            f"zero_min={largest}, or a smaller one, or leave zero out"
+        )
