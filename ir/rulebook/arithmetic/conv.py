@@ -79,11 +79,13 @@ def seen_by_places(space: list[Geometry]) -> dict[str, tuple[str, Window]]:
 
 
 def convolution(node: Node) -> ShardingRule:
-    """``x[n (g ci) h..], w[(g co) ci k!..], b[(g co)] -> y[n (g co) p..]``: h as p needs it, or transposed."""
+    """``x[n (g ci) h..], w[(g co) ci k!..], b[(g co)] -> y[n (g co) p..]``: h as p needs it, or transposed. A bias that
+    is a partial sum is added by each rank to its own sum over ci."""
     bias = len(node.operands) > 2
     space = geometry(node, node.operands[0].shape, node.operands[1].shape, node.outs[0].shape)
     x, w, y = forms(node, space, bias=bias)
-    made = template(f"{x}, {w}, (g co) -> {y}", "0&2|1&2")(node)
+    joined = "|2*ci" if argument(node, "groups") == 1 else ""
+    made = template(f"{x}, {w}, (g co) -> {y}", f"0&2|1&2{joined if bias else ''}")(node)
     if argument(node, "transposed"):
         return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(space) if not each.apart})
     return seeing(made, seen_by_places(space))

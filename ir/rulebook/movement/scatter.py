@@ -35,7 +35,7 @@ def scatter(node: Node) -> ShardingRule | Template:
         values.append([part[i] if each else f"s{i}!" for i, each in enumerate(fits)])
         whole |= {part[i] for i, each in enumerate(fits) if not each}
     tensors = [words((f"d{i}" for i in range(len(x))), whole), words(part, whole), *(words(v, whole) for v in values)]
-    return template(f"{', '.join(tensors)} -> {tensors[0]}", together(node))
+    return template(f"{', '.join(tensors)} -> {tensors[0]}", together(node, "i"))
 
 
 def adds(node: Node) -> bool:
@@ -43,8 +43,14 @@ def adds(node: Node) -> bool:
     return bool(argument(node, "accumulate")) or node.op.overloadpacket in (aten.scatter_add, aten.index_add)
 
 
-def together(node: Node) -> str:
-    """Tensor and values may be partial sums together, unless more than moved or added."""
+def together(node: Node, index: str = "") -> str:
+    """Tensor and values may be partial sums together, unless more than moved or added; the tensor alone, where each
+    rank adds a part of the values to it: over the axes that shard the dims of the ``index``.
+    """
+    return "|".join(filter(None, (_together(node), f"0*{index}" if index and adds(node) else "")))
+
+
+def _together(node: Node) -> str:
     if node.op.overloadpacket in (aten.scatter_reduce, aten.index_reduce):
         return "0&2" if argument(node, "reduce") in ("sum", "mean") else ""
     value = argument(node, "value")
@@ -56,13 +62,13 @@ def index_write(node: Node) -> Template:
     """``x[d.., i!], index[n], values[d.., n] -> y``: index_add, index_copy, index_fill, index_reduce."""
     index = "~n" if adds(node) and node.operands[1].shape else "~n!"
     values = ("d.. n@dim" if value.shape else "~" for value in node.operands[2:])
-    return template(f"{', '.join(['d.. v@dim!', index, *values])} -> d.. v@dim", together(node))
+    return template(f"{', '.join(['d.. v@dim!', index, *values])} -> d.. v@dim", together(node, "n"))
 
 
 def index_put(node: Node) -> ShardingRule | Template:
     """``x[i!, d..], index[n..], values[n.., d..] -> y[i!, d..]``; n is whole if nothing is added."""
     indices, values = argument(node, "indices"), node.operands[-1].shape
-    linear = f"0&{len(given_tensors(node)) - 1}"
+    linear = f"0&{len(given_tensors(node)) - 1}{'|0*i' if adds(node) else ''}"
     masks = [i for i, each in enumerate(indices) if each is not None and each.type.dtype is torch.bool]
     if masks and sum(each is not None for each in indices) == 1:
         return template(masked(node, masks[0]), linear)
@@ -70,6 +76,25 @@ def index_put(node: Node) -> ShardingRule | Template:
     if found is None or len(values) > len(found.result):
         return replicated(node)
     return template(f"{found.table}, {found.indices}, ~{words(found.result)} -> {found.table}", linear)
+
+
+def put(node: Node) -> ShardingRule | Template:
+    """``x[d..], index[i..], values[i..] -> y[d..]``, at places in all of x; i is whole if nothing is added."""
+    x, index, values = (value.shape for value in node.operands)
+    if not adds(node) or index != values:
+        return untouched(node)
+    table, places = words(f"d{i}!" for i in range(len(x))), words(f"i{i}" for i in range(len(index)))
+    return template(f"{table}, {places}, {places} -> {table}", "0&2|0*i")
+
+
+def masked_index_put(node: Node) -> ShardingRule | Template:
+    """``x[indices] += values`` where a mask says so, of indices by which each dim is named."""
+    found = indexed(node, "d")
+    if found is None or found.kept:
+        return untouched(node)
+    made = words(found.result)
+    last = len(given_tensors(node)) - 1
+    return template(f"{found.table}, ~{made}, {found.indices}, ~{made} -> {found.table}", f"0&{last}|0*i")
 
 
 def masked(node: Node, at: int) -> str:
@@ -104,7 +129,8 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.index_add, index_write, local=add_once),
     rule((aten.index_copy, aten.index_fill, aten.index_reduce), index_write),
     rule(aten.masked_scatter, masked_scatter),
-    rule((aten.put, aten.masked_scatter_backward, aten.diagonal_scatter), untouched),
-    rule(aten._unsafe_masked_index_put_accumulate, untouched),
+    rule(aten.put, put, local=add_once),
+    rule((aten.masked_scatter_backward, aten.diagonal_scatter), untouched),
+    rule(aten._unsafe_masked_index_put_accumulate, masked_index_put, local=add_once),
     packed(aten.as_strided_scatter, untouched),
 )
