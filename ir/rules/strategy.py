@@ -137,14 +137,14 @@ def strategy(
     passed = []
     for axis, (op, group) in partial.items():
         factor = along.get(axis, "")
-        through = rule.passes(op, group, factor)
-        if factor and (through is None or not _alike(cuts[factor], axis, partial, rule)):
+        numbers = rule.passes(op, group, factor)
+        if factor and (numbers is None or not _alike(cuts[factor], axis, partial, rule)):
             raise Error(
                 f"mesh axis {axis!r} shards the factor {factor!r}, and operands are partial over it",
                 expected="one of both, or operands that are partial sums over all axes of the factor",
                 got=f"operands {sorted(group)}, {op}",
             )
-        passed.append((axis, op, through))
+        passed.append((axis, op, numbers))
     results = []
     for i, (made_dims, kind) in enumerate(zip(rule.results, rule.reductions, strict=True)):
         if made_dims is None:
