@@ -95,12 +95,14 @@ def convolution_backward(node: Node) -> ShardingRule:
     """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci.
 
     The one is linear in w, the other in x. The gradient of w alone is a sum over the places of the kernel, which may be
-    cut; with another one beside it space is whole.
+    cut; with another one beside it space is whole. The gradient of a bias alone is a sum over all places.
     """
     y, x, w = (value.shape for value in node.operands)
     alone = list(argument(node, "output_mask")) == [False, True, False]
     space = geometry(node, x, w, y)
     xs, ws, ys = forms(node, space, whole=not alone)
+    if list(argument(node, "output_mask")) == [False, False, True]:
+        ys = f"n (g co) {' '.join(f'o{i}' for i in range(len(space)))}"  # the one sum of the gradient
     made = template(f"{ys}, {xs}, {ws} -> {xs}, {ws}, (g co)", "0|1>1|2>0", unread="ci>2")(node)
     return seeing(made, seen_by_places(space)) if alone else made
 
