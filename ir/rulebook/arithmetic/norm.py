@@ -210,6 +210,7 @@ def own_moments(emit: Emit) -> Any:
 
 ROWS = "n.. d*normalized_shape!"
 GROUPS = "n (g c!) s..!"
+BATCH = "n!training c s..!training, c, ... -> n c s.., c, ..."
 GROUPED = {"N": "n", "C": "(g c)", "group": "g"}
 
 RULES: tuple[RuleEntry, ...] = (
@@ -240,7 +241,7 @@ RULES: tuple[RuleEntry, ...] = (
     # In training all of n and space is one statistic, and whole; by running statistics, which stay, it is pointwise.
     packed(
         aten._native_batch_norm_legit_functional.default,
-        affine("n!training c s..!training, c, ... -> n c s.., c, ...", same=True),
+        affine(BATCH, same=True),
         expand=ByPieces(expand_batch_norm),
     ),
     packed(
@@ -248,9 +249,7 @@ RULES: tuple[RuleEntry, ...] = (
         affine("n! c s..!, c, ... -> n c s.., c, ...", same=True),
         expand=ByPieces(expand_without_running),
     ),
-    packed(
-        aten.native_batch_norm.default, affine("n!training c s..!training, c, ... -> n c s.., c, ...", 3, 4, same=True)
-    ),
+    packed(aten.native_batch_norm.default, affine(BATCH, 3, 4, same=True)),
     packed(
         aten._native_batch_norm_legit_no_training.default,
         affine("n c s.., c, ... -> n c s.., c, ...", same=True),

@@ -147,6 +147,12 @@ def _segments(node: Node, name: str) -> tuple[str, str, str]:
     return f"{batch} n! {rest}", batch, rest
 
 
+def vector_norm(node: Node) -> Template:
+    """In the norms 0 and 1 a sum, in those of infinite order a maximum or a minimum; in others nothing of the kind."""
+    kind = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}.get(argument(node, "ord"))
+    return template(DOWN_WHOLE) if kind is None else template(DOWN, reduce=kind)
+
+
 def histogram(node: Node) -> Template:
     """``x[n.., k], edges.., weight[n..] -> counts``: counts are added, densities are not; so are weights."""
     edges = [f"e{i}!" for i in range(len(argument(node, "bins")))]
@@ -179,6 +185,8 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.argmax, aten.argmin, aten.norm, aten.hash_tensor), DOWN_WHOLE),
     rule((aten.max.dim, aten.min.dim, aten.median, aten.nanmedian, aten.kthvalue, aten.mode), DOWN_WHOLE, identity="k"),
     rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0|*k", identity="k", expand=_mean, local=mean_share),
+    rule(aten.linalg_vector_norm, vector_norm),
+    rule(aten.logsumexp, DOWN_WHOLE, identity="k"),
     rule(aten.var.correction, DOWN_WHOLE, expand=_var),
     rule(aten.var_mean.correction, DOWN_WHOLE, expand=_var_mean),
     rule(aten.std.correction, DOWN_WHOLE, expand=_std),
