@@ -31,10 +31,29 @@ def conv(bias: torch.Tensor | None, transposed: bool = False) -> tuple[Any, ...]
     return aten.convolution.default, (t(2, 4, 8), w, bias, [1], [1], [1], transposed, [0], 1)
 
 
-def batch_norm_backward() -> tuple[Any, ...]:
-    x, w, mean, var = t(4, 4, 3), t(4), t(4), torch.rand(4, dtype=torch.float64) + 0.5
-    options = (x, w, mean, var, t(4), t(4), False, 1e-5, [True, True, True])
-    return aten.native_batch_norm_backward.default, (t(4, 4, 3), *options)
+def positive(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, dtype=torch.float64) + 0.5
+
+
+def bias_gradient() -> tuple[Any, ...]:
+    options = ([6], [1], [0], [1], False, [0], 1, [False, False, True])
+    return aten.convolution_backward.default, (t(2, 6, 6), t(2, 4, 8), t(6, 4, 3), *options)
+
+
+def batch_norm_backward(training: bool, *wanted: bool) -> tuple[Any, ...]:
+    x, grad = t(4, 4, 3), t(4, 4, 3)
+    options = (t(4), t(4), positive(4), t(4), positive(4), training, 1e-5, list(wanted))
+    return aten.native_batch_norm_backward.default, (grad, x, *options)
+
+
+def layer_norm_backward() -> tuple[Any, ...]:
+    options = ([6], t(4, 1), positive(4, 1), t(6), t(6), [False, True, True])
+    return aten.native_layer_norm_backward.default, (t(4, 6), t(4, 6), *options)
+
+
+def group_norm_backward() -> tuple[Any, ...]:
+    options = (t(4, 2), positive(4, 2), t(6), 4, 6, 5, 2, [False, True, True])
+    return aten.native_group_norm_backward.default, (t(4, 6, 5), t(4, 6, 5), *options)
 
 
 def pool_backward() -> tuple[Any, ...]:
@@ -61,7 +80,24 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "convolution with bias": lambda: conv(t(6)),
     "transposed convolution with bias": lambda: conv(t(6), transposed=True),
     "batch norm": lambda: (aten.native_batch_norm.default, (t(4, 4, 3), t(4), t(4), t(4), t(4) ** 2, False, 0.1, 1e-5)),
-    "batch norm backward": batch_norm_backward,
+    "batch norm, training": lambda: (
+        aten.native_batch_norm.default,
+        (t(4, 4), t(4), t(4), None, None, True, 0.1, 1e-5),
+    ),
+    "batch norm backward": lambda: batch_norm_backward(False, True, True, True),
+    "batch norm backward, no input": lambda: batch_norm_backward(True, False, True, True),
+    "layer norm backward, no input": layer_norm_backward,
+    "group norm backward, no input": group_norm_backward,
+    "convolution backward, bias": bias_gradient,
+    "diagonal_scatter": lambda: (aten.diagonal_scatter.default, (t(4, 4, 6), t(4, 4), 0, 1, 2)),
+    "slice_scatter": lambda: (aten.slice_scatter.default, (t(4, 6), t(4, 3), 1, 0, 6, 2)),
+    "scatter_reduce, sum": lambda: (aten.scatter_reduce.two, (t(5, 4), 0, index(5, 5, 4), t(5, 4), "sum")),
+    "scatter_reduce, amax": lambda: (aten.scatter_reduce.two, (t(5, 4), 0, index(5, 5, 4), t(5, 4), "amax")),
+    "scatter_add, larger": lambda: (aten.scatter_add.default, (t(6, 4), 0, index(6, 4, 4), t(8, 4))),
+    "index_reduce, amin": lambda: (aten.index_reduce.default, (t(5, 4), 0, index(5, 8), t(8, 4), "amin")),
+    "mse_loss, mean": lambda: (aten.mse_loss.default, (t(5, 6), t(5, 6), 1)),
+    "mse_loss backward, mean": lambda: (aten.mse_loss_backward.default, (t(), t(5, 6), t(5, 6), 1)),
+    "vector norm": lambda: (aten.linalg_vector_norm.default, (t(5, 6), float("inf"), [1])),
     "index_add": lambda: (aten.index_add.default, (t(5, 4), 0, index(5, 8), t(8, 4))),
     "scatter_add": lambda: (aten.scatter_add.default, (t(5, 4), 0, index(5, 5, 4), t(5, 4))),
     "index_put": lambda: (aten.index_put.default, (t(5, 6), [index(5, 4), index(6, 4)], t(4), True)),
@@ -114,6 +150,16 @@ def test_every_listed_strategy_recomputes_the_result(name: str, mesh: sx.Mesh) -
         ("index_put", "[5, 6] +{a}, [4{a}], [4{a}], [4{a}] -> [5, 6] +{a}"),
         ("put", "[3, 4] +{a}, [6{a}], [6{a}] -> [3, 4] +{a}"),
         ("mean", "[4, 5{a}, 6] -> [6] +{a}"),
+        ("batch norm, training", "[4, 4], [4] +{a}, [4] +{a} -> [4, 4] +{a}, [4], [4]"),
+        ("layer norm backward, no input", "[4, 6{a}], [4, 6{a}], [4, 1], [4, 1], [6{a}], [6{a}] -> [6{a}], [6{a}]"),
+        ("convolution backward, bias", "[2, 6, 6{a}], [2, 4, 8], [6, 4, 3] -> [6] +{a}"),
+        ("convolution backward, bias", "[2, 6, 6{a}], [2, 4, 8] +{a}, [6, 4, 3] -> [6] +{a}"),
+        ("diagonal_scatter", "[4{a}, 4, 6], [4{a}, 4] -> [4{a}, 4, 6]"),
+        ("slice_scatter", "[4, (3{a} 2)], [4, 3{a}] -> [4, (3{a} 2)]"),
+        ("scatter_reduce, sum", "[5, 4] +{a}, [5{a}, 4], [5{a}, 4] -> [5, 4] +{a}"),
+        ("scatter_reduce, amax", "[5, 4], [5{a}, 4], [5{a}, 4] -> [5, 4] max{a}"),
+        ("mse_loss, mean", "[5{a}, 6], [5{a}, 6] -> [] +{a}"),
+        ("mse_loss backward, mean", "[], [5{a}, 6], [5{a}, 6] -> [5{a}, 6]"),
         ("max-pool backward", "[2, 4{a}, 4], [2, 8, 8], [2, 4{a}, 4] -> [2, 8, 8] +{a}"),
         ("adaptive max-pool backward", "[2, 4, 4{a}], [2, 8, 8], [2, 4, 4{a}] -> [2, 8, 8] +{a}"),
         ("view", "[4, 6{a}, 5] -> [(4 6{a}), 5]"),
