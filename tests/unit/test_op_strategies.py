@@ -97,6 +97,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "index_reduce, amin": lambda: (aten.index_reduce.default, (t(5, 4), 0, index(5, 8), t(8, 4), "amin")),
     "mse_loss, mean": lambda: (aten.mse_loss.default, (t(5, 6), t(5, 6), 1)),
     "mse_loss backward, mean": lambda: (aten.mse_loss_backward.default, (t(), t(5, 6), t(5, 6), 1)),
+    "l1_loss, mean, discovered": lambda: (aten.l1_loss.default, (t(7, 6), t(7, 6), 1)),
     "vector norm": lambda: (aten.linalg_vector_norm.default, (t(5, 6), float("inf"), [1])),
     "index_add": lambda: (aten.index_add.default, (t(5, 4), 0, index(5, 8), t(8, 4))),
     "scatter_add": lambda: (aten.scatter_add.default, (t(5, 4), 0, index(5, 5, 4), t(5, 4))),
@@ -167,6 +168,12 @@ def test_every_listed_strategy_recomputes_the_result(name: str, mesh: sx.Mesh) -
 )
 def test_an_axis_that_shards_operands_or_finds_others_partial_is_offered(name: str, expected: str) -> None:
     assert expected in texts(strategies(name, sx.Mesh(a=2), discover=False))
+
+
+def test_a_mean_over_a_sharded_dim_is_discovered_as_a_sum_of_shares() -> None:
+    assert "[7{a}, 6], [7{a}, 6] -> [] +{a}" in texts(strategies("l1_loss, mean, discovered", sx.Mesh(a=2)))
+    with pytest.raises(sx.Error, match=r"(?s)has no rule for this call.*discover=True"):
+        strategies("l1_loss, mean, discovered", sx.Mesh(a=2), discover=False)
 
 
 def test_a_bias_is_no_partial_sum_over_one_axis_where_the_sum_is_sharded_over_two() -> None:
