@@ -119,6 +119,7 @@ def texts(found: list[Any]) -> list[str]:
     return [str(each) for each in found]
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("mesh", MESHES, ids=repr)
 @pytest.mark.parametrize("name", CASES)
 def test_every_listed_strategy_recomputes_the_result(name: str, mesh: sx.Mesh) -> None:
