@@ -9,7 +9,8 @@ of the rule book that holds the op's rule; an op without one is discovered) the 
     sound     of the cuts and partial sums that the rules allow, those that the oracle does not refute by running them,
               on the values of the database and on others: of both signs, zeros, ties, integers over their whole range
     cuts      of the one-axis cuts of operands that the oracle finds right, those that the rules allow
-    sums      of the sets of operands that may be partial sums, those that the rules let pass
+    sums      of the sets of operands that may be partial sums, those that the rules let pass; of placements in which
+              an axis shards some operands while others are partial sums over it, those that ``sx.strategies`` lists
     DTensor   the same of DTensor (:mod:`benchmarks.op_dtensor`), and what it accepts and gets wrong
 
 Another ``--seed`` takes other samples of an op, other values of them, and other draws. The exit status is 1 if a rule
@@ -35,13 +36,16 @@ from rich.table import Table
 
 from benchmarks.op_dtensor import Answers, ask
 from benchmarks.op_instances import record
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.oracle.completeness import missing_cuts, missing_sums
 from shardfx.ir.oracle.cut_search import Choice, Oracle
 from shardfx.ir.oracle.discover import Discovery
 from shardfx.ir.oracle.instance import Instance
+from shardfx.ir.oracle.joint_search import Joint, joint_placements, missing_joints
 from shardfx.ir.oracle.running.draws import draws
 from shardfx.ir.oracle.soundness import UNDEFINED, refutations, refutations_on_draws, trials
 from shardfx.ir.rulebook import CATEGORIES, default_rules
+from shardfx.ir.rules.enumeration import strategies
 from shardfx.ir.rules.sharding_rule import Linear
 
 BOOK = default_rules().with_fallback(Discovery().entry)
@@ -61,7 +65,7 @@ class Score:
     cuts: int = 0
     missing_cuts: tuple[Choice, ...] = ()
     sums: int = 0
-    missing_sums: tuple[Linear, ...] = ()
+    missing_sums: tuple[Linear | Joint, ...] = ()
     dtensor: Answers | None = None
 
 
@@ -84,7 +88,10 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
         tried = len(list(trials(rule, of.results, of.tensors)))
         refuted = refutations(entry, of, seed=seed) + refutations_on_draws(entry, of, seed=seed)
     oracle = Oracle(of, seed, also=draws(of, seed))
-    cuts, sums = oracle.cuts(), [] if of.node.op.overloadpacket in UNDEFINED else oracle.linear()
+    undefined = of.node.op.overloadpacket in UNDEFINED
+    cuts, sums = oracle.cuts(), [] if undefined else oracle.linear()
+    joints = [] if undefined else joint_placements(oracle)
+    offered = strategies(rule, of.node, Mesh(a=2)) if rule is not None and joints else ()
     return Score(
         category(of.node.op),
         str(of.node.op),
@@ -93,8 +100,8 @@ def score(of: Instance, dtensor: bool = True, seed: int = 0) -> Score:
         tuple(map(str, refuted)),
         len(cuts),
         tuple(missing_cuts(rule, cuts, oracle.ignored())),
-        len(sums),
-        tuple(missing_sums(rule, sums)),
+        len(sums) + len(joints),
+        (*missing_sums(rule, sums), *missing_joints(offered, joints, oracle.ignored())),
         ask(of, cuts, [each.operands for each in sums]) if dtensor else None,
     )
 

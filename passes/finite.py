@@ -46,7 +46,7 @@ def keeps_terms_finite(node: Node, rule: ShardingRule, group: frozenset[int], fa
     """Whether a node whose operands of these numbers are partial sums multiplies them by nothing infinite."""
     if rule.moves_only:
         return True
-    free = group.union(*(operands for operands, results in rule.linear if results == frozenset()))
+    free = group | rule.ignored
     needed = NEEDED.get(base_name(node))
     numbers = itertools.count()
     for slot, given in enumerate(given_tensors(node)):

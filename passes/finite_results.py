@@ -112,7 +112,7 @@ def of_results(call: Call, rule: ShardingRule) -> Result:
 
 def is_polynomial(rule: ShardingRule, node: Node) -> bool:
     """Whether a node's results are sums of products of its operands: it is linear in each of them."""
-    linear = frozenset[int]().union(*(each.operands for each in rule.linear))
+    linear = frozenset[int]().union(*(each.operands for each in rule.linear if not each.along))
     return bool(linear) and all(i in linear or whole(value) for i, value in enumerate(node.operands))
 
 

@@ -36,6 +36,7 @@ from shardfx.schedules.timeline import Timeline, simulate
 from .api import parallelize, trace
 from .compile import default_passes, default_rank_passes
 from .hints import Hints
+from .op_strategies import strategies
 from .plan import Plan
 from .proving import prove
 
@@ -80,5 +81,6 @@ __all__ = [
     "prove",
     "rule",
     "simulate",
+    "strategies",
     "trace",
 ]

@@ -146,14 +146,15 @@ def as_rank_passes(given: Iterable[RankPass | str]) -> tuple[RankPass, ...]:
     return found
 
 
-def all_rules(given: Iterable[RuleEntry] = ()) -> RuleBook:
+def all_rules(given: Iterable[RuleEntry] = (), discover: bool = True) -> RuleBook:
     """The built-in rules, and those of installed plugins beside them; a plugin's rule wins, and one that is ``given``
-    over both. The rule of an op that has none is discovered.
+    over both. The rule of an op that has none is discovered, unless it is not to be.
 
     Raises:
         Error: a plugin's rules cannot be had: to leave them out in silence would be another plan.
     """
-    return default_rules().extended((*_plugin_rules(), *given)).with_fallback(_discovery(default_folder()).entry)
+    written = default_rules().extended((*_plugin_rules(), *given))
+    return written.with_fallback(_discovery(default_folder()).entry) if discover else written
 
 
 def plugin_rules() -> list[tuple[RuleEntry, str]]:

@@ -24,6 +24,7 @@ PAGES = (
     "docs/pipelines.md",
     "docs/schedules.md",
     "docs/turns.md",
+    "docs/writing_rules.md",
 )
 SESSION = re.compile(r"(?<=^```pycon\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<=^```python\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)

@@ -16,7 +16,7 @@ def choices(rule: ShardingRule, operands: int) -> set[Choice]:
     """
     found = set()
     for factor, where in rule.factors.items():
-        if factor in rule.whole or rule.sizes[factor] < 2:
+        if (factor in rule.whole and rule.together(factor, frozenset()) is None) or rule.sizes[factor] < 2:
             continue
         dims: list[int | None] = [None] * operands
         plain = True

@@ -68,7 +68,7 @@ class Discovery:
         return RuleEntry(
             (op,),
             self.rule,
-            local=self.local if any("int" in str(a.type).lower() for a in op._schema.arguments) else None,
+            local=self.local,
             expand=op in decomposition_table,
             contiguous=Contiguous.ALL,
             discovered=True,
@@ -90,14 +90,19 @@ class Discovery:
         return self._found[key]
 
     def local(self, emit: Emit) -> Any:
-        """One rank's call: arguments that are sizes follow the cuts."""
-        args = emit.args
+        """One rank's call: arguments that are sizes follow the cuts; of a mean it has its share."""
+        args, share = emit.args, 1.0
         for cut in self.findings(emit.node).cuts:
             ends = [(t, place[0]) for t, place in enumerate(cut.operands) if place is not None]
-            for at in cut.sized if ends else ():
-                t, d = ends[0]
-                args = replace_at(args, at, _at(args, at) * emit.operand_shape(t)[d] // emit.node.operands[t].shape[d])
-        return emit.call(emit.node.op, *args, **emit.kwargs)
+            if not ends:
+                continue
+            t, d = ends[0]
+            held, whole = emit.operand_shape(t)[d], emit.node.operands[t].shape[d]
+            for at in cut.sized:
+                args = replace_at(args, at, _at(args, at) * held // whole)
+            share *= held / whole if cut.results == ("mean",) else 1.0
+        made = emit.call(emit.node.op, *args, **emit.kwargs)
+        return made if share == 1 else emit.call(torch.ops.aten.mul.Tensor, made, share)
 
     def _discover(self, node: Node) -> Findings:
         with ExitStack() as stack:

@@ -29,6 +29,10 @@ Place = tuple[int, int]
 """A dim, and of how many elements in a row each of the pieces that are dealt out consists."""
 
 
+WORDS = ("equal", "sum", "max", "min", "mean")
+"""What a result may be where a cut is lost, the best first; a mean is the sum of what ranks have by their shares."""
+
+
 @dataclass(frozen=True)
 class FoundCut:
     """One cut: the place of every operand that is cut, and of every result the place or the reduction."""
@@ -76,7 +80,7 @@ def together(
         fresh = dict(words)
         for r, outcome in enumerate(cut.results):
             dims = [o for o in outcome if isinstance(o, int) and ("result", r, o) not in taken]
-            said = frozenset(o for o in outcome if isinstance(o, str))
+            said = frozenset(o for o in outcome if isinstance(o, str) and (o != "mean" or len(cut.results) == 1))
             if dims:
                 ends.append((dims[0], results[r][dims[0]] // cut.size))
                 outputs.add(("result", r, dims[0]))
@@ -94,7 +98,7 @@ def together(
 
 
 def _word(options: frozenset[str]) -> str:
-    return next(word for word in ("equal", "sum", "max", "min") if word in options)
+    return next(word for word in WORDS if word in options)
 
 
 def as_rule(found: Findings, node: Node) -> ShardingRule:
@@ -142,7 +146,7 @@ def as_rule(found: Findings, node: Node) -> ShardingRule:
     number = {value: r for r, value in enumerate(outs)}
     results = tuple(None if value is None else of("result", number[value], value) for value in node.results)
     words = [
-        "sum" if value is None else {"equal": SAME}.get(w := reductions.get(number[value], "sum"), w)
+        "sum" if value is None else {"equal": SAME, "mean": "sum"}.get(w := reductions.get(number[value], "sum"), w)
         for value in node.results
     ]
     return ShardingRule(operands, results, sizes, frozenset(whole), _precise(found.linear, node), ", ".join(words))
@@ -192,7 +196,7 @@ def from_json(given: Mapping[str, Any]) -> Findings:
 
     def end(entry: Any) -> Place | str:
         if isinstance(entry, str):
-            if entry not in ("equal", "sum", "max", "min"):
+            if entry not in WORDS:
                 raise ValueError(entry)
             return entry
         return place(entry)

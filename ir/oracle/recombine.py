@@ -161,7 +161,8 @@ def _beyond(tensor: torch.Tensor, off: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 Outcome = int | str
-"""What a result is of the pieces' results: joined along a dim (its number), or "sum", "max", "min", "equal"."""
+"""What a result is of the pieces' results: joined along a dim (its number), or "sum", "max", "min", "equal", "mean" (by
+their shares of what is cut)."""
 
 
 def outcomes(
@@ -178,6 +179,8 @@ def outcomes(
             scale = magnitude(parts)
             if same(reduce(parts, "sum"), whole, scale):
                 found.add("sum")
+            if _averaged(parts, lengths, size, whole, scale):
+                found.add("mean")
         found |= {kind for kind in ("max", "min") if not whole.is_complex() and same(reduce(parts, kind), whole)}
         return frozenset(found)
     for d, length in enumerate(whole.shape):
@@ -185,6 +188,15 @@ def outcomes(
         if fits and same(torch.cat(list(parts), d), whole):
             found.add(d)
     return frozenset(found)
+
+
+def _averaged(
+    parts: Sequence[torch.Tensor], lengths: Sequence[int], size: int, whole: torch.Tensor, scale: float
+) -> bool:
+    """Whether a result is the mean of its parts, each as often as it has elements of those that are cut."""
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return False
+    return same(reduce([p * (n / size) for p, n in zip(parts, lengths, strict=True)], "sum"), whole, scale)
 
 
 def plausible(part: torch.Tensor | None, whole: torch.Tensor | None) -> bool:

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from shardfx.ir.cut import Cut, Part, compound, smallest
-from shardfx.ir.graph import Strategy
+from shardfx.ir.graph import Node, Strategy
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pack import aligned, dense_last
 from shardfx.ir.oracle.running.draws import draws, of_dtype, positive
 from shardfx.ir.rules.book import Contiguous, RuleEntry, perform
+from shardfx.ir.rules.enumeration import on_axis
 from shardfx.ir.rules.local import Share
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.strategy import strategy
+from shardfx.ir.rules.strategy import Partial, strategy
 from shardfx.ir.spec import REDUCTIONS, Spec
 
 from .instance import Instance, Results, as_results, bind, call
@@ -40,7 +41,6 @@ UNDEFINED = {
     aten.empty_permuted,
 }
 """Ops whose values mean nothing: only their shapes are compared."""
-Partial = Mapping[str, tuple[str, frozenset[int]]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Refutation:
 
 def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]) -> Iterator[Trial]:
     """Each factor in two and three pieces (uneven, mostly) and in stretches, each linear group, some together."""
-    barred = rule.whole | rule.windows.keys()
+    barred = rule.whole | (rule.windows.keys() - rule.alone)
     free = [f for f, size in rule.sizes.items() if f not in barred and size > 1 and f in rule.factors]
     for f in free:
         for count in (2, 3):
@@ -82,7 +82,8 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
             if smallest(rule.sizes[f], ("a",), mesh) > 0:
                 yield Trial(mesh, {f: Cut(("a",))})
     floats = all(t is None or t.is_floating_point() or t.is_complex() for t in results)
-    groups = [g for g, _ in rule.linear if g and max(g) < len(tensors)]
+    groups = [each.operands for each in rule.linear if not each.along]
+    groups = [g for g in groups if g and max(g) < len(tensors)]
     groups = [g for g in groups if all(tensors[i].is_floating_point() or tensors[i].is_complex() for i in g)]
     for group in groups:
         ordered = ("max", "min") if not any(tensors[i].is_complex() for i in group) else ()
@@ -90,9 +91,12 @@ def trials(rule: ShardingRule, results: Results, tensors: Sequence[torch.Tensor]
             if rule.passes(kind, group) is None:
                 continue
             yield Trial(Mesh(a=2 if kind != "sum" else 3), {}, {"a": (kind, group)})
+    for f, group in on_axis(rule, [t.dtype for t in tensors]):
+        if f and (group or f in rule.whole):
+            yield Trial(Mesh(a=2), {f: Cut(("a",))}, {"a": ("sum", group)} if group else {})
     two = Mesh(a=2, b=2)
     for f in free:
-        cut = as_two_dims(rule.sizes[f], two) if f not in rule.leaders else None
+        cut = as_two_dims(rule.sizes[f], two) if f not in rule.leaders | rule.alone else None
         if cut is not None:
             yield Trial(two, {f: cut})
     for f, g in itertools.islice(itertools.combinations(free, 2), 6):
@@ -206,14 +210,15 @@ class Execution:
         node = self.of.node
         before, node.strategy = node.strategy, self.made
         try:
-            found = {}
-            for rank, tensors in self.held.items():
-                args, kwargs = bind(node, [lay_out(t, self.entry.contiguous) for t in tensors])
-                executor = Executor(node, self.mesh, self.mesh.coords(rank), args, kwargs)
-                found[rank] = as_results(perform(self.entry, executor))
+            return {rank: run(self.entry, node, self.mesh, rank, tensors) for rank, tensors in self.held.items()}
         finally:
             node.strategy = before
-        return found
+
+
+def run(entry: RuleEntry, node: Node, mesh: Mesh, rank: int, tensors: Sequence[torch.Tensor]) -> Results:
+    """What one rank computes of a node, by the node's strategy, from what it holds of the operands."""
+    args, kwargs = bind(node, [lay_out(t, entry.contiguous) for t in tensors])
+    return as_results(perform(entry, Executor(node, mesh, mesh.coords(rank), args, kwargs)))
 
 
 def hold(made: Strategy, of: Instance, mesh: Mesh, generator: torch.Generator) -> dict[int, list[torch.Tensor]]:

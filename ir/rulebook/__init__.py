@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from shardfx.ir.rules.book import RuleBook
 
-from .arithmetic import attention, class_loss, conv, create, linalg, matmul, norm, pad, pointwise, pool, reduce, resize
+from .arithmetic import (
+    attention,
+    class_loss,
+    conv,
+    create,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    pad,
+    pointwise,
+    pool,
+    reduce,
+    resize,
+)
 from .movement import lookup, rearrange, rolled, scatter, slices, views
 
 CATEGORIES = {
     module.__name__.rpartition(".")[2]: module.RULES
     for module in (
-        *(pointwise, matmul, attention, linalg, reduce, norm, conv, pool, pad, resize, class_loss, create),
+        *(pointwise, matmul, attention, linalg, reduce, norm, conv, pool, pad, resize, loss, class_loss, create),
         *(views, slices, rearrange, rolled, lookup, scatter),
     )
 }

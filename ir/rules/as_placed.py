@@ -19,11 +19,12 @@ SUMS_BEHIND = "sums_behind"
 which they are to be added."""
 
 
-def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[int]) -> bool:
-    """Whether the node may be computed with these operands partial: what it gives is then partial too."""
+def passes_partial(rule: ShardingRule, node: Node, kind: str, group: frozenset[int], along: str = "") -> bool:
+    """Whether the node may be computed with these operands partial, over an axis that shards a factor (``along``) or
+    none: what it gives is then partial too."""
     if node.attrs.get(APPROXIMATE):
         return True
-    return rule.passes(kind, group) is not None
+    return rule.passes(kind, group, along) is not None
 
 
 def as_placed(

@@ -53,10 +53,10 @@ def perform(entry: RuleEntry | None, emit: Emit) -> Any:
 
 
 def cut_leaders(entry: RuleEntry, node: Node) -> frozenset[str]:
-    """The factors that see others through windows and are cut."""
+    """The factors that see others through windows, or are seen so, and are cut."""
     rule = entry.make(node)
     assert rule is not None and node.strategy is not None
-    return rule.leaders & {factor for factor, axes in node.strategy.cuts if axes}
+    return (rule.leaders | rule.alone) & {factor for factor, axes in node.strategy.cuts if axes}
 
 
 def sized_args(entry: RuleEntry, emit: Emit, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -229,10 +229,11 @@ def nothing(emit: Emit, like: Any) -> Any:
 
 
 def add_once(emit: Emit) -> Any:
-    """What is added to is added by the rank that holds the first part of the values; the others add to zeros."""
+    """What is added to is added by the rank that holds the first part of the values; the others add to zeros. Where it
+    is a partial sum over the same axes, each rank adds to its own term."""
     made = emit.node.strategy
     assert made is not None
-    held = made.operands[0].axes
+    held = (*made.operands[0].axes, *made.operands[0].partial_axes)
     apart = [
         (t, d)
         for t, spec in enumerate(made.operands[1:], 1)

@@ -18,15 +18,19 @@ class Linear(NamedTuple):
     """Operands that may be partial sums together: these results are then partial sums too, the others stay as they are.
 
     All results if it is not said which; none of those of an op that does not look at the values of its operand.
+    With ``along``: over the axes that shard one of these factors. So the bias of ``addmm`` is a partial sum over the
+    axes that shard the summed dim: each rank adds its own term to its own product.
     """
 
     operands: frozenset[int]
     results: frozenset[int] | None = None
+    along: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        """As a rule says it: ``0&1``, ``2>0``, ``0>``."""
+        """As a rule says it: ``0&1``, ``2>0``, ``0>``, ``0*k``."""
+        along = f"*{' '.join(sorted(self.along))}" if self.along else ""
         made = "" if self.results is None else ">" + "&".join(map(str, sorted(self.results)))
-        return "&".join(map(str, sorted(self.operands))) + made
+        return "&".join(map(str, sorted(self.operands))) + along + made
 
 
 class Seen(NamedTuple):
@@ -57,6 +61,8 @@ class ShardingRule:
     windows: Mapping[str, Seen] = field(default_factory=dict)
     """Factors of operands that are not cut themselves: where another factor is cut, a rank needs the rows that its
     chunk of that one is made of."""
+    alone: frozenset[str] = frozenset()
+    """Those of them that may be sharded by themselves, too."""
 
     @cached_property
     def factors(self) -> dict[str, list[tuple[bool, int, int, int]]]:
@@ -90,16 +96,35 @@ class ShardingRule:
         words = [word.strip() for word in self.reduce.split(",")]
         return tuple(words if len(words) == len(self.results) else words * len(self.results))
 
-    def passes(self, kind: str, group: frozenset[int]) -> frozenset[int] | None:
-        """Which results are partial where these operands are, by a reduction of this kind; None if they may not be."""
-        unread = frozenset[int]().union(*(each.operands for each in self.linear if each.results == frozenset()))
-        if group <= unread:
+    @cached_property
+    def ignored(self) -> frozenset[int]:
+        """The operands at whose values the op does not look."""
+        return frozenset[int]().union(*(each.operands for each in self.linear if each.results == frozenset()))
+
+    def passes(self, kind: str, group: frozenset[int], along: str = "") -> frozenset[int] | None:
+        """Which results are partial where these operands are, by a reduction of this kind; None if they may not be.
+
+        Args:
+            along: the factor that is sharded over the axis of the partial sums, if one is.
+        """
+        made = frozenset(i for i, dims in enumerate(self.results) if dims is not None)
+        found = self.together(along, group)
+        if found is not None and kind == "sum":
+            return made if found.results is None else found.results & made
+        if group <= self.ignored:
             return frozenset()
-        for operands, results in self.linear:
-            if operands - unread == group - unread and (kind in ("sum", "avg") or self.moves_only):
-                made = frozenset(i for i, dims in enumerate(self.results) if dims is not None)
+        if along or not (kind in ("sum", "avg") or self.moves_only):
+            return None
+        for operands, results, factors in self.linear:
+            if not factors and operands - self.ignored == group - self.ignored:
                 return made if results is None else results & made
         return None
+
+    def together(self, factor: str, group: frozenset[int]) -> Linear | None:
+        """What ``linear`` says of operands that are partial sums over the axes that shard a factor."""
+        return next(
+            (e for e in self.linear if factor in e.along and e.operands - self.ignored == group - self.ignored), None
+        )
 
     def dim_sizes(self, dim: Dim) -> list[int]:
         """The global sizes of the factors that make up a dim, major first."""

@@ -16,6 +16,8 @@ from shardfx.ir.spec import Spec
 from .sharding_rule import SAME, Dim, ShardingRule
 
 Cuts = Mapping[str, Cut]
+Partial = Mapping[str, tuple[str, frozenset[int]]]
+"""By axis the reduction, and the operands that are partial over it."""
 
 
 def cut_of(factor: str, cuts: Cuts, rule: ShardingRule, mesh: Mesh) -> Cut:
@@ -105,20 +107,22 @@ def strategy(
     rule: ShardingRule,
     cuts: Cuts,
     mesh: Mesh,
-    partial: Mapping[str, tuple[str, frozenset[int]]] | None = None,
+    partial: Partial | None = None,
 ) -> Strategy:
     """How a node is computed when its factors are cut so, and operands are partial so.
 
     Args:
         cuts: factor -> cut. Over all factors, an axis at most once.
-        partial: axis -> (reduction, the operands that are partial over it), one of ``rule.linear``'s groups.
+        partial: axis -> (reduction, the operands that are partial over it), one of ``rule.linear``'s groups. An axis
+            that shards a factor as well is one along which the rule lets them be.
 
     Raises:
         Error: a factor that sees others through windows is not cut plainly; rows that overlap would count twice in a
-            sum; an axis stands twice in one placement.
+            sum; an axis stands twice in one placement; it shards a factor, and operands are partial over it for which
+            the rule does not say so.
     """
     partial = partial or {}
-    for factor in rule.leaders & cuts.keys():
+    for factor in (rule.leaders | rule.alone) & cuts.keys():
         if cuts[factor].parts:
             raise Error(
                 f"the factor {factor!r} sees others through windows",
@@ -129,7 +133,18 @@ def strategy(
     for i, dims in enumerate(rule.operands):
         held = tuple((axis, op) for axis, (op, group) in partial.items() if i in group)
         operands.append(Spec(place(dims, cuts, rule, mesh), held))
-    passed = [(axis, op, rule.passes(op, group)) for axis, (op, group) in partial.items()]
+    along = {axis: factor for factor, cut in cuts.items() for axis in cut.axes}
+    passed = []
+    for axis, (op, group) in partial.items():
+        factor = along.get(axis, "")
+        numbers = rule.passes(op, group, factor)
+        if factor and (numbers is None or not _alike(cuts[factor], axis, partial, rule)):
+            raise Error(
+                f"mesh axis {axis!r} shards the factor {factor!r}, and operands are partial over it",
+                expected="one of both, or operands that are partial sums over all axes of the factor",
+                got=f"operands {sorted(group)}, {op}",
+            )
+        passed.append((axis, op, numbers))
     results = []
     for i, (made_dims, kind) in enumerate(zip(rule.results, rule.reductions, strict=True)):
         if made_dims is None:
@@ -142,9 +157,15 @@ def strategy(
             expected, got = "tiles, in which each row is once", cuts[twice].text(rule.sizes[twice])
             raise Error(f"a {kind} over the factor {twice!r} counts rows twice", expected=expected, got=got)
         made = tuple((axis, kind) for cut in lost.values() for axis in cut.axes)
-        ordered = sorted(through + made, key=lambda pair: mesh.order(pair[0]))
+        ordered = sorted({*through, *made}, key=lambda pair: mesh.order(pair[0]))
         results.append(Spec(place(made_dims, cuts, rule, mesh), tuple(ordered)))
     return Strategy(tuple(operands), tuple(results), tuple((f, c.axes) for f, c in cuts.items() if c.axes))
+
+
+def _alike(cut: Cut, axis: str, partial: Partial, rule: ShardingRule) -> bool:
+    """Whether operands that are read are partial over all axes of a factor as they are over one."""
+    groups = {partial[each][1] - rule.ignored if each in partial else frozenset() for each in cut.axes}
+    return groups == {partial[axis][1] - rule.ignored}
 
 
 def factor_cuts(rule: ShardingRule, node: Node, mesh: Mesh) -> dict[str, Cut]:

@@ -38,16 +38,18 @@ WORD = re.compile(r"(\([^()]*\)|\w+)(\.\.|\*\w+)?(@-?\w+)?(!(?:\w+(?:=\w+)?)?)?"
 
 
 def parse_linear(text: str) -> tuple[Linear, ...]:
-    """``"0|1&2>0"``: the sets of operands that may be partial sums together, and the results that then are."""
+    """``"0|1&2>0|3*k"``: the sets of operands that may be partial sums together, and the results that then are; the
+    last one over the axes that shard ``k``."""
     if text == "&":
         return (Linear(ALL),)
     return tuple(map(_linear, text.split("|"))) if text else ()
 
 
 def _linear(text: str) -> Linear:
-    given, arrow, made = text.partition(">")
+    left, arrow, made = text.partition(">")
+    given, _, along = left.partition("*")
     operands, results = (frozenset(int(i) for i in side.split("&") if side) for side in (given, made))
-    return Linear(operands, results if arrow else None)
+    return Linear(operands, results if arrow else None, frozenset(along.split()))
 
 
 def parse_tensor(text: str, marks: dict[str, Mark] | None = None) -> Tensor:
@@ -161,12 +163,17 @@ def _rule(template: Template, key: Key) -> ShardingRule:
     numbers = {j for j, shape in enumerate(key.operands) if shape is True}
     empty = [position[j] for j, shape in enumerate(key.operands) if not isinstance(shape, bool) and 0 in shape]
     linear = [Linear(frozenset({i}), frozenset()) for i in empty]  # there is nothing in them to be summed
-    for group, made in template.groups:
+    there = {i for i, shape in enumerate(key.results) if shape is not None}
+    for group, said, letters in template.groups:
         asked = set(range(len(key.operands))) if group is ALL else group
         given = frozenset(position[i] for i in asked if i in position)
-        stops = numbers.union(*(key.barred[i] for i in (range(len(key.results)) if made is None else made)))
-        if given and (made == frozenset() or not stops & asked):  # what adds a number is not linear in the rest
-            linear.append(Linear(given, made))
+        made = said if said is None else said & there
+        along = frozenset(f for f in sizes if f.rstrip(string.digits) in letters)
+        stops = numbers.union(*(key.barred[i] for i in (there if made is None else made)))
+        if not (along and len(given) == len(asked) if letters else given):
+            continue
+        if made == frozenset() or not stops & asked:  # what adds a number is not linear in the rest
+            linear.append(Linear(given, made, along))
     moves = template.moves_only
     if template.identity and all(n == 1 for f, n in sizes.items() if f.rstrip(string.digits) == template.identity):
         moves, linear = True, [] if 0 in key.barred[0] else [Linear(frozenset({0}), frozenset({0}))]

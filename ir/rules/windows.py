@@ -20,9 +20,11 @@ from .sharding_rule import Seen, ShardingRule
 aten = torch.ops.aten
 
 
-def seeing(rule: ShardingRule, windows: Mapping[str, tuple[str, Window]]) -> ShardingRule:
-    """The rule, in which factors are seen by others through windows: ``{"h": ("p", window)}``."""
-    return replace(rule, windows={factor: Seen(*seen) for factor, seen in windows.items()})
+def seeing(rule: ShardingRule, windows: Mapping[str, tuple[str, Window]], alone: bool = False) -> ShardingRule:
+    """The rule, in which factors are seen by others through windows: ``{"h": ("p", window)}``; ``alone``: those that
+    are seen may be sharded by themselves as well."""
+    found = {factor: Seen(*seen) for factor, seen in windows.items()}
+    return replace(rule, windows=found, alone=frozenset(found) if alone else frozenset())
 
 
 def down(small: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> Window:

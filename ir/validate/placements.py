@@ -39,16 +39,21 @@ def check_cuts(node: Node, made: Strategy, rules: RuleBook, mesh: Mesh, wrong: C
     name = op_name(node.op)
     entry = rules.entry(node.op)
     rule = (entry.make(node) if entry is not None else None) or replicated(node)
+    partial = partial_operands(made)
+    cut_by = {axis: factor for factor, axes in made.cuts for axis in axes}
     for factor, axes in made.cuts:
+        groups = [partial.get(axis, ("sum", frozenset[int]()))[1] for axis in axes]
         if factor not in rule.factors:
             known = ", ".join(rule.factors) or "none: it is computed whole"
             wrong.fail(f"{name} is cut by a factor that its rule lacks", node, expected=f"one of {known}", got=factor)
-        if axes and factor in rule.whole:
+        if axes and factor in rule.windows.keys() - rule.alone:
+            leader = rule.windows[factor].leader
+            wrong.fail(f"{name} is cut by a factor that follows another", node, expected=leader, got=factor)
+        if axes and factor in rule.whole and not all(rule.together(factor, group) for group in groups):
             free = ", ".join(f for f in rule.factors if f not in rule.whole) or "none"
             wrong.fail(f"{name} is cut where its rule needs the whole", node, expected=f"cuts of {free}", got=factor)
-    partial = partial_operands(made)
     for axis, (kind, group) in partial.items():
-        if not passes_partial(rule, node, kind, group):
+        if not passes_partial(rule, node, kind, group, cut_by.get(axis, "")):
             wrong.fail(
                 f"{name} cannot be computed on these partial operands",
                 node,
@@ -92,7 +97,7 @@ def _cuts(made: Strategy) -> str:
 
 
 def _groups(rule: ShardingRule) -> str:
-    return " or ".join(_numbers(each.operands) for each in rule.linear) or "in none"
+    return " or ".join(_numbers(each.operands) for each in rule.linear if each.operands) or "in none"
 
 
 def _numbers(group: frozenset[int]) -> str:

@@ -103,6 +103,7 @@ class _Sums:
         """Find the values that may be partial over ``axis``, and cut the graph that they form."""
         reach: dict[Value, str] = {}
         passing: dict[Node, frozenset[int]] = {}
+        joining: dict[Node, frozenset[int]] = {}
         for node in self.graph.nodes:
             made = node.strategy
             assert made is not None
@@ -114,20 +115,22 @@ class _Sums:
                 reach.update((value, kind) for value in node.outs if value.index in made_partial)
                 continue
             if any(axis in axes for _, axes in made.cuts):
+                joining.update(self._joined(node, axis, reach))
                 for value, spec in zip(node.outs, made.results, strict=True):
                     kind = dict(spec.partial).get(axis, "")
                     if kind:
                         reach[value] = kind
-        chosen = self._stay(axis, reach, passing) if reach else []
+        chosen = self._stay(axis, reach, passing, joining) if reach else []
         for node, group in chosen:
-            self._let_pass(node, axis, reach[node.operands[min(group)]], group)
+            self._let_pass(node, axis, reach[node.operands[min(group)]], group, node in joining)
         return bool(chosen)
 
-    def _let_pass(self, node: Node, axis: str, kind: str, group: frozenset[int]) -> None:
-        """Compute a node on the partial sums of some operands, instead of cut over the axis."""
+    def _let_pass(self, node: Node, axis: str, kind: str, group: frozenset[int], joined: bool) -> None:
+        """Compute a node on the partial sums of some operands, and not sharded over the axis unless that is joined."""
         mesh, rule = self.graph.mesh, self.rules[node]
         assert node.strategy is not None
-        cuts = {f: without(cut, axis, mesh) for f, cut in factor_cuts(rule, node, mesh).items()}
+        cuts = factor_cuts(rule, node, mesh)
+        cuts = cuts if joined else {f: without(cut, axis, mesh) for f, cut in cuts.items()}
         partial = partial_operands(node.strategy) | {axis: (kind, group)}
         node.strategy = self.context.cache.strategy(rule, {f: c for f, c in cuts.items() if c.axes}, partial)
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
@@ -149,6 +152,15 @@ class _Sums:
             return None
         return group if keeps_terms_finite(node, rule, group, self.facts) else None
 
+    def _joined(self, node: Node, axis: str, reach: dict[Value, str]) -> dict[Node, frozenset[int]]:
+        """The node with the operands that may be partial sums over the axis, which shards a factor of it by itself."""
+        assert node.strategy is not None
+        rule, found = self.rules[node], [(f, axes) for f, axes in node.strategy.cuts if axis in axes]
+        group = frozenset(i for i, v in enumerate(node.operands) if reach.get(v) == "sum")
+        alone = found[0][1] == (axis,) and group and rule.together(found[0][0], group) is not None
+        fits = alone and not self._met(node, axis, group) and keeps_terms_finite(node, rule, group, self.facts)
+        return {node: group} if fits else {}
+
     def _met(self, node: Node, axis: str, group: frozenset[int]) -> bool:
         """Whether turns around those of an axis meet before the node: then those within them have met, too."""
         mesh = self.graph.mesh
@@ -159,9 +171,15 @@ class _Sums:
         return any(around & (held - need) for held, need in hung)
 
     def _stay(
-        self, axis: str, reach: dict[Value, str], passing: dict[Node, frozenset[int]]
+        self,
+        axis: str,
+        reach: dict[Value, str],
+        passing: dict[Node, frozenset[int]],
+        joining: dict[Node, frozenset[int]],
     ) -> list[tuple[Node, frozenset[int]]]:
-        """The nodes that compute on partial sums, by a minimum cut of each connected part."""
+        """The nodes that compute on partial sums, by a minimum cut of each connected part. What is made by nodes that
+        are joined is partial in any case."""
+        taking = passing | joining
         flow, later = nx.DiGraph(), self._leads_behind(list(reach), passing.get)
         for value in reach:
             maker = value.node
@@ -172,9 +190,9 @@ class _Sums:
                 flow.add_edge(value, source)  # it can stay partial only if what it is made of does
             else:
                 add_capacity(flow, "partial", value, cost)
-            if value in self.ends or any(node not in passing for node in self.users[value]):
+            if value in self.ends or any(node not in taking for node in self.users[value]):
                 flow.add_edge(value, "reduced")
-        for node, group in passing.items():
+        for node, group in taking.items():
             values = list(dict.fromkeys(node.operands[i] for i in group))
             for a, b in pairwise(values):
                 flow.add_edge(a, b)
@@ -182,16 +200,17 @@ class _Sums:
         chosen: list[tuple[Node, frozenset[int]]] = []
         ends = ("partial", "reduced")
         for part in nx.weakly_connected_components(flow.subgraph([n for n in flow if n not in ends])):
-            if not any(v.node in passing for v in part):
+            if not any(v.node in passing or any(node in joining for node in self.users[v]) for v in part):
                 continue
-            piece = flow.subgraph({*part, *ends}).copy()
-            if "partial" not in piece or "reduced" not in piece:
+            piece, stays = flow.subgraph({*part, *ends}).copy(), part
+            if "partial" not in piece:
                 continue
-            _, (stays, _) = nx.minimum_cut(piece, "partial", "reduced", flow_func=nx.algorithms.flow.dinitz)
+            if "reduced" in piece:
+                _, (stays, _) = nx.minimum_cut(piece, "partial", "reduced", flow_func=nx.algorithms.flow.dinitz)
             chosen += [
-                (node, passing[node])
+                (node, taking[node])
                 for node in {n for v in part if v in stays for n in self.users[v]}
-                if node in passing and all(node.operands[i] in stays for i in passing[node])
+                if node in taking and all(node.operands[i] in stays for i in taking[node])
             ]
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         return sorted(chosen, key=lambda pair: order[pair[0]])

@@ -79,11 +79,13 @@ def seen_by_places(space: list[Geometry]) -> dict[str, tuple[str, Window]]:
 
 
 def convolution(node: Node) -> ShardingRule:
-    """``x[n (g ci) h..], w[(g co) ci k!..], b[(g co)] -> y[n (g co) p..]``: h as p needs it, or transposed."""
+    """``x[n (g ci) h..], w[(g co) ci k!..], b[(g co)] -> y[n (g co) p..]``: h as p needs it, or transposed. A bias that
+    is a partial sum is added by each rank to its own sum over ci."""
     bias = len(node.operands) > 2
     space = geometry(node, node.operands[0].shape, node.operands[1].shape, node.outs[0].shape)
     x, w, y = forms(node, space, bias=bias)
-    made = template(f"{x}, {w}, (g co) -> {y}", "0&2|1&2")(node)
+    joined = "|2*ci" if argument(node, "groups") == 1 else ""
+    made = template(f"{x}, {w}, (g co) -> {y}", f"0&2|1&2{joined if bias else ''}")(node)
     if argument(node, "transposed"):
         return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(space) if not each.apart})
     return seeing(made, seen_by_places(space))
@@ -93,12 +95,14 @@ def convolution_backward(node: Node) -> ShardingRule:
     """The gradient of x is a sum over co, that of w a sum over n, that of the bias does not know ci.
 
     The one is linear in w, the other in x. The gradient of w alone is a sum over the places of the kernel, which may be
-    cut; with another one beside it space is whole.
+    cut; with another one beside it space is whole. The gradient of a bias alone is a sum over all places.
     """
     y, x, w = (value.shape for value in node.operands)
     alone = list(argument(node, "output_mask")) == [False, True, False]
     space = geometry(node, x, w, y)
     xs, ws, ys = forms(node, space, whole=not alone)
+    if list(argument(node, "output_mask")) == [False, False, True]:
+        ys = f"n (g co) {' '.join(f'o{i}' for i in range(len(space)))}"  # the one sum of the gradient
     made = template(f"{ys}, {xs}, {ws} -> {xs}, {ws}, (g co)", "0|1>1|2>0", unread="ci>2")(node)
     return seeing(made, seen_by_places(space)) if alone else made
 

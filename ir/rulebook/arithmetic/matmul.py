@@ -17,7 +17,8 @@ aten = torch.ops.aten
 
 
 BIAS = "0&1|0&2"
-"""With a bias inside the summed dims are whole: each rank of a cut sum would add the bias."""
+SUMMED = f"{BIAS}|0*k"
+"""With a bias inside the summed dims are whole, for each rank would add the bias; unless that is a partial sum, too."""
 
 
 def expand_with_bias(
@@ -45,11 +46,11 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.bmm.default, "b m k, b k n -> b m n", linear="0|1"),
     rule(aten.mv.default, "m k, k -> m", linear="0|1"),
     rule((aten.dot.default, aten.vdot.default), "k, k -> ", linear="0|1"),
-    rule(aten.addmm.default, "~m n, m k!, k! n -> m n", linear=BIAS, expand=expand_with_bias),
-    rule(aten.baddbmm.default, "~b m n, b m k!, b k! n -> b m n", linear=BIAS, expand=expand_with_bias),
-    rule(aten.addmv.default, "~m, m k!, k! -> m", linear=BIAS),
+    rule(aten.addmm.default, "~m n, m k!, k! n -> m n", linear=SUMMED, expand=expand_with_bias),
+    rule(aten.baddbmm.default, "~b m n, b m k!, b k! n -> b m n", linear=SUMMED, expand=expand_with_bias),
+    rule(aten.addmv.default, "~m, m k!, k! -> m", linear=SUMMED),
     rule(aten.addr.default, "~m n, m, n -> m n", linear=BIAS),
-    rule(aten.addbmm.default, "~m n, b! m k!, b! k! n -> m n", linear=BIAS),
+    rule(aten.addbmm.default, "~m n, b! m k!, b! k! n -> m n", linear=f"{BIAS}|0*b k"),
     rule(grouped_mm, "s k, g k n, e! -> s n", linear="0|1", local=by_group),
     rule(grouped_outer, "s k, s n, e! -> g k n", linear="0|1", local=by_group),
 )

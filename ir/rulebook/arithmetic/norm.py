@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from string import ascii_lowercase
 from typing import Any
@@ -139,27 +140,56 @@ def norm_of_slices(node: Node) -> str:
     return f"{words(node.operands)} -> {words(node.outs)}"
 
 
-def affine(form: str, *unread: int) -> Callable[[Node], Template]:
+def affine(form: str, *unread: int, same: bool = False) -> Callable[[Node], Template]:
     """Weight and bias may be partial sums together: the statistics know nothing of them. A bias alone is added once."""
 
     def make(node: Node) -> Template:
         scaled = argument(node, "weight") is not None
         training = argument(node, "training") is not False
-        linear = ["1&2>0"] * (scaled and training) + [f"{i}>" for i in unread if training]
-        return template(form, "|".join(linear), SAME if unread else "sum")
+        linear = ["1&2>0"] * scaled + [f"{i}>" for i in unread if training]
+        return template(form, "|".join(linear), SAME if same else "sum")
 
     make.__name__ = form
     return make
 
 
 def batch_backward(form: str, flag: str) -> Callable[[Node], Template]:
-    """The statistics of the batch, or the running ones, are not looked at."""
+    """The statistics of the batch, or the running ones, are not looked at. Gradients of weight and bias are sums."""
 
     def make(node: Node) -> Template:
-        return template(form, "0|2>0|3>|4>" if argument(node, flag) else "0|2>0|5>|6>|1&3>1")
+        for_x, for_weight, _ = argument(node, "output_mask")
+        if not argument(node, flag):
+            return template(form, f"0|2>0|5>|6>|1&3>1{'' if for_x or for_weight else '|4>'}")
+        alone = form if for_x else form.replace(f"!{flag}", "")
+        return template(alone, f"0|2>0|3>|4>{'' if for_x else '|6>1|1&5>1'}")
 
     make.__name__ = form
     return make
+
+
+def rows_backward(form: str, linear: str) -> Callable[[Node], Template]:
+    """Gradients of weight and bias alone are sums of elements, of which none is whole."""
+
+    def make(node: Node) -> Template:
+        if argument(node, "output_mask")[0]:
+            return template(form, linear)
+        return template(form.replace("!", ""), f"{linear}|3>1|1&2>1")
+
+    make.__name__ = form
+    return make
+
+
+def layer_norm_share(emit: Emit) -> Any:
+    """The gradients by a rank's part of the rows, also in their own dims."""
+    grad, x, dims, *rest = emit.args
+    own = list(emit.operand_shape(1)[-len(dims) :])
+    return emit.call(emit.node.op, grad, x, own, *rest)
+
+
+def group_norm_share(emit: Emit) -> Any:
+    """The gradients by a rank's samples, groups and places."""
+    (n, c, *places), groups = emit.operand_shape(1), emit.operand_shape(2)[1]
+    return emit.call(emit.node.op, *emit.args[:5], n, c, math.prod(places), groups, emit.args[-1])
 
 
 def moments_of_pieces(node: Node) -> ShardingRule:
@@ -180,6 +210,7 @@ def own_moments(emit: Emit) -> Any:
 
 ROWS = "n.. d*normalized_shape!"
 GROUPS = "n (g c!) s..!"
+BATCH = "n!training c s..!training, c, ... -> n c s.., c, ..."
 GROUPED = {"N": "n", "C": "(g c)", "group": "g"}
 
 RULES: tuple[RuleEntry, ...] = (
@@ -191,8 +222,8 @@ RULES: tuple[RuleEntry, ...] = (
     # The gradients of weight and bias are sums over n: partial where that is cut.
     packed(
         aten.native_layer_norm_backward.default,
-        f"{ROWS}, n.. d.., n.. 1*d, n.. 1*d, d.., d.. -> n.. d.., d.., d..",
-        linear="0|4>0|5>",
+        rows_backward(f"{ROWS}, n.. d.., n.. 1*d, n.. 1*d, d.., d.. -> n.. d.., d.., d..", "0|4>0|5>"),
+        local=layer_norm_share,
         expand=True,
     ),
     packed(
@@ -203,26 +234,26 @@ RULES: tuple[RuleEntry, ...] = (
     ),
     packed(
         aten.native_group_norm_backward.default,
-        f"{GROUPS}, n (g c) s.., n g, n g, (g c) -> n (g c) s.., (g c), (g c)",
-        linear="0|4>0",
-        sized=GROUPED,
+        rows_backward(f"{GROUPS}, n (g c) s.., n g, n g, (g c) -> n (g c) s.., (g c), (g c)", "0|4>0"),
+        local=group_norm_share,
         expand=True,
     ),
     # In training all of n and space is one statistic, and whole; by running statistics, which stay, it is pointwise.
     packed(
         aten._native_batch_norm_legit_functional.default,
-        "n!training c s..!training, c, ... -> n c s.., c, ...",
-        reduce=SAME,
+        affine(BATCH, same=True),
         expand=ByPieces(expand_batch_norm),
     ),
     packed(
         aten._native_batch_norm_legit.no_stats,
-        "n! c s..!, c, ... -> n c s.., c, ...",
-        reduce=SAME,
+        affine("n! c s..!, c, ... -> n c s.., c, ...", same=True),
         expand=ByPieces(expand_without_running),
     ),
-    packed(aten.native_batch_norm.default, affine("n!training c s..!training, c, ... -> n c s.., c, ...", 3, 4)),
-    packed(aten._native_batch_norm_legit_no_training.default, "n c s.., c, ... -> n c s.., c, ...", reduce=SAME),
+    packed(aten.native_batch_norm.default, affine(BATCH, 3, 4, same=True)),
+    packed(
+        aten._native_batch_norm_legit_no_training.default,
+        affine("n c s.., c, ... -> n c s.., c, ...", same=True),
+    ),
     # In training the gradient of x needs the sums over n and space.
     packed(
         aten.native_batch_norm_backward.default,

@@ -127,12 +127,12 @@ def adapted_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> 
 
 
 def adapted_backward(node: Node) -> ShardingRule:
-    """A row of the gradient is made of the adaptive windows that read it."""
+    """A row of the gradient is made of the adaptive windows that read it; of any of them it is a term."""
     y, x = (value.shape for value in node.operands[:2])
     found = adaptive(node, x, y)
     form, y_form = (" ".join(f"{c}{i}{'' if i in found else '!'}" for i in range(spaces_of(node))) for c in "hp")
     made = template(f"n.. {y_form}, n.. {form}, n.. {y_form} -> n.. {form}", "0|1>")(node)
-    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in found.items()})
+    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in found.items()}, alone=True)
 
 
 def adapted_backward_rows(emit: Emit, args: tuple[Any, ...], leaders: frozenset[str]) -> Any:
@@ -154,12 +154,12 @@ def largest(node: Node) -> ShardingRule:
 
 
 def largest_backward(node: Node) -> ShardingRule:
-    """A row of the gradient is made of the windows that read it."""
+    """A row of the gradient is made of the windows that read it; of any of them it is a term."""
     space = spaces_of(node)
     form = "n.. p*#, n.. h*#, n.. p*# -> n.. h*#".replace("#", str(space))
     made = template(form, "0|1>")(node)
     y, x = (value.shape[-space:] for value in node.operands[:2])
-    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(slides(node, x, y))})
+    return seeing(made, {f"p{i}": (f"h{i}", each.up) for i, each in enumerate(slides(node, x, y))}, alone=True)
 
 
 def tile(bounds: Callable[[int, int], tuple[int, int]], tensor: int, value: Value, space: int) -> Tile:

@@ -11,6 +11,7 @@ from shardfx.ir.graph import Node
 from shardfx.ir.rulebook.dims import argument, packed
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.by_pieces import ByPieces
+from shardfx.ir.rules.local import Emit
 from shardfx.ir.rules.template import Template, template
 
 prims = torch.ops.prims
@@ -109,6 +110,15 @@ def _along(node: Node) -> tuple[int, ...]:
     return (argument(node, "dim") % max(node.operands[0].type.ndim, 1),) if node.operands[0].shape else ()
 
 
+def mean_share(emit: Emit) -> Any:
+    """A rank's term of a mean: the mean of what it has, by its share of the elements."""
+    made = emit.call(emit.node.op, *emit.args, **emit.kwargs)
+    x, given = emit.node.operands[0], argument(emit.node, "dim") if emit.node.op is aten.mean.dim else None
+    dims = range(x.type.ndim) if not given else [d % x.type.ndim for d in given]
+    held, whole = (math.prod(shape[d] for d in dims) for shape in (emit.operand_shape(0), x.shape))
+    return made if held == whole else emit.call(aten.mul.Tensor, made, held / whole)
+
+
 def resized(node: Node) -> str:
     """One or the other, by what becomes of the sizes."""
     return ALONG if node.outs[0].shape == node.operands[0].shape else RESIZED
@@ -135,6 +145,12 @@ def _segments(node: Node, name: str) -> tuple[str, str, str]:
     before, ndim = argument(node, "axis"), argument(node, name).type.ndim
     batch, rest = (" ".join(f"{c}{i}" for i in range(n)) for c, n in (("b", before), ("d", ndim - before - 1)))
     return f"{batch} n! {rest}", batch, rest
+
+
+def vector_norm(node: Node) -> Template:
+    """In the norms 0 and 1 a sum, in those of infinite order a maximum or a minimum; in others nothing of the kind."""
+    kind = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}.get(argument(node, "ord"))
+    return template(DOWN_WHOLE) if kind is None else template(DOWN, reduce=kind)
 
 
 def histogram(node: Node) -> Template:
@@ -168,7 +184,9 @@ RULES: tuple[RuleEntry, ...] = (
     rule((aten.prod.default, aten.prod.dim_int), DOWN, reduce="product", identity="k"),
     rule((aten.argmax, aten.argmin, aten.norm, aten.hash_tensor), DOWN_WHOLE),
     rule((aten.max.dim, aten.min.dim, aten.median, aten.nanmedian, aten.kthvalue, aten.mode), DOWN_WHOLE, identity="k"),
-    rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0", identity="k", expand=_mean),
+    rule((aten.mean.dim, aten.mean.default), DOWN_WHOLE, linear="0|*k", identity="k", expand=_mean, local=mean_share),
+    rule(aten.linalg_vector_norm, vector_norm),
+    rule(aten.logsumexp, DOWN_WHOLE, identity="k"),
     rule(aten.var.correction, DOWN_WHOLE, expand=_var),
     rule(aten.var_mean.correction, DOWN_WHOLE, expand=_var_mean),
     rule(aten.std.correction, DOWN_WHOLE, expand=_std),

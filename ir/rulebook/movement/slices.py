@@ -16,12 +16,13 @@ from shardfx.ir.rulebook.dims import argument, at_dim, given_tensors, moves, unt
 from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit, nothing
 from shardfx.ir.rules.sharding_rule import ShardingRule
-from shardfx.ir.rules.template import template
+from shardfx.ir.rules.template import Template, template
 from shardfx.ir.rules.windows import seeing
 
 aten = torch.ops.aten
 
 WHOLE, BLOCKS, PART = "d.. k@dim!", "d.. (c! k)@dim", "d.. k@dim"
+BLOCK_OF = "d.. (k c!)@dim"
 REST, ROWS = "d.. o@dim!", "d.. o@dim"
 
 
@@ -135,6 +136,18 @@ def cat(node: Node) -> str:
     return f"{pieces} -> {together}"
 
 
+def slice_scatter(node: Node) -> Template:
+    """Into a part of a tensor another one is written; where that is all of it, its own elements are not looked at."""
+    x, part = (value.shape for value in node.operands)
+    if x == part:
+        return template(f"{PART}, {PART} -> {PART}", "0>|1", moves_only=True)
+    size = x[argument(node, "dim")]
+    start, end, step = (argument(node, name) for name in ("start", "end", "step"))
+    if size % step == 0 and 0 <= (start or 0) < step and (end is None or end >= size):  # one of each ``step`` elements
+        return template(f"{BLOCK_OF}, {PART} -> {BLOCK_OF}", "0&1", moves_only=True)
+    return template(f"{WHOLE}, {REST} -> {WHOLE}", "0&1", moves_only=True)
+
+
 def chunk_cat(node: Node) -> str:
     """Tensors are padded and cut into chunks from one dim on; the dims before it pass."""
     lead = f"d*{argument(node, 'dim') % node.operands[0].type.ndim}"
@@ -158,5 +171,5 @@ RULES: tuple[RuleEntry, ...] = (
     rule(aten.block_diag, untouched),
     # The dim that is written to is whole.
     rule(aten.select_scatter, f"{WHOLE}, d.. -> {WHOLE}", linear="0&1", moves_only=True),
-    rule(aten.slice_scatter, f"{WHOLE}, {REST} -> {WHOLE}", linear="0&1", moves_only=True),
+    rule(aten.slice_scatter, slice_scatter, moves_only=True),
 )

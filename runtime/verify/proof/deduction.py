@@ -101,15 +101,20 @@ class Deduction:
                     wider = each is None and f in rule.windows  # for other rows of a leader than tiles: by the claims
                     if not wider and (each is None or cuts.setdefault(*each) != each[1]):
                         return
-        partial = _partial(rule, specs)
+        partial = _partial(specs)
         if partial is None:
             return
         for free in self._free(node, rule, cuts):
             every = {f: c for f, c in (cuts | free).items() if c.axes}
-            if any(f in rule.whole and self.mesh.extent(c.axes) > 1 for f, c in every.items()):
+            used = [(axis, f) for f, cut in every.items() for axis in cut.axes]
+            along = dict(used)
+            if len(used) != len(along) or any(
+                rule.passes(kind, group, along.get(axis, "")) is None for axis, (kind, group) in partial.items()
+            ):
                 continue
-            used = [axis for cut in every.values() for axis in cut.axes]
-            if len(used) != len(set(used)) or set(used) & set(partial):
+            whole = [(axis, f) for axis, f in used if f in rule.whole and self.mesh.extent(every[f].axes) > 1]
+            groups = [(f, partial[axis][1] if axis in partial else frozenset()) for axis, f in whole]
+            if any(rule.together(*each) is None for each in groups):
                 continue
             try:
                 made = strategy(rule, every, self.mesh, partial)
@@ -184,17 +189,17 @@ class Deduction:
 
     def origin(self, axis: str, term: int, piece: tuple[str, Cut] | None, facts: Sequence[Fact]) -> int:
         """Equal for shares over an axis that are made alike: of a sum that begins here, by the cut of what is summed
-        (``piece``), or of the operands' shares."""
-        if piece is not None:
-            return self._origins.setdefault((term, *piece), len(self._origins))
+        (``piece``), or of the operands' shares, or both."""
         shares = [(place, made) for place, fact in enumerate(facts) for a, made in fact.origins if a == axis]
+        if piece is not None:
+            return self._origins.setdefault((term, *piece, *shares), len(self._origins))
         if len(facts) == len(shares) == 1:
             return shares[0][1]
         return self._origins.setdefault(tuple(shares), len(self._origins))
 
 
-def _partial(rule: ShardingRule, specs: Sequence[Spec]) -> dict[str, tuple[str, frozenset[int]]] | None:
-    """Per axis the reduction and the operands that are partial over it; None where the op lets no such pass."""
+def _partial(specs: Sequence[Spec]) -> dict[str, tuple[str, frozenset[int]]] | None:
+    """Per axis the reduction and the operands that are partial over it; None where they are so by two reductions."""
     found: dict[str, tuple[str, frozenset[int]]] = {}
     for i, spec in enumerate(specs):
         for axis, kind in spec.partial:
@@ -202,9 +207,6 @@ def _partial(rule: ShardingRule, specs: Sequence[Spec]) -> dict[str, tuple[str, 
             if known[0] != kind:
                 return None
             found[axis] = (kind, known[1] | {i})
-    for kind, group in found.values():
-        if rule.passes(kind, group) is None:
-            return None
     return found
 
 
