@@ -232,7 +232,7 @@ def draw_net(seed: int) -> Net:
         (rng.choice(FIRST), tuple(rng.randrange(60) for _ in range(NUMBERS))) for _ in range(rng.randint(1, 4))
     )
     more = random.Random(f"deep {seed}")
-    layers = deep_layers(more) if is_deep(seed) else with_a_later_kind(seed, layers)
+    layers = deep_layers(more) if is_deep(seed) else with_later_kinds(seed, layers)
     return Net(
         seed,
         rng.choice((2, 3, 4, 8)) if not is_deep(seed) else more.choice((8, 12)),
@@ -250,13 +250,14 @@ def draw_net(seed: int) -> Net:
     )
 
 
-def with_a_later_kind(seed: int, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """One layer more in every eighth model, of the kinds that came later."""
-    rng = random.Random(f"later {seed}")
-    if rng.random() >= 0.12:
-        return layers
-    at, kind = rng.randint(0, len(layers)), rng.choice(LATER)
-    return (*layers[:at], (kind, tuple(rng.randrange(60) for _ in range(NUMBERS))), *layers[at:])
+def with_later_kinds(seed: int, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """One layer more in every tenth model, of each of the kinds that came later."""
+    for kind in LATER:
+        rng = random.Random(f"{kind} of {seed}")
+        if rng.random() < 0.1:
+            at = rng.randint(0, len(layers))
+            layers = (*layers[:at], (kind, tuple(rng.randrange(60) for _ in range(NUMBERS))), *layers[at:])
+    return layers
 
 
 def named(net: Net) -> Iterator[tuple[str, int, float]]:

@@ -11,7 +11,7 @@ from .pieces import Kind
 
 FIRST = sorted([*computing_layers.KINDS, *moving_layers.KINDS])
 """The names that seeds draw the layers of a model from, in this order."""
-LATER = sorted([*stateful_layers.KINDS])
-"""Those of one layer more, that some seeds draw beside these: so earlier cases stay what they are."""
+LATER = sorted(stateful_layers.KINDS)
+"""Those that some seeds draw beside these, each by itself: so earlier cases stay what they are."""
 KINDS: dict[str, Kind] = {**computing_layers.KINDS, **moving_layers.KINDS, **stateful_layers.KINDS}
 """By name."""
