@@ -12,7 +12,10 @@ kind = enters(KINDS)
 def written_buffer(p: Pick, t: int, d: int) -> Piece:
     value = p.text("0.1 * y.mean((0, 1))", "y[0, 0]", "(y * y).sum((0, 1)) / 50")
     write = p.text(
-        f"mul_(0.9).add_({value})", f"lerp_({value}, 0.3)", f"copy_({value})", f"[: {d // 2}].add_(({value})[0])"
+        f"mul_(0.9).add_({value})",
+        f"lerp_(({value}).double(), 0.3)",
+        f"copy_({value})",
+        f"[: {d // 2}].add_(({value})[0])",
     )
     cut = p.flag()
     before = ["    self.{n}.detach_()"] if cut else []
