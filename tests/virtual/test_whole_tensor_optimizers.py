@@ -329,6 +329,18 @@ def test_gradients_that_are_changed_by_all_shards_are_those_of_one_device(change
     assert torch.allclose(ran(change, pm, x), ran(change, net("matrix")[0], x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gradients_of_shards_on_a_gpu() -> None:
+    """Where ``clip_grad_norm_`` and optimizers work on lists, and the backward has a thread of its own."""
+    model, x = (each.cuda() for each in net("matrix"))
+    hints = sx.Hints((x,), loss=squares, specs={"weight": "tp, -"}, device="cuda")
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(tp=2), hints)
+    assert torch.allclose(ran(clipped_together, pm, x), ran(clipped_together, model, x), rtol=1e-12, atol=1e-12)
+    with pytest.raises(sx.Error, match="changed shard by shard"):
+        ran(normalised_by_lists, pm, x)
+
+
 def test_gradients_of_shards_are_read_copied_and_saved_as_any(tmp_path: Path) -> None:
     pm, x = sharded()
     pm(x).backward()
