@@ -29,6 +29,7 @@ from shardfx.ir.rules.book import RuleBook
 from .exact_calls import ExactCalls, Misread
 from .families import many_ranks, own_programs
 from .families.alike_ranks import AlikeRanks, alike_ranks
+from .families.whole_programs import place_of
 from .fault import Fault
 from .first_change import named
 from .forms.as_planned import as_planned
@@ -266,7 +267,7 @@ class PlanProof:
                 self._in_its_turn(made, graph.mesh.coords(rank))
             return made
 
-        own = {(many_ranks.place_of(self.after, rank), alike.box_of[rank]): rank for rank in self.ranks}.values()
+        own = {(place_of(self.after, rank), alike.box_of[rank]): rank for rank in self.ranks}.values()
         for number, task in enumerate(self.tasks):
             given = [task.changed[rank] for rank in sorted(task.changed)]
             given = given if task.asked.together is None else given[:1]
