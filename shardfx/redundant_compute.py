@@ -10,7 +10,7 @@ need::
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardfx.ir.cost.flops import flops_of
@@ -86,18 +86,19 @@ def redundancies(graph: Graph) -> Iterator[Redundancy]:
     nodes = [node for node in graph.nodes if is_heavy(node)]
     if not axes or not nodes:
         return
+    keys = {node: (alike(node), node.strategy) for node in nodes}
     ranks = {axis.name: 1 if axis.time else axis.size for axis in graph.mesh.axes}
-    whole, spent = _flops(nodes, None), _flops(nodes, Mesh(links=None, **ranks))
+    whole, spent = _flops(keys, None), _flops(keys, Mesh(links=None, **ranks))
     for axis in axes:
         name = axis.name
         if graph.pipeline is not None and name == graph.pipeline.axis:
             continue
-        needed = _flops(nodes, Mesh(links=None, **{**ranks, name: 1}))
+        needed = _flops(keys, Mesh(links=None, **{**ranks, name: 1}))
         extra = {node: spent[node] - needed[node] / axis.size for node in nodes}
         by_node = {node: flops for node, flops in extra.items() if flops > 0}
         lost = frozenset() if name in space_axes(graph) else _lost(by_node, name, graph)
         unsharded = sum(whole[node] for node in nodes if not _is_sharded(node, name))
-        yield Redundancy(axis, sum(spent.values()), by_node, lost, unsharded / sum(whole.values()))
+        yield Redundancy(axis, sum(spent.values()), by_node, lost, unsharded / max(sum(whole.values()), 1))
 
 
 def _lost(nodes: Iterable[Node], axis: str, graph: Graph) -> frozenset[Node]:
@@ -119,16 +120,11 @@ def _lost(nodes: Iterable[Node], axis: str, graph: Graph) -> frozenset[Node]:
     return frozenset(filter(is_lost, nodes))
 
 
-def _flops(nodes: Sequence[Node], mesh: Mesh | None) -> dict[Node, int]:
-    """The FLOPs of each node in a step: of one device, or of the rank with the largest shards on a mesh."""
-    priced: dict[object, int] = {}
-    found = {}
-    for node in nodes:
-        key = (alike(node), node.strategy)
-        if key not in priced:
-            priced[key] = flops_of(node, mesh)
-        found[node] = priced[key]
-    return found
+def _flops(keys: Mapping[Node, Hashable], mesh: Mesh | None) -> dict[Node, int]:
+    """The FLOPs of each node in a step: of one device, or of the rank with the largest shards on a mesh. Nodes of equal
+    keys have the same."""
+    counted = {key: flops_of(node, mesh) for key, node in {key: node for node, key in keys.items()}.items()}
+    return {node: counted[key] for node, key in keys.items()}
 
 
 def unused_loops(graph: Graph) -> list[Axis]:

@@ -62,7 +62,12 @@ class LinearRecurrence(nn.Module):
         return torch.stack(ys, 1)
 
 
-@odd(normal(4, 6), targets=(normal(4, 6),), tp={"up.weight": "tp, -", "down.weight": "-, tp"}, more={"zero": 1})
+@odd(
+    normal(4, 6),
+    targets=(normal(4, 6),),
+    tp={"up.weight": "tp, -", "down.weight": "-, tp"},
+    more={"zero": 1, "zero_min": 1},
+)
 class RungeKutta(nn.Module):
     """An ordinary differential equation in three steps of four."""
 

@@ -23,6 +23,7 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.time import handover
 from shardfx.ir.program.units.execution import executed
 from shardfx.ir.timing.stream_order import moves_only, stream_order
+from shardfx.passes import FuseComm
 
 RANKS, UNDER_WAY = 8, 2
 X, Y = torch.randn(64, 8), torch.randint(0, 4, (64,))
@@ -258,7 +259,8 @@ def test_gathers_on_cuda_send_what_lies_side_by_side_and_keep_no_memory() -> Non
         model = Blocks()
     texts = {}
     for device in ("cpu", "cuda"):
-        given = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), device=device, **hints)
+        together = [FuseComm(groups=[["**.weight", "**.bias"]])]
+        given = sx.Hints((X,), loss=F.cross_entropy, targets=(Y,), device=device, passes=together, **hints)
         texts[device] = str(sx.parallelize(model, mesh, given, virtual=True).rank_program(3))
     assert all("memory.adjoin" in text for text in texts.values())
     assert "c10d.all_gather_into(" in texts["cpu"] and "c10d.all_gather_into(" not in texts["cuda"]

@@ -94,7 +94,6 @@ def test_the_branch_of_the_example_equals_one_device(mesh: sx.Mesh, specs: dict[
     assert str(parse_graph(str(pm.after))) == str(pm.after)
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # no hint shards anything
 def test_another_branch_is_an_error_and_changes_nothing() -> None:
     model, (x, mask, image) = Net(), batch()
     pm = make(model, (x, mask, image))
@@ -193,7 +192,6 @@ def test_a_guard_of_the_loss_does_not_concern_the_results() -> None:
     assert "expects True of loss" in text and str(parse_graph(text)) == text
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # no hint shards anything
 def test_a_proof_takes_no_graph_whose_guards_are_others() -> None:
     pm = make(Net(), batch())
     assert sx.prove(pm.before, pm.after)
@@ -277,7 +275,6 @@ def test_examples_and_weights_must_be_real() -> None:
         make(Net().to("meta"), (x, mask, image))
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # no hint shards anything
 def test_saved_programs_check_their_guards(tmp_path: Path) -> None:
     pm = make(Net(), batch())
     pm.save_programs(tmp_path)

@@ -86,7 +86,6 @@ def test_a_symbolically_traced_module() -> None:
     assert grad is not None and torch.allclose(pm.full_grads()["0.weight"], grad, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # no hint shards anything
 def test_an_example_given_twice_is_two_inputs() -> None:
     model = nn.Linear(8, 8)
     pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(X[0],), loss=nn.functional.mse_loss, targets=(X[0],)))

@@ -107,7 +107,6 @@ def test_it_stays_where_the_loss_holds_no_more() -> None:
     assert found == [2.0**15] * 3  # of float16, 65504 is the largest
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # no hint shards anything
 def test_other_plans_have_none() -> None:
     model, x, y = data()
     hints = sx.Hints((x,), targets=(y,), loss=F.cross_entropy, optimizer=torch.optim.SGD)

@@ -65,7 +65,6 @@ class Ranked(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:redundant compute")  # 6 rows over 4 ranks
 def test_what_is_shared_equals_one_device() -> None:
     torch.manual_seed(0)
     x, weights = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)

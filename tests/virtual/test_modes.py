@@ -97,7 +97,6 @@ def test_a_step_in_training_is_seen_in_evaluation() -> None:
     assert not torch.equal(first, pm(*case.args))
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # 5 columns over 2 ranks
 def test_results_need_no_target_that_would_travel_with_an_argument() -> None:
     """Both ids are gathered, and travel together where there is a loss."""
     model = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 5))
@@ -120,7 +119,6 @@ class Fused(nn.Module):
         return self.out(q * k + v)
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # 6 rows over 4 ranks
 @pytest.mark.parametrize(
     ("specs", "weight", "bias"),
     [

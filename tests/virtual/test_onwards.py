@@ -149,7 +149,6 @@ class Spectrum(nn.Module):
         return x.to(torch.complex128) @ self.turn, x * self.scale
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # one axis at a time
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("spec", ["dp, -", "-, tp"])
 def test_gradients_of_complex_results(spec: str) -> None:

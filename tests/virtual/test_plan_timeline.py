@@ -259,7 +259,6 @@ def _stage_turns(names: Iterable[str]) -> list[str]:
     return [name for name in names if name[0] != "U"]
 
 
-@pytest.mark.filterwarnings("ignore:redundant compute")  # no hint shards anything over dp
 @pytest.mark.parametrize("make", [staged, lambda: planned(sx.Mesh(dp=2), accumulate=3)], ids=["stages", "turns"])
 def test_measured_steps_are_traced(make: Callable[[], sx.ParallelModule], tmp_path: Path) -> None:
     pm, path = make(), tmp_path / "measured.json"

@@ -24,6 +24,14 @@ def test_a_wrong_rule_is_an_error_at_planning(name: str) -> None:
     assert "where the whole op gives" in caught.value.what or "differ" in caught.value.what, caught.value
 
 
+def test_verify_refutes_a_wrong_rule_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, call, spec = WRONG["flip"]
+    monkeypatch.setattr("shardfx.plugins._plugin_rules", lambda: (rule,))
+    hints = sx.Hints(args=(torch.randn(8, 12, dtype=torch.float64),), specs={"args.0": spec})
+    verdict = sx.parallelize(Calls(call), sx.Mesh(r=2), hints, virtual=True).verify()
+    assert not verdict and "the rule of aten.flip is wrong" in verdict.why and "{r}" in verdict.why
+
+
 def test_a_right_rule_is_executed_once_in_a_process() -> None:
     rule = sx.rule(ops.numbered.default, "n! d -> n! d")
     pm = planned(rule, numbered, COLUMNS)

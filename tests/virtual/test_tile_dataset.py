@@ -17,7 +17,6 @@ import shardfx as sx
 from shardfx.scenes.tile_sampler import Draw
 from shardfx.scenes.turn import scales
 
-pytestmark = pytest.mark.filterwarnings("ignore:redundant compute over dp")  # a batch of 3
 MESH = sx.Mesh(dp=2, h=2, w=2)
 SPECS = {"args.0": "dp, -, h, w", "targets.0": "dp, h, w"}
 
