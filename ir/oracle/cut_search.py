@@ -218,6 +218,8 @@ class Oracle:
         for whole, pieces in zip(wholes, zip(*parts, strict=True), strict=True):
             assert whole is not None
             outcome = outcomes([p for p in pieces if p is not None], whole, lengths, size)
+            if len(wholes) > 1:  # a mean beside what it was divided by is one only where nothing is left out of it
+                outcome -= {"mean"}
             if not outcome:
                 return None
             found.append(outcome)

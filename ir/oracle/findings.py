@@ -80,7 +80,7 @@ def together(
         fresh = dict(words)
         for r, outcome in enumerate(cut.results):
             dims = [o for o in outcome if isinstance(o, int) and ("result", r, o) not in taken]
-            said = frozenset(o for o in outcome if isinstance(o, str) and (o != "mean" or len(cut.results) == 1))
+            said = frozenset(o for o in outcome if isinstance(o, str))
             if dims:
                 ends.append((dims[0], results[r][dims[0]] // cut.size))
                 outputs.add(("result", r, dims[0]))

@@ -12,6 +12,8 @@ from shardfx.ir.rules.book import RuleEntry, rule
 from shardfx.ir.rules.local import Emit, mine
 from shardfx.ir.rules.template import Template, template
 
+from .loss import by_share
+
 aten = torch.ops.aten
 
 NOTHING = -100
@@ -55,14 +57,20 @@ def nll_local(emit: Emit) -> Any:
     return emit.call(emit.node.op, *emit.args[: at + 1], local, weight, reduction, NOTHING, *total)
 
 
-ROWS, ALIKE = "~n..!reduction=1 c!", "~n.. c"
+def share_of_rows(emit: Emit) -> Any:
+    """The loss of a rank's rows, or its gradient; of a mean by their share of the rows."""
+    at = [each.name for each in emit.node.op._schema.arguments].index("self")
+    return by_share(emit, emit.operand_shape(at), emit.node.operands[at].shape)
+
+
+EACH_ROW, ROWS, ALIKE = "~n.. c!", "~n..!reduction=1 c!", "~n.. c"
 """Every row on its own; in a mean the number of rows counts."""
 
 RULES: tuple[RuleEntry, ...] = (
     rule((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), nll, local=nll_local),
     packed((aten.nll_loss_backward.default, aten.nll_loss2d_backward.default), nll_backward, local=nll_local),
-    rule(aten.multi_margin_loss, f"{ROWS}, n.., ~c -> n..", linear="2"),
-    rule(aten.multi_margin_loss_backward, f"n.., {ROWS}, n.., ~c -> {ALIKE}", linear="0|3"),
+    rule(aten.multi_margin_loss, f"{EACH_ROW}, n.., ~c -> n..", linear="2", local=share_of_rows),
+    rule(aten.multi_margin_loss_backward, f"n.., {EACH_ROW}, n.., ~c -> {ALIKE}", linear="0|3", local=share_of_rows),
     rule(aten.multilabel_margin_loss_forward, f"{ROWS}, {ALIKE} -> n.., {ALIKE}"),
     rule(aten.multilabel_margin_loss_backward, f"n.., {ROWS}, {ALIKE}, {ALIKE} -> {ALIKE}", linear="0"),
 )

@@ -39,13 +39,17 @@ def gradient(linear: str) -> Callable[[Node], Template]:
 
 def share_of_mean(emit: Emit) -> Any:
     """A rank's term of a mean, or the gradient of one: by its share of the elements."""
-    made = emit.call(emit.node.op, *emit.args, **emit.kwargs)
-    if argument(emit.node, "reduction") != MEAN:
-        return made
     operands = emit.node.operands
-    held = math.prod(torch.broadcast_shapes(*(emit.operand_shape(i) for i in range(len(operands)))))
-    whole = math.prod(torch.broadcast_shapes(*(value.shape for value in operands)))
-    return made if held == whole else emit.call(aten.mul.Tensor, made, held / whole)
+    held = torch.broadcast_shapes(*(emit.operand_shape(i) for i in range(len(operands))))
+    return by_share(emit, held, torch.broadcast_shapes(*(value.shape for value in operands)))
+
+
+def by_share(emit: Emit, held: tuple[int, ...], whole: tuple[int, ...]) -> Any:
+    """What a rank's call gives, of a mean by what the rank has of the elements."""
+    made = emit.call(emit.node.op, *emit.args, **emit.kwargs)
+    if argument(emit.node, "reduction") != MEAN or held == whole:
+        return made
+    return emit.call(aten.mul.Tensor, made, math.prod(held) / math.prod(whole))
 
 
 BACKWARD = "smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward"
