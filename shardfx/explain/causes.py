@@ -79,7 +79,8 @@ class Trails:
 
     def _decided(self, value: Value, axis: str, dim: int | None) -> str:
         """All that brought an axis to a dim of a value by themselves: a hint, and ``zero``."""
-        made = (d for d in self.reasons.of(value) if d.dim == dim and axis in d.cut.axes and not d.op)
+        brought = (d for d in self.reasons.of(value) if d.dim == dim and axis in d.cut.axes)
+        made = (d for d in brought if not d.op or self._carrier(d, axis) is None)
         return ", and ".join(dict.fromkeys(f"{each.how} (step {each.step})" for each in made))
 
     def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> Decision | None:

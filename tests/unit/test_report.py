@@ -217,7 +217,8 @@ def test_warnings_are_in_the_report() -> None:
             graph.notes.append("something to know")
             return False
 
-    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(torch.randn(4, 4),), passes=[Note()]))
+    hints = sx.Hints(args=(torch.randn(4, 4),), specs={"args.0": "dp, -"}, passes=[Note()])
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints)
     assert pm.report().warnings == ("something to know",)
     assert "- something to know" in str(pm.report())
     assert "note" in pm.report().passes
