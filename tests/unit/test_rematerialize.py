@@ -98,7 +98,9 @@ def test_what_is_drawn_is_saved() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hints", [{}, {"specs": {"args.0": "dp, -"}}, {"specs": {"args.0": "dp, -"}, "zero": 3}])
+@pytest.mark.parametrize(
+    "hints", [{}, {"specs": {"args.0": "dp, -"}}, {"specs": {"args.0": "dp, -"}, "zero": 3, "zero_min": 0}]
+)
 def test_compiled_programs_are_proven_and_right(hints: dict[str, object]) -> None:
     model, x, pm = plan(mesh=sx.Mesh(dp=2) if hints else None, **hints)
     pm.compile(backend="eager")
