@@ -46,6 +46,16 @@ class WholeStep(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
+OPTIONS: dict[str, Any] = {
+    "reorder_for_locality": False,
+    "score_fusion_memory_threshold": 1024,
+    "post_grad_custom_post_pass": WholeStep(),
+}
+"""Options of Inductor for whole steps. Products of weights' gradients stay where the backward has them: in a graph
+without autograd it would move each in front of the update, its only user, and keep all activations until then. Updates
+share no kernel for the few bytes of their rates."""
+
+
 def store_once(graph: fx.Graph) -> None:
     """Mark the elementwise values that take fewer bytes to load in each kernel than to compute there."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
@@ -173,10 +183,11 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _numel(node: fx.Node) -> int:
+    """Elements of a value; 0 where sizes are symbolic, of which nothing may be asked."""
     value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
+    known = isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape)
+    return value.numel() if known else 0
 
 
 def _nbytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
+    return _numel(node) * node.meta["val"].element_size() if _numel(node) else 0

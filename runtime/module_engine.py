@@ -21,7 +21,6 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import Forms
 
 from .engine import Engine, Watch
-from .inductor_passes import WholeStep
 from .module_stretches import Stretches, stands_alone
 from .peak_memory import MeasuredPeaks
 from .rank_errors import failed
@@ -39,16 +38,6 @@ MEETING = Forms({c10d.wait_tensor.default: _here}, Request.of)
 """How virtual ranks do what they do together: the coroutine asks for it."""
 
 
-ORDERED = {
-    "reorder_for_locality": False,
-    "score_fusion_memory_threshold": 1024,
-    "post_grad_custom_post_pass": WholeStep(),
-}
-"""Options of Inductor: products of weights' gradients stay where the backward has them. In a graph without autograd it
-would move each in front of the update, its only user, and keep all activations until then. Updates share no kernel for
-the few bytes of their rates, and stand behind their gradients (:mod:`.inductor_passes`)."""
-
-
 def compiler(options: Mapping[str, Any] | None) -> Callable[[fx.GraphModule], Any]:
     """What runs a module: ``torch.compile`` with some options; None: it runs as it is."""
     if options is None:
@@ -58,14 +47,16 @@ def compiler(options: Mapping[str, Any] | None) -> Callable[[fx.GraphModule], An
 
 
 def in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options of ``torch.compile`` with :data:`ORDERED`, where they are Inductor's; a mode is written out as its own
-    options."""
+    """Options of ``torch.compile`` with those for whole steps (:data:`.inductor_passes.OPTIONS`), where they are
+    Inductor's; a mode is written out as its own options."""
     mode, own = options.get("mode"), options.get("options")
     if options.get("backend", "inductor") != "inductor" or (mode is not None and own is not None):
         return options
+    from .inductor_passes import OPTIONS  # Inductor, whose import takes long, is needed here alone
+
     of_mode = {} if mode is None else torch._inductor.list_mode_options(mode, options.get("dynamic"))
     rest = {name: option for name, option in options.items() if name != "mode"}
-    return {**rest, "options": {**ORDERED, **of_mode, **(own or {})}}
+    return {**rest, "options": {**OPTIONS, **of_mode, **(own or {})}}
 
 
 @contextmanager

@@ -142,6 +142,7 @@ IN_FUNCTIONS = {
     ("scenes.margins", "visualize"),
     ("report.figures", "report.tables"),  # need rich, which only what is printed does
     ("report.figures", "report.stage_tables"),
+    ("runtime.module_engine", "runtime.inductor_passes"),  # needs Inductor, which only pm.compile() does
     ("module.place", "runtime.distributed.process_store"),  # nothing of torch.distributed for virtual ranks
     ("module.place", "runtime.distributed.process_engine"),
     ("module.place", "runtime.distributed.process_peers"),

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfx as sx
-from shardfx.runtime.module_engine import ORDERED, ModuleEngine, in_order
+from shardfx.runtime.inductor_passes import OPTIONS
+from shardfx.runtime.module_engine import ModuleEngine, in_order
 from shardfx.runtime.peak_memory import MeasuredPeaks
 from tests.on_gpu import allocated
 from tests.plans import MESHES
@@ -173,11 +174,11 @@ def test_options_of_inductor_are_those_for_whole_steps_unless_others_are_given()
     """Its pass for inference would put off the products of weights' gradients until the update, with what they take."""
     from torch._inductor import config
 
-    assert config.reorder_for_locality and ORDERED["reorder_for_locality"] is False
-    assert in_order({}) == {"options": ORDERED}
+    assert config.reorder_for_locality and OPTIONS["reorder_for_locality"] is False
+    assert in_order({}) == {"options": OPTIONS}
     assert in_order({"mode": "max-autotune-no-cudagraphs", "fullgraph": True}) == {
         "fullgraph": True,
-        "options": {**ORDERED, "max_autotune": True, "coordinate_descent_tuning": True},
+        "options": {**OPTIONS, "max_autotune": True, "coordinate_descent_tuning": True},
     }
-    assert in_order({"options": {"reorder_for_locality": True}})["options"] == {**ORDERED, "reorder_for_locality": True}
+    assert in_order({"options": {"reorder_for_locality": True}})["options"] == {**OPTIONS, "reorder_for_locality": True}
     assert in_order({"backend": "eager"}) == {"backend": "eager"}
