@@ -7,8 +7,8 @@ sum = aten.add(done, other)          sum = aten.add(done, other)
 
 What is made of single numbers, and needed at the end only (a loss), is computed there, so that nobody is waited for
 before. A reduce-scatter holds all that a rank puts in until it is done, and gradients are needed at the end only: it is
-waited for before later ones start, with which more bytes would be under way than ``under_way`` times the largest so
-far. So is a copy to the host, which holds its source:
+waited for when ``under_way`` later ones start. So is a copy to the host, which holds its source, where more bytes would
+be under way than ``under_way`` times the largest so far:
 
 away = memory.to_host(x)             away = memory.to_host(x)
 kept = memory.stored(away)           next = memory.to_host(y)
@@ -33,14 +33,14 @@ from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass
 
-BOUNDED = ({"c10d.reduce_scatter_tensor"}, {"memory.to_host", "memory.to_disk"})
-"""Of what, in each group, only so many bytes are under way at a time, for they hold memory."""
+REDUCED, COPIED = {"c10d.reduce_scatter_tensor"}, {"memory.to_host", "memory.to_disk"}
+"""Of what only so many, and only so many bytes, are under way at a time, for they hold memory."""
 
 
 @dataclass(frozen=True)
 class Waits(RankPass):
     """Move each wait, and what unpacks its result, to the first use of that; that for a reduce-scatter, or for a copy
-    to the host, to where more bytes would be under way than of ``under_way`` times the largest so far."""
+    to the host, to where ``under_way`` later ones, or as many bytes as that many of the largest, have started."""
 
     name: ClassVar[str] = "waits"
     establishes: ClassVar[frozenset[str]] = frozenset({"WAITS_LATE"})
@@ -53,9 +53,9 @@ class Waits(RankPass):
         nodes = list(program.graph.nodes)
         place = {node: float(i) for i, node in enumerate(nodes)}
         behind: dict[fx.Node, fx.Node] = {}
-        for names in BOUNDED:
-            started = [node for node in nodes if _is(node, names)]
-            behind.update(_room(started, self.under_way, program))
+        reduced, copied = ([node for node in nodes if _is(node, names)] for names in (REDUCED, COPIED))
+        behind.update(zip(reduced, reduced[self.under_way :], strict=False))
+        behind.update(_room(copied, self.under_way, program))
         inside = regions(nodes)
         for i, node in enumerate(nodes):
             if not _waits(node):
