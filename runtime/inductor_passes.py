@@ -185,8 +185,9 @@ def _mutates(node: fx.Node) -> bool:
 def _numel(node: fx.Node) -> int:
     """Elements of a value; 0 where sizes are symbolic, of which nothing may be asked."""
     value = node.meta.get("val")
-    known = isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape)
-    return value.numel() if known else 0
+    if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape):
+        return value.numel()
+    return 0
 
 
 def _nbytes(node: fx.Node) -> int:
