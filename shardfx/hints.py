@@ -31,7 +31,8 @@ class Hints:
         specs: name or pattern -> placement. Names are those of ``named_parameters()``, ``args.N``, ``kwargs.NAME``,
             ``targets.N``, or a module's path for its output; ``*`` stands for one part of a name, ``**`` for any.
             A placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), DTensor placements,
-            one per mesh axis, or a ``Spec``: that says exactly how a parameter is stored, and wins over the others.
+            one per mesh axis, or a ``Spec``: that says how a parameter is stored (``zero`` shards it
+            further), and wins over the others.
         cuts: how ops are cut, said on the ops themselves: module path, or ``path:op`` (patterns as in ``specs``) ->
             axes by factor of the op's rule, in the words in which graphs are printed (``"n{tp} m{}"``; factors not
             named are free, ``m{}`` stays whole), or one spec for each operand (``("dp, -", "-, tp")``). Without an op

@@ -11,6 +11,7 @@ import torch
 from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Node, factors_text, op_name
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.traits import storage_offset
 from shardfx.ir.oracle.instance import instance
 from shardfx.ir.oracle.soundness import run
 from shardfx.ir.rules.book import RuleEntry
@@ -51,6 +52,8 @@ class OpStrategy:
         coords = self.mesh.coords(rank)
         pairs = zip(node.operands, self.operands, strict=True)
         expected = [spec.local_shape(value.shape, self.mesh, coords) for value, spec in pairs]
+        if not all(isinstance(shard, torch.Tensor) and not shard.is_meta for shard in shards):
+            raise Error("the shards are no tensors with content", where=where, expected=_shapes(expected), got=shards)
         got = [tuple(shard.shape) for shard in shards]
         if got != expected:
             what = f"rank {rank} has other shards of the operands"
@@ -100,6 +103,9 @@ def strategies(
         raise Error("this is no op", where=where, expected=expected, got=repr(op), remedy=remedy)
     name = op_name(op)
     where = f"strategies({name})"
+    if not isinstance(mesh, Mesh) or not isinstance(args, (tuple, list)):
+        expected, got = "a tuple of arguments, and an sx.Mesh", f"{type(args).__name__}, {type(mesh).__name__}"
+        raise Error("the arguments are no call on a mesh", where=where, expected=expected, got=got)
     entry = all_rules(discover=discover).entry(op)
     if entry is None:
         raise _without_a_rule(name, where, discover)
@@ -107,6 +113,15 @@ def strategies(
         node = instance(op, tuple(args), kwargs).node
     except DOES_NOT_RUN as error:
         raise Error(f"{name} does not take these arguments", where=where, got=error) from error
+    offset = storage_offset(node.op, node.args, node.kwargs)
+    if offset is not None:
+        raise Error(
+            f"{name} reads the storage of its operand at an offset",
+            where=where,
+            expected="storage_offset=None: from the first element of the operand",
+            got=f"storage_offset={offset}",
+            remedy="slice the operand first, as planning does",
+        )
     rule = entry.make(node)
     if rule is None:
         raise _without_a_rule(name, where, discover)
@@ -119,11 +134,12 @@ def strategies(
 def _without_a_rule(name: str, where: str, discover: bool) -> Error:
     searched = "written, of a plugin or discovered" if discover else "written, or of a plugin"
     return Error(
-        f"{name} has no rule for this call: it is computed whole on every rank",
+        f"{name} has no rule for this call",
         where=where,
         expected=f"an op with a rule that is {searched}",
         got=name,
-        remedy="write one: see docs/writing_rules.md" + ("" if discover else "; or say discover=True"),
+        remedy="write one: see docs/writing_rules.md; planning computes such an op whole on every rank, or puts others "
+        "in its place (dropout, attention)" + ("" if discover else "; or say discover=True"),
     )
 
 

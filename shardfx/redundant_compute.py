@@ -188,10 +188,12 @@ def _hint(found: Redundancy, compiled: Compiled) -> str:
     node = max([each for each in nodes if each.phase is Phase.FORWARD] or nodes, key=found.by_node.__getitem__)
     strategy = dict(node.strategy.cuts) if node.strategy is not None else {}
     rule = compiled.context.cache.rule(node)
-    for factor in (factor for dims in rule.results for dim in dims or () for factor in dim):
-        if factor not in rule.whole and not strategy.get(factor) and rule.sizes[factor] % axis.size == 0:
-            return f'cuts={{"{_hint_name(node, graph)}": "{factor}{{{axis.name}}}"}}'
-    sizes = ", ".join(f"{factor}={size}" for factor, size in rule.sizes.items())
+    free = [factor for dims in rule.results for dim in dims or () for factor in dim if factor not in rule.whole]
+    for factor in sorted(free, key=lambda factor: bool(strategy.get(factor))):  # those that are not sharded first
+        axes = (*strategy.get(factor, ()), axis.name)
+        if axis.name not in axes[:-1] and rule.sizes[factor] % graph.mesh.extent(axes) == 0:
+            return f'cuts={{"{_hint_name(node, graph)}": "{factor}{{{",".join(axes)}}}"}}'
+    sizes = ", ".join(f"{factor}={size}" for factor, size in rule.sizes.items() if factor not in rule.whole)
     return f"a mesh whose {axis.name} divides a dim of {op_name(node.op)}: {sizes}"
 
 

@@ -70,3 +70,17 @@ class Late(WholeTensor):
     def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         return grad / (grad.norm() + 1e-3) if self.steps > 9 * len(self.param_groups[0]["params"]) else grad
+
+
+class SkipsOverflow(WholeTensor):
+    """Leaves out parameters of whose gradient one element is infinite."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad if torch.isfinite(grad).all() else torch.zeros_like(grad)
+
+
+class RarelyClipped(WholeTensor):
+    """Clips by norms that the first gradients do not reach."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (1e4 / (grad.norm() + 1e-6)).clamp(max=1.0)

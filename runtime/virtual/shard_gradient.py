@@ -57,6 +57,13 @@ class Facts:
     own: frozenset[Shard] = frozenset()
     depends: frozenset[Shard] = frozenset()
 
+    def read(self) -> None:
+        """Note that somebody knows numbers of it."""
+        for sharded, number in self.depends | self.own:
+            sharded.read.add(number)
+            if len(sharded.read) == sharded.count:
+                sharded.read.clear()
+
 
 class ShardGradient(Tensor):
     """A gradient of a shard, or what was computed of one."""
@@ -84,10 +91,12 @@ class ShardGradient(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The elements as an array."""
+        self.facts.read()
         return self.plain.numpy(force=force)
 
     def tolist(self) -> Any:
         """The elements as a list."""
+        self.facts.read()
         return self.plain.tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -114,6 +123,25 @@ class ShardGradient(Tensor):
                 "whole tensors; or leave these parameters uncut",
             )
 
+    def check_others(self, where: str) -> None:
+        """Raise if another shard of the parameter has no gradient; numbers that were read so far are forgotten.
+
+        Raises:
+            Error: one has none.
+        """
+        for sharded, number in self.facts.own:
+            sharded.read.clear()
+            for other, shard in enumerate(each() for each in sharded.shards):
+                if shard is not None and shard.numel() and shard.grad is None:
+                    raise Error(
+                        f"only some shards of {sharded.name!r} have a gradient",
+                        where=where,
+                        expected="a gradient of each shard of a parameter, or of none",
+                        got=f"one of shard {number}, and none of shard {other} of {sharded.count}",
+                        remedy="drop the gradients of all shards of a parameter together; or run under torchrun, where "
+                        "gradients are DTensors",
+                    )
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -136,10 +164,7 @@ def _follow(func: Any, name: str, args: Any, kwargs: Any, made: Any) -> Any:
     if func.is_view:
         return tree_map_only(Tensor, lambda each: ShardGradient.of(each, known[0]), made)
     if name == "_local_scalar_dense":
-        for sharded, number in known[0].depends | known[0].own:
-            sharded.read.add(number)
-            if len(sharded.read) == sharded.count:
-                sharded.read.clear()
+        known[0].read()
         return made
     pointwise = torch.Tag.pointwise in func.tags or name in MOVES
     facts = _facts(known, pointwise)
@@ -206,6 +231,7 @@ def _write(target: Tensor, facts: Facts, renews: bool) -> None:
         Error: it is a shard, and depends on itself alone.
     """
     if isinstance(target, ShardGradient):
+        facts = _facts([facts, Facts(own=target.facts.own)], True)
         before = frozenset() if renews else target.facts.depends
         target.facts.depends = _incomplete(before | facts.depends)
         return

@@ -208,3 +208,24 @@ def test_an_op_without_a_rule_a_packet_and_other_shards_are_errors() -> None:
         sharded.call(t(4, 6), t(6, 5))
     with pytest.raises(sx.Error, match="no such rank"):
         sharded.call(t(4, 6), t(6, 3), rank=2)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.as_strided_scatter.default, (torch.rand(4, 6), torch.rand(4, 3), [4, 3], [6, 1], 2)),
+        (aten.as_strided.default, (torch.rand(4, 6), [2, 3], [6, 1], 2)),
+    ],
+)
+def test_an_offset_in_a_storage_is_an_error(op: Any, args: Any) -> None:
+    with pytest.raises(sx.Error, match=r"no rule for this call|reads the storage of its operand at an offset"):
+        sx.strategies(op, args)
+
+
+def test_arguments_that_are_no_call_are_an_error() -> None:
+    x = torch.rand(4, 6)
+    for args, mesh in ((x, sx.Mesh(a=2)), ((x, x.t()), "a")):
+        with pytest.raises(sx.Error, match="no call on a mesh"):
+            sx.strategies(aten.mm.default, args, mesh=mesh)  # type: ignore[arg-type]
+    with pytest.raises(sx.Error, match="no tensors with content"):
+        sx.strategies(aten.mm.default, (x, x.t()))[0].call(x.to("meta"), x.t())

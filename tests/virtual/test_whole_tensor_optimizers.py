@@ -14,7 +14,17 @@ from torch import nn
 import shardfx as sx
 from shardfx.module.stepping import trial
 from tests import whole_tensor
-from tests.whole_tensor import AdaptiveClipping, Centralized, FanIn, Late, RowNorm, TrustRatio, WholeTensor
+from tests.whole_tensor import (
+    AdaptiveClipping,
+    Centralized,
+    FanIn,
+    Late,
+    RarelyClipped,
+    RowNorm,
+    SkipsOverflow,
+    TrustRatio,
+    WholeTensor,
+)
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "matrix": (lambda: nn.Linear(32, 16, bias=False), (4, 32)),
@@ -35,6 +45,8 @@ RIGHT = {
     FanIn: {"matrix rows", "vector rows", "filters rows"},
     AdaptiveClipping: {"matrix rows", "filters rows"},
     Late: set[str](),
+    SkipsOverflow: set[str](),
+    RarelyClipped: set[str](),
     torch.optim.AdamW: set(SHARDED),
     torch.optim.RAdam: set(SHARDED),
     torch.optim.Adagrad: set(SHARDED),
@@ -181,7 +193,7 @@ def test_parameters_that_are_alike_are_tried_once() -> None:
 
     optimizer.param_groups[0]["counts"] = Shared()
     assert trial.tried(optimizer) == trial.Trial()
-    assert seen == [2, 4] * trial.STEPS
+    assert seen == [2, 4] * (trial.STEPS + 1)
 
 
 class Spread(WholeTensor):
@@ -257,6 +269,17 @@ def normalised_by_a_number(parameters: list[nn.Parameter]) -> None:
         p.grad.mul_(1 / p.grad.norm().item())
 
 
+def normalised_by_an_array(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.mul_(1 / float((p.grad.numpy(force=True) ** 2).sum() ** 0.5))
+
+
+def zeroed_by_a_number(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        if p.grad.norm() > 0:
+            p.grad.zero_()
+
+
 def orthogonalised(parameters: list[nn.Parameter]) -> None:
     for p in parameters:
         p.grad.copy_(torch.linalg.qr(p.grad.T)[0].T)
@@ -313,6 +336,8 @@ def ran(change: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         normalised_by_lists,
         centred,
         normalised_by_a_number,
+        normalised_by_an_array,
+        zeroed_by_a_number,
         orthogonalised,
         stepped_by_hand,
     ],
@@ -321,6 +346,12 @@ def test_gradients_that_are_changed_shard_by_shard_are_an_error(change: Any) -> 
     pm, x = sharded()
     with pytest.raises(sx.Error, match="the gradient of 'weight' was changed shard by shard"):
         ran(change, pm, x)
+
+
+def test_a_gradient_of_some_shards_alone_is_an_error() -> None:
+    pm, x = sharded()
+    with pytest.raises(sx.Error, match="only some shards of 'weight' have a gradient"):
+        ran(lambda parameters: setattr(parameters[0], "grad", None), pm, x)
 
 
 @pytest.mark.parametrize("change", [clipped_together, clipped_by_hand, clipped_after_a_look, unscaled])

@@ -92,6 +92,7 @@ def _take_plain(optimizer: torch.optim.Optimizer) -> None:
     """
     for p in (p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, ShardGradient)):
         p.grad.check(f"{type(optimizer).__name__}.step()")
+        p.grad.check_others(f"{type(optimizer).__name__}.step()")
         _guarded[optimizer].append((p, p.grad, p.grad.plain))
         p.grad = _guarded[optimizer][-1][2]
 

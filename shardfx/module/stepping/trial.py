@@ -37,7 +37,8 @@ MOST = 2**14
 SHARDS = 64
 """Shards of a copy."""
 SCALES = (1.0, 50.0, 0.02)
-"""Of the gradients, step by step: what is clipped above a norm is clipped in some."""
+LATE = (1e3, 7.0, 1e6, 1e-3)
+"""Of the gradients, step by step, and of the last of them: what is clipped above a norm is clipped in some."""
 CLOSE, ROUNDING = 1e-6, 1e-14
 """How far apart weights may be: of what was changed, and of the weights themselves."""
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, FunctionType)
@@ -208,10 +209,11 @@ def _try(
     for number in range(STEPS):
         if runs[0].gradients > GRADIENTS:
             break
-        grads = [slope.roll(number) * SCALES[number % len(SCALES)] for slope in slopes]
+        late = number - STEPS + len(LATE)
+        scale = SCALES[number % len(SCALES)] if late < 0 else LATE[late]
         for run in runs:
             _seed(device, number)
-            run.step(grads)
+            run.step([slope.roll(number) * scale for slope in slopes])
         for kind, start, whole, shards in zip(kinds, starts, *(run.held for run in runs), strict=True):
             (one,) = whole
             size, change = (float(t.detach().abs().max()) if t.numel() else 0.0 for t in (one, one - start))
@@ -221,6 +223,25 @@ def _try(
                 error = float((ours - theirs).detach().abs().max()) if ours.numel() else 0.0
                 if not error <= CLOSE * change + ROUNDING * size:
                     return Trial(error / change if change else math.inf, kind.name, number + 1)
+    return _try_overflow(runs, kinds, slopes, device)
+
+
+def _try_overflow(runs: Sequence[_Run], kinds: Sequence[Kind], slopes: Sequence[Tensor], device: torch.device) -> Trial:
+    """A last step, in which one element of each gradient is infinite: who skips it, skips whole tensors."""
+    for slope in slopes:
+        slope.view(-1)[:1] = math.inf
+    whole, sharded = runs
+    try:
+        _seed(device, STEPS)
+        whole.step(slopes)
+    except Exception:  # as on one device
+        return Trial()
+    _seed(device, STEPS)
+    sharded.step(slopes)
+    for kind, (one,), shards in zip(kinds, whole.held, sharded.held, strict=True):
+        for ours, theirs in zip(shards, kind.shards(one.detach()), strict=True):
+            if not torch.allclose(ours.detach(), theirs, rtol=CLOSE, atol=CLOSE, equal_nan=True):
+                return Trial(math.inf, kind.name, STEPS + 1)
     return Trial()
 
 
