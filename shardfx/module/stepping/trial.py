@@ -39,7 +39,7 @@ SHARDS = 64
 SCALES = (1.0, 50.0, 0.02)
 LATE = (1e3, 7.0, 1e6, 1e-3)
 """Of the gradients, step by step, and of the last of them: what is clipped above a norm is clipped in some."""
-CLOSE, ROUNDING = 1e-6, 1e-14
+CLOSE, ROUNDING = 1e-5, 1e-14
 """How far apart weights may be: of what was changed, and of the weights themselves."""
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, FunctionType)
 OF_TORCH = ("defaults", "state", "param_groups", "step")
