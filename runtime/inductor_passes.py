@@ -6,7 +6,8 @@ Inductor runs it on the graph of a compiled program (``post_grad_custom_post_pas
 - A value of the forward that the backward reads is no output, so Inductor would compute it again in each kernel that
   reads it. Where loading the value takes fewer bytes than loading what it is computed from, it is stored once.
 - Updates of parameters stand behind the whole backward. Each moves to where its gradient is and the parameter is not
-  read any more: the gradient is still in the cache of the device, and its memory is free at once.
+  read any more: the gradient is still in the cache of the device, and its memory is free at once. One that ranks reduce
+  stays behind the backward, during which it travels.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def write_early(graph: fx.Graph) -> None:
     """Move writes into inputs, with what only they need, behind the last value and read that they wait for."""
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    updates = _updates(nodes)
+    updates = [update for update in _updates(nodes) if not any(map(_communicates, update))]
     moved = set().union(*updates)
     waits = [{used for node in update for used in _before(node)} - moved for update in updates]
     waiting: dict[fx.Node, list[int]] = {}
@@ -127,6 +128,14 @@ def _updates(nodes: Sequence[fx.Node]) -> list[set[fx.Node]]:
             apart = [other for other in found if not any(_numel(node) > 1 for node in other & update)]
             found = [*apart, update.union(*(other for other in found if other not in apart))]
     return found
+
+
+def _communicates(node: fx.Node) -> bool:
+    """Whether a call, or an operand of it, comes of other ranks: for those nobody waits earlier than at the end."""
+    return any(
+        isinstance(each.target, torch._ops.OpOverload) and each.target.namespace == "_c10d_functional"
+        for each in (node, *node.all_input_nodes)
+    )
 
 
 def _before(node: fx.Node) -> Iterator[fx.Node]:

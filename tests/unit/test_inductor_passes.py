@@ -83,6 +83,21 @@ def test_gradient_that_a_norm_reads_stays_in_front_of_all_updates() -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+def test_gradient_that_ranks_reduce_is_waited_for_behind_the_backward() -> None:
+    given = [X, W, V, torch.rand(4, 4), torch.ones(())]
+    module = traced(step, *given)
+    gradient = [node for node in module.graph.nodes if node.target is aten.mm.default][2]
+    with module.graph.inserting_after(gradient):
+        reduced = module.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (gradient, "sum", "0"))
+    with module.graph.inserting_after(reduced):
+        waited = module.graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (reduced,))
+    gradient.replace_all_uses_with(waited, delete_user_cb=lambda user: user is not reduced)
+    for node in (reduced, waited):
+        node.meta["val"] = gradient.meta["val"]
+    WholeStep()(module.graph)
+    assert names(module.graph)[-5:] == ["mm", "write w_1", "write momentum_1", "write v_1", "write count_1"]
+
+
 def test_sum_that_several_kernels_read_is_stored_and_a_cast_is_not() -> None:
     def residual(x: Tensor, w: Tensor) -> Tensor:
         out = x + x @ w
