@@ -22,12 +22,12 @@ import torch._inductor.inductor_prims
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from shardfx.ir.cost.live.fusion import REDUCTIONS
+from shardfx.ir.cost.live.fusion import is_computed, is_elementwise
 
 aten, prims = torch.ops.aten, torch.ops.prims
 WRITE = aten.copy_.default
-ELEMENTWISE = {aten.cat.default, prims.convert_element_type.default, aten.gather.default, aten.embedding.default}
-"""Computed element by element where they are used, though torch does not tag them so."""
+LOWERED = {prims.convert_element_type.default, aten.gather.default, aten.embedding.default}
+"""Elementwise for Inductor, beside the ops of programs (``is_elementwise``)."""
 SOFTMAX = torch._inductor.inductor_prims.prepare_softmax_online
 """The maxima and sums of a softmax, which Inductor computes in one reduction."""
 STORED = "inductor_realize_to_strides"
@@ -171,15 +171,12 @@ def _segments(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
 
 def _is_inlined(node: fx.Node) -> bool:
     """Whether Inductor computes a value where it is used."""
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or _mutates(node):
-        return False
-    return torch.Tag.pointwise in op.tags or op in ELEMENTWISE or _is_view(node)
+    return not _mutates(node) and (is_elementwise(node) or node.target in LOWERED or _is_view(node))
 
 
 def _is_opaque(node: fx.Node) -> bool:
     """Whether a call is no part of a kernel that Inductor generates: products, attention, collectives."""
-    inside = _is_inlined(node) or node.target in REDUCTIONS or node.target in (SOFTMAX, WRITE, operator.getitem)
+    inside = _is_inlined(node) or is_computed(node) or node.target in (SOFTMAX, WRITE, operator.getitem)
     return node.op == "call_function" and not inside
 
 

@@ -10,7 +10,7 @@
       %9 = aten.gelu_backward(%8, %1)                  %10 = aten.gelu_backward(%9, %7)
 
 So are states of the optimizer, which lie there for good: each is fetched for its update, and what the update makes is
-put away again, during the backward of earlier layers (:mod:`.update_order`); and parameters, which are fetched for each
+offloaded again, during the backward of earlier layers (:mod:`.update_order`); and parameters, which are fetched for each
 of forward, backward and update. (Rajbhandari et al., ZeRO-Infinity, 2021.) Of what is made again in the backward
 nothing waits: what is put away then is where it starts.
 """

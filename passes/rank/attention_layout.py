@@ -33,15 +33,13 @@ ATTENTION = torch.ops.shardfx.attention.default
 BACKWARD = torch.ops.shardfx.attention_backward.default
 OPERANDS = {ATTENTION: (0, 1), BACKWARD: (1, 2)}
 """Where a call has its queries and keys."""
-
-
 TRANSPOSED: Call = (aten.transpose.int, (1, 2), {})
 DENSE: Call = (aten.clone.default, (), {"memory_format": torch.contiguous_format})
 
 
 @dataclass(frozen=True)
 class AttentionLayout(RankPass):
-    """Lay elementwise results that fused attention takes as queries or keys out row by row."""
+    """Store queries and keys of fused attention, where they are elementwise results, row by row."""
 
     name: ClassVar[str] = "attention-layout"
 

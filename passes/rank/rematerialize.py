@@ -26,7 +26,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
-from shardfx.ir.cost.live.fusion import ELEMENTWISE, REDUCTIONS
+from shardfx.ir.cost.live.fusion import is_computed
 from shardfx.ir.cost.replay import values
 from shardfx.ir.graph import Node, Phase
 from shardfx.ir.ops.traits import draws
@@ -136,7 +136,9 @@ def _is_pointwise(node: fx.Node) -> bool:
 def _is_materialized(node: fx.Node, views: set[fx.Node]) -> bool:
     """Whether a call of the backward that compilers fuse nothing into reads a value, or a view of it."""
     return any(
-        _is_materialized(user, views) if user in views else _is_late(user) and user.op != "output" and not _fuses(user)
+        _is_materialized(user, views)
+        if user in views
+        else _is_late(user) and user.op != "output" and not (is_computed(user) or _is_pointwise(user))
         for user in node.users
     )
 
@@ -147,11 +149,6 @@ def _views(nodes: Sequence[fx.Node], program: RankProgram) -> set[fx.Node]:
     reshapes: list[Any] = [node for node in views if node.target is torch.ops.aten.reshape.default]
     made = values(program) if reshapes else {}
     return views - {node for node in reshapes if not made[node.args[0].name].reshape(made[node.name].shape)._is_view()}
-
-
-def _fuses(node: fx.Node) -> bool:
-    """Whether compilers compute elementwise operands in the kernel of a call."""
-    return _is_pointwise(node) or node.target in ELEMENTWISE or node.target in REDUCTIONS
 
 
 def _is_late(node: fx.Node) -> bool:

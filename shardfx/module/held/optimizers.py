@@ -67,7 +67,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
             expected="an optimizer that works on each element alone, such as AdamW",
             got=found,
             remedy="Hints(optimizer=...), whose step is a part of the program and sees the whole; or leave these "
-            "parameters uncut; or run under torchrun, where parameters are DTensors",
+            "parameters unsharded; or run under torchrun, where parameters are DTensors",
         )
     _guarded[optimizer] = []
     _take_plain(optimizer)
