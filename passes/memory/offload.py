@@ -9,10 +9,10 @@
       %8 = aten.mm(%6, %v)                             %9 = aten.mm(%8, %v)
       %9 = aten.gelu_backward(%8, %1)                  %10 = aten.gelu_backward(%9, %7)
 
-So are states of the optimizer, which lie there for good: each is fetched for its update, and what the update makes is
-offloaded again, during the backward of earlier layers (:mod:`.update_order`); and parameters, which are fetched for each
-of forward, backward and update. (Rajbhandari et al., ZeRO-Infinity, 2021.) Of what is made again in the backward
-nothing waits: what is put away then is where it starts.
+So are states of the optimizer, which lie there for good: each is fetched for its update, and what that makes is
+offloaded again, during the backward of earlier layers (:mod:`.update_order`); and parameters, fetched for each of
+forward, backward and update. (Rajbhandari et al., ZeRO-Infinity, 2021.) What the backward recomputes is not offloaded;
+what it starts from is.
 """
 
 from __future__ import annotations

@@ -113,3 +113,14 @@ def test_clipped_gradient_of_a_bfloat16_number_keeps_its_dtype() -> None:
     (made,) = (o.value for o in captured.graph.outputs if (o.kind, o.name) == (OutputKind.GRADIENT, "scale"))
     assert made.type.dtype is torch.bfloat16 and made.node is not None
     assert {each.type.dtype for each in made.node.operands} == {torch.float32}
+
+
+def test_gpus_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning leaves the random numbers of a script as they are, on every device."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeded.append)
+    model, x = nn.Linear(4, 4), torch.ones(4, 4)
+    before = torch.get_rng_state()
+    sx.parallelize(model, sx.Mesh(dp=2), sx.Hints((x,), loss=torch.sum, specs={"args.0": "dp, -"}, clip=1.0))
+    assert not seeded and torch.equal(torch.get_rng_state(), before)

@@ -105,7 +105,7 @@ class Computed:
         own = {each: self._known[each] for each in operands(how)}
         if how.op._schema.is_mutable:
             own = {each: memory.clone() for each, memory in own.items()}
-        torch.manual_seed(hash(how.draw) % 2**31)
+        torch.default_generator.manual_seed(hash(how.draw) % 2**31)
         args, kwargs = _arguments(how.args, own), _arguments(how.kwargs, own)
         out = how.op(*args, **kwargs)
         found = [*filter(is_tensor, tree_leaves(out if how.was is None else (args, kwargs)))]

@@ -116,7 +116,8 @@ def said_of(output: Output) -> str:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Within, generators begin at the same place; behind it they are as they were."""
+    """Within, the CPU's generator begins at the same place; behind it, it is as it was. (``torch.manual_seed`` would
+    seed GPUs, too.)"""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         yield

@@ -77,7 +77,7 @@ class Alike(TorchDispatchMode):
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.drawn = True
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         if kwargs.get("generator") is not None:
             kwargs["generator"].manual_seed(0)
         changed = args[0] if func._schema.is_mutable else None
